@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.planner.activations import Work
-from pipeline.planner.buffers import Buffers
 from pipeline.planner.model import Dimensions, Model, Parameter
 from pipeline.planner.shapes import build
-from pipeline.planner.states import Held, States
+from pipeline.planner.states import Buffers, Held, States
 
 Row = Mapping[str, Any]
 # Parameters that belong to no block, norms apart.

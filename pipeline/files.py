@@ -6,6 +6,7 @@ What others made is read where it is a plain file, of a bounded size, inside of 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -217,3 +218,16 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
         raise ValueError("no map of tensors to files")
     return places
+
+
+LOCK_FILE = ".lock"
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a process trains the run. A run that starts this very moment may see the look as one."""
+    try:
+        with open(open_plain(directory / LOCK_FILE), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.inspection.screen import Screen
+from pipeline.cli.screen import Screen
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import LONGEST_LINE, ConfigError, printable
 from pipeline.files import (

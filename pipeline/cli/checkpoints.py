@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list(directory: Path, contents: bool) -> None:
     from pipeline.checkpoint.catalog import list_checkpoints, read_through
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
 
     rows = list_checkpoints(directory)
     if not rows:
@@ -95,7 +95,7 @@ def _state(row: CheckpointRow, whole: str) -> str:
 
 def _diff(directory: Path, first: str, second: str) -> None:
     from pipeline.checkpoint.catalog import diff
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
 
     _, one, of_one = find_checkpoint(directory, first, "diff")
     _, other, of_other = find_checkpoint(directory, second, "diff")

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
     from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
     from pipeline.training.api import evaluate
 

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pipeline.checkpoint.adapters import KEY
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import weights_of
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
 
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
     # Of every value: verified, then written.

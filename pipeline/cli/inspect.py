@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.monitoring.logs import log_to_console
 
 if TYPE_CHECKING:
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
     from pipeline.data.bundle import Batch, DataBundle
 
 HELP = "show what a recipe's data is, and what of it the model would be given"
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
     if config.data.custom is None:
         require("matplotlib", own_command("inspect"))  # before the data is prepared
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
     from pipeline.data import prepare_data
 
     screen = Screen(arguments.no_color)
@@ -78,7 +78,7 @@ def _inspect_text(
     folder: Path,
     samples: int,
 ) -> None:
-    from pipeline.cli.inspection import text
+    from pipeline.cli import inspection
     from pipeline.data.prepared import prepare_documents
 
     logger = logging.getLogger("pipeline.data.prepared")
@@ -87,16 +87,16 @@ def _inspect_text(
     prepared = prepare_documents(data)  # it is there already: only opened again
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
-    lengths = text.show_documents(screen, sources)
-    text.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
+    lengths = inspection.show_documents(screen, sources)
+    inspection.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
-    text.show_rows(screen, rows, data.sequence_length)
-    text.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
+    inspection.show_rows(screen, rows, data.sequence_length)
+    inspection.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
     if samples:
-        text.show_samples(screen, sources, samples, prepared.tokenizer)
+        inspection.show_samples(screen, sources, samples, prepared.tokenizer)
         batch = _first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
-        text.show_batch(screen, batch, prepared.tokenizer, pad_id)
+        inspection.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
 def _rows(bundle: DataBundle) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.cli.inspection import images
+    from pipeline.cli import inspection
 
-    images.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    inspection.show_classes(screen, bundle.train, list(bundle.eval.values()))
     if config.data.images is not None:
-        images.show_files(screen, bundle.train, bundle.eval)
+        inspection.show_files(screen, bundle.train, bundle.eval)
     batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
-    images.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
+    inspection.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
 
 
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:

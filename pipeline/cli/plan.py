@@ -333,7 +333,7 @@ def _plan(
     if arguments.json:
         print(json.dumps(as_json(found, changes, scaling), indent=2))
         return
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
 
     screen = Screen(arguments.no_color)
     for line in summary(found):

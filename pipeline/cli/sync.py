@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeline.cli.inputs import reading_a_run
 from pipeline.config.command_lines import own_command
 from pipeline.config.optional_packages import require
-from pipeline.distributed.run_lock import is_held
 from pipeline.errors import PipelineError
+from pipeline.files import is_held
 
 if TYPE_CHECKING:
     from pipeline.monitoring.trackers.weights_and_biases import WandbFile
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where a run is none, or something was not uploaded."""
     require("wandb", own_command("sync"))
-    from pipeline.cli.inspection.screen import Screen
+    from pipeline.cli.screen import Screen
     from pipeline.monitoring.trackers.weights_and_biases import files_to_upload
 
     for directory in arguments.runs:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipeline.config.command_lines import own_command
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
-from pipeline.distributed.driver import Torch, idle_card
+from pipeline.distributed.machine import Torch, idle_card
 from pipeline.distributed.ranks import Ranks, check_accelerator
 from pipeline.errors import LaunchError
 

@@ -44,14 +44,13 @@ from pipeline.engine.deepspeed_patches import (
     prepare_for_cpu,
 )
 from pipeline.engine.deepspeed_state import rewritten_weights
-from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.guard import Refusal, StepGate
 from pipeline.engine.interface import Limits
 from pipeline.engine.optim import START, build_torch_optimizer
 from pipeline.engine.profile import without_profilers
 from pipeline.engine.replicas import Replicas
-from pipeline.engine.state import State, restore
-from pipeline.planner.buffers import fitted_bucket
+from pipeline.engine.state import State, gradients_shown, restore
+from pipeline.planner.states import fitted_bucket
 
 
 class EngineGroups:

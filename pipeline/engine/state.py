@@ -10,13 +10,15 @@ import copy
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeline.checkpoint.shards import (
     BUFFER,
@@ -541,3 +543,29 @@ class ParameterState:
             set_numbers(self._optimizer, stepped, scalars, place.name)
             if stepped is not p:
                 p.copy_(stepped)
+
+
+@contextmanager
+def gradients_shown(
+    optimizers: Iterable[Optimizer], state: Callable[[], State], take: Callable[[Shard], None]
+) -> Iterator[None]:
+    """Inside it `take` is given what moves the weights: averaged over the global batch, unscaled, clipped.
+
+    Args:
+        optimizers: All that step the model.
+        state: Where their gradients lie in the whole model.
+    """
+
+    @torch.no_grad()
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        clipped_by = getattr(optimizer, "grad_scale", None)  # which the kernel divides by
+        for shard in state().gradients(stepped):
+            assert shard.values is not None
+            values = shard.values if clipped_by is None else shard.values / clipped_by
+            take(replace(shard, values=values))
+
+    with ExitStack() as hooks:
+        for optimizer in optimizers:  # behind the hooks that clip
+            hooks.callback(optimizer.register_step_pre_hook(look).remove)
+        yield

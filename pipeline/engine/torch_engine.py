@@ -23,7 +23,6 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.gradients import gradients_shown
 from pipeline.engine.guard import Refusal, StepGate, clip_and_guard
 from pipeline.engine.interface import (
     Limits,
@@ -39,6 +38,7 @@ from pipeline.engine.optim import build_torch_optimizer, parameter_groups, set_l
 from pipeline.engine.replicas import ChangingBuffers, Replicas
 from pipeline.engine.state import (
     ParameterState,
+    gradients_shown,
     kept_buffers,
     names_of,
     restore,

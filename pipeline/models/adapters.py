@@ -27,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, listed
 from pipeline.files import CONFIGURATION_LIMIT, read_plain, unsafe_files
 from pipeline.models.embeddings import vocabulary_parameters
-from pipeline.models.quantised import (
+from pipeline.models.frozen_base import (
     FrozenBase,
     HalfBase,
     hold_in_half,

@@ -13,12 +13,11 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import ConfigError
 from pipeline.files import GIB, format_bytes
-from pipeline.planner.buffers import buffers
 from pipeline.planner.memory import Holding, Memory, memory_of
 from pipeline.planner.model import Model
 from pipeline.planner.place import Correction, History, Kind, Place
 from pipeline.planner.rank import Rank
-from pipeline.planner.states import States, checkpoint_bytes, states_of
+from pipeline.planner.states import States, buffers, checkpoint_bytes, states_of
 from pipeline.planner.timing import Job, StepTime, step_time
 
 HOUR = 3600.0

@@ -11,10 +11,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.files import GIB, MIB
 from pipeline.planner.activations import Activations, LossBytes, Work, activations_of, loss_bytes
-from pipeline.planner.buffers import Buffers
 from pipeline.planner.model import Dimensions, Model, Trial
 from pipeline.planner.rank import EMBEDDINGS, WORDS
-from pipeline.planner.states import States, copy_bytes
+from pipeline.planner.states import Buffers, States, copy_bytes
 
 # What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
 # CUDA context with its libraries on a GPU.

@@ -13,40 +13,44 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pipeline.config.settings import Resolved, Settings
-from pipeline.distributed.ranks import Ranks, read_ranks
-from pipeline.distributed.signals import stop_with_launcher
-from pipeline.errors import DataError, ModelError
-from pipeline.files import replace_file
-from pipeline.monitoring.logs import log_to_file
-
-# Where the store's process was killed, torch's C++ prints a stack for every call to it.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
-
 import torch
 from torch import nn
 
 from pipeline.checkpoint.export import export as export_weights
+from pipeline.config.settings import Resolved, Settings
+from pipeline.data import prepare_data
+from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
-from pipeline.distributed.machine import memory_now, process_age
+from pipeline.distributed.accelerator import choose_accelerator
+from pipeline.distributed.machine import memory_now, process_age, raise_open_files_limit
 from pipeline.distributed.process_group import Job, describe_device, start_job
+from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.ranks import Ranks, read_ranks
+from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import states
+from pipeline.errors import DataError, ModelError
 from pipeline.evaluation import from_checkpoint
 from pipeline.evaluation.samples import TEMPERATURE, asks_in_template, generate_text, sample_text
+from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
+from pipeline.monitoring.logs import log_to_console, log_to_file
 from pipeline.monitoring.profiler import build_profiler, watch_memory
 from pipeline.monitoring.report.page import report_of_killed
 from pipeline.monitoring.report.runs import note_processes
+from pipeline.monitoring.trackers import check_sinks
 from pipeline.monitoring.trackers.notify import tell_at_once
-from pipeline.redaction import redact
+from pipeline.planner.shapes import check_pretrained
+from pipeline.redaction import declare_secret_variable, redact
 from pipeline.training.assemble import assemble
 from pipeline.training.banner import announce
+from pipeline.training.callbacks import import_callbacks
 from pipeline.training.device_failures import (
     TrainingAdvice,
     explained,
@@ -55,9 +59,64 @@ from pipeline.training.device_failures import (
     of_generation,
 )
 from pipeline.training.expectation import planned
-from pipeline.training.job_context import Joined, join
 from pipeline.training.loop import LongLived, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, describe_split
+
+
+@dataclass
+class Joined:
+    """A process of the job, with its data; and the run's directory, once there is one."""
+
+    job: Job
+    data: DataBundle
+    directory: Path | None = None
+    made: tuple[Path, ...] = ()
+    """Folders that this process made for the run, innermost first."""
+    has_trained: bool = False
+    """Whether a step was made."""
+
+
+@phase(Phase.DATA)
+def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
+    """Prepares the data and joins the process group. Collective.
+
+    Args:
+        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
+
+    Raises:
+        PipelineError: the JSON or the data cannot be used; not all ranks came.
+    """
+    if (variable := settings.config.notify.webhook_env) is not None:
+        declare_secret_variable(variable)
+    log_to_console(ranks, settings.config.log.console)
+    raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
+    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
+    if deepspeed is not None:
+        from pipeline.engine.deepspeed_patches import check_configuration
+
+        check_configuration(deepspeed)
+    if ranks.is_main_process:
+        check_sinks(settings.config)  # before hours go into the data
+        import_callbacks(settings.config)
+    check_pretrained(settings.config)
+    # Before the process group exists: preparing data may take longer than its timeout.
+    data = prepare_data(settings.config.data)
+    waits = settings.config.distributed
+    job = start_job(
+        ranks,
+        distributed=settings.deepspeed is not None or ranks.world_size > 1,
+        timeout=timedelta(seconds=waits.timeout_seconds),
+        bound=waits.bind_cores,
+    )
+    if ranks.world_size > 1:
+        job.watch(waits)
+    return Joined(job, data)
+
+
+# Where the store's process was killed, torch's C++ prints a stack for every call to it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
+
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
-from pipeline.config.batch import BatchPlan
 from pipeline.config.interval import resolve_cadences
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig, ModelSection
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
+from pipeline.config.split import BatchPlan
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
@@ -45,8 +45,8 @@ from pipeline.models.adapters import learning_rate_for
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.blocks import compile_blocks
 from pipeline.models.embeddings import num_words
+from pipeline.models.frozen_base import HalfBase
 from pipeline.models.of_transformers import write_description
-from pipeline.models.quantised import HalfBase
 from pipeline.models.sharding import Placed, Sharding, model_request
 from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
 from pipeline.models.transforms import Adaptation, Placement, transform

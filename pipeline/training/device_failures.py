@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.config.batch import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
-from pipeline.config.split import Device, Split
+from pipeline.config.split import BatchPlan, Device, Split
 from pipeline.distributed.diagnosis import advise
 from pipeline.distributed.machine import memory_now, own_limit
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.progress import LOADING, Phase, phase_of
-from pipeline.distributed.stacks import thread_position
+from pipeline.distributed.watchdog import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
 from pipeline.planner.forecast import Change, EngineStates, Planned, ranked

@@ -39,9 +39,8 @@ from pipeline.monitoring.trackers import Sinks
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner, Moment
 from pipeline.training.expectation import Expectation
-from pipeline.training.recovery import Recovery
 from pipeline.training.replica_check import ReplicaCheck
-from pipeline.training.safeguard import Safeguard
+from pipeline.training.safeguard import Recovery, Safeguard
 from pipeline.training.step import TrainStep
 
 

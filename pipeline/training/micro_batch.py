@@ -23,9 +23,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeline.config.batch import BatchPlan
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
+from pipeline.config.split import BatchPlan
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
@@ -45,7 +45,7 @@ from pipeline.files import CONFIGURATION_LIMIT, GIB, read_plain, replace_file
 from pipeline.models.blocks import compile_again
 from pipeline.objectives import Objective
 from pipeline.training.device_failures import Remedies, explain
-from pipeline.training.recovery import with_keys
+from pipeline.training.safeguard import with_keys
 
 MOST_TRIALS = 6
 MARGIN = 0.90

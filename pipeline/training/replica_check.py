@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schema import WatchConfig
-from pipeline.distributed.agent import read_agent, why_none_leaves
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import read_agent, why_none_leaves
 from pipeline.distributed.signals import ignore_stop_signals
 from pipeline.engine.replicas import HISTORY, KINDS, Replicas
 from pipeline.monitoring.events import CORRUPTION, Event

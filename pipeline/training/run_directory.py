@@ -27,9 +27,8 @@ from pipeline.config.loading import Loader, Tree, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.run_lock import LOCK_FILE
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, read_plain, replace_file
+from pipeline.files import CONFIGURATION_LIMIT, LOCK_FILE, read_plain, replace_file
 from pipeline.monitoring.trackers.dispensable import GIT_DIFF
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import REDACTED, redact, redact_text

@@ -15,7 +15,6 @@ from typing import Any
 from pipeline.checkpoint.catalog import steps_in
 from pipeline.config.settings import Settings
 from pipeline.distributed.ranks import Ranks, write_exit_code
-from pipeline.distributed.run_lock import is_held
 from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
@@ -34,11 +33,11 @@ from pipeline.errors import (
     printable,
     too_long_a_name,
 )
+from pipeline.files import is_held
 from pipeline.monitoring.report.page import write_at_end
 from pipeline.monitoring.report.runs import closing_line, summary_lines
-from pipeline.training.api import Run
+from pipeline.training.api import Joined, Run, join
 from pipeline.training.device_failures import TrainingAdvice, explain
-from pipeline.training.job_context import Joined, join
 from pipeline.training.run_directory import remove_made
 
 REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)

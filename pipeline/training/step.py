@@ -24,9 +24,8 @@ from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.profiler import Profiled
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
-from pipeline.training.recovery import Recovery, with_keys
 from pipeline.training.replica_check import ReplicaCheck
-from pipeline.training.safeguard import Safeguard
+from pipeline.training.safeguard import Recovery, Safeguard, with_keys
 
 FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
 """Request of a callback -> its flag."""

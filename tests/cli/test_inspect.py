@@ -15,8 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from pipeline.__main__ import main
-from pipeline.cli.inspection.screen import Screen, percent
-from pipeline.cli.inspection.text import (
+from pipeline.cli.inspection import (
     bars,
     count_copies,
     count_rows,
@@ -30,6 +29,7 @@ from pipeline.cli.inspection.text import (
     show_row,
     split_row,
 )
+from pipeline.cli.screen import Screen, percent
 from pipeline.data.packing import pack
 
 END, PAD = 1, 2

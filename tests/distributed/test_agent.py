@@ -13,8 +13,8 @@ from support.launch import ROOT, environment, numbers, write_recipe
 from support.poisoned import events
 from support.ranks import free_port
 
-from pipeline.distributed.agent import AGENT, Agent, read_agent, why_none_leaves
 from pipeline.distributed.launch.torchrun import command, described
+from pipeline.distributed.ranks import AGENT, Agent, read_agent, why_none_leaves
 
 STEPS = 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.distributed.driver import AMD, NVIDIA, Torch, count_cards, driver_version, idle_card, too_old
+from pipeline.distributed.machine import AMD, NVIDIA, Torch, count_cards, driver_version, idle_card, too_old
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x)\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from pipeline.distributed.stacks import InFlight, in_flight_now, main_frames, thread_position, write_stacks
+from pipeline.distributed.watchdog import InFlight, in_flight_now, main_frames, thread_position, write_stacks
 
 PACKAGES = f"{sysconfig.get_paths()['purelib']}"
 

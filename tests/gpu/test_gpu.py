@@ -16,8 +16,8 @@ from support.launch import DIGITS, ROOT, TORCHRUN, TRAIN, write_recipe
 from support.ranks import RankPool
 
 from pipeline.distributed.process_group import describe_device
-from pipeline.distributed.stacks import _recorded
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
+from pipeline.distributed.watchdog import _recorded
 from pipeline.monitoring.metrics import MemoryMeter
 from pipeline.planner.hardware import peak_flops
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
-from pipeline.config.batch import plan_batch
+from pipeline.config.split import plan_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

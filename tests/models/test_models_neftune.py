@@ -26,7 +26,7 @@ from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
-from pipeline.training.recovery import with_keys
+from pipeline.training.safeguard import with_keys
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ALPHA = 30.0  # large enough to be seen in a loss of small weights

@@ -11,9 +11,8 @@ from planner.test_states import whole_of
 from support.ranks import RankPool
 from support.tiny import deepspeed_json, recipe, resolve
 
-from pipeline.planner.buffers import buffers, fitted_bucket
 from pipeline.planner.rank import Rank
-from pipeline.planner.states import states_of
+from pipeline.planner.states import buffers, fitted_bucket, states_of
 
 MODEL = {
     "kind": "causal_lm",

@@ -10,12 +10,11 @@ from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.files import GIB
 from pipeline.planner.activations import Work
-from pipeline.planner.buffers import buffers
 from pipeline.planner.forecast import Forecast, forecast_of, job_of
 from pipeline.planner.memory import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED, peak_by_phase
 from pipeline.planner.place import Correction, place_of
 from pipeline.planner.rank import Rank
-from pipeline.planner.states import states_of
+from pipeline.planner.states import buffers, states_of
 from pipeline.planner.timing import step_time
 
 LLAMA = {

@@ -19,10 +19,9 @@ from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import Work
-from pipeline.planner.buffers import buffers
 from pipeline.planner.memory import batch_bytes, peak_by_phase
 from pipeline.planner.rank import Rank
-from pipeline.planner.states import states_of
+from pipeline.planner.states import buffers, states_of
 from pipeline.training.assemble import build_engine
 
 ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048

@@ -17,10 +17,9 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import Work
-from pipeline.planner.buffers import buffers
 from pipeline.planner.memory import Holding, batch_bytes, memory_of, peak_by_phase
 from pipeline.planner.model import Dimensions, Model, Parameter
-from pipeline.planner.states import Rank, states_of
+from pipeline.planner.states import Rank, buffers, states_of
 from pipeline.training.assemble import build_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))

@@ -19,7 +19,7 @@ from support.forked import Program, is_same_in_fork
 from support.ranks import free_port
 from support.record import numbers as numbers
 
-from pipeline.distributed.run_lock import is_held
+from pipeline.files import is_held
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")

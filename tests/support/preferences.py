@@ -11,7 +11,7 @@ import torch
 from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
-from pipeline.config.batch import BatchPlan
+from pipeline.config.split import BatchPlan
 from pipeline.data.batches import Batch, as_batch
 from pipeline.data.bundle import DataBundle, collate_items
 from pipeline.data.random_numbers import seed_step

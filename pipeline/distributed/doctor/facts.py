@@ -20,7 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TypedDict
 
-from pipeline.distributed.driver import AMD, NVIDIA, ROOT, count_cards, driver_version, is_reachable, is_wsl
+from pipeline.distributed.machine import AMD, NVIDIA, ROOT, count_cards, driver_version, is_reachable, is_wsl
 from pipeline.distributed.op_builds import find_holder
 
 PROJECT = Path(__file__).parents[3]

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.distributed.agent import AGENT
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.multi_node import TRAIN, program
-from pipeline.distributed.ranks import is_port
+from pipeline.distributed.ranks import AGENT, is_port
 from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
@@ -110,7 +109,7 @@ def wait_for_others(words: Sequence[str]) -> None:
 
 
 def described(words: Sequence[str]) -> str:
-    """What ranks are told of the agent that this process is about to be (pipeline.distributed.agent)."""
+    """What ranks are told of the agent that this process is about to be (pipeline.distributed.ranks)."""
     given = _values(words[1 : words.index(str(TRAIN))])
     least = given.get("nnodes", "1").partition(":")[0]
     stated = re.search(r"is_host=(\w+)", given.get("rdzv_conf", ""))

@@ -18,8 +18,7 @@ from pipeline.config.optional_packages import require
 from pipeline.errors import ConfigError, one_line
 from pipeline.files import replace_file
 from pipeline.monitoring.events import RUN_KILLED, Event
-from pipeline.monitoring.report.record import WEIGHTS, Record
-from pipeline.monitoring.report.runs import UNSAID, RunView, after, how_it_ended, read_run
+from pipeline.monitoring.report.runs import UNSAID, WEIGHTS, Record, RunView, after, how_it_ended, read_run
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, newest
 from pipeline.monitoring.trackers.weights_and_biases import BEST
 

@@ -7,8 +7,7 @@ from distributed.doctor.machines import bad, here, seen, well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.doctor.examination import ring
-from pipeline.distributed.doctor.network_checks import (
+from pipeline.distributed.doctor.examination import (
     address_of,
     check_all_reduce,
     check_interfaces,
@@ -16,6 +15,7 @@ from pipeline.distributed.doctor.network_checks import (
     check_ports,
     check_sharing,
     chosen_interfaces,
+    ring,
 )
 
 MILLION = 1e6

@@ -11,9 +11,9 @@ import time
 import pytest
 from support.recorded import event, row
 
-from pipeline.cli.report import live_report
 from pipeline.monitoring.report.page import encode, render
-from pipeline.monitoring.report.record import MOST_POINTS
+from pipeline.monitoring.report.runs import MOST_POINTS
+from pipeline.monitoring.report.server import live_report
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.monitoring.report.record import FLAT, MOST_POINTS, WEIGHTS, curve_of
+from pipeline.monitoring.report.runs import FLAT, MOST_POINTS, WEIGHTS, curve_of
 
 SIZES = [1, 5, MOST_POINTS, MOST_POINTS + 1, 5000, 40_123, 200_000]
 

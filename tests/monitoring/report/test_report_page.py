@@ -16,8 +16,7 @@ from support.recorded import event, row
 from pipeline.config.command_lines import own_command
 from pipeline.monitoring.report import page
 from pipeline.monitoring.report.page import encode, panels_of, render, report_of_killed, write_at_end
-from pipeline.monitoring.report.record import MOST_POINTS
-from pipeline.monitoring.report.runs import UNSAID, error_line, note_processes, read_run
+from pipeline.monitoring.report.runs import MOST_POINTS, UNSAID, error_line, note_processes, read_run
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"

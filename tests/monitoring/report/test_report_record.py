@@ -8,7 +8,7 @@ import math
 import pytest
 from support.recorded import event, row
 
-from pipeline.monitoring.report.record import MOST_EVENTS, read_record
+from pipeline.monitoring.report.runs import MOST_EVENTS, read_record
 from pipeline.monitoring.trackers.jsonl import MetricsFileError
 
 

@@ -16,8 +16,8 @@ from support.launch import ROOT, environment
 from support.prepare_command import hear_interrupts
 from support.recorded import row
 
-from pipeline.cli.report import live_report
 from pipeline.errors import PipelineError
+from pipeline.monitoring.report.server import live_report
 
 
 @pytest.fixture
