@@ -24,7 +24,7 @@ from report import machine
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.data.bundle import collate_items
+from pipeline.data.batches import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.packing import Stream, join
 from pipeline.data.sampler import MixtureOrder, SourceShare

@@ -54,7 +54,7 @@ class Switched:
         self._phases = parts.engine.phases
 
     def switch(self, on: bool) -> None:
-        from pipeline.monitoring.trackers import Sinks
+        from pipeline.monitoring.trackers.interface import Sinks
         from pipeline.training.loop import Cadence
 
         parts, off = self._parts, Off()

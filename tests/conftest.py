@@ -67,12 +67,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """A command run in this process sets up its console and its signals; the next test has none of that."""
+    """A command run in this process sets up its console, its signals and, under ZeRO 3, DeepSpeed's F.linear.
+
+    The next test has none of that.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     _reset_console()  # a fixture of a whole module may have run a command, too
     yield
     signal.signal(signal.SIGTERM, handler)
     _reset_console()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 def _reset_console() -> None:

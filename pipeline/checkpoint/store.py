@@ -552,6 +552,8 @@ class CheckpointStore:
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._is_closed = False
+        self.is_under_way = False
+        """Whether there is a save that `poll` has not told the end of: read each step, where a call costs."""
         self._show: Callable[[SavedCheckpoints], None] | None = None
 
     def shown_to(self, show: Callable[[SavedCheckpoints], None]) -> None:
@@ -588,6 +590,7 @@ class CheckpointStore:
         """
         started = time.perf_counter()
         self.wait()
+        self.is_under_way = True
         step = int(state["global_step"])
         if self._saved.get(step, False) or (step in self._saved and state.get("eval_loss") is None):
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
@@ -622,6 +625,7 @@ class CheckpointStore:
         """Saves without `wait` that ended since the last call. Does not wait; not collective."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
+        self.is_under_way = self._thread is not None
         return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:

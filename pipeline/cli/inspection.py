@@ -1,4 +1,4 @@
-"""Shows text and conversations: what was prepared, what a model is given of it, what counts in the loss.
+"""Shows training data: statistics, text, conversations and images, and what of it counts in the loss.
 
 Tokens that count in the loss stand out, in colour or in brackets. A token counts where it is a target: where
 the label of the place before it is not -100.

@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
     write_exit_code(ranks.rank, ranks.world_size, code)
-    from pipeline.monitoring.trackers.dispensable import bound_exit  # which the run has imported
+    from pipeline.monitoring.trackers.interface import bound_exit  # which the run has imported
 
     bound_exit(code)
     return code

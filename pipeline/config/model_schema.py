@@ -1,4 +1,4 @@
-"""The recipe's model section, and what every section has in common. See schema.py."""
+"""The recipe's model and adapter sections, and what every section has in common. See schema.py."""
 
 from __future__ import annotations
 

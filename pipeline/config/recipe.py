@@ -1,4 +1,4 @@
-"""The tree of a recipe -> RunConfig, with an error for each mistake in it; and where it names code to run."""
+"""The tree of a recipe -> RunConfig, with an error for each mistake and each contradiction of keys."""
 
 from __future__ import annotations
 

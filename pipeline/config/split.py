@@ -1,4 +1,4 @@
-"""How a job's ranks share the work: the degrees that a configuration names, and what they multiply to."""
+"""How a job's ranks share the work: the degrees of a configuration, their product, the batch equation."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What was seen of a batch as it was read; see extents.py."""
+    """What was seen of a batch as it was read; see note_extents."""
 
     extents: Mapping[str, Extent]
     indices: Sequence[int]
@@ -404,3 +404,8 @@ def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
             return name, own
         own -= samples
     return "", index
+
+
+def collate_items(items: Any) -> Any:
+    """A batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
+    return stacked(items) if isinstance(items, list) and items else items

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.data.batches import Batch as Batch
-from pipeline.data.batches import stacked
 from pipeline.data.sampler import SourceShare
 
 if TYPE_CHECKING:
@@ -64,11 +63,6 @@ class DataBundle:
     def sources(self) -> tuple[SourceShare, ...]:
         """The mixture, also where there is one source."""
         return self.mixture or (SourceShare("train", len(self.train)),)  # type: ignore[arg-type]
-
-
-def collate_items(items: Any) -> Any:
-    """A batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
-    return stacked(items) if isinstance(items, list) and items else items
 
 
 class JoinedDataset(Dataset[Batch]):

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
 from pipeline.config.import_paths import import_object, may_not_exit
-from pipeline.data.bundle import Collate, DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import Collate, DataBundle
 from pipeline.data.random_numbers import own_random_numbers
 from pipeline.errors import DataError
 

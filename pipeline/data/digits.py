@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.optional_packages import require
-from pipeline.data.bundle import Batch, DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import Batch, DataBundle
 
 NUM_CLASSES = 10
 SPLIT_SEED = 20240229  # fixed: the split belongs to the data set, not to a run

@@ -1,6 +1,6 @@
-"""What the loop is given: the training rows of a rank, a group for each step.
+"""Loaders of a rank: a group of training micro-batches for each step, and the held-out batches.
 
-Enters no collective. batches.py says what a batch is, sampler.py in which order samples come.
+Batches are read in this process or by workers. Enters no collective and moves nothing to a device.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from pipeline.data.batches import (
 )
 from pipeline.data.bundle import Collate
 from pipeline.data.random_numbers import derive_seed, own_random_numbers, seed_all, seeds_at
-from pipeline.data.sampler import Draw, EvalSampler, LeftOut, MixtureOrder, SourceCounts, training_draws
+from pipeline.data.sampler import NONE_LEFT_OUT, Draw, EvalSampler, LeftOut, MixtureOrder, Order, SourceCounts
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, PipelineError
 
 PREFETCH = 2  # batches a worker fetches ahead
+
+BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
 
 
 class Fetch(Dataset[Any]):
@@ -487,3 +489,32 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
             f"the evaluation data set {name!r} ({type(dataset).__name__}) is empty: expected a sample or more"
         )
     return length
+
+
+def training_draws(
+    order: Order,
+    *,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    dp_rank: int,
+    dp_world_size: int,
+    samples_seen: int,
+    left_out: LeftOut = NONE_LEFT_OUT,
+) -> Iterator[Draw]:
+    """What one rank's micro-batches are made of, without end, from `samples_seen` on.
+
+    Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
+    + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
+    """
+    global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
+    micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
+    offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
+    steps = max(1, BLOCK // offsets.size)
+    start = samples_seen
+    while True:
+        firsts = left_out.starts(start, global_batch_size, steps)
+        positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
+        samples = order.samples_at(positions)  # (steps * M, B)
+        for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
+            yield Draw(0, position, indices)
+        start = int(firsts[-1]) + global_batch_size

@@ -18,7 +18,6 @@ from pipeline.data.random_numbers import derive_seed, scrambled
 from pipeline.errors import DataError
 
 ROUNDS = 6
-BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
 
 
 class Order(Protocol):
@@ -103,35 +102,6 @@ class LeftOut:
 
 
 NONE_LEFT_OUT = LeftOut()
-
-
-def training_draws(
-    order: Order,
-    *,
-    micro_batch_size: int,
-    gradient_accumulation_steps: int,
-    dp_rank: int,
-    dp_world_size: int,
-    samples_seen: int,
-    left_out: LeftOut = NONE_LEFT_OUT,
-) -> Iterator[Draw]:
-    """What one rank's micro-batches are made of, without end, from `samples_seen` on.
-
-    Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
-    + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
-    """
-    global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
-    micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
-    offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
-    steps = max(1, BLOCK // offsets.size)
-    start = samples_seen
-    while True:
-        firsts = left_out.starts(start, global_batch_size, steps)
-        positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
-        samples = order.samples_at(positions)  # (steps * M, B)
-        for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
-            yield Draw(0, position, indices)
-        start = int(firsts[-1]) + global_batch_size
 
 
 class EvalSampler:

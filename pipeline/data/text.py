@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, PreferenceDataConfig, TextDataConfig
-from pipeline.data.bundle import Batch, DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import Batch, DataBundle
 from pipeline.data.curriculum import build_weights
 from pipeline.data.packing import Ints, PackedDataset, PieceRows, Pieces, join, offsets, pack
 from pipeline.data.preference_layouts import MISMATCHED

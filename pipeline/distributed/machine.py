@@ -1,5 +1,4 @@
-"""This machine: which one it is, what became of its processes, whom the kernel killed for memory; what this
-process holds, and how much memory and how many files it may take.
+"""This machine: its cards and drivers, its processes, and the limits of memory and files.
 
 The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
 it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
@@ -29,9 +28,6 @@ ROOT = Path("/")
 MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
 FILES_ALONE = 400  # libraries, the data's maps, batches from workers, the files of a checkpoint
 FILES_PER_RANK = 5  # connections of gloo's and NCCL's groups to each other rank
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
-FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
 KERNEL_LOG = Path("/dev/kmsg")
 _KILLED = re.compile(
     r"Killed process (\d+) \(.*\).* anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?"
@@ -209,44 +205,6 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
             world_size,
             needed,
         )
-
-
-def resident_now() -> int:
-    """Bytes."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def resident_peak() -> int:
-    """Bytes, the most since `forget_peak`.
-
-    Raises:
-        OSError: not Linux.
-    """
-    for line in STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{STATUS} has no VmHWM")
-
-
-def process_peak() -> int:
-    """Bytes, the most since the process began or `forget_peak`, as far as the system knows.
-
-    `ru_maxrss` has also what the process held that started this one: asked where there is nothing better.
-    """
-    try:
-        return resident_peak()
-    except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def forget_peak() -> None:
-    """The mark of the peak starts again at what there is now.
-
-    Raises:
-        OSError: not Linux, or /proc cannot be written.
-    """
-    CLEAR.write_text(FORGET_PEAK)
 
 
 def killed_for_memory(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The job's process group: started, used for small agreements between ranks, and closed.
+"""The job's process group: started, used for small agreements between ranks, and closed. Assigns cores.
 
 One process without DeepSpeed needs none; `Job` then answers for a world of one.
 """

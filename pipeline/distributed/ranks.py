@@ -1,4 +1,4 @@
-"""Who this process is, read from the launcher's environment. Imports no torch."""
+"""Who this process is, read from the launcher's environment, and the torchrun agent above it. No torch."""
 
 from __future__ import annotations
 

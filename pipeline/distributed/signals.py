@@ -8,7 +8,6 @@ Imports no torch: the first seconds of a process are those in which it is import
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import platform
@@ -78,17 +77,6 @@ def detach_closed_terminal() -> None:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream)
                 os.close(nowhere)
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Inside it, printing on a terminal that was just closed is no error: its SIGHUP comes a moment later."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        detach_closed_terminal()
 
 
 def reports_own_exit(alone_here: bool) -> bool:

@@ -44,8 +44,9 @@ from pipeline.engine.interface import (
     to_device,
     with_bounds,
 )
-from pipeline.engine.optim import parameter_groups, set_learning_rate
+from pipeline.engine.optim import parameter_groups
 from pipeline.engine.replicas import ChangingBuffers
+from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import (
     GradientWatch,

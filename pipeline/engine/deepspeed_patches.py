@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
 from pipeline.config.loading import get_dotted
-from pipeline.engine.optim import at_rest
+from pipeline.engine.guard import at_rest
 from pipeline.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ DeepSpeed launches several operators a parameter and reads flags; `is_own` says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from itertools import repeat
 from typing import Any
@@ -18,7 +19,6 @@ from torch.optim import Optimizer
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Limits, mean_loss
-from pipeline.engine.optim import clip_or_skip, reads_found_inf
 
 
 class Refusal:
@@ -278,3 +278,58 @@ def step_on_device(zero_optimizer: Any) -> None:
         torch._foreach_copy_(halves, masters)
 
     zero_optimizer.step = step
+
+
+def clip_or_skip(
+    optimizer: Optimizer, norm: Tensor, max_norm: float, is_refused: Tensor | None = None
+) -> Tensor:
+    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, or the step is
+    refused, no parameter and no state of the optimizer will move.
+
+    Fused kernels read `grad_scale` and `found_inf` on the device, the attributes that torch's GradScaler
+    sets. What steps on the host is waited for, and has the gradients taken away: torch's optimizers pass over
+    what has none.
+
+    Args:
+        norm: Of all gradients together, 0-dim.
+        max_norm: 0: nothing is clipped.
+        is_refused: bool, 0-dim; None: it is not.
+
+    Returns:
+        1 where the step is skipped, else 0; 0-dim.
+    """
+    is_skipped = ~torch.isfinite(norm)
+    skipped = (is_skipped if is_refused is None else is_skipped | is_refused).float()
+    if reads_found_inf(optimizer):
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        if max_norm > 0:  # as clip_grads_with_norm_ has it
+            optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        return skipped
+    if bool(skipped):
+        optimizer.zero_grad(set_to_none=True)
+    elif max_norm > 0:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return skipped
+
+
+@contextmanager
+def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Inside it a step moves nothing."""
+    if reads_found_inf(optimizer):
+        optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        return
+    hook = optimizer.register_step_pre_hook(lambda stepped, *_: stepped.zero_grad(set_to_none=True))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether its kernels skip a step by a flag on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks

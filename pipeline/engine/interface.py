@@ -1,4 +1,4 @@
-"""What the loop knows of an engine: one optimizer step, one evaluation batch, text, its state."""
+"""Interface of an engine: one optimizer step, one evaluation batch, text, its state; division of a loss."""
 
 from __future__ import annotations
 

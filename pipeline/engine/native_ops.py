@@ -1,4 +1,4 @@
-"""DeepSpeed's native ops, compiled before the model is made: once per machine, with a line that says so.
+"""DeepSpeed's native ops, compiled before the model is made, and the folder that ZeRO-3 swaps to.
 
 Answers for whose build is waited for, for locks that a killed build left behind, and for what happens where
 an op cannot be compiled. How they are compiled is DeepSpeed's and torch's own affair.

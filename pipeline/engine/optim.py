@@ -1,4 +1,4 @@
-"""Parameter groups and the optimizers, the same for every engine.
+"""Parameter groups and the optimizers, also a user's own, the same for every engine.
 
 torch's fused kernels where there are any: as fast as DeepSpeed's, build nothing, and skip a non-finite step
 on the device (`found_inf`) without asking the host. Offloaded optimizer state is the engine's own matter.
@@ -6,8 +6,7 @@ on the device (`found_inf`) without asking the host. Offloaded optimizer state i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -349,64 +348,3 @@ def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
 
 OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd, "adafactor": _adafactor, "muon": _muon}
 """Built-in kinds; any other kind is an import path."""
-
-
-def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Each group's rate: the schedule's times the group's own factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_factor"]
-
-
-def clip_or_skip(
-    optimizer: Optimizer, norm: Tensor, max_norm: float, is_refused: Tensor | None = None
-) -> Tensor:
-    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, or the step is
-    refused, no parameter and no state of the optimizer will move.
-
-    Fused kernels read `grad_scale` and `found_inf` on the device, the attributes that torch's GradScaler
-    sets. What steps on the host is waited for, and has the gradients taken away: torch's optimizers pass over
-    what has none.
-
-    Args:
-        norm: Of all gradients together, 0-dim.
-        max_norm: 0: nothing is clipped.
-        is_refused: bool, 0-dim; None: it is not.
-
-    Returns:
-        1 where the step is skipped, else 0; 0-dim.
-    """
-    is_skipped = ~torch.isfinite(norm)
-    skipped = (is_skipped if is_refused is None else is_skipped | is_refused).float()
-    if reads_found_inf(optimizer):
-        optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        if max_norm > 0:  # as clip_grads_with_norm_ has it
-            optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-        return skipped
-    if bool(skipped):
-        optimizer.zero_grad(set_to_none=True)
-    elif max_norm > 0:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return skipped
-
-
-@contextmanager
-def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Inside it a step moves nothing."""
-    if reads_found_inf(optimizer):
-        optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-        return
-    hook = optimizer.register_step_pre_hook(lambda stepped, *_: stepped.zero_grad(set_to_none=True))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def reads_found_inf(optimizer: Optimizer) -> bool:
-    """Whether its kernels skip a step by a flag on the device."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks

@@ -34,8 +34,9 @@ from pipeline.engine.interface import (
     to_device,
     with_bounds,
 )
-from pipeline.engine.optim import build_torch_optimizer, set_learning_rate
+from pipeline.engine.optim import build_torch_optimizer
 from pipeline.engine.profile import measured_instructions
+from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State, kept_buffers
 from pipeline.errors import DataError

@@ -1,10 +1,11 @@
-"""Optimizer step -> share of the peak learning rate. Pure: the same step gives the same number."""
+"""Learning rate of each optimizer step: a share of the peak. Pure: the same step gives the same number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
 from pipeline.config.optimizer_schema import ScheduleConfig
@@ -32,12 +33,7 @@ def multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
     Raises:
         ConfigError: a function of the user's own raises, or gives no factor.
     """
-    if config.kind not in SCHEDULES:
-        return _own_factor(config.kind, step, max_steps)
-    warmup = config.warmup_steps(max_steps)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return SCHEDULES[config.kind](config, step, max_steps)
+    return LearningRate(1.0, config, max_steps)(step)
 
 
 class LearningRate:
@@ -47,32 +43,42 @@ class LearningRate:
         self.peak = peak
         self._config = config
         self._max_steps = max_steps
+        self._warmup = config.warmup_steps(max_steps)
 
     def __call__(self, global_step: int) -> float:
-        """Return the learning rate of the step after `global_step`."""
-        return self.peak * multiplier(self._config, global_step, self._max_steps)
+        """Return the learning rate of the step after `global_step`.
+
+        Raises:
+            ConfigError: see multiplier.
+        """
+        config = self._config
+        if config.kind not in SCHEDULES:
+            return self.peak * _own_factor(config.kind, global_step, self._max_steps)
+        if global_step < self._warmup:
+            return self.peak * ((global_step + 1) / (self._warmup + 1))
+        return self.peak * SCHEDULES[config.kind](config, global_step, self._warmup, self._max_steps)
 
 
-def _constant(config: ScheduleConfig, step: int, max_steps: int) -> float:
+def _constant(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
     return 1.0
 
 
-def _wsd(config: ScheduleConfig, step: int, max_steps: int) -> float:
+def _wsd(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
     decay = _decay_steps(config, max_steps)
     passed = min(1.0, max(0.0, (step - (max_steps - decay)) / decay))
     return 1.0 - (1.0 - config.min_learning_rate_ratio) * passed
 
 
-def _linear(config: ScheduleConfig, step: int, max_steps: int) -> float:
-    return 1.0 - (1.0 - config.min_learning_rate_ratio) * _passed(config, step, max_steps)
+def _linear(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
+    return 1.0 - (1.0 - config.min_learning_rate_ratio) * _passed(step, warmup, max_steps)
 
 
-def _cosine(config: ScheduleConfig, step: int, max_steps: int) -> float:
+def _cosine(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
     low = config.min_learning_rate_ratio
-    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * _passed(config, step, max_steps)))
+    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * _passed(step, warmup, max_steps)))
 
 
-SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int], float]] = {
+SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
@@ -81,8 +87,7 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int], float]] = {
 """Built-in shapes after warm-up; any other kind is an import path."""
 
 
-def _passed(config: ScheduleConfig, step: int, max_steps: int) -> float:
-    warmup = config.warmup_steps(max_steps)
+def _passed(step: int, warmup: int, max_steps: int) -> float:
     return min(1.0, (step - warmup) / max(1, max_steps - warmup))
 
 
@@ -130,3 +135,9 @@ def _imported(kind: str) -> Callable[[int, int], float]:
     message = f"schedule.kind: {kind} cannot be called with (step, total_steps)"
     refuse_misfit(function, message, ConfigError, 0, 1)
     return function
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Each group's rate: the schedule's times the group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_factor"]

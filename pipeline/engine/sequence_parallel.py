@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from pipeline.data.batches import IGNORE_INDEX, on_host
 from pipeline.engine.interface import with_bounds
 from pipeline.errors import DataError, ModelError
-from pipeline.models.attention import (
-    AttentionFunction,
-    attention_function,
-    bounds_for,
-    register_attention,
-    unserved,
-)
-from pipeline.models.document_attention import BOUNDS, DocumentAttention
+from pipeline.models.attention import AttentionFunction, attention_function, register_attention, unserved
+from pipeline.models.document_attention import BOUNDS, DocumentAttention, bounds_for
 from pipeline.models.document_attention import NAME as OWN
 from pipeline.objectives import ALONE, Batch, SequenceGroup, note_group
 

@@ -34,8 +34,9 @@ from pipeline.engine.interface import (
     to_device,
     with_bounds,
 )
-from pipeline.engine.optim import build_torch_optimizer, parameter_groups, set_learning_rate
+from pipeline.engine.optim import build_torch_optimizer, parameter_groups
 from pipeline.engine.replicas import ChangingBuffers, Replicas
+from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.state import (
     ParameterState,
     gradients_shown,

@@ -1,4 +1,4 @@
-"""A user's own model by import path."""
+"""Models by import path: a user's own, and the plain ones for images that come along."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ One function for transformers' table. Shapes: B rows of T tokens, query (B, head
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.errors import ModelError
 from pipeline.planner.model import QUERIES
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -588,3 +591,59 @@ def _with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
 
     output: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](*given, **rest)
     return output
+
+
+def bounds_for(
+    name: str, bounds: Tensor | None, whole_rows: WholeRows | None, like: Tensor
+) -> dict[str, Any]:
+    """Return what `attn_implementation: <name>` is to be given besides positions.
+
+    Args:
+        bounds: See document_attention; None: unknown.
+        whole_rows: Chooses the bounds of rows that are one document each; None: positions were given.
+        like: (B, T, ...), on the device of the rows.
+    """
+    if name == NAME and bounds is None and whole_rows is not None:
+        return {BOUNDS: whole_rows.bounds(like)}
+    if bounds is None:
+        return {}
+    if "flash" in name:  # else it looks for documents in positions, and only where a batch is one row
+        lengths = {"max_length_q": like.shape[1], "max_length_k": like.shape[1]}
+        return {BOUNDS: bounds, "cu_seq_lens_k": bounds, **lengths}
+    return {BOUNDS: bounds}
+
+
+class _BoundsHook:
+    """Around a model's forward: what attention needs to know of documents, and a mask where one is needed.
+
+    A batch with an attention_mask, or a cache of keys as `generate` has it, goes through what transformers
+    would take itself. In training that stays so: what backward computes again must find what forward found.
+    """
+
+    def __init__(self, given: str) -> None:
+        self.given = given
+        self.is_switched = False
+        self._whole_rows = WholeRows()
+
+    def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        name = model.config.get_text_config()._attn_implementation
+        has_mask = any(kwargs.get(key) is not None for key in ("attention_mask", "past_key_values"))
+        if name == NAME and (has_mask or kwargs.get("use_cache")):
+            self.is_switched = not torch.is_grad_enabled()
+            model.config._attn_implementation = self.given
+            if not self.is_switched:
+                log.info(
+                    "attention: transformers' %s from here on; batches have an attention_mask", self.given
+                )
+            return args, kwargs
+        like = kwargs.get("input_ids", args[0] if args else None)
+        if like is None:
+            return args, kwargs
+        bounds = kwargs.pop(BOUNDS, None)
+        whole_rows = self._whole_rows if kwargs.get("position_ids") is None else None
+        return args, kwargs | bounds_for(name, bounds, whole_rows, like)
+
+    def after(self, model: Any, *_: Any) -> None:
+        if self.is_switched:
+            model.config._attn_implementation = NAME
+            self.is_switched = False

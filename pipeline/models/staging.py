@@ -22,8 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
-from pipeline.models.attention import bounds_for
-from pipeline.models.document_attention import WholeRows
+from pipeline.models.document_attention import WholeRows, bounds_for
 from pipeline.models.sharding import runnable
 from pipeline.planner.rank import NORMS
 

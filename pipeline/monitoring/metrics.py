@@ -1,4 +1,4 @@
-"""Meters: what a run tells about itself. Arithmetic on what the loop hands in; the clock is injected.
+"""Meters: losses, rates, memory, devices and wall time of a run. The clock is injected.
 
 The device is waited for where a row is read, and where a profiler was asked for.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +25,6 @@ from torch import Tensor
 
 from pipeline.distributed.accelerator import device_id
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.distributed.machine import process_peak
 from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Profile, StepResult, further_means, mean_loss
@@ -383,6 +384,49 @@ class StepNumbers:
             self._stack()
         stacked, self._stacked = self._stacked, {}
         return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in stacked.items()}
+
+
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
+
+
+def resident_now() -> int:
+    """Bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def resident_peak() -> int:
+    """Bytes, the most since `forget_peak`.
+
+    Raises:
+        OSError: not Linux.
+    """
+    for line in STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{STATUS} has no VmHWM")
+
+
+def process_peak() -> int:
+    """Bytes, the most since the process began or `forget_peak`, as far as the system knows.
+
+    `ru_maxrss` has also what the process held that started this one: asked where there is nothing better.
+    """
+    try:
+        return resident_peak()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak() -> None:
+    """The mark of the peak starts again at what there is now.
+
+    Raises:
+        OSError: not Linux, or /proc cannot be written.
+    """
+    CLEAR.write_text(FORGET_PEAK)
 
 
 class MemoryMeter:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.monitoring.alerts import HandleAlert, RollbackRequested, Seen, Watcher, check_row
 from pipeline.monitoring.events import Histograms
-from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.interface import Sinks
 
 T = TypeVar("T")
 

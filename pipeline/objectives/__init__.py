@@ -17,8 +17,17 @@ from pipeline.config.objective_schema import (
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router
-from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, note_part
-from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, LossSum, Objective, added
+from pipeline.objectives.given_logits import FusedKernels
+from pipeline.objectives.interface import (
+    TARGET_KEYS,
+    Batch,
+    GlobalBatch,
+    LossSum,
+    Objective,
+    VocabularyPart,
+    added,
+    note_part,
+)
 from pipeline.objectives.linear_cross_entropy import HeadAlone
 from pipeline.objectives.model_call import ModelCall
 from pipeline.objectives.own import Custom, ModelLoss

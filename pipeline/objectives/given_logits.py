@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
@@ -24,34 +23,6 @@ from torch.autograd.function import once_differentiable
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.blocks import reason
 from pipeline.planner.model import block_of_rows
-
-_NAME = "vocabulary_part"
-
-
-@dataclass(frozen=True)
-class VocabularyPart:
-    """Which rows, and how the ranks that hold the others are heard."""
-
-    start: int
-    """The word of the first row."""
-    largest: int
-    """Rows of the largest part: all ranks work on as many tokens at a time."""
-    gather: Callable[[Tensor], Tensor]
-    """One tensor a rank -> all of them, in a new first dimension. Collective."""
-    all_reduce_sum: Callable[[Tensor], Tensor]
-    """In place. Collective."""
-
-
-def note_part(layer: nn.Module, part: VocabularyPart) -> None:
-    """The layer's weight is this part of the vocabulary; its outputs are those of all ranks."""
-    setattr(layer, _NAME, part)
-
-
-def part_of_vocabulary(layer: nn.Module | None) -> VocabularyPart | None:
-    """None: the layer holds all words."""
-    part: VocabularyPart | None = getattr(layer, _NAME, None)
-    return part
-
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.of_transformers import is_model
-from pipeline.objectives.given_logits import FusedKernels, VocabularyPart, blocks_of, part_of_vocabulary
+from pipeline.objectives.given_logits import FusedKernels, blocks_of
+from pipeline.objectives.interface import VocabularyPart, part_of_vocabulary
 from pipeline.objectives.model_call import unwrapped
 from pipeline.planner.model import CPU_PART, block_of_rows, chunk_of_tokens, filled_up
 

@@ -30,8 +30,7 @@ from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.embeddings import KEYS
 from pipeline.models.of_transformers import is_model
-from pipeline.objectives.given_logits import part_of_vocabulary
-from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, part_of_vocabulary
 
 
 def logits_of(output: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run takes: memory of a rank, time of a step, the host's memory, the disk."""
+"""Forecast of a run: memory of a rank by what holds it, time of a step, host memory, disk. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs, networks and processors by their data sheets: memory as torch counts it, bandwidths, links, watts.
+"""GPUs, networks and processors by their data sheets: memory as torch counts it, FLOP/s, bandwidths, watts.
 
 Rates are the share of these numbers that training reaches, fitted. Imports no torch.
 """

@@ -1,4 +1,7 @@
-"""A model as the planner's formulas see it: parameters by name and shape, and the numbers of its blocks."""
+"""A model as the planner's formulas see it: parameters by name and shape, and the numbers of its blocks.
+
+Also the sizes of the pieces in which losses and attention are computed, which the computing code imports.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights, gradients, optimizer state and checkpoints of one rank, exact to the byte, under any split.
+"""Weights, gradients, optimizer state, checkpoints and buffers of one rank, to the byte, under any split.
 
-How DeepSpeed (0.19.8) pads and keeps them. What an engine holds beside them is in buffers.py.
+How DeepSpeed (0.19.8) pads and keeps them, and which buckets and gathered weights it holds beside them.
 """
 
 from __future__ import annotations

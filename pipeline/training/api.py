@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +35,7 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import states
-from pipeline.errors import DataError, ModelError
+from pipeline.errors import DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
 from pipeline.evaluation.samples import TEMPERATURE, asks_in_template, generate_text, sample_text
 from pipeline.files import replace_file
@@ -52,8 +52,10 @@ from pipeline.training.assemble import assemble
 from pipeline.training.banner import announce
 from pipeline.training.callbacks import import_callbacks
 from pipeline.training.device_failures import (
+    Remedies,
+    Shortage,
     TrainingAdvice,
-    explained,
+    explain,
     of_evaluation,
     of_files,
     of_generation,
@@ -119,6 +121,22 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler 
 
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def explained(device: torch.device, remedies: Callable[[Shortage], Remedies]) -> Iterator[None]:
+    """Around what computes; or a decorator.
+
+    Raises:
+        DeviceMemoryError, DeviceFailedError: in place of torch's or the system's own, which is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        mistake = None if isinstance(error, PipelineError) else explain(error, device, remedies)
+        if mistake is None:
+            raise
+        raise mistake from error
 
 
 class Run:

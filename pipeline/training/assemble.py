@@ -1,4 +1,4 @@
-"""The composition root: settings -> RunComponents, each built from what it needs."""
+"""The composition root: settings -> RunComponents, with the engine, the meters and all that a loop uses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_watchers
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, NodeMeter, WallTime, Workload
-from pipeline.monitoring.trackers import Sinks, build_sinks
+from pipeline.monitoring.trackers import build_sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.planner.hardware import peak_flops

@@ -1,6 +1,6 @@
-"""What to tell of a device that is out of memory or failed: one line, where, the numbers, what helps.
+"""Messages about a device that is out of memory or failed: one line, where, the numbers, what helps.
 
-Looks at what torch, CUDA, NCCL and the system say; asks a device that failed nothing.
+Advice on memory comes as words to put behind the command, with what each gains. Asks a failed device nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -324,22 +324,6 @@ def explain(
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
             return DeviceFailedError(_of_device(each, device))
     return None
-
-
-@contextmanager
-def explained(device: torch.device, remedies: Callable[[Shortage], Remedies]) -> Iterator[None]:
-    """Around what computes; or a decorator.
-
-    Raises:
-        DeviceMemoryError, DeviceFailedError: in place of torch's or the system's own, which is the cause.
-    """
-    try:
-        yield
-    except Exception as error:
-        mistake = None if isinstance(error, PipelineError) else explain(error, device, remedies)
-        if mistake is None:
-            raise
-        raise mistake from error
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

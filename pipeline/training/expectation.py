@@ -16,12 +16,12 @@ from torch import nn
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data.bundle import DataBundle
-from pipeline.distributed.machine import process_peak
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.monitoring.events import PLAN, Event
+from pipeline.monitoring.metrics import process_peak
 from pipeline.planner.forecast import Forecast, Planned, forecast_of, job_of, largest_that_fits
 from pipeline.planner.place import History, Kind, Measured, Place, here, history_of, on_gpus
 from pipeline.planner.proposals import smaller

@@ -35,7 +35,7 @@ from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Meters
 from pipeline.monitoring.profiler import Profiled
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
-from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner, Moment
 from pipeline.training.expectation import Expectation
@@ -303,7 +303,8 @@ class TrainLoop:
             None: the run is over.
         """
         done = self._step()
-        self._parts.checkpoints.hold_device()  # the caller may change the weights
+        if self._parts.checkpoints.is_under_way:
+            self._parts.checkpoints.hold_device()  # the caller may change the weights
         return done
 
     def train(self) -> None:
@@ -345,8 +346,8 @@ class TrainLoop:
             if self._alarm is not None:
                 self._alarm.restart()
             self._save()
-        for outcome in parts.checkpoints.poll():
-            self._observe_save(outcome)
+        if parts.checkpoints.is_under_way:
+            self._tell_saves()
         if self._stopped or is_last:
             self._end_where_due()
         if self._long_lived is not None and not self._is_over:
@@ -401,8 +402,7 @@ class TrainLoop:
         if self.state.global_step == 0:
             raise CheckpointError("a run has nothing to save before its first step")
         self._save(at_once=True)
-        for outcome in self._parts.checkpoints.poll():
-            self._observe_save(outcome)
+        self._tell_saves()
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
     def _conclude(self) -> None:
@@ -487,8 +487,12 @@ class TrainLoop:
         with parts.meters.exclude_from_step_time("checkpoint"):
             save(parts.engine, self._remembered())
 
+    def _tell_saves(self) -> None:
+        """Measure the saves that have ended."""
+        for outcome in self._parts.checkpoints.poll():
+            self._observe_save(outcome)
+
     def _observe_save(self, outcome: SaveOutcome) -> None:
-        """Measure a save that has ended."""
         self._write_seconds = outcome.write_seconds or 0.0
         self._parts.meters.observe_save(outcome.stall_seconds, self._write_seconds)
 

@@ -1,7 +1,7 @@
 """`batch.micro_batch_size: auto`: the largest that fits, tried in the run's own engine before its first step.
 
 A trial is a real step of which nothing stays (engine.refusal), so that a run is the one with the number
-given, to the last bit. training/micro_batch.py says what to try, micro_batch_cache.py remembers.
+given, to the last bit. Sizes that were found are cached, one small file each.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ from pipeline.config.split import BatchPlan
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
-from pipeline.distributed.machine import (
-    available_memory,
-    forget_peak,
-    memory_now,
-    resident_now,
-    resident_peak,
-)
+from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
@@ -43,6 +37,7 @@ from pipeline.engine.memory import give_back
 from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
 from pipeline.files import CONFIGURATION_LIMIT, GIB, read_plain, replace_file
 from pipeline.models.blocks import compile_again
+from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 from pipeline.objectives import Objective
 from pipeline.training.device_failures import Remedies, explain
 from pipeline.training.safeguard import with_keys

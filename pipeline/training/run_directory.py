@@ -1,4 +1,7 @@
-"""`runs/<name>-<time>/`: one directory a run, found again by the same command, held by one process."""
+"""Run directories `runs/<name>-<time>/`: found again by the same command, held by one process.
+
+A run is known by a fingerprint of its recipe, data and global batch. The code it started with is recorded.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, LOCK_FILE, read_plain, replace_file
-from pipeline.monitoring.trackers.dispensable import GIT_DIFF
+from pipeline.monitoring.trackers.interface import GIT_DIFF
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import REDACTED, redact, redact_text
 

@@ -26,10 +26,10 @@ from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, NonFiniteLossError, StoppedError
 from pipeline.models.embeddings import KEYS
 from pipeline.monitoring.alerts import RollbackRequested, Tell, Watcher, restore
-from pipeline.monitoring.alerts.learning import GRADIENT_NORM, LOSS, SpikeDetector
+from pipeline.monitoring.alerts.rules import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.monitoring.events import NO_TARGETS, ROLLBACK, Event
 from pipeline.monitoring.metrics import Meters
-from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck

@@ -11,8 +11,8 @@ import torch
 from support.token_store import Part, Store
 from torch.utils.data import Dataset, Subset
 
-from pipeline.data.batches import stacked, usable
-from pipeline.data.bundle import JoinedDataset, collate_items
+from pipeline.data.batches import collate_items, stacked, usable
+from pipeline.data.bundle import JoinedDataset
 from pipeline.data.loader import EvalLoader, Fetch, TrainLoader, read_batches
 from pipeline.data.packing import pack
 from pipeline.data.sampler import Draw, MixtureOrder, SourceShare

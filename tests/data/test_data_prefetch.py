@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from pipeline.data.bundle import collate_items
+from pipeline.data.batches import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.training.banner import little_data

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.steps import steps_of
 
-from pipeline.data.sampler import EvalSampler, GlobalOrder, training_draws
+from pipeline.data.loader import training_draws
+from pipeline.data.sampler import EvalSampler, GlobalOrder
 
 WORLDS = (1, 2, 3, 4, 8)
 quick = settings(max_examples=40, deadline=None)

@@ -16,7 +16,7 @@ from parity.measure import has_async_io
 from parity.splits import NVME
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 
-from pipeline.data.bundle import collate_items
+from pipeline.data.batches import collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine import deepspeed_patches as patches

@@ -8,12 +8,8 @@ from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
-from pipeline.engine.optim import (
-    SeveralOptimizers,
-    build_torch_optimizer,
-    parameter_groups,
-    set_learning_rate,
-)
+from pipeline.engine.optim import SeveralOptimizers, build_torch_optimizer, parameter_groups
+from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.state import ParameterState, restore, whole_parameters
 from pipeline.errors import ConfigError
 

@@ -15,7 +15,7 @@ from support.tiny import make_engine, recipe, token_bundle
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 from pipeline.objectives import CausalLM, VocabularyPart
-from pipeline.objectives.given_logits import part_of_vocabulary
+from pipeline.objectives.interface import part_of_vocabulary
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 from pipeline.planner import model as chunks
 

@@ -9,7 +9,8 @@ from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
 from pipeline.config.split import plan_batch
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import mean_loss

@@ -9,7 +9,7 @@ import pytest
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.events import PLAN, TIME, Event
 from pipeline.monitoring.logs import log_to_console, log_to_file
-from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.monitoring.trackers.jsonl import JsonlSink
 
 ALONE = Ranks(0, 0, 1, 1)
@@ -61,9 +61,8 @@ def test_an_alert_is_one_line_of_the_console_and_news_is_none(console, event, li
         sinks.tell(12, event)
     assert lines() == [line]
     (kept,) = (tmp_path / "logs" / "rank00000.log").read_text().splitlines()
-    assert kept.endswith(
-        f"{event.level.upper()} pipeline.monitoring.trackers {line.removeprefix(f'{event.level}: ')}"
-    )
+    told = line.removeprefix(f"{event.level}: ")
+    assert kept.endswith(f"{event.level.upper()} pipeline.monitoring.trackers.interface {told}")
 
 
 def test_of_several_ranks_one_shows_it(console, tmp_path):

@@ -18,7 +18,7 @@ from pipeline.errors import NonFiniteLossError
 from pipeline.monitoring.alerts import Seen
 from pipeline.monitoring.report.runs import summary_lines
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
-from pipeline.monitoring.trackers import Sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.monitoring.trackers.jsonl import iterate_record
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop

@@ -17,13 +17,13 @@ from transformers import BatchEncoding, BertConfig, BertForSequenceClassificatio
 from pipeline.data.batches import (
     LoadedBatch,
     as_batch,
+    collate_items,
     first_wrong,
     moved,
     note_extents,
     num_samples,
     on_host,
 )
-from pipeline.data.bundle import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError

@@ -9,8 +9,7 @@ import torch
 from support.preferences import ALONE, Answers, answers_bundle, tree_of
 from support.tiny import resolve
 
-from pipeline.data.batches import as_batch
-from pipeline.data.bundle import collate_items
+from pipeline.data.batches import as_batch, collate_items
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import Recorded, build_objective

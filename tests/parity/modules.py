@@ -12,7 +12,8 @@ from support.tiny import recipe, resolve
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import mean_loss

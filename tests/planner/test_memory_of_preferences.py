@@ -15,7 +15,8 @@ from support.tiny import resolve
 from torch import Tensor
 
 from pipeline.config.settings import Resolved
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import Work

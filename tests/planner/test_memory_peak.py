@@ -11,7 +11,8 @@ import torch
 from support.allocations import Allocations
 from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve
 
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of

@@ -10,8 +10,8 @@ from threading import Event, Thread
 
 import torch
 
-from pipeline.distributed.machine import forget_peak as forget_peak
-from pipeline.distributed.machine import resident_now, resident_peak
+from pipeline.monitoring.metrics import forget_peak as forget_peak
+from pipeline.monitoring.metrics import resident_now, resident_peak
 
 
 def held_bytes() -> int:

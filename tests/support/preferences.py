@@ -12,8 +12,8 @@ from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
 from pipeline.config.split import BatchPlan
-from pipeline.data.batches import Batch, as_batch
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import Batch, as_batch, collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 
 NOW = SimpleNamespace(case="", sample=-1)
 """What is wrong, and with which sample. Ranks are processes of their own."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from pipeline.data.sampler import Order, training_draws
+from pipeline.data.loader import training_draws
+from pipeline.data.sampler import Order
 
 
 def steps_of(

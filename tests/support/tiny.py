@@ -15,7 +15,8 @@ from pipeline.config.recipe import validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.config.split import Device, plan_batch
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, mean_loss

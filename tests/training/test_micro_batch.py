@@ -19,7 +19,8 @@ import yaml
 from support.cgroup import memory_limited
 from support.tiny import VOCABULARY, MaskedTokens, deepspeed_json, recipe, resolve
 
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.distributed.machine import resident_now
-from pipeline.engine.optim import at_rest
+from pipeline.engine.guard import at_rest
+from pipeline.monitoring.metrics import resident_now
 from pipeline.training.micro_batch import OfHost, as_if_stepped
 
 MIB = 2**20

@@ -14,8 +14,7 @@ from parity.splits import zero
 from support.preferences import ALONE, answers_bundle, tree_of
 from support.tiny import resolve
 
-from pipeline.data.batches import as_batch
-from pipeline.data.bundle import collate_items
+from pipeline.data.batches import as_batch, collate_items
 from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of, with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError

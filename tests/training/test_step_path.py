@@ -7,7 +7,7 @@ import json
 from support.launch import ROOT, run_python, write_recipe
 
 MOST_CALLS = 250
-MOST_FILES = 50
+MOST_FILES = 30
 WARM_STEPS = 5
 
 COUNT = """

@@ -1,4 +1,4 @@
-"""What readers of other trainers' configurations share: tables of keys, and the draft of a recipe they fill.
+"""Shared parts of the readers of other trainers' configurations: tables of keys, the draft, derived numbers.
 
 A section records which of its keys were read. What nothing read is named in the list of what was not taken.
 """

@@ -1,4 +1,4 @@
-"""A draft -> recipe.yaml and deepspeed.json in a folder, accepted by this trainer's own loader."""
+"""`python -m pipeline import`: a foreign configuration -> recipe.yaml and deepspeed.json, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`data.kind: images`: stored images become normalised tensors, decoded when a sample is asked for."""
+"""`data.kind: images`: stored images become normalised, augmented tensors when a sample is asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.loading import did_you_mean
 from pipeline.config.optional_packages import require
-from pipeline.data.bundle import Batch, DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import Batch, DataBundle
 from pipeline.data.images.stored import LabelledImages, find_dataset_images, find_folder_images
 from pipeline.errors import DataError, one_line
 

@@ -1,6 +1,7 @@
 """Documents of a recipe -> tokens in the cache: finds what is missing, has it made, reports it.
 
-Everything is known by its content, so what did not change is there already, whoever made it.
+Everything is known by its content, so what did not change is there already, whoever made it. The tokenizer
+lies there as a folder of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examination from start to end: every host at once, phase after phase."""
+"""The examination from start to end: every host at once, phase after phase, and how answers are judged."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Probe:
 
 
 def _start_rank() -> Session:
-    """A process of collective.py."""
+    """A process of session.py."""
     rank = over_command("rank", local_command("pipeline.distributed.doctor.session"))
     rank.step = STEPS[0]
     return rank

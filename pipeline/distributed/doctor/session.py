@@ -1,7 +1,7 @@
-"""One rank of the doctor's all-reduce: a process of its own, so that one that hangs can be ended.
+"""Conversations with processes of ours, and one rank of the doctor's all-reduce, a process of its own.
 
-It is asked by the probe (session.py): on rank 0 to serve the store, then with a Part. Says where it is as it
-goes on.
+It is asked by the probe (probe.py): on rank 0 to serve the store, then with a Part. Says where it is as it
+goes on, so that one that hangs can be ended.
 """
 
 from __future__ import annotations

@@ -1,38 +1,1078 @@
-"""Table of all alerts, in the order in which they are asked."""
+"""Alerts on learning, time and memory, and the table of all, in the order in which they are asked."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress, pairwise
 from operator import attrgetter
+from statistics import fmean, median, median_low
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from pipeline.checkpoint.shards import BUFFER, WEIGHT, Shard
 from pipeline.config.deepspeed_json import lowest_loss_scale
 from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
+from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import freed_at_once
-from pipeline.monitoring.alerts import Watcher, restore
-from pipeline.monitoring.alerts.learning import (
-    GRAD_NORM_SPIKE,
-    LOSS_SPIKE,
-    EvalDivergence,
-    FrozenParameters,
-    LossRise,
-    NonFinite,
-    NonFiniteEval,
-    NonFiniteSteps,
-    SpikeDetector,
-    Spikes,
-    no_targets,
+from pipeline.errors import NonFiniteLossError, listed, stretches
+from pipeline.monitoring.alerts import CROWDED, Seen, Stop, Watcher, restore
+from pipeline.monitoring.events import NO_TARGETS, Event
+
+WINDOW = 128  # values that say what is normal
+RECENT = 32  # values whose differences say how the series scatters now
+LOCAL = 5  # last values, whose median is the local level
+LEAST = 19  # values before anything is a spike: step 20 is the first one checked
+NEARLY = 0.05  # by so much less of the logarithm a value is as high as the first one
+NEW_LEVEL = 16  # spikes in a row that are no spikes any more
+FLOOR = 0.25  # of the first LEAST values' median: below, nothing is worth the word
+RISES = 0.98  # quantile of harmless rises above the local level: hard sources have few batches
+CORE = 0.8  # share of the differences that counts; outliers make the rest
+# Of a normal value with standard deviation 1: the mean of that share of the differences of neighbours, and
+# its quantile RISES.
+GAUSSIAN_CORE, GAUSSIAN_RISE = 0.79, 2.054
+GAUSSIAN_MIDDLE, GAUSSIAN_TAIL, TAIL = 0.6745, 1.6449, 0.95  # of `scatter`, standard deviations there
+TINY = sys.float_info.min
+LOG_TINY = math.log(TINY)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far above the local level a spike begins: by both of these."""
+
+    ratio: float
+    """Factor above the level."""
+    deviations: float
+    """Standard deviations of the logarithm above the level."""
+    of_first: float
+    """The same for a value that is as high as the first one of the run."""
+
+
+# From runs without a fault on a CPU: shipped recipes, cyclic rates, tiny batches, noisy labels, preferences.
+# tests/monitoring/alerts/test_spike_detector.py has their curves.
+LOSS = Reach(1.5, 8.0, 5.5)
+GRADIENT_NORM = Reach(6.0, 12.0, 12.0)
+
+
+class SpikeDetector:
+    """Detects spikes against the local level of a noisy series and the scatter of its logarithms about it.
+
+    Losses and gradient norms are positive, scatter in proportion to their size, and have a long tail
+    upwards. A loss that fell to a hundredth scatters by factors of thousands, harmlessly: hence FLOOR.
+    A series with a negative value has no ratios, and no spikes.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._logs: deque[float] = deque(maxlen=WINDOW)
+        self._refused = 0
+        self._floor = 0.0
+        self._first = 0.0
+        self.limit = math.inf
+        """Value above which there is a spike; inf until LEAST values were added."""
+
+    @property
+    def middle(self) -> float:
+        """Median of the last normal values; NaN before the first value."""
+        return _median(np.sort(list(self._values)[-LOCAL:])) if self._values else math.nan
+
+    def add(self, value: float) -> bool:
+        """Add the next value, unless it is a spike or not finite.
+
+        Returns:
+            Whether it is a spike. After NEW_LEVEL spikes in a row the detector starts anew from that level.
+        """
+        if not math.isfinite(value):
+            return False
+        if value <= self.limit:
+            self._refused = 0
+            if not self._values and not self._floor:
+                self._first = value
+            self._settle(value)
+            return False
+        self._refused += 1
+        if self._refused == NEW_LEVEL:
+            self._values.clear()
+            self._logs.clear()
+            self._refused, self.limit = 0, math.inf
+        return True
+
+    def _settle(self, *taken: float) -> None:
+        """Take values, and set the limit of the next one."""
+        self._values += taken
+        self._logs += [math.log(value) if value > TINY else LOG_TINY for value in taken]
+        self.limit = math.inf
+        if len(self._values) < LEAST or min(self._values) < 0:
+            return
+        if not self._floor:
+            self._floor = FLOOR * _median(np.sort(self._values))
+        if not self._floor:
+            return
+        logs = np.array(self._logs)
+        level = _median(np.sort(logs[-LOCAL:]))
+        deviation = local_scatter(logs)
+        least = math.log(self._reach.ratio)
+        above = level + max(least, self._reach.deviations * deviation)
+        if self._first > 0:
+            high = level + max(least, self._reach.of_first * deviation)
+            above = min(above, max(high, math.log(self._first) - NEARLY))
+        self.limit = max(math.exp(min(above, 700.0)), self._floor)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return plain numbers for a checkpoint."""
+        return {
+            "values": list(self._values),
+            "refused": [float(self._refused)],
+            "floor": [self._floor],
+            "first": [self._first],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Restore the state of a checkpoint."""
+        self._values.clear()
+        self._logs.clear()
+        self._refused, self._floor = int(state["refused"][0]), float(state["floor"][0])
+        self._first = float(state.get("first", [0.0])[0])  # not in checkpoints of earlier versions
+        self._settle(*state["values"])
+
+
+def local_scatter(logs: NDArray[np.float64]) -> float:
+    """Return the standard deviation about a level that falls or bends, or that of rises where it is more.
+
+    Args:
+        logs: (values,), at least LEAST, of positive values in order.
+    """
+    recent = logs[-RECENT:]
+    steps = recent[1:] - recent[:-1]
+    off = np.sort(np.abs(steps - _median(np.sort(steps))))
+    core = off[: math.ceil(CORE * len(off))]
+    levels = np.sort([logs[at : len(logs) - LOCAL + at] for at in range(LOCAL)], axis=0)[LOCAL // 2]
+    rises = np.sort(logs[LOCAL:] - levels)
+    rise = float(rises[min(int(RISES * len(rises)), len(rises) - 2)])  # one outlier says nothing
+    return max(float(core.sum()) / (len(core) * GAUSSIAN_CORE), rise / GAUSSIAN_RISE)
+
+
+def scatter(logs: NDArray[np.float64]) -> float:
+    """Return the standard deviation about a straight line, or of the upper half where that is more.
+
+    Args:
+        logs: (values,), of positive values in order.
+    """
+    half = len(logs) // 2
+    # A fall is no scatter.
+    slope = (_median(np.sort(logs[-half:])) - _median(np.sort(logs[:half]))) / half
+    level = np.sort(logs - slope * np.arange(len(logs)))
+    middle = _median(level)
+    deviation = _median(np.sort(np.abs(level - middle))) / GAUSSIAN_MIDDLE
+    return max(deviation, (float(level[int(TAIL * len(level))]) - middle) / GAUSSIAN_TAIL)
+
+
+def _median(ordered: NDArray[np.float64]) -> float:
+    """Return the median of sorted values; numpy's own takes several times as long at every step."""
+    half = len(ordered) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
+
+
+# Steps in a row without a finite gradient that end a run. fp16 first searches its loss scale: 2**32 takes 32.
+MAX_CONSECUTIVE_SKIPS = {"fp32": 10, "bf16": 10, "fp16": 40}
+LOSS_SPIKE, GRAD_NORM_SPIKE = "loss_spike", "grad_norm_spike"
+SPIKES = {
+    LOSS_SPIKE: (
+        "loss",
+        "look at the samples of that step; if it does not come down by itself, go back to the last "
+        "checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup or a lower "
+        "optimizer.max_grad_norm",
+    ),
+    GRAD_NORM_SPIKE: (
+        "gradient norm",
+        "where the loss follows, lower optimizer.learning_rate or optimizer.max_grad_norm, or raise "
+        "schedule.warmup; look at the samples of that step",
+    ),
+}
+"""Name of an alert -> the series that it watches (norms before clipping), and its advice."""
+CALM = 32  # steps without a spike, after which the next one is told again
+NO_TARGETS_ADVICE = (
+    "look at these samples: their labels are all -100 or have weight 0, as where a prompt fills the "
+    "sequence; raise data.sequence_length, or take them out of the data"
 )
-from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, SlowRank, ThroughputDrop
-from pipeline.monitoring.events import NO_TARGETS
+WORSE_EVALUATIONS = 3  # evaluations, each worse than the one before and than the best
+LEAST_EVAL_RISE = 0.05  # of the best, and of the first one: digits_cnn.yaml at 350 epochs comes to 0.03
+# Of LossRise.
+RISE_EVERY = 64  # steps between two looks at the loss
+RISE_WINDOW = 32  # last steps: what the loss is now, and how it scatters
+EARLY_STEPS = 40  # steps in which a jump is looked for
+JUMP_STEPS, JUMP_COUNTS = 8, 6  # in a row, of which the lowest count: one bad batch is no jump
+RISE = 1.2  # times what it began with: it is worse
+JUMP, SAME = 1.05, 0.9  # times that: how high it jumped, where it has learned no more since than that
+# So many standard deviations of the logarithm above what it began with. Where there was an evaluation
+# before the first step, that is known well; a first batch alone may be 3 too low. Of 40,000 made-up curves
+# that scatter and do not fall 1 in 10,000 was told of, and of those with longer tails 1 in 1,000.
+DEVIATIONS, DEVIATIONS_OF_A_BATCH = 1.5, 5.0
+FROZEN_STEPS = 20  # steps that moved something
+# Values of a shard that are looked at: some of each row of an embedding, of which few rows move.
+FROZEN_SAMPLE = 2**18
+Shards = Callable[[], Iterator[Shard]]
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value on every rank. Collective."""
+
+
+class NonFinite:
+    """Tells of the steps that were skipped since the row before, and of a loss that is none.
+
+    In fp16 the loss scale is found in this way: steps of a finite loss are news, but no alert until the scale
+    cannot fall any further.
+
+    Args:
+        lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one; else None.
+    """
+
+    def __init__(self, lowest_scale: float | None) -> None:
+        self._lowest_scale = lowest_scale
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
+        bad = (
+            [bool(each) for each in seen.skipped] if skipped else [not math.isfinite(x) for x in seen.losses]
+        )
+        if True not in bad:
+            return None
+        steps = list(range(step - len(bad) + 1, step + 1))
+        named = f"step{'s' * (sum(bad) > 1)} {stretches(set(compress(steps, bad)), steps)}"
+        first = float(steps[bad.index(True)])
+        told = {"at_step": first, "steps": float(seen.steps), "skipped": float(skipped)}
+        if not skipped:
+            line = f"the loss of {named} is infinite or NaN, the gradient is not"
+            advice = "look at what the objective gives for these batches, and at how they are masked"
+            return Event("non_finite", line, advice, fields=told)
+        line = f"{named} skipped: the gradient was infinite or NaN"
+        advice = "look at the data, lower optimizer.learning_rate, or raise schedule.warmup"
+        if scale is None:
+            return Event("non_finite", line, advice, fields=told)
+        told["scale"] = scale
+        if self._lowest_scale is not None and scale <= self._lowest_scale:
+            line = f"{line}, and the fp16 loss scale cannot fall below {scale:g}"
+            return Event("loss_scale_floor", line, f"use bf16; or {advice}", fields=told)
+        line = f"{line}; the fp16 loss scale is now {scale:g}"
+        if not all(map(math.isfinite, compress(seen.losses, bad))):  # which no loss scale multiplies
+            line = f"{line}, and the loss itself is infinite or NaN"
+            return Event("non_finite", line, advice, fields=told)
+        return Event("non_finite", line, level="info", fields=told)
+
+
+class NonFiniteSteps:
+    """Ends a run whose steps have no finite gradient any more, or had none up to its last one.
+
+    Args:
+        precision: Of the run.
+        first_step: Where this process began.
+        max_steps: Where the run ends.
+    """
+
+    def __init__(self, precision: str, first_step: int, max_steps: int) -> None:
+        self._precision = precision
+        self._first_step = first_step
+        self._max_steps = max_steps
+
+    def __call__(self, step: int, seen: Seen) -> Stop | None:
+        """See Watcher."""
+        skips = int(seen.row.get("train/skipped_in_a_row", 0))
+        too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
+        if step == self._max_steps and self._precision != "fp16":  # which searches its loss scale first
+            too_many = min(too_many, step - self._first_step)
+        if not skips or skips < too_many:
+            return None
+        return Stop(
+            NonFiniteLossError(
+                f"the last {skips} steps had an infinite or NaN gradient (loss {seen.row['train/loss']}) and "
+                "were skipped; the parameters are those of the last good step. Look at the data, lower "
+                "optimizer.learning_rate, or raise schedule.warmup"
+            )
+        )
+
+
+class Spikes:
+    """Tells of the first spike of an episode: until CALM steps have gone by without one, also where the run
+    goes on within it.
+    """
+
+    def __init__(self, name: str, detector: SpikeDetector) -> None:
+        """Args:
+        name: Key of SPIKES.
+        detector: Detects spikes in that series. Who made it keeps its state.
+        """
+        self.name = name
+        self._detector = detector
+        self._calm = CALM
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        found = None
+        values = seen.losses if self.name == LOSS_SPIKE else seen.norms
+        for at, value in enumerate(values, step - len(values) + 1):
+            limit = self._detector.limit
+            if math.isfinite(value) and value > limit and self._calm >= CALM and found is None:
+                found = self._event(at, value, self._detector.middle, limit)
+            is_spike = self._detector.add(value)
+            self._calm = 0 if is_spike else self._calm + 1
+        return found
+
+    def _event(self, at: int, value: float, middle: float, limit: float) -> Event:
+        of, advice = SPIKES[self.name]
+        return Event(
+            self.name,
+            f"the {of} of step {at} is {value:.4g}, {value / middle:.1f} times what was normal before "
+            f"({middle:.4g}, up to {limit:.4g})",
+            advice,
+            fields={"at_step": at, "value": value, "normal": middle, "limit": limit},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers. The detector belongs to the safeguard."""
+        return {"calm": self._calm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._calm = int(state["calm"])
+
+
+def no_targets(step: int, seen: Seen) -> Event | None:
+    """Report global batches and evaluation sets in which nothing counts in the loss. A Watcher."""
+    empty = [name for name, value in seen.row.items() if name.endswith("/targets") and not value]
+    if empty:
+        sets = ", ".join(name.removesuffix("/targets") for name in empty)
+        return Event(NO_TARGETS, f"no target counts in any held-out sample of {sets}", NO_TARGETS_ADVICE)
+    if all(seen.counts):
+        return None
+    number, steps = sum(not count for count in seen.counts), len(seen.counts)
+    first = step - steps + 1 + list(map(bool, seen.counts)).index(False)
+    message = f"no target counts in the global batch of {number} of {steps} steps, first of step {first}"
+    return Event(
+        NO_TARGETS, message, NO_TARGETS_ADVICE, fields={"at_step": float(first), "steps": float(steps)}
+    )
+
+
+@dataclass
+class _EvalHistory:
+    """Of the evaluations so far, and of the training losses since the last one."""
+
+    loss_sum: float = 0.0
+    steps: int = 0
+    first: float = 0.0
+    before: float = 0.0
+    best: float | None = None
+    best_step: int = 0
+    train_at_best: float | None = None
+    rises: int = 0
+    is_told: bool = False
+
+
+class NonFiniteEval:
+    """Reports metrics of evaluations that are infinite or NaN, once until they are finite again.
+
+    `no_targets` reports sets without a target.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        if "eval/loss" not in seen.row:
+            return None
+        before = self._told
+        self._told = {
+            name
+            for name, value in seen.row.items()
+            if not math.isfinite(value) and seen.row.get(f"{name.rpartition('/')[0]}/targets") != 0
+        }
+        if not self._told - before:
+            return None
+        return Event(
+            "non_finite_eval",
+            f"the evaluation after step {step} gave {', '.join(sorted(self._told))}: infinite or NaN",
+            "look at the held-out data; where the model has batch normalisation, one NaN batch spoils its "
+            "running statistics for good, and watch.on_nonfinite: skip keeps them from it",
+        )
+
+
+class EvalDivergence:
+    """Tells that eval/loss rises while train/loss falls; again after a new best. A run that goes on has its
+    evaluations: they may be hours apart.
+    """
+
+    name = "eval_divergence"
+
+    def __init__(self) -> None:
+        self._history = _EvalHistory()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        so_far = self._history
+        losses = list(filter(math.isfinite, seen.losses))
+        so_far.loss_sum += sum(losses)
+        so_far.steps += len(losses)
+        loss = seen.row.get("eval/loss")
+        if loss is None or not math.isfinite(loss):
+            return None
+        train = so_far.loss_sum / so_far.steps if so_far.steps else None
+        so_far.loss_sum, so_far.steps = 0.0, 0
+        if so_far.best is None or loss < so_far.best:
+            first = so_far.first if so_far.best is not None else loss
+            self._history = _EvalHistory(
+                first=first, before=loss, best=loss, best_step=step, train_at_best=train
+            )
+            return None
+        so_far.rises = so_far.rises + 1 if loss > so_far.before else 0
+        so_far.before = loss
+        is_apart = loss - so_far.best > LEAST_EVAL_RISE * max(so_far.best, so_far.first)
+        if so_far.is_told or so_far.rises < WORSE_EVALUATIONS or not is_apart or train is None:
+            return None
+        if so_far.train_at_best is not None and train >= so_far.train_at_best:
+            return None
+        so_far.is_told = True
+        return self._event(loss, train, so_far.best)
+
+    def _event(self, loss: float, train: float, best: float) -> Event:
+        at = self._history.best_step
+        return Event(
+            self.name,
+            f"eval/loss rose in {self._history.rises} evaluations in a row, to {loss:.4g} from {best:.4g} at "
+            f"step {at}, while train/loss fell to {train:.4g}",
+            "the model learns its training data by heart: end the run and keep the best checkpoint "
+            "(checkpoint.keep_best), train on more data or for fewer epochs, or raise optimizer.weight_decay "
+            "or dropout",
+            fields={"eval_loss": loss, "best_eval_loss": best, "best_step": at, "train_loss": train},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers."""
+        return asdict(self._history)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._history = _EvalHistory(**state)
+
+
+class LossRise:
+    """Tells once that the loss is well above what it began with, or that it rose in the first steps, and is
+    above that or has learned hardly anything since. One that hardly falls is not told of.
+
+    It goes by each step's number, not by rows. A run that goes on has what it began with; one that is first
+    watched later is told nothing.
+    """
+
+    name = "loss_rise"
+
+    def __init__(self) -> None:
+        self._first = self._evaluated = 0.0  # not known
+        self._early: list[float] = []
+        self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
+        self._is_told = False
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        if step == 0:
+            self._evaluated = seen.row.get("eval/loss", 0.0)
+        found = None
+        for at, loss in enumerate(seen.losses, step - seen.steps + 1):
+            if at == 1:
+                self._first = loss
+            if self._is_told or not self._first > 0 or not loss > 0 or math.isinf(loss):
+                continue  # what is not positive is not compared by ratios
+            self._recent.append(loss)
+            if 1 < at <= EARLY_STEPS:
+                self._early.append(loss)
+            if at % RISE_EVERY == 0 and len(self._recent) == RISE_WINDOW:
+                found = self._judged(at) or found
+        return found
+
+    def _judged(self, step: int) -> Event | None:
+        level, deviation = median(self._recent), scatter(np.log(self._recent))
+        is_known = self._evaluated * math.exp(deviation) >= self._first
+        began = max(self._first, self._evaluated)
+        beyond = math.exp(deviation * (DEVIATIONS if is_known else DEVIATIONS_OF_A_BATCH))
+        jump = _jump(self._early) if step == RISE_EVERY else 0.0
+        least = JUMP if level > SAME * began else RISE
+        has_jumped = jump > max(least, beyond) * began
+        if not has_jumped and level <= max(RISE, beyond) * began:
+            return None
+        self._is_told = True
+        jumped = f", after {jump:.4g} for {JUMP_STEPS} steps" if has_jumped else ""
+        return Event(
+            self.name,
+            f"the loss rose: it began with {began:.4g}, and is {level:.4g} at step {step}{jumped}",
+            "lower optimizer.learning_rate, raise schedule.warmup, or lower optimizer.max_grad_norm",
+            fields={"at_step": step, "value": level, "began": began},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers."""
+        return {
+            "first": self._first,
+            "evaluated": self._evaluated,
+            "early": self._early,
+            "recent": list(self._recent),
+            "is_told": self._is_told,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        self._first, self._evaluated = float(state["first"]), float(state["evaluated"])
+        self._early, self._is_told = list(state["early"]), bool(state["is_told"])
+        self._recent = deque(state["recent"], maxlen=RISE_WINDOW)
+
+
+def _jump(losses: Sequence[float]) -> float:
+    """The highest that some steps in a row were; 0: there are too few."""
+    logs = [math.log(each) for each in losses]
+    stretches = (sorted(logs[at : at + JUMP_STEPS]) for at in range(len(logs) - JUMP_STEPS + 1))
+    return max((math.exp(fmean(each[:JUMP_COUNTS])) for each in stretches), default=0.0)
+
+
+class FrozenParameters:
+    """Names trained parameters that did not move in FROZEN_STEPS steps, or by weight decay alone.
+
+    Of the latter, what the optimizer keeps of their gradients is still 0.
+
+    Every process looks once, also that of a run which goes on: what it does to parameters may be new, with
+    another split, optimizer or code, and what it is compared with lies in other shards.
+
+    A rank looks at its shards; one collective, at that one row, says whether a parameter moved anywhere.
+
+    Args:
+        shards: Of the engine. Collective.
+        gather: Of the job.
+    """
+
+    def __init__(self, shards: Shards, gather: Gather) -> None:
+        self._shards, self._gather = shards, gather
+        self._before: dict[tuple[str, int, int], Tensor] | None = dict(_checksums(shards()))
+        self._steps = 0
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Collective at one of the rows."""
+        if self._before is None:
+            return None
+        self._steps += seen.steps - sum(seen.skipped)
+        if self._steps < FROZEN_STEPS:
+            return None
+        moved, was_given = self._look(self._before)
+        self._before = None
+        everyones = self._gather((moved, was_given))
+        stuck = [_nowhere([each[part] for each in everyones]) for part in (0, 1)]
+        return self._event(*stuck)
+
+    def _look(self, before: dict[tuple[str, int, int], Tensor]) -> tuple[dict[str, bool], dict[str, bool]]:
+        """Of this rank's parts of parameters: name -> it moved; name -> its gradient was not always 0."""
+        moved: dict[str, list[Tensor]] = {}
+        was_given: dict[str, list[Tensor]] = {}
+        for shard in _trained(self._shards()):
+            if shard.kind == WEIGHT:
+                then = before.get(_place_of(shard))
+                if then is not None:
+                    moved.setdefault(shard.name, []).append(_checksum(shard) != then)
+            elif shard.values is not None:
+                was_given.setdefault(shard.name, []).append(shard.values.any())
+        return _read(moved), _read(was_given)
+
+    def _event(self, unmoved: list[str], never_given: list[str]) -> Event | None:
+        only_decayed = [name for name in never_given if name not in unmoved]
+        if not unmoved and not only_decayed:
+            return None
+        said = [
+            f"{listed(names)} {what}"
+            for names, what in (
+                (unmoved, f"did not move in {self._steps} steps"),
+                (only_decayed, f"had no gradient but 0 in {self._steps} steps"),
+            )
+            if names
+        ]
+        return Event(
+            "frozen_parameter",
+            f"trained parameters stand still: {'; '.join(said)}",
+            "look for what cuts them off (.detach(), a mask, an activation that is always 0, a branch that "
+            "is never taken), for a learning rate too small for the precision of the weights, or put them in "
+            "model.freeze",
+            fields={"parameters": len(unmoved) + len(only_decayed), "first": (unmoved + only_decayed)[0]},
+        )
+
+
+def _trained(shards: Iterator[Shard]) -> Iterator[Shard]:
+    return (each for each in shards if each.kind != BUFFER and not each.is_frozen and each.region.length)
+
+
+def _place_of(shard: Shard) -> tuple[str, int, int]:
+    first = 0 if shard.region.box is None else hash(shard.region.box)
+    return shard.name, first, shard.region.start
+
+
+def _checksums(shards: Iterator[Shard]) -> Iterator[tuple[tuple[str, int, int], Tensor]]:
+    return ((_place_of(each), _checksum(each)) for each in _trained(shards) if each.kind == WEIGHT)
+
+
+def _checksum(shard: Shard) -> Tensor:
+    """Of the bits of some values, 0-dim, where they lie; nothing waits for it."""
+    assert shard.values is not None
+    stride = -(-shard.region.length // FROZEN_SAMPLE) | 1  # odd: rows are as wide as some power of 2 mostly
+    bits = shard.values[::stride].contiguous().view(torch.uint8).to(torch.int64)
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum()
+
+
+def _read(found: dict[str, list[Tensor]]) -> dict[str, bool]:
+    """One read of the device for each of them."""
+    if not found:
+        return {}
+    flags = torch.stack([torch.stack(each).any().cpu() for each in found.values()])
+    return dict(zip(found, flags.tolist(), strict=True))
+
+
+def _nowhere(everyones: list[dict[str, bool]]) -> list[str]:
+    """Names that no rank says True of."""
+    names = dict.fromkeys(name for each in everyones for name in each)
+    return [name for name in names if not any(each.get(name, False) for each in everyones)]
+
+
+# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
+# process would take as long to hand a batch over), in each of some windows in a row. In shipped recipes on
+# two busy cores single windows came to 0.16, the least of three in a row never above 0.05.
+STARVATION_SHARE = 0.1
+STARVATION_SECONDS = 1e-3
+STARVATION_STEPS = 10
+STARVED_WINDOWS = 3
+
+# Steps and seconds of a window, and how many windows in a row are slower than the fastest by the factor.
+# Other processes on a machine take a minute of it now and then, and give it back.
+WINDOW_STEPS, WINDOW_SECONDS = 20, 30.0
+SLOW_WINDOWS = 4
+DROP = 1.5
+COMPARED_STEPS = 8  # at least, that ranks are compared over
+SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
+# Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
+# for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml beside other work, 2.5 processes
+# a core, one was for up to 0.8 s, and at ZeRO 3, with 5 or more a core, for up to 6 s: grows by the square.
+SUSPECTED_SECONDS = 0.3
+LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
+SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
+MOST_PAST, LEAST_PAST = (
+    16,
+    2,
+)  # windows of COMPARED_STEPS that say what a stage took before: at the most, at the least
+PHASES = {
+    "data": "reading data takes",
+    "forward": "the forward takes",
+    "backward": "the backward takes",
+}
+_COMPUTING = (
+    "look for other processes on its device and cores, for its clocks and temperature (nvidia-smi), and at "
+    "the lengths of its samples"
+)
+PHASE_ADVICE = {
+    "data": "look at the disk and the processes that this machine reads from, or raise loader.num_workers",
+    "forward": _COMPUTING,
+    "backward": _COMPUTING,
+}
+Own = Mapping[str, Sequence[float]]
+"""Seconds a step by phase, of every rank."""
+# Rows of a window at first; windows double in length as the run goes on, so that slow leaks are seen too.
+MEMORY_ROWS = 16
+MEMORY_WINDOWS = 8  # in a row, each above the one before
+MOST_MEMORY_WINDOWS = 20
+LEAST_GROWTH = 0.1  # of what there was
+LEAST_GIB = 0.25
+STEADY_GROWTH = (
+    0.75  # of the average growth of a window, that the least one has: what settles grows less and less
+)
+MEMORY_KINDS = {
+    "device": (
+        "the device's memory",
+        "look for tensors that are kept with their graph (a loss added up without .detach() or .item(), "
+        "hooks, lists), and for samples that grow longer",
+    ),
+    "host": (
+        "the process's memory",
+        "look for lists and caches that grow in the data set, in hooks and in an objective of your own; keep "
+        "what must stay in files or arrays",
+    ),
+}
+
+
+class DataStarvation:
+    """Says once in a process that the step waits for data, and what to change. One that goes on begins anew:
+    its disks, caches and workers are others.
+
+    Args:
+        num_workers: Processes that read data for one rank.
+    """
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._is_started = False
+        self._is_told = False
+        self._steps = self._windows = 0
+        self._data = self._seconds = 0.0
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Rows are put together to windows; of several ranks the median one counts."""
+        if self._is_told or "data" not in seen.own:
+            return None
+        if not self._is_started:  # the first row is the start of the workers, and the compiler's
+            self._is_started = True
+            return None
+        self._steps += seen.steps
+        self._data += seen.steps * median_low(seen.own["data"])
+        self._seconds += seen.steps * max(seen.own["step"])
+        if self._steps < STARVATION_STEPS:
+            return None
+        share, wait = self._data / self._seconds, self._data / self._steps
+        whole = self._seconds / self._steps
+        self._steps, self._data, self._seconds = 0, 0.0, 0.0
+        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_crowded
+        self._windows = self._windows + 1 if is_starved else 0
+        if self._windows < STARVED_WINDOWS:
+            return None
+        self._is_told = True
+        return Event(
+            "data_starvation",
+            f"waiting for data is {share:.0%} of the step ({1000 * wait:.0f} of {1000 * whole:.0f} ms)",
+            f"have more processes read it: loader.num_workers={max(2, 2 * self._num_workers)}",
+            fields={"share": share, "seconds": wait},
+        )
+
+
+class ThroughputDrop:
+    """Tells of steps that take much longer than they took before, for minutes; again after they recovered.
+
+    A run that goes on in the same place is held to what its steps took before; anywhere else that says
+    nothing, and it begins anew.
+
+    Args:
+        place: In words, what a step's time depends on besides the recipe: split, ranks, machines, devices.
+    """
+
+    name = "throughput_drop"
+
+    def __init__(self, place: str = "") -> None:
+        self._place = place
+        self._is_started = False
+        self._times: list[float] = []
+        self._waits: list[float] = []
+        self._steps, self._seconds = 0, 0.0
+        self._fast: tuple[float, float] | None = None
+        self._slow = 0
+        self._is_told = False
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Rows are put together to windows, of which the median row counts."""
+        if "step" not in seen.own:
+            return None
+        if not self._is_started:
+            self._is_started = True
+            return None
+        self._times.append(max(seen.own["step"]))
+        self._waits.append(max(seen.own["data"]))
+        self._steps += seen.steps
+        self._seconds += seen.steps * self._times[-1]
+        if self._steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
+            return None
+        now, waits = median(self._times), median(self._waits)
+        self._times, self._waits, self._steps, self._seconds = [], [], 0, 0.0
+        if self._fast is None or now < self._fast[0]:
+            self._fast = (now, waits)
+        is_slow = now > DROP * self._fast[0] and not seen.is_crowded
+        self._slow = self._slow + 1 if is_slow else 0
+        self._is_told &= is_slow
+        if self._is_told or self._slow < SLOW_WINDOWS:
+            return None
+        self._is_told = True
+        return self._event(now, waits, *self._fast)
+
+    def _event(self, now: float, waits: float, fast: float, waited: float) -> Event:
+        is_data = waits - waited > (now - fast) / 2
+        return Event(
+            self.name,
+            f"steps take {now / fast:.1f} times as long as they did ({1000 * now:.0f} ms, before "
+            f"{1000 * fast:.0f} ms)" + (", most of it waiting for data" if is_data else ""),
+            "look at the disk that data is read from, and raise loader.num_workers"
+            if is_data
+            else "look for other processes on these machines, for clocks and temperature (nvidia-smi), for a "
+            "slow rank (perf/slowest_rank) and for memory that is short (memory/alloc_retries)",
+            fields={"seconds": now, "seconds_before": fast},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Remembers. The open window is left out: a process's first row is not like the others."""
+        return {"place": self._place, "fast": self._fast, "slow": self._slow, "is_told": self._is_told}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Remembers."""
+        if state["place"] != self._place or state["fast"] is None:
+            return
+        seconds, waits = state["fast"]
+        self._fast = (float(seconds), float(waits))
+        self._slow, self._is_told = int(state["slow"]), bool(state["is_told"])
+
+
+@dataclass(frozen=True)
+class _Slow:
+    """A rank, and the phase that it loses the most in. All are seconds a step."""
+
+    rank: int
+    phase: str
+    seconds: float
+    """Of that phase, and"""
+    normal: float
+    """what that would be if it were not slow."""
+    lost: float
+    """Of all its phases, and"""
+    whole: float
+    """what all of them would be."""
+    compared: str
+    """With what, in words that `normal` follows."""
+
+
+class SlowRank:
+    """Names a rank that takes longer in a phase than others that do the same, once for each phase.
+
+    A run that goes on begins anew: its ranks may be on other machines.
+
+    Phases are those that `Seen.own` has: reading data, and what a rank computes by itself.
+
+    Args:
+        everyone: All ranks, in order.
+        share: By how much longer, of the phases together: 0.15 is 15 %.
+        stages: Of the pipeline. Ranks of one stage follow each other, and do the same.
+    """
+
+    def __init__(self, everyone: Sequence[RankProcess], share: float, stages: int = 1):
+        self._everyone = everyone
+        self._share = share
+        self._stages = stages
+        self._past = _Past()
+        self._is_started = False
+        self._told: set[tuple[int, str]] = set()
+        self._suspect: tuple[int, str] | None = None
+        self._suspected, self._suspected_seconds = 0, 0.0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps, self._seconds = 0, 0.0
+        self._load = 0.0
+        self._own: dict[str, list[float]] = {}
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher. Rows are put together to COMPARED_STEPS steps or more."""
+        own = {phase: each for phase, each in seen.own.items() if phase in PHASES}
+        if not own or not seen.steps:
+            return None
+        self._load = max(self._load, seen.load)
+        if not self._is_started:  # the first steps are the compiler's, and the workers' start
+            self._is_started = True
+            return None
+        self._steps += seen.steps
+        self._seconds += seen.steps * max(seen.own["step"])
+        for phase, each in own.items():
+            before = self._own.get(phase, [0.0] * len(each))
+            self._own[phase] = [a + seen.steps * b for a, b in zip(before, each, strict=True)]
+        return self._judged() if self._steps >= COMPARED_STEPS else None
+
+    def _judged(self) -> Event | None:
+        steps, step_seconds = self._steps, self._seconds / self._steps
+        own = {phase: [each / steps for each in seconds] for phase, seconds in self._own.items()}
+        share, lasting = self._share, SUSPECTED_SECONDS * max(1.0, self._load) ** 2
+        if self._load > CROWDED:
+            share = max(share, SHARE_IN_A_CROWD)
+        self._restart()
+        slow = self._slow(own, step_seconds, share)
+        suspect = (slow.rank, slow.phase) if slow is not None else None
+        if suspect != self._suspect:
+            self._suspected, self._suspected_seconds = 0, 0.0
+        self._suspect = suspect
+        self._suspected += steps
+        self._suspected_seconds += steps * step_seconds
+        lasts = self._suspected >= SUSPECTED and self._suspected_seconds >= lasting
+        if slow is None or suspect is None or suspect in self._told or not lasts:
+            return None
+        self._told.add(suspect)
+        return self._event(slow, step_seconds)
+
+    def _event(self, slow: _Slow, step_seconds: float) -> Event:
+        late = slow.seconds - slow.normal
+        return Event(
+            "slow_rank",
+            f"{self._everyone[slow.rank]} is slow: {PHASES[slow.phase]} it {1000 * slow.seconds:.0f} ms a "
+            f"step and {slow.compared} {1000 * slow.normal:.0f} ms; the others wait for it in "
+            f"{1000 * late:.0f} of every {1000 * step_seconds:.0f} ms",
+            PHASE_ADVICE[slow.phase],
+            fields={
+                "rank": slow.rank,
+                "phase": slow.phase,
+                "seconds": slow.seconds,
+                "median_seconds": slow.normal,
+            },
+        )
+
+    def _slow(self, own: Own, step_seconds: float, share: float) -> _Slow | None:
+        """The rank that the others wait for the longest."""
+        found = [
+            each
+            for each in self._slowest(own)
+            if each.lost > max(share * each.whole, LEAST_SHARE * step_seconds)
+        ]
+        if not found and self._stages == len(self._everyone):
+            self._past.add(own)
+        return max(found, key=lambda each: each.lost, default=None)
+
+    def _slowest(self, own: Own) -> Iterator[_Slow]:
+        """Of each comparison the slowest."""
+        everyone = range(len(own["data"]))
+        if self._stages == 1:
+            yield _of_equals(own, everyone, "the median rank")
+            return
+        yield _of_equals({"data": own["data"]}, everyone, "the median rank")
+        computed = {phase: each for phase, each in own.items() if phase != "data"}
+        of_a_stage = len(everyone) // self._stages
+        if not computed:
+            return
+        if of_a_stage > 1:
+            for first in everyone[::of_a_stage]:
+                peers = everyone[first : first + of_a_stage]
+                yield _of_equals(computed, peers, "the median rank of its stage")
+        elif (slow := self._past.slowest(computed)) is not None:
+            yield slow
+
+
+def _of_equals(own: Own, ranks: Sequence[int], compared: str) -> _Slow:
+    """The slowest of ranks that do the same."""
+    together = {rank: sum(each[rank] for each in own.values()) for rank in ranks}
+    middle = median_low(together.values())
+    rank = max(ranks, key=lambda rank: together[rank])
+    normal = {phase: median_low(each[rank] for rank in ranks) for phase, each in own.items()}
+    phase = max(own, key=lambda phase: own[phase][rank] - normal[phase])
+    return _Slow(rank, phase, own[phase][rank], normal[phase], together[rank] - middle, middle, compared)
+
+
+class _Past:
+    """What each rank took before, in windows in which none was slow."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Own] = deque(maxlen=MOST_PAST)
+
+    def add(self, own: Own) -> None:
+        """One more window."""
+        self._windows.append(own)
+
+    def slowest(self, own: Own) -> _Slow | None:
+        """The rank that has become slower than the median rank has; None: not known yet."""
+        if len(self._windows) < LEAST_PAST or not own:
+            return None
+        ranks = range(len(next(iter(own.values()))))
+        was = {
+            phase: [median(window[phase][rank] for window in self._windows) for rank in ranks]
+            for phase in own
+        }
+        before = [sum(each[rank] for each in was.values()) for rank in ranks]
+        now = [sum(each[rank] for each in own.values()) for rank in ranks]
+        # Longer rows and a crowd make all ranks slower.
+        of_all = max(1.0, median_low(a / b if b > 0 else 1.0 for a, b in zip(now, before, strict=True)))
+        normal = {phase: [of_all * each for each in seconds] for phase, seconds in was.items()}
+        rank = max(ranks, key=lambda rank: now[rank] - of_all * before[rank])
+        phase = max(own, key=lambda phase: own[phase][rank] - normal[phase][rank])
+        whole = of_all * before[rank]
+        return _Slow(
+            rank,
+            phase,
+            own[phase][rank],
+            normal[phase][rank],
+            now[rank] - whole,
+            whole,
+            "before that",
+        )
+
+
+class MemoryGrowth:
+    """Tells once of each kind of memory that the same rank takes more and more of. A run that goes on begins
+    anew: its processes do.
+
+    Args:
+        least_gib: Growth that is worth a line.
+    """
+
+    def __init__(self, least_gib: float = LEAST_GIB) -> None:
+        self._least = least_gib
+        self._series: dict[tuple[str, int], _MemoryWindows] = {}
+        self._told: set[str] = set()
+
+    def __call__(self, step: int, seen: Seen) -> Event | None:
+        """See Watcher."""
+        found: Event | None = None
+        for kind in MEMORY_KINDS.keys() & seen.own.keys() - self._told:
+            for rank, gib in enumerate(seen.own[kind]):
+                windows = self._series.setdefault((kind, rank), _MemoryWindows())
+                if windows.add(gib, step) and found is None and (grown := windows.growth(self._least)):
+                    self._told.add(kind)
+                    found = self._event(kind, rank, *grown)
+        return found
+
+    def _event(self, kind: str, rank: int, before: float, now: float, since: int) -> Event:
+        what, advice = MEMORY_KINDS[kind]
+        return Event(
+            "memory_growth",
+            f"{what} of rank {rank} grows: {before:.2f} GiB at step {since}, {now:.2f} GiB now",
+            advice,
+            fields={"rank": rank, "kind": kind, "gib_before": before, "gib": now},
+        )
+
+
+class _MemoryWindows:
+    """Medians of windows of equal length."""
+
+    def __init__(self) -> None:
+        self._rows = MEMORY_ROWS
+        self._open: list[float] = []
+        self._medians: list[float] = []
+        self._ends: list[int] = []
+
+    def add(self, value: float, step: int) -> bool:
+        """Whether a window is full now."""
+        self._open.append(value)
+        if len(self._open) < self._rows:
+            return False
+        if len(self._medians) == MOST_MEMORY_WINDOWS:
+            self._medians = [
+                (a + b) / 2 for a, b in zip(self._medians[::2], self._medians[1::2], strict=True)
+            ]
+            self._ends = self._ends[1::2]
+            self._rows *= 2
+            return False
+        self._medians.append(median(self._open))
+        self._ends.append(step)
+        self._open = []
+        return True
+
+    def growth(self, least: float) -> tuple[float, float, int] | None:
+        """(before, now, step of before) where the last windows grew steadily; the first is none of them."""
+        last, ends = self._medians[1:][-MEMORY_WINDOWS:], self._ends[1:][-MEMORY_WINDOWS:]
+        if len(last) < MEMORY_WINDOWS:
+            return None
+        rises = [b - a for a, b in pairwise(last)]
+        grown = last[-1] - last[0]
+        is_much = grown > max(least, LEAST_GROWTH * last[0])
+        is_steady = min(rises) > STEADY_GROWTH * grown / len(rises)
+        return (last[0], last[-1], ends[0]) if is_much and is_steady else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run directory -> what a report shows of it: how it ended, what it was, its settings, its curves.
+"""A run directory -> the contents of its report and its summary: outcome, settings, curves for a screen.
 
 A run notes its processes when it starts. Of a run that ended without a word, the kernel's log, or what those
 processes held last, says whether the kernel killed one for memory.

@@ -1,19 +1,17 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, Weights & Biases, TensorBoard, places of
-the user's own. Several of them as one, and which of them a recipe asks for.
+"""Where a run's numbers go: metrics.jsonl (the record), the console, W&B, TensorBoard, a user's own.
+
+Which of them a recipe asks for, and how each is made.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -21,112 +19,22 @@ from rich.console import Console
 from pipeline.config.command_lines import shell_line
 from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
-from pipeline.errors import PipelineError, one_line
-from pipeline.monitoring.events import RUN_FAILED, Event, Shown
 from pipeline.monitoring.trackers.console import ConsoleSink
-from pipeline.monitoring.trackers.dispensable import (
+from pipeline.monitoring.trackers.interface import (
     Dispensable,
-    Shows,
     Sink,
+    Sinks,
     SinkThread,
     import_sink,
     open_dispensable,
     open_own,
-    wait_for,
 )
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
 from pipeline.monitoring.trackers.notify import NotifySink, ways_of
 from pipeline.monitoring.trackers.tensorboard_events import TensorBoardSink, import_writer
-from pipeline.redaction import redact, redact_text
+from pipeline.redaction import redact
 
 logger = logging.getLogger(__name__)
-
-FAILURE_LINES = 20
-
-
-class Sinks:
-    """Every sink of the run as one; empty where nothing is written (any rank but the main process).
-
-    As a context manager it closes them: with exit code 0, or 1 where an exception passes through, of which
-    they are told.
-
-    Args:
-        step: Optimizer steps done.
-    """
-
-    def __init__(self, sinks: Sequence[Sink] = (), step: int = 0) -> None:
-        self._sinks: tuple[Sink, ...] = tuple(sinks)
-        self._step = step
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is written, or no more."""
-        return not self._sinks
-
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Hand one row to every sink."""
-        self._step = step
-        for sink in self._sinks:
-            sink.write(step, row)
-
-    def tell(self, step: int, event: Event) -> None:
-        """Log what happened, on every rank, and hand it to every sink.
-
-        A rank without sinks tells its file alone: errors of any rank come to the console, and all have this.
-        """
-        self._step = step
-        level = logging.getLevelName(event.level.upper())
-        level = min(level, logging.WARNING) if self.is_empty else level
-        logger.log(level, "%s", event.log_line(step), extra={"event": event.name})
-        for sink in self._sinks:
-            sink.tell(step, event)
-
-    def show(self, what: Shown) -> None:
-        """Hand what is neither a row nor an event to the sinks that take it. On any thread."""
-        for sink in self._sinks:
-            if isinstance(sink, Shows):
-                sink.show(what)
-
-    def close(self, exit_code: int, at_most: float = math.inf) -> None:
-        """Close every sink, also after one of them failed to; the failure is raised at the end.
-
-        Once: a second call does nothing.
-
-        Args:
-            at_most: Seconds, see wait_for.
-        """
-        sinks, self._sinks = self._sinks, ()
-        with ExitStack() as stack:
-            stack.callback(wait_for, [sink for sink in sinks if isinstance(sink, SinkThread)], at_most)
-            for sink in reversed(sinks):  # an ExitStack calls the last one first
-                stack.callback(sink.close, exit_code)
-
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            self._tell_of_failure(error)
-        try:
-            self.close(0 if error is None else 1)
-        except (OSError, PipelineError) as failure:
-            if error is None:
-                raise
-            logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
-
-    def _tell_of_failure(self, error: Exception) -> None:
-        """To the sinks alone: who ends the run shows it on the console."""
-        is_users = isinstance(error, PipelineError)
-        kind = "" if is_users else f"{type(error).__name__}: "
-        lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
-        # What a user can cause is in the message; a mistake of ours is in the lines that led there.
-        fields = {} if is_users else {"traceback": "\n".join(lines)}
-        event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
-        for sink in self._sinks:
-            with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
-                sink.tell(self._step, event)
 
 
 @dataclass(frozen=True)

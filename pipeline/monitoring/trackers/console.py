@@ -5,16 +5,18 @@ What is shown is the row that metrics.jsonl has, rounded; nothing is worked out 
 
 from __future__ import annotations
 
+import errno
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.distributed.signals import printing
+from pipeline.distributed.signals import detach_closed_terminal
 from pipeline.files import format_duration
 from pipeline.monitoring.events import Event
 
@@ -41,6 +43,17 @@ class Field(NamedTuple):
         value = self.value.rjust(self.width) if is_padded else self.value
         parts = [(self.before, "dim"), (value, self.style), (self.after, "dim")]
         return Text(" ").join(Text(word, style) for word, style in parts if word)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Inside it, printing on a terminal that was just closed is no error: its SIGHUP comes a moment later."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        detach_closed_terminal()
 
 
 class ConsoleSink:

@@ -37,7 +37,7 @@ from pipeline.config.optional_packages import require
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.monitoring.trackers.dispensable import GIT_DIFF, SinkThread, wait_for
+from pipeline.monitoring.trackers.interface import GIT_DIFF, SinkThread, wait_for
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
 

@@ -10,19 +10,21 @@ import re
 import pytest
 
 from pipeline.monitoring.alerts import Seen, restore, state_of
-from pipeline.monitoring.alerts.learning import (
+from pipeline.monitoring.alerts.rules import (
     CALM,
     GRADIENT_NORM,
     LOSS,
+    DataStarvation,
     EvalDivergence,
     LossRise,
+    MemoryGrowth,
     NonFinite,
     NonFiniteEval,
     SpikeDetector,
     Spikes,
+    ThroughputDrop,
     no_targets,
 )
-from pipeline.monitoring.alerts.performance import DataStarvation, MemoryGrowth, ThroughputDrop
 
 
 def asked(watcher, rows, step=0):

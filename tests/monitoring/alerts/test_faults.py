@@ -19,7 +19,8 @@ from support.heard import heard
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.utils.data import Dataset
 
-from pipeline.data.bundle import DataBundle, collate_items
+from pipeline.data.batches import collate_items
+from pipeline.data.bundle import DataBundle
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
@@ -131,7 +132,7 @@ def tree(steps, **changes):
 def assembled(clock, *arguments):
     """Assemble a run that measures its seconds with `clock`."""
     with ExitStack() as stack:
-        for module in ("training.build_meters", "engine.torch_engine", "engine.deepspeed_base"):
+        for module in ("training.assemble", "engine.torch_engine", "engine.deepspeed_base"):
             stack.enter_context(patch(f"pipeline.{module}.time", SimpleNamespace(perf_counter=clock)))
         return assemble(*arguments)
 

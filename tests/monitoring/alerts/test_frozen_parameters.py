@@ -7,7 +7,7 @@ import torch
 
 from pipeline.checkpoint.shards import WEIGHT, Region, Shard
 from pipeline.monitoring.alerts import Seen
-from pipeline.monitoring.alerts.learning import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
+from pipeline.monitoring.alerts.rules import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
 
 STEP = Seen({}, [1.0], skipped=[False])
 SKIPPED = Seen({}, [1.0], skipped=[True])

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.monitoring.alerts import Seen
-from pipeline.monitoring.alerts.performance import SlowRank
+from pipeline.monitoring.alerts.rules import SlowRank
 
 EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
 QUICK = [0.0, 0.0, 0.0, 0.0]

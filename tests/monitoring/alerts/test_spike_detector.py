@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.monitoring.alerts.learning import (
+from pipeline.monitoring.alerts.rules import (
     GRADIENT_NORM,
     LEAST,
     LOSS,

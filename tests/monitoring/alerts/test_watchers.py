@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.errors import NonFiniteLossError
 from pipeline.monitoring.alerts import RollbackRequested, Seen, Stop, check_row, restore, state_of
-from pipeline.monitoring.alerts.learning import MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
-from pipeline.monitoring.alerts.rules import ALERTS
+from pipeline.monitoring.alerts.rules import ALERTS, MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
 from pipeline.monitoring.events import Event
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Any, ClassVar
 
-from pipeline.monitoring.trackers import dispensable
+from pipeline.monitoring.trackers import interface as dispensable
 
 
 class Recorded:

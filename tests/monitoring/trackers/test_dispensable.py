@@ -11,8 +11,8 @@ from sinks_of_tests import Recorded
 
 from pipeline.checkpoint.catalog import SavedCheckpoints
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import Sinks, dispensable
-from pipeline.monitoring.trackers.dispensable import SinkThread
+from pipeline.monitoring.trackers import interface as dispensable
+from pipeline.monitoring.trackers.interface import Sinks, SinkThread
 
 PATIENCE = 60  # seconds, on a busy machine
 EVENT = Event("loss_spike", "the loss is 9")

@@ -11,7 +11,8 @@ from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import TRACKERS, Sinks, Tracker, build_sinks, check_sinks
+from pipeline.monitoring.trackers import TRACKERS, Tracker, build_sinks, check_sinks
+from pipeline.monitoring.trackers.interface import Sinks
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 

@@ -18,7 +18,8 @@ from support.ranks import free_port
 from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import dispensable, notify
+from pipeline.monitoring.trackers import interface as dispensable
+from pipeline.monitoring.trackers import notify
 from pipeline.monitoring.trackers.notify import NotifySink, post, run_command, tell_at_once, ways_of
 
 SECRET = "T0P-5ecret"

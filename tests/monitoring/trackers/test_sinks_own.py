@@ -16,8 +16,8 @@ from support.launch import ROOT
 from pipeline.config.schema import LogConfig, SinkConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import Sinks, check_sinks
-from pipeline.monitoring.trackers.dispensable import Dispensable
+from pipeline.monitoring.trackers import check_sinks
+from pipeline.monitoring.trackers.interface import Dispensable, Sinks
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 EVENT = Event("loss_spike", "the loss is 9")

@@ -1,21 +1,26 @@
-"""Sinks that a run can do without, all but metrics.jsonl: what fails or blocks is dropped with one line."""
+"""Interface of a sink, several as one, and sinks that are dropped with one line where they fail or block."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
 from pipeline.config.schema import SinkConfig
 from pipeline.errors import ConfigError, PipelineError, one_line
-from pipeline.monitoring.events import Event, Shown
+from pipeline.monitoring.events import RUN_FAILED, Event, Shown
+from pipeline.redaction import redact_text
 
 GIT_DIFF = "git.diff"
 """File of a run directory with the changes since the commit; a tracker may upload it."""
@@ -283,3 +288,92 @@ def _told(error: BaseException) -> str:
 
 def _say_dropped(name: str, why: str) -> None:
     logger.warning("%s is dropped (%s); the run goes on without it", name, why)
+
+
+FAILURE_LINES = 20
+"""Of a traceback, in an event."""
+
+
+class Sinks:
+    """Every sink of the run as one; empty where nothing is written (any rank but the main process).
+
+    As a context manager it closes them: with exit code 0, or 1 where an exception passes through, of which
+    they are told.
+
+    Args:
+        step: Optimizer steps done.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = (), step: int = 0) -> None:
+        self._sinks: tuple[Sink, ...] = tuple(sinks)
+        self._step = step
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is written, or no more."""
+        return not self._sinks
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Hand one row to every sink."""
+        self._step = step
+        for sink in self._sinks:
+            sink.write(step, row)
+
+    def tell(self, step: int, event: Event) -> None:
+        """Log what happened, on every rank, and hand it to every sink.
+
+        A rank without sinks tells its file alone: errors of any rank come to the console, and all have this.
+        """
+        self._step = step
+        level = logging.getLevelName(event.level.upper())
+        level = min(level, logging.WARNING) if self.is_empty else level
+        logger.log(level, "%s", event.log_line(step), extra={"event": event.name})
+        for sink in self._sinks:
+            sink.tell(step, event)
+
+    def show(self, what: Shown) -> None:
+        """Hand what is neither a row nor an event to the sinks that take it. On any thread."""
+        for sink in self._sinks:
+            if isinstance(sink, Shows):
+                sink.show(what)
+
+    def close(self, exit_code: int, at_most: float = math.inf) -> None:
+        """Close every sink, also after one of them failed to; the failure is raised at the end.
+
+        Once: a second call does nothing.
+
+        Args:
+            at_most: Seconds, see wait_for.
+        """
+        sinks, self._sinks = self._sinks, ()
+        with ExitStack() as stack:
+            stack.callback(wait_for, [sink for sink in sinks if isinstance(sink, SinkThread)], at_most)
+            for sink in reversed(sinks):  # an ExitStack calls the last one first
+                stack.callback(sink.close, exit_code)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._tell_of_failure(error)
+        try:
+            self.close(0 if error is None else 1)
+        except (OSError, PipelineError) as failure:
+            if error is None:
+                raise
+            logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        """To the sinks alone: who ends the run shows it on the console."""
+        is_users = isinstance(error, PipelineError)
+        kind = "" if is_users else f"{type(error).__name__}: "
+        lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
+        # What a user can cause is in the message; a mistake of ours is in the lines that led there.
+        fields = {} if is_users else {"traceback": "\n".join(lines)}
+        event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
+        for sink in self._sinks:
+            with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
+                sink.tell(self._step, event)
