@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
@@ -27,21 +30,61 @@ from pipeline.data.reference import with_reference
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.inference import Inference
+from pipeline.engine.interface import DTYPES, to_device, with_bounds
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
 from pipeline.evaluation.samples import asks_in_template, generate_text
 from pipeline.files import CONFIGURATION_LIMIT, read_plain
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
+from pipeline.models.generation import generate as generate_ids
 from pipeline.models.sharding import Whole, model_request
 from pipeline.models.transforms import Placement, transform
 from pipeline.models.weights import load_weights
-from pipeline.objectives import BySegment, build_objective
+from pipeline.objectives import Batch, BySegment, LossSum, Objective, build_objective
 from pipeline.redaction import REDACTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+class Inference:
+    """Computes as the engine that trained the model does.
+
+    Args:
+        model: With its weights, in fp32.
+        precision: The run's.
+        casts: In half precision the parameters are cast, as DeepSpeed does it; buffers stay as they are.
+        autocast: In half precision products are computed under torch.autocast.
+    """
+
+    dp_rank = 0
+    dp_world_size = 1
+
+    def __init__(
+        self, model: nn.Module, precision: str, device: torch.device, *, casts: bool, autocast: bool
+    ):
+        self.device = device
+        self.module = model.to(device).eval()
+        self._dtype = DTYPES[precision]
+        self._is_autocast = autocast and precision != "fp32"
+        for p in model.parameters():
+            if casts and p.is_floating_point():
+                p.data = p.data.to(self._dtype)
+        self._float_dtype = next(model.parameters()).dtype
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
+        """See Engine.eval_step."""
+        batch = with_bounds(batch)
+        inputs = objective.inputs(self.module, batch)
+        with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
+            return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
+
+    def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
+        """See Generates.generate."""
+        return generate_ids(self.module, prompts, settings, self.device)
+
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import pytest
 from support.ranks import free_port
 from torch.distributed import TCPStore
 
+from pipeline.distributed.process_group import rendezvous
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.rendezvous import rendezvous
 from pipeline.distributed.watchdog import Failure, claim
 from pipeline.errors import LaunchError
 
