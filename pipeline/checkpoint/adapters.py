@@ -31,7 +31,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
 from pipeline.models.adapters import NAME, adapted, of_peft
-from pipeline.models.of_transformers import auto_class_for
+from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
 from pipeline.planner.rank import EMBEDDINGS, WORDS
 

@@ -32,7 +32,7 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
-from pipeline.models.of_transformers import auto_class_for
+from pipeline.models.transformers_facts import auto_class_for
 from pipeline.redaction import redact_text
 
 SINGLE = "model.safetensors"

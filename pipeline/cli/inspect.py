@@ -78,7 +78,7 @@ def _inspect_text(
     folder: Path,
     samples: int,
 ) -> None:
-    from pipeline.cli import inspection
+    from pipeline.cli import data_view
     from pipeline.data.prepared import prepare_documents
 
     logger = logging.getLogger("pipeline.data.prepared")
@@ -87,16 +87,16 @@ def _inspect_text(
     prepared = prepare_documents(data)  # it is there already: only opened again
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
-    lengths = inspection.show_documents(screen, sources)
-    inspection.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
+    lengths = data_view.show_documents(screen, sources)
+    data_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
-    inspection.show_rows(screen, rows, data.sequence_length)
-    inspection.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
+    data_view.show_rows(screen, rows, data.sequence_length)
+    data_view.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
     if samples:
-        inspection.show_samples(screen, sources, samples, prepared.tokenizer)
+        data_view.show_samples(screen, sources, samples, prepared.tokenizer)
         batch = _first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
-        inspection.show_batch(screen, batch, prepared.tokenizer, pad_id)
+        data_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
 def _rows(bundle: DataBundle) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.cli import inspection
+    from pipeline.cli import data_view
 
-    inspection.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    data_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
     if config.data.images is not None:
-        inspection.show_files(screen, bundle.train, bundle.eval)
+        data_view.show_files(screen, bundle.train, bundle.eval)
     batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
-    inspection.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
+    data_view.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
 
 
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:

@@ -36,6 +36,7 @@ from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
+from pipeline.engine.clipping import Refusal, StepGate
 from pipeline.engine.deepspeed_patches import (
     compile_plain_linear,
     first_update_kept,
@@ -44,7 +45,6 @@ from pipeline.engine.deepspeed_patches import (
     prepare_for_cpu,
 )
 from pipeline.engine.deepspeed_state import rewritten_weights
-from pipeline.engine.guard import Refusal, StepGate
 from pipeline.engine.interface import Limits
 from pipeline.engine.optim import START, build_torch_optimizer
 from pipeline.engine.profile import without_profilers

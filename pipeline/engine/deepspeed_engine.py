@@ -18,7 +18,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine import guard
+from pipeline.engine import clipping
 from pipeline.engine.deepspeed_base import (
     DeepSpeedBase,
     build_optimizer,
@@ -116,7 +116,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config, split)
-        self._own_guard = guard.is_own(config, split, self._optimizer)
+        self._own_guard = clipping.is_own(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel, self.device)
@@ -150,11 +150,11 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._own_guard and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if self._split.precision == "bf16":
-                guard.step_on_device(self._zero_optimizer)
+                clipping.step_on_device(self._zero_optimizer)
         if not self._own_guard:
             self._refuse_steps()
         if stage == 3 and self._split.tensor_parallel == 1:
-            guard.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
+            clipping.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate."""
@@ -276,12 +276,12 @@ class DeepSpeedEngine(DeepSpeedBase):
     def _clip_and_guard(self, *_: Any) -> None:
         """Before the inner optimizer's step at stage 0, where every rank has all gradients."""
         sums = sum_of_parts if self._split.tensor_parallel > 1 else None
-        self._norm, self._skipped = guard.clip_and_guard(
+        self._norm, self._skipped = clipping.clip_and_guard(
             self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal
         )
 
     def _clip_and_guard_partition(self) -> None:
-        self._norm, self._skipped = guard.clip_and_guard_partition(
+        self._norm, self._skipped = clipping.clip_and_guard_partition(
             self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum, self._refusal
         )
 

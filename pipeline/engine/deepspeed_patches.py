@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor
 
 from pipeline.config.loading import get_dotted
-from pipeline.engine.guard import at_rest
+from pipeline.engine.clipping import at_rest
 from pipeline.errors import ConfigError
 
 
@@ -116,7 +116,7 @@ PATCHES = (
     ),
     Patch(
         "norm, clipping and guard on the device",
-        "a step reads flags on the host, one a parameter at stage 0 (engine/guard.py takes their place)",
+        "a step reads flags on the host, one a parameter at stage 0 (engine/clipping.py takes their place)",
         {
             ("ZeRO 0", "half precision"): {f"{_UNFUSED}.step": "c8a7c52aeb92"},
             ("ZeRO 1 or 2",): {f"{_STAGE_2}.step": "ef476af48134"},

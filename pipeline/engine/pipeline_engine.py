@@ -22,10 +22,10 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
+from pipeline.engine.clipping import clip_and_guard
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
 from pipeline.engine.deepspeed_state import state_of
-from pipeline.engine.guard import clip_and_guard
 from pipeline.engine.interface import (
     Limits,
     StepResult,

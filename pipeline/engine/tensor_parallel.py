@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.shards import Box
 from pipeline.engine.state import WHOLE, Place, Places, whole_parameters
 from pipeline.errors import ModelError
-from pipeline.models.of_transformers import is_model
+from pipeline.models.transformers_facts import is_model
 from pipeline.objectives import VocabularyPart, note_part
 
 

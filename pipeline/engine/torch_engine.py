@@ -23,7 +23,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.guard import Refusal, StepGate, clip_and_guard
+from pipeline.engine.clipping import Refusal, StepGate, clip_and_guard
 from pipeline.engine.interface import (
     Limits,
     StepResult,

@@ -1,7 +1,7 @@
 """Who computes a model's attention, and whether that keeps packed documents apart.
 
 Both are tried on a small model of the same class. Imports transformers where a function needs it: see
-of_transformers.
+transformers_facts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pipeline.models.document_attention import (
     keep_cudnn_from_masks,
     no_bounds,
 )
-from pipeline.models.of_transformers import caps_scores, is_model
 from pipeline.models.sharding import runnable
+from pipeline.models.transformers_facts import caps_scores, is_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -23,7 +23,7 @@ from torch._functorch import config as functorch
 
 from pipeline.errors import one_line
 from pipeline.models.batch_norm import is_synchronised
-from pipeline.models.of_transformers import is_model
+from pipeline.models.transformers_facts import is_model
 
 LISTS = (nn.ModuleList, nn.Sequential)
 

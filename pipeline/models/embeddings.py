@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ModelError
-from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import Sharding
+from pipeline.models.transformers_facts import is_model
 
 ROWS_AT_ONCE = 4096
 

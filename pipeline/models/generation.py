@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, ModelError
-from pipeline.models.of_transformers import is_generator
+from pipeline.models.transformers_facts import is_generator
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, one_line
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.embeddings import grow_vocabulary
-from pipeline.models.of_transformers import folder_or_hub_name
 from pipeline.models.sharding import ModelRequest, Sharding
+from pipeline.models.transformers_facts import folder_or_hub_name
 from pipeline.models.weights import draw, method_of
 
 

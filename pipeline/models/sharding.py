@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.of_transformers import caps_scores
+from pipeline.models.transformers_facts import caps_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

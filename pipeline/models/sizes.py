@@ -18,8 +18,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, PipelineError, one_line
 from pipeline.models import build_model
 from pipeline.models.frozen_base import is_transposed, linears
-from pipeline.models.of_transformers import is_config
 from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.transformers_facts import is_config
 from pipeline.planner.model import Dimensions, Model, Parameter, Trial
 from pipeline.planner.shapes import needed_words, trained_parts
 

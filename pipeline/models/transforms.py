@@ -26,8 +26,8 @@ from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks, refuse_lookahead
 from pipeline.models.batch_norm import synchronise_batch_norm
 from pipeline.models.embeddings import add_noise
-from pipeline.models.of_transformers import is_model
 from pipeline.models.sharding import Sharding
+from pipeline.models.transformers_facts import is_model
 
 # Given parameters in fp32 they compute their statistics so, from inputs of any precision. The last computes a
 # weight from others (weight_norm, spectral_norm).

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.models.of_transformers import is_model
+from pipeline.models.transformers_facts import is_model
 from pipeline.objectives.given_logits import FusedKernels, blocks_of
 from pipeline.objectives.interface import VocabularyPart, part_of_vocabulary
 from pipeline.objectives.model_call import unwrapped

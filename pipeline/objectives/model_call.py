@@ -29,7 +29,7 @@ from pipeline.data.batches import FURTHER, IGNORE_INDEX, first_wrong, shown, ten
 from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS
 from pipeline.models.embeddings import KEYS
-from pipeline.models.of_transformers import is_model
+from pipeline.models.transformers_facts import is_model
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, part_of_vocabulary
 
 

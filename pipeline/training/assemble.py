@@ -46,9 +46,9 @@ from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.blocks import compile_blocks
 from pipeline.models.embeddings import num_words
 from pipeline.models.frozen_base import HalfBase
-from pipeline.models.of_transformers import write_description
 from pipeline.models.sharding import Placed, Sharding, model_request
 from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
+from pipeline.models.transformers_facts import write_description
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_watchers

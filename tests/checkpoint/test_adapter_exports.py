@@ -20,7 +20,7 @@ import pipeline
 from pipeline.checkpoint.adapters import described
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.evaluation.held_out import evaluate
-from pipeline.models.of_transformers import write_description
+from pipeline.models.transformers_facts import write_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 

@@ -30,7 +30,7 @@ from pipeline.checkpoint.shards import Region, Shard
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.held_out import evaluate
-from pipeline.models.of_transformers import write_description
+from pipeline.models.transformers_facts import write_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 

@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from pipeline.__main__ import main
-from pipeline.cli.inspection import (
+from pipeline.cli.data_view import (
     bars,
     count_copies,
     count_rows,

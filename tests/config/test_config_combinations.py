@@ -10,8 +10,8 @@ import torch
 from support import tiny
 
 from pipeline.cli.train import main
-from pipeline.config.combinations import RULES, as_markdown
 from pipeline.config.split import Device
+from pipeline.config.split_conflicts import RULES, as_markdown
 from pipeline.distributed.process_group import describe_device
 from pipeline.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.cli.train import main
-from pipeline.config.recipe import ROTARY_HEADS, WHOLE_HEADS
+from pipeline.config.contradictions import ROTARY_HEADS, WHOLE_HEADS
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.engine.guard import at_rest, clip_and_guard
+from pipeline.engine.clipping import at_rest, clip_and_guard
 from pipeline.engine.optim import build_torch_optimizer, parameter_groups
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.errors import ConfigError, ModelError

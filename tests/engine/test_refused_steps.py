@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.guard import Refusal
+from pipeline.engine.clipping import Refusal
 from pipeline.engine.interface import Engine, Limits
 from pipeline.objectives import CausalLM, LossSum
 

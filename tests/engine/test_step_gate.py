@@ -11,7 +11,7 @@ from support.tiny import recipe
 from torch import nn
 
 from pipeline.checkpoint.shards import BUFFER
-from pipeline.engine.guard import StepGate
+from pipeline.engine.clipping import StepGate
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
 SPLITS = {

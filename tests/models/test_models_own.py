@@ -198,5 +198,5 @@ def test_it_does_not_wait_for_transformers(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert {"torch", "deepspeed", "pipeline.models.of_transformers"} <= imported
+    assert {"torch", "deepspeed", "pipeline.models.transformers_facts"} <= imported
     assert "transformers" not in imported

@@ -21,7 +21,7 @@ from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
 from support.ranks import RankPool
 
-from pipeline.config.combinations import as_markdown
+from pipeline.config.split_conflicts import as_markdown
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "splits.md"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.engine.guard import at_rest
+from pipeline.engine.clipping import at_rest
 from pipeline.monitoring.metrics import resident_now
 from pipeline.training.micro_batch import OfHost, as_if_stepped
 

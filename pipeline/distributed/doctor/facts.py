@@ -1,7 +1,7 @@
 """What a machine says of itself: project, versions, devices, memory, disks, folders, native ops.
 
 Runs on the machine itself. Imports no torch: its versions are read from its files. What the machine knows of
-the network stands in network.py.
+the network stands in network_facts.py.
 """
 
 from __future__ import annotations

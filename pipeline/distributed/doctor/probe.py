@@ -2,7 +2,7 @@
 
 It runs as `python -m pipeline.distributed.doctor.probe`.
 
-Reads questions on standard input and answers on standard output (launch/node_agent.py); ends, and removes
+Reads questions on standard input and answers on standard output (launch/ssh.py); ends, and removes
 what it made, when its input closes. It only looks: no question makes it run a command that came with it.
 """
 
@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
-from pipeline.distributed.doctor import facts, network
+from pipeline.distributed.doctor import facts, network_facts
 from pipeline.distributed.doctor.session import (
     STEPS,
     Session,
@@ -27,7 +27,7 @@ from pipeline.distributed.doctor.session import (
     own_streams,
     read_questions,
 )
-from pipeline.distributed.launch.node_agent import local_command
+from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.machine import available_memory
 
 PATIENCE = 8.0
@@ -45,7 +45,7 @@ class Answered(TypedDict, total=False):
     disks: list[facts.Disk]
     folders: list[facts.Folder]
     ops: facts.Ops
-    network: network.Network
+    network: network_facts.Network
     environment: dict[str, str]
     """Variables that choose the interface."""
     address: str | None
@@ -88,7 +88,7 @@ class Probe:
         """Every fact, found out at the same time."""
         self._asked = asked
         os.environ.update(asked["environment"])
-        port = network.listen(asked["token"], asked["name"])
+        port = network_facts.listen(asked["token"], asked["name"])
         folders = asked["folders"]
         if asked["load_torch"]:  # meanwhile: seconds
             # On processors a rank a host is enough.
@@ -104,7 +104,7 @@ class Probe:
             "disks": lambda: facts.read_disks(folders),
             "folders": lambda: facts.read_folders(folders, marker(asked["token"], asked["name"])),
             "ops": facts.read_ops,
-            "network": lambda: network.read_network(asked["names"]),
+            "network": lambda: network_facts.read_network(asked["names"]),
         }
         found, unknown = find_out(questions, PATIENCE)
         way = os.environ.get("SSH_CONNECTION", "").split()
@@ -116,7 +116,7 @@ class Probe:
         """Tries the peers, and looks which hosts' markers it sees."""
         assert self._asked is not None
         token, names = self._asked["token"], self._asked["names"]
-        links = network.connect_to(asked["peers"], token, asked["seconds"])
+        links = network_facts.connect_to(asked["peers"], token, asked["seconds"])
         folder = self._run_folder()
         return {"links": links, "sees": [name for name in names if (folder / marker(token, name)).exists()]}
 

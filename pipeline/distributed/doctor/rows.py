@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeline.distributed.doctor.network import Connection
+from pipeline.distributed.doctor.network_facts import Connection
 from pipeline.distributed.doctor.probe import Answered
 from pipeline.distributed.op_builds import NativeOp
 

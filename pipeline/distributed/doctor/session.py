@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypedDict
 
-from pipeline.distributed.launch.node_agent import pack, unpack
+from pipeline.distributed.launch.ssh import pack, unpack
 from pipeline.errors import one_line
 
 if TYPE_CHECKING:

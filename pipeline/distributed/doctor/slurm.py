@@ -16,7 +16,7 @@ from pipeline.distributed.doctor.examination import examine
 from pipeline.distributed.doctor.probe import serve
 from pipeline.distributed.doctor.rows import Row, Wanted
 from pipeline.distributed.doctor.session import PROBE, Session, over_command, over_socket
-from pipeline.distributed.launch.node_agent import local_command
+from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.ranks import first_host, tasks_per_node
 from pipeline.errors import LaunchError
 

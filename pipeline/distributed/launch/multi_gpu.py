@@ -21,7 +21,7 @@ from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import Selection, choose_devices
 from pipeline.distributed.launch.multi_node import TRAIN, program
-from pipeline.distributed.launch.node_agent import local_command
+from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import CommandLine, LaunchError, report_errors
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The ranks are children of this shell: their environment comes by itself. Arguments go by a file, since
     # deepspeed prints its command where a rank fails, and other users see it in the list of processes.
     document = {"folder": str(folder), "environment": {}, "arguments": arguments}
-    guards = {"this machine": local_command("pipeline.distributed.launch.guard")}
+    guards = {"this machine": local_command("pipeline.distributed.launch.node_guard")}
 
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.

@@ -29,7 +29,7 @@ from pipeline.distributed.launch.environment import (
     split_arguments,
 )
 from pipeline.distributed.launch.hostfile import Devices, Selection, choose_devices, read_hostfile
-from pipeline.distributed.launch.node_agent import SSH_OPTIONS, ssh_command
+from pipeline.distributed.launch.ssh import SSH_OPTIONS, ssh_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
 from pipeline.errors import LaunchError, report_errors
@@ -117,7 +117,7 @@ class Launch:
 
     def guards(self) -> dict[str, list[str]]:
         """Node -> what starts its guard, through ssh."""
-        guard, folder, port = "pipeline.distributed.launch.guard", Path.cwd(), self.options.ssh_port
+        guard, folder, port = "pipeline.distributed.launch.node_guard", Path.cwd(), self.options.ssh_port
         return {name: ssh_command(name, guard, folder, port=port) for name in self.devices}
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:

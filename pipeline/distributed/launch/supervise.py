@@ -20,7 +20,7 @@ import psutil
 
 from pipeline.config.command_lines import own_command
 from pipeline.distributed.diagnosis import ADVICE, NEARLY_FULL
-from pipeline.distributed.launch.node_agent import pack, unpack
+from pipeline.distributed.launch.ssh import pack, unpack
 from pipeline.distributed.machine import killed_for_memory, kills, memory_now
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pipeline.distributed.doctor.network import Connection
+from pipeline.distributed.doctor.network_facts import Connection
 from pipeline.distributed.doctor.probe import Answered
 from pipeline.distributed.doctor.rows import Row, Seen, Wanted
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from distributed.doctor.machines import GIB, bad, here, seen, well
 
-from pipeline.distributed.doctor.examination import check_clocks, check_machines, silence
+from pipeline.distributed.doctor.checks import check_clocks, check_machines, silence
 from pipeline.distributed.doctor.rows import Row, is_red
 from pipeline.distributed.doctor.session import SilentError
-from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON
+from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON
 from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from distributed.doctor.machines import bad, here, seen, well
 
-from pipeline.distributed.doctor.examination import check_machines
+from pipeline.distributed.doctor.checks import check_machines
 from pipeline.distributed.doctor.facts import read_driver
 
 GOOD = {"index": "0", "persistence": "Enabled", "uncorrected": "0", "pending": "No"}

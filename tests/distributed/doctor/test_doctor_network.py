@@ -7,7 +7,7 @@ from distributed.doctor.machines import bad, here, seen, well
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.doctor.examination import (
+from pipeline.distributed.doctor.checks import (
     address_of,
     check_all_reduce,
     check_interfaces,
@@ -15,8 +15,8 @@ from pipeline.distributed.doctor.examination import (
     check_ports,
     check_sharing,
     chosen_interfaces,
-    ring,
 )
+from pipeline.distributed.doctor.examination import ring
 
 MILLION = 1e6
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.distributed.doctor import facts, network
+from pipeline.distributed.doctor import facts, network_facts
 from pipeline.distributed.doctor.examination import examine, this_machine
 from pipeline.distributed.doctor.probe import find_out
 from pipeline.distributed.doctor.rows import Wanted, is_red
@@ -28,7 +28,7 @@ from pipeline.distributed.doctor.session import (
     _transfer,
     over_command,
 )
-from pipeline.distributed.launch.node_agent import NO_FOLDER, NO_PYTHON, local_command, ssh_command
+from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON, local_command, ssh_command
 
 
 def test_this_machine(tmp_path, monkeypatch):
@@ -87,13 +87,15 @@ def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
 
 @pytest.mark.slow
 def test_ports():
-    port = network.listen("token", "b")
+    port = network_facts.listen("token", "b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         ports = {"b": port, "other": port, "silent": silent.getsockname()[1]}
         ports["closed"] = closed.getsockname()[1]
         closed.close()
-        peers = [network.Peer(name=name, address="127.0.0.1", port=port) for name, port in ports.items()]
-        found = {c["name"]: c for c in network.connect_to(peers, "token", 5.0)}
+        peers = [
+            network_facts.Peer(name=name, address="127.0.0.1", port=port) for name, port in ports.items()
+        ]
+        found = {c["name"]: c for c in network_facts.connect_to(peers, "token", 5.0)}
     assert found["b"]["problem"] is None
     assert found["b"]["source"] == "127.0.0.1"
     assert found["other"]["problem"] == "another machine or program answers there"

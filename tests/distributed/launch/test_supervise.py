@@ -14,12 +14,12 @@ import psutil
 import pytest
 from support.cgroup import memory_limited
 
-from pipeline.distributed.launch.guard import Guard, _environment
-from pipeline.distributed.launch.node_agent import local_command, pack
+from pipeline.distributed.launch.node_guard import Guard, _environment
+from pipeline.distributed.launch.ssh import local_command, pack
 from pipeline.distributed.launch.supervise import Supervisor, exit_code, ranks_without_exit_code
 from pipeline.errors import LaunchError
 
-GUARD = local_command("pipeline.distributed.launch.guard")
+GUARD = local_command("pipeline.distributed.launch.node_guard")
 SAY = """
 folder=$(dirname $PIPELINE_ENVIRONMENT)
 say() { echo "{\\"code\\": $2, \\"world_size\\": 2}" > $folder/rank-$1; }

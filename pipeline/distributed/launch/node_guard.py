@@ -1,6 +1,6 @@
 """Guards the ranks of one run on a node; a launch script starts it.
 
-It runs as `python -m pipeline.distributed.launch.guard`.
+It runs as `python -m pipeline.distributed.launch.node_guard`.
 
 It writes down what is handed over, passes signals on, tells how each rank ended, and ends what is left of the
 run when it is told to, or when the launch script is not heard any more: killed, or cut off. It touches no
@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from pipeline.distributed.launch.environment import write_document
-from pipeline.distributed.launch.node_agent import pack, unpack
+from pipeline.distributed.launch.ssh import pack, unpack
 from pipeline.distributed.launch.supervise import RanksMemory
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 

@@ -1,0 +1,263 @@
+"""Keys of a recipe that contradict each other, found before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config.data_schema import (
+    DocumentsConfig,
+    PreferenceDataConfig,
+    SourceConfig,
+    TextDataConfig,
+)
+from pipeline.config.interval import cadence_contradictions
+from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.objective_schema import AutoObjectiveConfig
+from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
+from pipeline.config.schema import RunConfig
+
+Contradiction = tuple[tuple[str, ...], str]
+"""The dotted keys, the one that the message is about first, and the message."""
+
+# transformers' architectures that cannot be built where the width is no multiple of the heads.
+WHOLE_HEADS = {
+    "biogpt", "bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "llama",
+    "openai-gpt", "opt", "persimmon", "stablelm", "xglm",
+}  # fmt: skip
+
+# Those whose heads are as wide as hidden_size / num_heads, and turned in pairs of their entries. Others with
+# rotary positions have a width of their own (gemma, qwen3) or turn a part of it (phi, gpt_neox).
+ROTARY_HEADS = {
+    "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
+    "starcoder2",
+}  # fmt: skip
+# Fields of `extra` that make the rotated part another one.
+OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
+
+# Objectives on judged answers.
+OF_PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
+OF_EXAMPLES = "kto"
+
+# Which keys of a source of documents are read with which origin alone.
+OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
+
+_SIDES = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
+_PAIRS = ("loss", *_SIDES, "rewards/margin", "rewards/accuracy", "sft_loss")
+METRICS = {
+    "causal_lm": ("loss", "perplexity", "router_aux_loss"),
+    "classification": ("loss", "accuracy"),
+    **dict.fromkeys(OF_PAIRS, _PAIRS),
+    "kto": ("loss", *_SIDES, "kl"),
+    "reward": ("loss", *_SIDES[:2], "rewards/margin", "rewards/accuracy"),
+}
+"""Kind of objective -> names of its evaluation's metrics."""
+
+LARGEST_MODEL = 10**15
+"""Parameters; a thousand times the largest models there are."""
+
+
+def contradictions(config: RunConfig) -> Iterator[Contradiction]:
+    """Every pair of keys that cannot stand together."""
+    if (config.max_steps is None) == (config.max_epochs is None):
+        yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
+    first, last = config.profile.start_step, config.max_steps
+    if first is not None and last is not None and first > last:
+        yield (
+            ("profile.start_step", "max_steps"),
+            f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
+        )
+    yield from cadence_contradictions(config, None)
+    if config.model.language_model is not None:
+        yield from _of_language_model(config.model.language_model)
+    if config.data.documents is not None:
+        yield from _of_documents(config.data.documents)
+    yield from _of_objective(config)
+    yield from _of_best_metric(config)
+    yield from _of_early_stopping(config)
+    yield from _of_optimizer(config.optimizer)
+    yield from _of_schedule(config.schedule)
+
+
+def _of_best_metric(config: RunConfig) -> Iterator[Contradiction]:
+    """Check the metric of a built-in objective; the first evaluation checks that of your own objective."""
+    kind = config.objective.kind
+    if kind == "auto":
+        kind = config.model.default_objective or ""
+    known, metric = METRICS.get(kind), config.eval.best_metric
+    of_one_set = any(metric.endswith(f"/{name}") for name in known or ())
+    if known is not None and metric not in known and not of_one_set:
+        yield (
+            ("eval.best_metric", "eval"),
+            f"eval.best_metric: {metric!r} is no metric of objective {kind}; it has {', '.join(known)}, and "
+            "NAME/METRIC of one of several data sets",
+        )
+
+
+def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
+    if (model.architecture is None) == (model.pretrained is None):
+        yield (
+            ("model.architecture", "model.pretrained"),
+            "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)",
+        )
+    if model.pretrained is not None and model.weights is not None:
+        yield (
+            ("model.weights", "model.pretrained"),
+            "model: give pretrained or weights, not both; a pretrained model brings its weights",
+        )
+    if model.activation_budget_gib is not None and model.activation_checkpointing != "full":
+        yield (
+            ("model.activation_budget_gib", "model.activation_checkpointing"),
+            "model.activation_budget_gib: it says how many blocks recompute all; set "
+            f"model.activation_checkpointing: full (it is {model.activation_checkpointing})",
+        )
+    if model.activation_offload and model.activation_checkpointing == "none":
+        yield (
+            ("model.activation_offload", "model.activation_checkpointing"),
+            "model.activation_offload: it is for the inputs of blocks that recompute; set "
+            "model.activation_checkpointing: full",
+        )
+    if model.architecture is not None and model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        yield (
+            ("model.architecture",),
+            f"model.architecture: {model.architecture!r} is the name of a class; write its model type, as "
+            "config.json has it (llama for LlamaForCausalLM)",
+        )
+    heads, groups, width = model.num_heads, model.num_key_value_heads, model.hidden_size
+    if heads and groups and heads % groups:
+        yield (
+            ("model.num_heads", "model.num_key_value_heads"),
+            f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
+        )
+    if width and heads:
+        are_whole = model.architecture in WHOLE_HEADS and "head_dim" not in model.extra
+        are_rotary = model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra)
+        if are_whole and width % heads:
+            yield (
+                ("model.hidden_size", "model.num_heads"),
+                f"model.hidden_size {width} is not a multiple of num_heads {heads}",
+            )
+        elif are_rotary and width // heads % 2:
+            yield (
+                ("model.num_heads", "model.hidden_size"),
+                f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
+                "positions need an even head width: change either",
+            )
+    layers, inner = model.num_layers or 1, model.intermediate_size or 0
+    parameters = layers * ((width or 0) ** 2 + (width or 0) * inner) + (model.vocab_size or 0) * (width or 1)
+    if parameters > LARGEST_MODEL:
+        yield (
+            ("model.hidden_size", "model.num_layers", "model.intermediate_size", "model.vocab_size"),
+            f"model: more than {parameters:.0e} parameters, which no machine holds; lower hidden_size, "
+            "intermediate_size, num_layers or vocab_size",
+        )
+
+
+def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
+    named = {f"data.sources.{number}": source for number, source in enumerate(data.sources or [])}
+    named |= {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
+    for at, source in named.items():
+        for origin, keys in OF_ORIGIN.items():
+            for key in keys:
+                unread = getattr(source, origin) is None
+                if unread and getattr(source, key) != SourceConfig.model_fields[key].default:
+                    yield (f"{at}.{key}", at), f"{at}.{key} goes with {origin}, which is not given; drop it"
+    default = TextDataConfig.model_fields["text_field"].default
+    text = data.text
+    if text is not None and text.sources is not None and text.text_field != default:
+        yield (
+            ("data.text_field", "data.sources"),
+            "data.text_field goes with data.paths; write text_field in each of data.sources",
+        )
+
+
+def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradiction]:
+    """Of preference data and the kind of objective."""
+    if kind in ("auto", "causal_lm", "classification"):
+        yield (
+            ("objective.kind", "data.kind"),
+            f"objective.kind: {kind} would learn from rejected answers of preference data as from chosen "
+            f"ones; set the loss that compares them: {', '.join(OF_PAIRS)} or {OF_EXAMPLES}",
+        )
+    wanted = {OF_EXAMPLES: "unpaired", **dict.fromkeys(OF_PAIRS, "pairs")}.get(kind, data.examples)
+    if data.examples not in (None, wanted):
+        yield (
+            ("data.examples", "objective.kind"),
+            f"data.examples {data.examples}: objective {kind} takes {wanted}; drop the key, or change "
+            "objective.kind",
+        )
+
+
+def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
+    objective, language = config.objective, config.model.language_model is not None
+    if config.data.preferences is not None:
+        yield from _of_judgements(config.data.preferences, objective.kind)
+    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and config.data.custom is None:
+        yield (
+            ("objective.kind", "data.kind"),
+            f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
+            "none; use data.kind: preference",
+        )
+    if objective.kind == "reward" and "sample" in config.model_fields_set and config.sample.max_new_tokens:
+        yield (
+            ("sample", "objective.kind"),
+            "sample: a reward model scores answers and writes no text; drop the section",
+        )
+    if language and isinstance(objective, AutoObjectiveConfig):
+        for name in ("class_weights", "label_smoothing", "outputs"):
+            if getattr(objective, name) != AutoObjectiveConfig.model_fields[name].default:
+                key = f"objective.{name}"
+                why = "only classification reads it, and a causal_lm model's objective is causal_lm"
+                yield (key, "objective.kind", "model"), f"{key}: {why}"
+    if language and config.data.image_shape is not None:
+        wanted = "text, chat or preference"
+    elif config.model.cnn is not None and config.data.documents is not None:
+        wanted = "digits or images"
+    else:
+        return
+    yield (
+        ("data.kind", "model.kind"),
+        f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; use {wanted}",
+    )
+
+
+def _of_early_stopping(config: RunConfig) -> Iterator[Contradiction]:
+    if config.early_stopping is not None and not config.eval.every:
+        yield (
+            ("early_stopping", "eval.every"),
+            "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
+        )
+
+
+def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
+    unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
+    if ":" in optimizer.kind:
+        unread |= {optimizer.kind: ("betas", "eps", "momentum")}
+    elif optimizer.args:
+        yield (
+            ("optimizer.args", "optimizer.kind"),
+            f"optimizer.args: {optimizer.kind} is built in and takes none; drop it, or name your own "
+            "optimizer (package.module:function) in optimizer.kind",
+        )
+    kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
+    for name in set.intersection(*(set(names) for kind, names in unread.items() if kind in kinds)):
+        if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
+            yield (
+                (f"optimizer.{name}", "optimizer.kind"),
+                f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or "
+                + ("write it into optimizer.args" if ":" in optimizer.kind else "change optimizer.kind"),
+            )
+
+
+def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
+    unread: dict[str, tuple[str, ...]] = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
+    if ":" in schedule.kind:
+        unread[schedule.kind] = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
+    for name in unread.get(schedule.kind, ("decay_steps",)):
+        if getattr(schedule, name) != ScheduleConfig.model_fields[name].default:
+            yield (
+                (f"schedule.{name}", "schedule.kind"),
+                f"schedule.{name}: {schedule.kind} decides the whole curve; move it into that function"
+                if ":" in schedule.kind
+                else f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
+                "schedule.kind",
+            )
