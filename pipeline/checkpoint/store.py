@@ -553,7 +553,7 @@ class CheckpointStore:
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._is_closed = False
         self.is_under_way = False
-        """Whether there is a save that `poll` has not told the end of: read each step, where a call costs."""
+        """Whether a save is under way whose outcome `poll` has not returned."""
         self._show: Callable[[SavedCheckpoints], None] | None = None
 
     def shown_to(self, show: Callable[[SavedCheckpoints], None]) -> None:

@@ -78,7 +78,7 @@ def _inspect_text(
     folder: Path,
     samples: int,
 ) -> None:
-    from pipeline.cli import data_view
+    from pipeline.cli import inspect_view
     from pipeline.data.prepared import prepare_documents
 
     logger = logging.getLogger("pipeline.data.prepared")
@@ -87,16 +87,16 @@ def _inspect_text(
     prepared = prepare_documents(data)  # it is there already: only opened again
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
-    lengths = data_view.show_documents(screen, sources)
-    data_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
+    lengths = inspect_view.show_documents(screen, sources)
+    inspect_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
-    data_view.show_rows(screen, rows, data.sequence_length)
-    data_view.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
+    inspect_view.show_rows(screen, rows, data.sequence_length)
+    inspect_view.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
     if samples:
-        data_view.show_samples(screen, sources, samples, prepared.tokenizer)
+        inspect_view.show_samples(screen, sources, samples, prepared.tokenizer)
         batch = _first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
-        data_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
+        inspect_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
 def _rows(bundle: DataBundle) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.cli import data_view
+    from pipeline.cli import inspect_view
 
-    data_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    inspect_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
     if config.data.images is not None:
-        data_view.show_files(screen, bundle.train, bundle.eval)
+        inspect_view.show_files(screen, bundle.train, bundle.eval)
     batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
-    data_view.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
+    inspect_view.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
 
 
 def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:

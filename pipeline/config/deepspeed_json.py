@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.deepspeed_check import check, refuse_conflicts, refuse_half_masters, rules
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, read_json
 from pipeline.config.schema import RunConfig
-from pipeline.config.split import BatchPlan, Device
+from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
 

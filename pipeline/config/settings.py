@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
@@ -18,7 +19,7 @@ from pipeline.config.optional_packages import require
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.shipped import find_deepspeed_json, find_recipe
-from pipeline.config.split import BatchPlan, Device, Split, deepspeed_split, plan_batch
+from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.split_conflicts import Choice, refuse_impossible
 from pipeline.errors import ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain

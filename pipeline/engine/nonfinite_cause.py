@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.split import BatchPlan
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.data.batches import LoadedBatch, Reading, on_host, place_of, tensors
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, Limits

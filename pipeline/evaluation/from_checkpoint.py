@@ -19,11 +19,11 @@ from torch import nn
 from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
+from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.deepspeed_json import precision_of
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
-from pipeline.config.split import BatchPlan, plan_batch
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.reference import with_reference

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import EvalConfig, RunConfig
-from pipeline.config.split import BatchPlan
 from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job

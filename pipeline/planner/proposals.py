@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
-from pipeline.config.split import BatchPlan
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.planner.forecast import Change, Forecast, forecast, ranked, word
 from pipeline.planner.model import Dimensions, Model

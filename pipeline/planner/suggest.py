@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.command_lines import Word, shell_line, train_command
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, parse_override
 from pipeline.config.schema import BatchConfig, RunConfig
 from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import LAUNCH
-from pipeline.config.split import BatchPlan
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
 from pipeline.planner.forecast import Forecast, forecast_of, holdings_of, word

@@ -21,11 +21,11 @@ from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.interval import resolve_cadences
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig, ModelSection
 from pipeline.config.schema import RunConfig, cache_folder
 from pipeline.config.settings import Resolved
-from pipeline.config.split import BatchPlan
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader

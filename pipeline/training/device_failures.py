@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
-from pipeline.config.split import BatchPlan, Device, Split
+from pipeline.config.split import Device, Split
 from pipeline.distributed.diagnosis import advise
 from pipeline.distributed.machine import memory_now, own_limit
 from pipeline.distributed.process_group import Job, describe_device

@@ -23,9 +23,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.config.split import BatchPlan
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.store import CheckpointStore
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import WatchConfig
-from pipeline.config.split import BatchPlan
 from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.loader import BatchSource, Replayable
 from pipeline.data.random_numbers import seed_step, token_keys

@@ -33,7 +33,7 @@ def import_all() -> None:
     import pipeline.__main__
     import pipeline.checkpoint.catalog
     import pipeline.checkpoint.export
-    import pipeline.cli.data_view
+    import pipeline.cli.inspect_view
     import pipeline.cli.train
     import pipeline.data.custom
     import pipeline.data.images

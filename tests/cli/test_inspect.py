@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from pipeline.__main__ import main
-from pipeline.cli.data_view import (
+from pipeline.cli.inspect_view import (
     bars,
     count_copies,
     count_rows,

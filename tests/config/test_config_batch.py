@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.schema import BatchConfig
-from pipeline.config.split import BatchPlan, plan_batch
 from pipeline.errors import ConfigError
 
 numbers = st.integers(1, 10_000)

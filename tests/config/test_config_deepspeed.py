@@ -13,6 +13,7 @@ from support import tiny
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config import split
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.deepspeed_check import SCHEMA, rules
 from pipeline.config.deepspeed_json import (
     load_deepspeed_json,
@@ -22,7 +23,7 @@ from pipeline.config.deepspeed_json import (
 from pipeline.config.loading import ConfigFile, get_dotted, parse_override, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
-from pipeline.config.split import Device, plan_batch
+from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
 ALL_SHIPPED = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))

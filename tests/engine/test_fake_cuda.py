@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.checkpoint.shard_file import Layout
 from pipeline.checkpoint.shards import Region, Shard
 from pipeline.checkpoint.store import CHUNK, Snapshot
-from pipeline.config.split import plan_batch
+from pipeline.config.batch_plan import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import Replicas
 from pipeline.models import document_attention

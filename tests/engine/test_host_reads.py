@@ -14,7 +14,7 @@ import torch
 from support.census import Census, counted
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
-from pipeline.config.split import plan_batch
+from pipeline.config.batch_plan import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.monitoring.metrics import Meters, Workload
 from pipeline.objectives import CausalLM

@@ -14,8 +14,8 @@ from support.saved import store_in
 from support.tiny import BANDS, CPU, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import at_the_minimum
 
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.deepspeed_json import load_deepspeed_json
-from pipeline.config.split import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, ModelError

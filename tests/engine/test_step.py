@@ -23,7 +23,7 @@ from support.tiny import (
 )
 from torch import nn
 
-from pipeline.config.split import plan_batch
+from pipeline.config.batch_plan import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine

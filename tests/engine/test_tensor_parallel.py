@@ -11,7 +11,7 @@ from support.saved import store_in
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from test_step import Poisoned, evaluated, parameters
 
-from pipeline.config.split import plan_batch
+from pipeline.config.batch_plan import plan_batch
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

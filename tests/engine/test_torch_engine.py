@@ -15,9 +15,10 @@ from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
 from torch import nn
 
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.schema import EngineConfig
-from pipeline.config.split import Split, plan_batch
+from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.tiny import MaskedTokens, make_engine, recipe, settings, token_bundle
 
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.data_schema import DigitsDataConfig
-from pipeline.config.split import plan_batch
 from pipeline.data import prepare_data
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks

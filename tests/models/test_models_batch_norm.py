@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
-from pipeline.config.split import plan_batch
+from pipeline.config.batch_plan import plan_batch
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job

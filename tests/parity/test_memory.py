@@ -15,8 +15,8 @@ from support.launch import ROOT
 from support.memory import held_bytes
 from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle
 
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.settings import load_settings
-from pipeline.config.split import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole

@@ -11,7 +11,7 @@ import torch
 from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
-from pipeline.config.split import BatchPlan
+from pipeline.config.batch_plan import BatchPlan
 from pipeline.data.batches import Batch, as_batch, collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step

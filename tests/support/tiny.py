@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pipeline.config.batch_plan import plan_batch
 from pipeline.config.deepspeed_adoption import adopt_torch_section
 from pipeline.config.loading import ConfigFile
 from pipeline.config.recipe import validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
-from pipeline.config.split import Device, plan_batch
+from pipeline.config.split import Device
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from pipeline.cli.data_view import hashes_of, lengths_of
+from pipeline.cli.inspect_view import hashes_of, lengths_of
 from pipeline.data.packing import JoinedStream, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore

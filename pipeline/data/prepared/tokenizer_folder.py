@@ -1,0 +1,224 @@
+"""The tokenizer of a recipe as a folder in the cache, where every process finds the same one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
+from pipeline.data.chat_layouts import Conversation, read_conversation
+from pipeline.data.chat_template import find_template, special_tokens_of
+from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.documents.records import Tally
+from pipeline.data.documents.streams import hash_of
+from pipeline.data.preference_layouts import Example, read_example
+from pipeline.data.prepared.part_files import (
+    abandon_folder,
+    begin_folder,
+    checksum_of,
+    find_damage,
+    finish_folder,
+    hash_keys,
+    held_lock,
+    is_held_out,
+    write_json,
+    writing_to,
+)
+from pipeline.data.tokenizer import (
+    digest_tokenizer,
+    load_pretrained,
+    read_tokenizer,
+    token_ids_end,
+    train_tokenizer,
+)
+from pipeline.errors import DataError
+from pipeline.files import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TRAINING_VERSION = 1  # part of the key: raise it when another tokenizer would come out
+TRAINING_BYTES = 1_000_000_000  # of text: more changes hardly an entry, and takes minutes for each further GB
+INDEX = "index.json"
+MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """A tokenizer and the folder with its files.
+
+    Attributes:
+        path: For worker processes.
+        digest: Of all that decides the ids of a text.
+        vocab_size: Ids are below this.
+    """
+
+    path: Path
+    tokenizer: PreTrainedTokenizerFast
+    digest: str
+    vocab_size: int
+
+
+def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
+    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
+    conversations, with a template.
+
+    One process trains it; others that need the same one wait.
+
+    Raises:
+        DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
+            cannot be read, or the cache not be written.
+    """
+    spoken = config.conversations
+    if config.tokenizer.pretrained is not None:
+        tokenizer = load_pretrained(config.tokenizer.pretrained)
+        if spoken is not None:
+            tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
+            _tell_unknown_markers(spoken, tokenizer)
+        digest = digest_tokenizer(tokenizer)
+        path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+    else:
+        content: list[Any] = [
+            TRAINING_VERSION,
+            "text" if spoken is None else spoken.kind,
+            config.tokenizer.vocab_size,
+            config.eval_fraction,
+            sorted(part.digest for part in parts),
+        ]
+        template = _template(spoken, None) if spoken is not None else None  # fails before the training
+        if spoken is not None:
+            content.append([spoken.layout, *special_tokens_of(spoken)])
+        path = _keep(cache_dir, hash_of(content), lambda: _train(config, parts))
+        tokenizer = read_tokenizer(path / "tokenizer.json")
+        tokenizer.chat_template = template
+        digest = digest_tokenizer(tokenizer)
+    return TokenizerFolder(path, tokenizer, digest, token_ids_end(tokenizer))
+
+
+def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
+    """The Jinja text; None where rows may do without and there is none."""
+    if config.preferences is not None and config.chat_template is None and not own:
+        return None
+    return find_template(config, own)
+
+
+def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Warn of markers that the recipe's template writes and the tokenizer splits into several tokens.
+
+    A tokenizer's own template is as its model was trained with it.
+    """
+    if config.chat_template is None:
+        return
+    pieces = {
+        marker: len(tokenizer.encode(marker, add_special_tokens=False))
+        for marker in MARKER.findall(str(tokenizer.chat_template))
+    }
+    unknown = [marker for marker, count in pieces.items() if count > 1]
+    if unknown:
+        _warn_once(
+            f"data.chat_template: {config.chat_template} writes {' and '.join(unknown)}, no token of the "
+            f"tokenizer ({config.tokenizer.pretrained}), which splits the first into {pieces[unknown[0]]} "
+            "tokens; give a template with the tokenizer's own markers, or add these to its folder "
+            "(add_special_tokens, save_pretrained) and set model.grow_vocabulary=true"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
+    """The folder of this key, made by one process unless it is there."""
+    folder = cache_dir / "tokenizers" / key
+    if _is_whole(folder):
+        return folder
+    say_once = cache(partial(log.info, "another process is making the tokenizer: waiting for it"))
+    with held_lock(cache_dir, f"tokenizer-{key}", say_once):
+        if not _is_whole(folder):
+            if folder.exists():
+                log.warning("the tokenizer in %s is damaged: making it again", folder)
+            _write(cache_dir, folder, make())
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / INDEX).read_text("utf-8"))
+        return find_damage(folder, files, verify=False) is None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with writing_to(cache_dir, "the tokenizer"):
+        temporary = begin_folder(folder)
+        try:
+            tokenizer.save_pretrained(str(temporary))
+            # Worker processes read ids out of this one: as it is now, whatever saving made of it.
+            (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+            files = {
+                file.name: {"bytes": file.stat().st_size, "xxh3_128": checksum_of(file)}
+                for file in sorted(temporary.iterdir())
+            }
+            write_json(temporary / INDEX, files)
+            finish_folder(temporary, folder, files)
+        except BaseException:
+            abandon_folder(temporary)
+            raise
+
+
+def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
+    size = min(sum(part.size for part in parts), TRAINING_BYTES)
+    log.info("training the tokenizer on %s", format_bytes(size))
+    start = time.perf_counter()
+    documents = _training_documents(config, parts)
+    special_tokens = () if config.conversations is None else special_tokens_of(config.conversations)
+    tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
+    log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
+    return tokenizer
+
+
+def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Iterator[str]:
+    """Texts of the training split, TRAINING_BYTES of them at most.
+
+    Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
+    """
+    left = TRAINING_BYTES
+    for part in sorted(parts, key=lambda part: part.digest):
+        for key, text in _keys_and_texts(config, part):
+            if is_held_out(hash_keys([key]), config.eval_fraction)[0]:
+                continue
+            yield text
+            left -= len(key)
+            if left <= 0:
+                return
+
+
+def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+    """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
+    conversations = config.conversations
+    preferences = config.preferences
+    if conversations is None:
+        yield from ((text.encode(), text) for _, text in read_texts(part, Tally()))
+        return
+    for where, record in read_records(part, Tally()):
+        try:
+            said: Conversation | Example
+            if preferences is not None:
+                said = read_example(where, record, preferences.layout, unpaired=preferences.is_unpaired)
+            else:
+                said = read_conversation(where, record, conversations.layout)
+        except DataError:
+            if not part.skip_bad_records:
+                raise
+            continue
+        yield said.key, "\n".join(said.texts())
