@@ -162,7 +162,7 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("told")
     recipe = write_recipe(folder)
     tree = json.loads(recipe.read_text())
-    tree["data"]["eval_sets"] = {"more": {"paths": [str(folder / "texts" / "batch.py")]}}
+    tree["data"]["eval_sets"] = {"more": {"paths": [str(folder / "texts" / "batch_plan.py")]}}
     recipe.write_text(json.dumps(tree))
     done = launch("--config", str(recipe), "name=tiny-told")
     assert done.returncode == 0, done.stderr
