@@ -145,7 +145,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
-        """What DeepSpeed does in a step and the trainer does by itself, or otherwise; see guard.is_own."""
+        """What DeepSpeed does in a step and the trainer does by itself, or otherwise; see clipping.is_own."""
         stage = self._split.zero_stage
         if self._own_guard and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)

@@ -144,5 +144,5 @@ def part_of_vocabulary(layer: nn.Module | None) -> VocabularyPart | None:
 
 
 def note_part(layer: nn.Module, part: VocabularyPart) -> None:
-    """The layer's weight is this part of the vocabulary; its outputs are those of all ranks."""
+    """Record that the weight of `layer` is `part` of the vocabulary; its outputs are those of all ranks."""
     setattr(layer, _NAME, part)
