@@ -1,7 +1,7 @@
 """What measuring costs a step: python benchmarks/overhead.py --stages plain 2 --ranks 1 2
 
 One run, whose steps come in bursts: with everything on (rows every 10 steps to metrics.jsonl, TensorBoard and
-W&B offline, phases, memory, watchers, comparison of ranks and of their bits) and with all off, in turn and in
+W&B offline, phases, memory, alerts, comparison of ranks and of their bits) and with all off, in turn and in
 either order. So both have the same engine, weights and machine. The exit code says whether the median is
 above 1 %.
 """
@@ -54,12 +54,12 @@ class Switched:
         self._phases = parts.engine.phases
 
     def switch(self, on: bool) -> None:
-        from pipeline.monitoring.trackers.interface import Sinks
+        from pipeline.monitoring.trackers.interface import Trackers
         from pipeline.training.loop import Cadence
 
         parts, off = self._parts, Off()
         parts.engine.phases = self._phases if on else off
-        silent: dict[str, Any] = {"meters": off, "sinks": Sinks()}
+        silent: dict[str, Any] = {"meters": off, "trackers": Trackers()}
         self.loop._parts = parts if on else replace(parts, **silent)
         self.loop._schedule = parts.schedule if on else replace(parts.schedule, log=Cadence(0, 0))
         self.loop._train_step._replica_check = parts.replica_check if on else None
@@ -94,7 +94,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
     resolved = settings.resolve(ranks.world_size, describe_device(job.device))
     parts = assemble(settings.config, resolved, job, data, task.folder)
     switched, bursts = Switched(parts), []
-    with contextlib.suppress(BrokenPipeError), parts.sinks, switched.loop:
+    with contextlib.suppress(BrokenPipeError), parts.trackers, switched.loop:
         for on in _order(int(os.environ["OVERHEAD_ROUNDS"]) + WARMUP):
             switched.switch(on)
             wait_for_device()

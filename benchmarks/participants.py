@@ -126,7 +126,7 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
     resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
     run = assemble(settings.config, resolved, job, data, task.folder)
     gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, gate))
-    with suppress(FinishedError), run.sinks, TrainLoop(gated) as loop:
+    with suppress(FinishedError), run.trackers, TrainLoop(gated) as loop:
         while loop.step() is not None:
             pass
 

@@ -155,7 +155,7 @@ def ours(task: Task, settings: Settings, gate: Gate, diary: Diary) -> None:
     store.save, store.poll = timed_save, noted_poll  # type: ignore[assignment,method-assign]
     watch = Watch(gate, diary, at_rest)
     gated = replace(run, eval_loader=None, loader=GatedLoader(run.loader, watch))  # type: ignore[arg-type]
-    with run.sinks, TrainLoop(gated) as loop:
+    with run.trackers, TrainLoop(gated) as loop:
         while loop.step() is not None:
             pass
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from monitoring.trackers.test_sinks_notify import Server as Webhook
+from monitoring.trackers.test_trackers_notify import Server as Webhook
 from support.launch import Launched, launch, run_directories, run_python, write_recipe
 from support.secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.wandb_server import KEY, Server, environment
@@ -70,7 +70,7 @@ PROGRAM = """
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.monitoring.trackers import build_trackers
     from pipeline.training.run_directory import git_diff
 
     logging.basicConfig(stream=sys.stdout)
@@ -80,7 +80,7 @@ PROGRAM = """
     wandb = WandbConfig(notes=planted["recipe"]["one"]["hub"])
     config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
                        data=DigitsDataConfig(kind="digits"), wandb=wandb)
-    with build_sinks(config, run_dir=folder, is_main_process=True, start_step=0, max_steps=40,
+    with build_trackers(config, run_dir=folder, is_main_process=True, start_step=0, max_steps=40,
                      run_config=planted) as sinks:
         sinks.write(1, {"train/loss": 1.0})
 """
@@ -273,7 +273,7 @@ OWN = """
         return torch.nn.Linear(3, 4)
 
 
-    class Sink:
+    class Tracker:
         def __init__(self, run_dir, start_step, run_config, password):
             assert password == "own-sinks-word"  # what it is given itself is true
             self.file = open(Path(run_dir) / "own_sink.txt", "a")
@@ -321,7 +321,7 @@ def failing_recipe(folder: Path, name: str) -> Path:
         log={
             "every": 1,
             "tensorboard": True,
-            "sinks": [{"kind": "own_code:Sink", "args": {"password": "own-sinks-word"}}],
+            "sinks": [{"kind": "own_code:Tracker", "args": {"password": "own-sinks-word"}}],
         },
         wandb={"mode": "offline", "tags": [TAG], "notes": f"with {TAG}", "job_type": TAG, "group": TAG},
         notify={

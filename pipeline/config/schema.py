@@ -24,8 +24,8 @@ from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfi
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 
 
-class SinkConfig(Closed):
-    """A place of your own for the rows of the run: a class by import path (docs/your-own-sink.md)."""
+class TrackerConfig(Closed):
+    """A place of your own for the rows of the run: a class by import path (docs/your-own-tracker.md)."""
 
     kind: str = Field(pattern=IMPORT_PATH)
     """Import path `package.module:class`. It runs that code; `--no-import-paths` refuses it. The class is
@@ -232,7 +232,7 @@ class LogConfig(Closed):
     shows neither rows nor evaluations. The run's files have all from `info` on."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
-    sinks: list[SinkConfig] = Field([])
+    sinks: list[TrackerConfig] = Field([])
     """Further places by import path, as MLflow. One that fails or blocks is dropped with a line."""
     nodes: bool = False
     """Rows also have what each machine of the job is busy with, as `node/HOST/cpu_utilization`: processors,

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.monitoring.alerts import HandleAlert, RollbackRequested, Seen, Watcher, check_row
+from pipeline.monitoring.alerts import Alert, HandleAlert, RollbackRequested, Seen, check_row
 from pipeline.monitoring.events import Histograms
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers.interface import Trackers
 
 T = TypeVar("T")
 
@@ -65,25 +65,25 @@ DeferredRow = Deferred[Seen]
 
 
 class RowQueue:
-    """Rows on their way to the watchers and then to the sinks: each once, in order."""
+    """Rows on their way to the alerts and then to the trackers: each once, in order."""
 
     def __init__(
         self,
-        watchers: Iterable[Watcher],
-        sinks: Sinks,
+        alerts: Iterable[Alert],
+        trackers: Trackers,
         handle_alert: HandleAlert,
         on_row: Callable[[int, Mapping[str, float]], None] | None = None,
     ):
         """Make an empty queue.
 
         Args:
-            handle_alert: Takes what the watchers say.
+            handle_alert: Takes what the alerts say.
             on_row: Called with each row of training once it is written.
         """
         self._on_row = on_row
-        self._watchers = tuple(watchers)
+        self._alerts = tuple(alerts)
         self._handle_alert = handle_alert
-        self._sinks = sinks
+        self._trackers = trackers
         self._rows: deque[tuple[int, DeferredRow, Deferred[Histograms] | None]] = deque()
 
     def add(self, step: int, row: DeferredRow, histograms: Deferred[Histograms] | None = None) -> None:
@@ -94,10 +94,10 @@ class RowQueue:
         """Write the rows up to this step. Waits for the device; the same call on all ranks.
 
         Returns:
-            The request to roll back, if a watcher's alert led to one: the rows behind it are dropped.
+            The request to roll back, if an alert led to one: the rows behind it are dropped.
 
         Raises:
-            PipelineError: a watcher ends the run; that row and those behind it are not written.
+            PipelineError: an alert ends the run; that row and those behind it are not written.
         """
         while self._rows and self._rows[0][0] <= step:
             at, row, histograms = self._rows.popleft()
@@ -106,31 +106,31 @@ class RowQueue:
                 return rollback
             if self._on_row is not None:
                 self._on_row(at, seen.row)
-            if histograms is not None and not self._sinks.is_empty:
-                self._sinks.show(histograms.read())
+            if histograms is not None and not self._trackers.is_empty:
+                self._trackers.show(histograms.read())
         return None
 
     def write(self, step: int, seen: Seen) -> RollbackRequested | None:
         """Write a row that waits for nothing, behind those that were added. See write_until."""
         try:
-            rollback = check_row(self._watchers, step, seen, self._handle_alert)
+            rollback = check_row(self._alerts, step, seen, self._handle_alert)
         except BaseException:
             self._rows.clear()
             raise
         if rollback is not None:
             self._rows.clear()
-        self._sinks.write(step, seen.row)
+        self._trackers.write(step, seen.row)
         return rollback
 
     def write_what_arrives(self) -> None:
         """Write what the device comes to in a moment, after a failure of the run. Waits for no peer."""
         until = time.monotonic() + LAST_WAIT
         with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
-            while self._rows and not self._sinks.is_empty:
+            while self._rows and not self._trackers.is_empty:
                 at, row, _ = self._rows[0]
                 while not row.has_arrived():
                     if time.monotonic() > until:
                         return
                     time.sleep(0.01)
                 self._rows.popleft()
-                self._sinks.write(at, row.read().row)
+                self._trackers.write(at, row.read().row)

@@ -44,7 +44,7 @@ from pipeline.monitoring.logs import log_to_console, log_to_file
 from pipeline.monitoring.profiler import build_profiler, watch_memory
 from pipeline.monitoring.report.page import report_of_killed
 from pipeline.monitoring.report.runs import note_processes
-from pipeline.monitoring.trackers import check_sinks
+from pipeline.monitoring.trackers import check_trackers
 from pipeline.monitoring.trackers.notify import tell_at_once
 from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import declare_secret_variable, redact
@@ -98,7 +98,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
 
         check_configuration(deepspeed)
     if ranks.is_main_process:
-        check_sinks(settings.config)  # before hours go into the data
+        check_trackers(settings.config)  # before hours go into the data
         import_callbacks(settings.config)
     check_pretrained(settings.config)
     # Before the process group exists: preparing data may take longer than its timeout.
@@ -207,9 +207,9 @@ class Run:
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
             stack.callback(self._parts.loader.close)
-            stack.enter_context(self._parts.sinks)
+            stack.enter_context(self._parts.trackers)
             if killed is not None:
-                self._parts.sinks.tell(self._parts.start.global_step, killed)
+                self._parts.trackers.tell(self._parts.start.global_step, killed)
             profiler = build_profiler(
                 config,
                 resolved,
@@ -217,7 +217,7 @@ class Run:
                 job=self._job,
                 engine=self._parts.engine,
                 start=self._parts.start.global_step,
-                tell=self._parts.sinks.tell,
+                tell=self._parts.trackers.tell,
             )
             profiled = stack.enter_context(profiler)
             self._loop = stack.enter_context(TrainLoop(self._parts, long_lived, profiled))
@@ -357,7 +357,7 @@ class Run:
         stack, self._stack = self._stack, ExitStack()
         if error is None and self.stopped_by is not None:
             # Half: the report and the process's exit need some, too.
-            self._parts.sinks.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)
+            self._parts.trackers.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)
         stack.__exit__(kind, error, trace)
 
     def _mark_finished(self, kind: object, error: BaseException | None, trace: object) -> None:

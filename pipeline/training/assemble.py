@@ -51,11 +51,11 @@ from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_sh
 from pipeline.models.transformers_facts import write_description
 from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
-from pipeline.monitoring.alerts.rules import build_watchers
+from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, NodeMeter, WallTime, Workload
-from pipeline.monitoring.trackers import build_sinks
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers import build_trackers
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.planner.hardware import peak_flops
@@ -302,11 +302,11 @@ def assemble(
         config, resolved, job=job, engine=engine, objective=objective, directory=directory, resumed=checkpoint
     )
     due = rows_until(start.global_step, schedule.log, schedule.eval if held_out else None, owes)
-    sinks = open_sinks(
+    trackers = open_trackers(
         config, resolved, job, checkpoints, start_step=start.global_step, schedule=schedule, due=due
     )
-    safeguard = build_safeguard(config, schedule.log.every, sinks, remembered)
-    watchers = build_watchers(
+    safeguard = build_safeguard(config, schedule.log.every, trackers, remembered)
+    alerts = build_alerts(
         config,
         resolved,
         job=job,
@@ -335,15 +335,15 @@ def assemble(
         best_by=config.eval,
         checkpoints=checkpoints,
         adapter=adapter,
-        sinks=sinks,
+        trackers=trackers,
         meters=meters,
-        watchers=watchers,
+        alerts=alerts,
         safeguard=safeguard,
         expectation=expect(config, resolved, job, data, engine.module),
         replica_check=replica_check if replica_check.is_on else None,
         histograms=HistogramMeter(engine, job, every) if every else None,
-        callbacks=build_callbacks(config, job, sinks.tell, remembered, has_eval=held_out is not None),
-        tell_sample=build_sampler(engine, data, config, sinks.tell),
+        callbacks=build_callbacks(config, job, trackers.tell, remembered, has_eval=held_out is not None),
+        tell_sample=build_sampler(engine, data, config, trackers.tell),
     )
 
 
@@ -453,7 +453,7 @@ def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -
     return objective
 
 
-def open_sinks(
+def open_trackers(
     config: RunConfig,
     resolved: Resolved,
     job: Job,
@@ -462,14 +462,14 @@ def open_sinks(
     start_step: int,
     schedule: RunSchedule,
     due: Mapping[str, list[int]],
-) -> Sinks:
-    """Open the sinks of a run, and show them its checkpoints where the recipe asks for that.
+) -> Trackers:
+    """Open the trackers of a run, and show them its checkpoints where the recipe asks for that.
 
     Args:
-        start_step, due: See build_sinks.
+        start_step, due: See build_trackers.
     """
     directory = checkpoints.folder.parent
-    sinks = build_sinks(
+    trackers = build_trackers(
         config,
         run_dir=directory,
         is_main_process=job.ranks.is_main_process,
@@ -480,13 +480,15 @@ def open_sinks(
         redo_evaluation=schedule.owes_evaluation,
     )
     if job.ranks.is_main_process and config.wandb.checkpoints:
-        checkpoints.shown_to(sinks.show)
-    return sinks
+        checkpoints.shown_to(trackers.show)
+    return trackers
 
 
-def build_safeguard(config: RunConfig, log: int, sinks: Sinks, remembered: Mapping[str, Any]) -> Safeguard:
+def build_safeguard(
+    config: RunConfig, log: int, trackers: Trackers, remembered: Mapping[str, Any]
+) -> Safeguard:
     """What is done about a step that goes wrong, with what was normal before. `log`: steps between rows."""
-    safeguard = Safeguard(config.watch, log, sinks.tell)
+    safeguard = Safeguard(config.watch, log, trackers.tell)
     safeguard.load_state_dict(remembered.get("safeguard", {}))
     return safeguard
 

@@ -29,13 +29,13 @@ from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.held_out import evaluate, measured_by
-from pipeline.monitoring.alerts import RollbackRequested, Seen, Watcher, state_of
+from pipeline.monitoring.alerts import Alert, RollbackRequested, Seen, state_of
 from pipeline.monitoring.events import STOPPED_EARLY, Event
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Meters
 from pipeline.monitoring.profiler import Profiled
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner, Moment
 from pipeline.training.expectation import Expectation
@@ -188,9 +188,9 @@ class RunComponents:
     checkpoints: CheckpointStore
     adapter: Mapping[str, Any]
     """What checkpoints say of an adapter and its base, see checkpoint.adapters."""
-    sinks: Sinks
+    trackers: Trackers
     meters: Meters
-    watchers: tuple[Watcher, ...]
+    alerts: tuple[Alert, ...]
     """Alerts, asked about each row."""
     safeguard: Safeguard
     expectation: Expectation
@@ -246,9 +246,9 @@ class TrainLoop:
             safeguard=parts.safeguard,
             replica_check=parts.replica_check,
             meters=parts.meters,
-            watchers=parts.watchers,
+            alerts=parts.alerts,
             callbacks=parts.callbacks,
-            sinks=parts.sinks,
+            trackers=parts.trackers,
         )
         self._train_step = TrainStep(
             engine=parts.engine,
@@ -267,8 +267,8 @@ class TrainLoop:
             profiled=profiled,
         )
         self._rows = RowQueue(
-            watchers=parts.watchers,
-            sinks=parts.sinks,
+            alerts=parts.alerts,
+            trackers=parts.trackers,
             handle_alert=self._recovery.handle_alert,
             on_row=self._after_row if parts.callbacks is not None else None,
         )
@@ -407,16 +407,16 @@ class TrainLoop:
 
     def _conclude(self) -> None:
         """Tells what the run took against what was expected, and where this process's time went."""
-        if self._has_begun and not self._parts.sinks.is_empty:
+        if self._has_begun and not self._parts.trackers.is_empty:
             meters = self._parts.meters
             came = self._parts.expectation.conclusion(meters.peak_gib, meters.samples_per_second)
             if came is not None:
-                self._parts.sinks.tell(self.state.global_step, came)
+                self._parts.trackers.tell(self.state.global_step, came)
             time_spent = meters.conclusion()
             if self._parts.objective.unit == "tokens":
                 tokens = {"tokens_seen": float(self.state.tokens_seen)}
                 time_spent = replace(time_spent, fields={**time_spent.fields, **tokens})
-            self._parts.sinks.tell(self.state.global_step, time_spent)
+            self._parts.trackers.tell(self.state.global_step, time_spent)
 
     def __enter__(self) -> TrainLoop:
         return self
@@ -473,7 +473,7 @@ class TrainLoop:
         if self._parts.callbacks is not None:
             now = self._now(self._parts.callbacks, is_finished=self.is_finished)
             self._parts.callbacks.call("run_ends", now)
-        if self._stopped:  # a sink then learns how it ended, and is closed
+        if self._stopped:  # a tracker then learns how it ended, and is closed
             self._conclude()
         self._parts.job.progress.at("ending")
         self._signals.close()
@@ -582,7 +582,7 @@ class TrainLoop:
         if callbacks is not None and callbacks.reason:
             self.stopped_early = callbacks.reason
             message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"
-            self._parts.sinks.tell(step, Event(STOPPED_EARLY, message, level="info"))
+            self._parts.trackers.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
     def _remembered(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
@@ -597,7 +597,7 @@ class TrainLoop:
             if row is not None
             else None,
             "safeguard": self._parts.safeguard.state_dict(),
-            "watchers": state_of(self._parts.watchers),
+            "watchers": state_of(self._parts.alerts),
             "callbacks": self._parts.callbacks.state_dict() if self._parts.callbacks is not None else {},
             **self._parts.adapter,
             **self._parts.meters.remembered(),

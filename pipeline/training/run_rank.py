@@ -158,7 +158,7 @@ def _end(
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
         print(prefix + printable(message.rstrip()), file=sys.stderr, flush=True)
-        if watchdog is not None and not ranks.is_main_process:  # whose own failure the sinks have told
+        if watchdog is not None and not ranks.is_main_process:  # whose own failure the trackers have told
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:
         _report(begun)  # the word is out: nobody waits for this one

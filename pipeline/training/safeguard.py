@@ -25,11 +25,11 @@ from pipeline.engine.interface import Engine, Limits, StepResult
 from pipeline.engine.nonfinite_cause import CauseSearch
 from pipeline.errors import DeviceFailedError, NonFiniteLossError, StoppedError
 from pipeline.models.embeddings import KEYS
-from pipeline.monitoring.alerts import RollbackRequested, Tell, Watcher, restore
+from pipeline.monitoring.alerts import Alert, RollbackRequested, Tell, restore
 from pipeline.monitoring.alerts.rules import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.monitoring.events import NO_TARGETS, ROLLBACK, Event
 from pipeline.monitoring.metrics import Meters
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
@@ -252,9 +252,9 @@ class Recovery:
         safeguard: Safeguard,
         replica_check: ReplicaCheck | None,
         meters: Meters,
-        watchers: Sequence[Watcher],
+        alerts: Sequence[Alert],
         callbacks: CallbackRunner | None,
-        sinks: Sinks,
+        trackers: Trackers,
     ):
         self._job = job
         self._engine = engine
@@ -268,9 +268,9 @@ class Recovery:
         self._safeguard = safeguard
         self._replica_check = replica_check
         self._meters = meters
-        self._watchers = watchers
+        self._alerts = alerts
         self._callbacks = callbacks
-        self._sinks = sinks
+        self._trackers = trackers
         self._examined = 0
 
     def describe(self, first: int, last: int) -> str:
@@ -287,7 +287,7 @@ class Recovery:
             samples = self._safeguard.samples_of(int(event.fields["at_step"]))
             named = NOT_KNOWN if samples is None else self.describe(*samples)
             event = replace(event, message=f"{event.message}; samples: {named}")
-        self._sinks.tell(step, event)
+        self._trackers.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
             bad = int(event.fields["at_step"])
             if (samples := self._safeguard.samples_of(bad)) is not None:
@@ -322,13 +322,13 @@ class Recovery:
         if self._replayable is not None:
             self._replayable.leave_out(stretches)
         self._safeguard.load_state_dict(remembered.get("safeguard", {}))
-        restore(self._watchers, remembered.get("watchers", {}))
+        restore(self._alerts, remembered.get("watchers", {}))
         if self._callbacks is not None:
             self._callbacks.load_state_dict(remembered.get("callbacks", {}))
         if self._replica_check is not None:
             self._replica_check.went_back(step)
         self._meters.restart()
-        self._sinks.tell(step, self._safeguard.went_back(request, abandoned, step, stretches))
+        self._trackers.tell(step, self._safeguard.went_back(request, abandoned, step, stretches))
         return remembered
 
     def distrust(self, step: int, found: Event) -> None:
@@ -339,7 +339,7 @@ class Recovery:
         """
         check = self._replica_check
         assert check is not None
-        self._sinks.tell(step, found)
+        self._trackers.tell(step, found)
         if check.stops:
             self._checkpoints.distrust_after(check.good_until)
             check.leave()
@@ -362,11 +362,11 @@ class Recovery:
         cause = search.find(micro_batches)
         if cause is None:
             message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
-            self._sinks.tell(step, Event("non_finite_cause", message, level="info"))
+            self._trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
         rank = self._job.everyone[cause.rank] if self._job.everyone else "this process"
         message = f"step {step}: the first that is infinite or NaN is {cause.told(rank)}"
-        self._sinks.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
+        self._trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 
 def with_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:

@@ -20,7 +20,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 from pipeline.monitoring.report.page import write_at_end
-from pipeline.monitoring.trackers import check_sinks
+from pipeline.monitoring.trackers import check_trackers
 
 HIDING = ROOT / "tests" / "support" / "hidden_packages"
 OPTIONAL = (
@@ -259,7 +259,7 @@ def test_a_sink_that_needs_a_missing_package_is_refused_before_the_data_is_prepa
     config = RunConfig.model_validate(recipe | {"batch": {"micro_batch_size": 1}} | changes)
     hide(module)
     with pytest.raises(ConfigError) as raised:
-        check_sinks(config)
+        check_trackers(config)
     assert str(raised.value) == message
 
 

@@ -60,7 +60,7 @@ def trained(folder: Path, max_steps: int) -> tuple[list[dict], list[torch.Tensor
     source: BatchSource = rollouts
     chosen = run.checkpoints.choose()
     start, _ = go_on(run.checkpoints, chosen, engine=run.engine, source=source, max_steps=max_steps)
-    with run.sinks, TrainLoop(replace(run, loader=source, start=start)) as loop:
+    with run.trackers, TrainLoop(replace(run, loader=source, start=start)) as loop:
         while loop.step() is not None:
             pass
     record = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

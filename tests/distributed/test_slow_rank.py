@@ -44,7 +44,7 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
     with (
         patch("os.getloadavg", load),
         heard("pipeline.monitoring.trackers") as lines,
-        run.sinks,
+        run.trackers,
         TrainLoop(run) as loop,
     ):
         loop.train()

@@ -47,7 +47,7 @@ def run(job, split, folder, late_rank=None, slow_evaluation=False):
         parts.engine.eval_step = lambda *given: time.sleep(0.05) or evaluates(*given)
     if job.ranks.rank == late_rank:
         parts = replace(parts, loader=Late(parts.loader, 1.0))
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()

@@ -44,7 +44,7 @@ def run(job: Job, tree, deepspeed, folder: Path, packed: bool = True, steps: int
     """(loss, gradient norm) of each step, and the evaluation losses before the first and after the last."""
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     parts = assemble(config, resolved, job, token_bundle(packed=packed), folder)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         while loop.step() is not None and loop.state.global_step < steps:
             pass
     parts.loader.close()

@@ -9,8 +9,8 @@ import pytest
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.events import PLAN, TIME, Event
 from pipeline.monitoring.logs import log_to_console, log_to_file
-from pipeline.monitoring.trackers.interface import Sinks
-from pipeline.monitoring.trackers.jsonl import JsonlSink
+from pipeline.monitoring.trackers.interface import Trackers
+from pipeline.monitoring.trackers.jsonl import JsonlTracker
 
 ALONE = Ranks(0, 0, 1, 1)
 
@@ -57,8 +57,8 @@ SPIKE = Event("loss_spike", "the loss of step 7 is 9", "look at the samples", fi
 def test_an_alert_is_one_line_of_the_console_and_news_is_none(console, event, line, tmp_path):
     lines = console()
     log_to_file(tmp_path, ALONE)
-    with Sinks([JsonlSink(tmp_path / "metrics.jsonl", start_step=0)]) as sinks:
-        sinks.tell(12, event)
+    with Trackers([JsonlTracker(tmp_path / "metrics.jsonl", start_step=0)]) as trackers:
+        trackers.tell(12, event)
     assert lines() == [line]
     (kept,) = (tmp_path / "logs" / "rank00000.log").read_text().splitlines()
     told = line.removeprefix(f"{event.level}: ")
@@ -69,7 +69,7 @@ def test_of_several_ranks_one_shows_it(console, tmp_path):
     lines = console(Ranks(1, 1, 2, 2))
     log_to_file(tmp_path, Ranks(1, 1, 2, 2))
     for event in (SPIKE, Event("corruption", "bits differ", level="error")):
-        Sinks().tell(12, event)
+        Trackers().tell(12, event)
     assert lines() == []
     assert len((tmp_path / "logs" / "rank00001.log").read_text().splitlines()) == 2
 
@@ -77,8 +77,8 @@ def test_of_several_ranks_one_shows_it(console, tmp_path):
 def test_the_plan_is_left_to_the_closing_lines(console, tmp_path):
     lines = console()
     log_to_file(tmp_path, ALONE)
-    with Sinks([JsonlSink(tmp_path / "metrics.jsonl", start_step=0)]) as sinks:
-        sinks.tell(9, Event(PLAN, "plan: x", level="info"))
+    with Trackers([JsonlTracker(tmp_path / "metrics.jsonl", start_step=0)]) as trackers:
+        trackers.tell(9, Event(PLAN, "plan: x", level="info"))
     assert lines() == []
     assert "plan: x" in (tmp_path / "logs" / "rank00000.log").read_text()
 

@@ -52,7 +52,7 @@ def test_rates_are_since_the_last_row():
 def trained(job, folder, asked):
     config, resolved = resolve(recipe(max_steps=2, log={"nodes": asked}), None, job.ranks.world_size)
     parts = assemble(config, resolved, job, token_bundle(), folder)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()

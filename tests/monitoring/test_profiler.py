@@ -31,7 +31,7 @@ from pipeline.training.loop import TrainLoop
 
 
 def profiler_of(config, resolved, parts, folder: Path):
-    start, tell = parts.start.global_step, parts.sinks.tell
+    start, tell = parts.start.global_step, parts.trackers.tell
     return build_profiler(
         config, resolved, folder, job=parts.job, engine=parts.engine, start=start, tell=tell
     )
@@ -45,7 +45,7 @@ def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any
     parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
     try:
         profiler = profiler_of(config, resolved, parts, folder)
-        with parts.sinks, profiler as profiled, TrainLoop(parts, None, profiled) as loop:
+        with parts.trackers, profiler as profiled, TrainLoop(parts, None, profiled) as loop:
             loop.train()
     finally:
         parts.loader.close()

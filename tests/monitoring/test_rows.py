@@ -18,7 +18,7 @@ from pipeline.errors import NonFiniteLossError
 from pipeline.monitoring.alerts import Seen
 from pipeline.monitoring.report.runs import summary_lines
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import iterate_record
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
@@ -53,7 +53,7 @@ class Engine:
 
 
 class Watched:
-    """A sink that notes how many steps were launched when a row came."""
+    """A tracker that notes how many steps were launched when a row came."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -70,15 +70,15 @@ class Watched:
         pass
 
 
-def run(folder: Path, behind: int = 1, sink=None, changes=None, **engine):
+def run(folder: Path, behind: int = 1, tracker=None, changes=None, **engine):
     config, resolved = resolve(recipe(**(CHANGES | (changes or {}))), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), folder)
     schedule = replace(parts.schedule, rows_behind=behind)
     parts = replace(parts, schedule=schedule, engine=Engine(parts.engine, **engine))
-    if sink is not None:
-        parts = replace(parts, sinks=Sinks([*parts.sinks._sinks, sink(parts.engine)]))
+    if tracker is not None:
+        parts = replace(parts, trackers=Trackers([*parts.trackers._trackers, tracker(parts.engine)]))
     try:
-        with parts.sinks, TrainLoop(parts) as loop:
+        with parts.trackers, TrainLoop(parts) as loop:
             while loop.step() is not None:
                 pass
     finally:
@@ -94,7 +94,7 @@ def unbroken(tmp_path_factory):
 def test_no_step_reads_its_own_row(tmp_path, unbroken):
     """But where its weights are evaluated or saved, which waits for them anyway."""
     watched = []
-    run(tmp_path, sink=lambda engine: watched.append(Watched(engine)) or watched[0])
+    run(tmp_path, tracker=lambda engine: watched.append(Watched(engine)) or watched[0])
     assert numbers(tmp_path) == unbroken
     waited = {3, 6, STEPS} | {2, 4, 6, 8}
     assert watched[0].lag == [0 if step in waited else 1 for step in range(1, STEPS + 1)]
@@ -157,7 +157,7 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
         def close(self, exit_code):
             pass
 
-    rows = RowQueue((), Sinks([Kept()]), lambda step, event: None)
+    rows = RowQueue((), Trackers([Kept()]), lambda step, event: None)
     for step, kind in enumerate((DeferredRow, Slow, DeferredRow), 1):
         rows.add(step, kind({"loss": torch.ones(())}, lambda host: Seen({"train/loss": float(host["loss"])})))
     rows.write_what_arrives()

@@ -100,7 +100,7 @@ def trained(folder, data=None, changed=lambda parts: None, **changes):
     parts = assemble(config, resolved, ALONE, data or token_bundle(), folder)
     changed(parts)
     try:
-        with parts.sinks, TrainLoop(parts) as loop:
+        with parts.trackers, TrainLoop(parts) as loop:
             loop.train()
     finally:
         parts.loader.close()
@@ -224,7 +224,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     config, resolved = resolve(recipe(**changes), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
     parts = replace(parts, engine=Mortal(parts.engine, slow=5, dies=8))
-    with pytest.raises(Killed), parts.sinks, TrainLoop(parts) as loop:
+    with pytest.raises(Killed), parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     dead = rows_by_step(tmp_path)
     assert not time_of(tmp_path)

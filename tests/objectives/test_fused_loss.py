@@ -187,7 +187,7 @@ def test_a_run_that_compiles_has_them_where_a_model_changes_its_logits(tmp_path,
         config, resolved = resolve(recipe(**changes, engine={"compile": compiled}), None, 1)
         folder = tmp_path / str(compiled)
         run = assemble(config, resolved, ALONE, token_bundle(), folder)
-        with run.sinks, TrainLoop(run) as loop:
+        with run.trackers, TrainLoop(run) as loop:
             while loop.step() is not None:
                 pass
         run.loader.close()

@@ -72,7 +72,7 @@ def test_a_copy_is_expected_where_a_run_makes_one(tmp_path, monkeypatch, saves, 
     tree = recipe(max_steps=6, checkpoint={**saves, "keep_last": 9})
     config, resolved = resolve(tree, None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     assert len(made) == copies

@@ -79,7 +79,7 @@ def train(job: Job, split, folder: str, poison: dict[int, float], objective=None
     parts = replace(parts, objective=objective)
     if prepare is not None:
         prepare(parts, objective.poison)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     kept = [shard.values.detach().clone() for shard in parts.engine.shards()], parts.engine.scalars()
     parts.loader.close()

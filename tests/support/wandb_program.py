@@ -1,4 +1,4 @@
-"""A process that hands rows to the sinks of a run, the real W&B client among them."""
+"""A process that hands rows to the trackers of a run, the real W&B client among them."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ PROGRAM = """
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
     from pipeline.monitoring.events import ROLLBACK, Event, Histograms
-    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     kept = sys.argv[4]
@@ -24,25 +24,25 @@ PROGRAM = """
     config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
                        data=DigitsDataConfig(kind="digits"), wandb=WandbConfig())
     run_dir.mkdir(exist_ok=True)
-    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
-                     run_config={}) as sinks:
+    with build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
+                     run_config={}) as trackers:
         for word, *rest in words:
             if word == "rows":
                 for step in range(rest[0], rest[1] + 1):
-                    sinks.write(step, {"train/loss": rest[2] + step / 7, "train/accuracy": step / 99})
+                    trackers.write(step, {"train/loss": rest[2] + step / 7, "train/accuracy": step / 99})
                     if step % 5 == 0:
-                        sinks.write(step, {"eval/loss": rest[2] + step / 9})
+                        trackers.write(step, {"eval/loss": rest[2] + step / 9})
             elif word == "back":
                 step, from_step = rest
                 fields = {"from_step": from_step, "first_sample": 8, "last_sample": from_step}
-                sinks.tell(step, Event(ROLLBACK, "back", fields=fields))
+                trackers.tell(step, Event(ROLLBACK, "back", fields=fields))
             elif word == "sample":
                 fields = {"prompt": "p", "text": f"text {rest[0]}"}
-                sinks.tell(rest[0], Event("sample", "it wrote", level="info", fields=fields))
+                trackers.tell(rest[0], Event("sample", "it wrote", level="info", fields=fields))
             elif word == "histograms":
                 counts = np.array(rest[1])
                 edges = np.arange(len(counts) + 1.0)
-                sinks.show(Histograms(rest[0], edges, {"w": counts}, {"w": 2 * counts}))
+                trackers.show(Histograms(rest[0], edges, {"w": counts}, {"w": 2 * counts}))
             elif word == "wait":
                 while not Path(kept).exists() or len(Path(kept).read_text().splitlines()) < rest[0]:
                     time.sleep(0.1)

@@ -73,7 +73,7 @@ def ended(
     run = assemble(config, resolved, job, data or token_bundle(), folder)
     if job.ranks.rank == on_rank:
         run = replace(run, engine=Disturbed(run.engine, number, step, evaluation))
-    with run.sinks, TrainLoop(run) as loop:
+    with run.trackers, TrainLoop(run) as loop:
         while loop.step() is not None:
             pass
     run.loader.close()
@@ -213,7 +213,7 @@ def test_rows_that_the_record_lacks_are_told_in_one_line(tmp_path, unbroken, cap
     config, resolved = resolve(recipe(**changes), None, 1)
     caplog.clear()
     run = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
-    run.sinks.close(0)
+    run.trackers.close(0)
     told = [line for line in caplog.messages if "metrics.jsonl" in line]
     assert told == ([] if said is None else [f"{path} {said}; the run goes on without them"])
 

@@ -491,7 +491,7 @@ def settle_reports(draft: Draft, key: str = "report_to") -> None:
     if where & {"tensorboard", "all"}:
         draft.put("log.tensorboard", True)
     if others := sorted(where - {"wandb", "all", "tensorboard", "none"}):
-        draft.drop(key, f"{', '.join(others)}: a sink of your own (docs/your-own-sink.md)")
+        draft.drop(key, f"{', '.join(others)}: a tracker of your own (docs/your-own-tracker.md)")
 
 
 def settle_resume(draft: Draft) -> None:

@@ -1,6 +1,6 @@
 """What looks at each row and may say something of it, or end the run, and what comes with a row.
 
-Losses and norms are of all ranks, and of what ranks measure of themselves all have everyone's: their watchers
+Losses and norms are of all ranks, and of what ranks measure of themselves all have everyone's: their alerts
 answer alike without a further collective. `perf/` and `memory/` columns are its own: no Stop rests on them.
 """
 
@@ -75,7 +75,7 @@ class Stop:
     error: PipelineError
 
 
-class Watcher(Protocol):
+class Alert(Protocol):
     """Asked on every rank about every row of training and of evaluation, in the order of the steps."""
 
     def __call__(self, step: int, seen: Seen) -> Event | Stop | None:
@@ -85,7 +85,7 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A watcher whose answers rest on what was long before, wherever the run goes on: checkpoints keep it."""
+    """An alert whose answers rest on what was long before, wherever the run goes on: checkpoints keep it."""
 
     name: str
     """Under which they do."""
@@ -99,31 +99,31 @@ class Remembers(Protocol):
         ...
 
 
-def state_of(watchers: Iterable[Watcher]) -> dict[str, Any]:
+def state_of(alerts: Iterable[Alert]) -> dict[str, Any]:
     """What a checkpoint keeps of them."""
-    return {each.name: each.state_dict() for each in watchers if isinstance(each, Remembers)}
+    return {each.name: each.state_dict() for each in alerts if isinstance(each, Remembers)}
 
 
-def restore(watchers: Iterable[Watcher], state: Mapping[str, Any]) -> None:
+def restore(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
     """Those that a checkpoint knows go on from there. One of an earlier version has nothing of them."""
-    for each in watchers:
+    for each in alerts:
         if isinstance(each, Remembers) and each.name in state:
             each.load_state_dict(state[each.name])
 
 
 def check_row(
-    watchers: Iterable[Watcher], step: int, seen: Seen, handle_alert: HandleAlert
+    alerts: Iterable[Alert], step: int, seen: Seen, handle_alert: HandleAlert
 ) -> RollbackRequested | None:
-    """Show a row to each watcher, and hand on what it says.
+    """Show a row to each alert, and hand on what it says.
 
     Returns:
-        The first request to roll back; no further watcher is asked then.
+        The first request to roll back; no further alert is asked then.
 
     Raises:
-        PipelineError: a watcher ends the run.
+        PipelineError: an alert ends the run.
     """
-    for watcher in watchers:
-        answer = watcher(step, seen)
+    for alert in alerts:
+        answer = alert(step, seen)
         if isinstance(answer, Stop):
             raise answer.error
         if answer is not None and (rollback := handle_alert(step, answer)) is not None:

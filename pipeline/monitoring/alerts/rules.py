@@ -28,7 +28,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import freed_at_once
 from pipeline.errors import NonFiniteLossError, listed, stretches
-from pipeline.monitoring.alerts import CROWDED, Seen, Stop, Watcher, restore
+from pipeline.monitoring.alerts import CROWDED, Alert, Seen, Stop, restore
 from pipeline.monitoring.events import NO_TARGETS, Event
 
 WINDOW = 128  # values that say what is normal
@@ -243,7 +243,7 @@ class NonFinite:
         self._lowest_scale = lowest_scale
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
         bad = (
             [bool(each) for each in seen.skipped] if skipped else [not math.isfinite(x) for x in seen.losses]
@@ -288,7 +288,7 @@ class NonFiniteSteps:
         self._max_steps = max_steps
 
     def __call__(self, step: int, seen: Seen) -> Stop | None:
-        """See Watcher."""
+        """See Alert."""
         skips = int(seen.row.get("train/skipped_in_a_row", 0))
         too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
         if step == self._max_steps and self._precision != "fp16":  # which searches its loss scale first
@@ -319,7 +319,7 @@ class Spikes:
         self._calm = CALM
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         found = None
         values = seen.losses if self.name == LOSS_SPIKE else seen.norms
         for at, value in enumerate(values, step - len(values) + 1):
@@ -350,7 +350,7 @@ class Spikes:
 
 
 def no_targets(step: int, seen: Seen) -> Event | None:
-    """Report global batches and evaluation sets in which nothing counts in the loss. A Watcher."""
+    """Report global batches and evaluation sets in which nothing counts in the loss. An Alert."""
     empty = [name for name, value in seen.row.items() if name.endswith("/targets") and not value]
     if empty:
         sets = ", ".join(name.removesuffix("/targets") for name in empty)
@@ -390,7 +390,7 @@ class NonFiniteEval:
         self._told: set[str] = set()
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         if "eval/loss" not in seen.row:
             return None
         before = self._told
@@ -420,7 +420,7 @@ class EvalDivergence:
         self._history = _EvalHistory()
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         so_far = self._history
         losses = list(filter(math.isfinite, seen.losses))
         so_far.loss_sum += sum(losses)
@@ -484,7 +484,7 @@ class LossRise:
         self._is_told = False
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         if step == 0:
             self._evaluated = seen.row.get("eval/loss", 0.0)
         found = None
@@ -564,7 +564,7 @@ class FrozenParameters:
         self._steps = 0
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher. Collective at one of the rows."""
+        """See Alert. Collective at one of the rows."""
         if self._before is None:
             return None
         self._steps += seen.steps - sum(seen.skipped)
@@ -726,7 +726,7 @@ class DataStarvation:
         self._data = self._seconds = 0.0
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher. Rows are put together to windows; of several ranks the median one counts."""
+        """See Alert. Rows are put together to windows; of several ranks the median one counts."""
         if self._is_told or "data" not in seen.own:
             return None
         if not self._is_started:  # the first row is the start of the workers, and the compiler's
@@ -776,7 +776,7 @@ class ThroughputDrop:
         self._is_told = False
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher. Rows are put together to windows, of which the median row counts."""
+        """See Alert. Rows are put together to windows, of which the median row counts."""
         if "step" not in seen.own:
             return None
         if not self._is_started:
@@ -874,7 +874,7 @@ class SlowRank:
         self._own: dict[str, list[float]] = {}
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher. Rows are put together to COMPARED_STEPS steps or more."""
+        """See Alert. Rows are put together to COMPARED_STEPS steps or more."""
         own = {phase: each for phase, each in seen.own.items() if phase in PHASES}
         if not own or not seen.steps:
             return None
@@ -1017,7 +1017,7 @@ class MemoryGrowth:
         self._told: set[str] = set()
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Watcher."""
+        """See Alert."""
         found: Event | None = None
         for kind in MEMORY_KINDS.keys() & seen.own.keys() - self._told:
             for rank, gib in enumerate(seen.own[kind]):
@@ -1104,34 +1104,34 @@ class WatchedRun:
 
 
 @dataclass(frozen=True)
-class Alert:
+class AlertKind:
     """How a rule is built, and whether a run has it."""
 
-    build: Callable[[WatchedRun], Watcher]
+    build: Callable[[WatchedRun], Alert]
     is_asked: Callable[[WatchedRun], bool] = attrgetter("alerts")
 
 
 ALERTS = {
-    "non_finite": Alert(
+    "non_finite": AlertKind(
         lambda run: NonFinite(lowest_loss_scale(run.resolved.deepspeed)), attrgetter("tells_of_nonfinite")
     ),
-    LOSS_SPIKE: Alert(lambda run: Spikes(LOSS_SPIKE, run.detectors[0]), attrgetter("tells_of_spikes")),
-    GRAD_NORM_SPIKE: Alert(
+    LOSS_SPIKE: AlertKind(lambda run: Spikes(LOSS_SPIKE, run.detectors[0]), attrgetter("tells_of_spikes")),
+    GRAD_NORM_SPIKE: AlertKind(
         lambda run: Spikes(GRAD_NORM_SPIKE, run.detectors[1]), attrgetter("tells_of_spikes")
     ),
-    NO_TARGETS: Alert(lambda run: no_targets),
-    "non_finite_eval": Alert(lambda run: NonFiniteEval()),
-    "loss_rise": Alert(lambda run: LossRise()),
-    "eval_divergence": Alert(lambda run: EvalDivergence()),
-    "data_starvation": Alert(lambda run: DataStarvation(run.config.loader.num_workers)),
-    "throughput_drop": Alert(lambda run: ThroughputDrop(_place(run.resolved, run.engine, run.job))),
-    "slow_rank": Alert(
+    NO_TARGETS: AlertKind(lambda run: no_targets),
+    "non_finite_eval": AlertKind(lambda run: NonFiniteEval()),
+    "loss_rise": AlertKind(lambda run: LossRise()),
+    "eval_divergence": AlertKind(lambda run: EvalDivergence()),
+    "data_starvation": AlertKind(lambda run: DataStarvation(run.config.loader.num_workers)),
+    "throughput_drop": AlertKind(lambda run: ThroughputDrop(_place(run.resolved, run.engine, run.job))),
+    "slow_rank": AlertKind(
         lambda run: SlowRank(
             run.job.everyone, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages
         )
     ),
-    "memory_growth": Alert(lambda run: MemoryGrowth()),
-    "frozen_parameter": Alert(
+    "memory_growth": AlertKind(lambda run: MemoryGrowth()),
+    "frozen_parameter": AlertKind(
         lambda run: FrozenParameters(run.engine.shards, run.job.gather_object),
         # To read all of a disk takes minutes.
         lambda run: run.alerts and not _lies_on_a_disk(run.resolved),
@@ -1142,7 +1142,7 @@ ALERTS = {
 
 
 @freed_at_once()  # checksums of all weights
-def build_watchers(
+def build_alerts(
     config: RunConfig,
     resolved: Resolved,
     *,
@@ -1152,7 +1152,7 @@ def build_watchers(
     max_steps: int,
     detectors: tuple[SpikeDetector, SpikeDetector],
     remembered: Mapping[str, Any],
-) -> tuple[Watcher, ...]:
+) -> tuple[Alert, ...]:
     """Return the alerts that a run asks for, and what ends it. Collective: reads the engine's parameters.
 
     Args:

@@ -118,7 +118,9 @@ def render(data: str) -> str:
 
 
 def write_at_end(directory: Path) -> Path | None:
-    """Writes the report of a run whose sinks are closed. Raises nothing: a Ctrl-C too ends the report alone.
+    """Write the report of a run whose trackers are closed.
+
+    Raises nothing: a Ctrl-C too ends the report alone.
 
     Returns:
         Its path; None where there is none, which a line tells: a failure, or no time.

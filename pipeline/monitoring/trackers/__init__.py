@@ -19,19 +19,19 @@ from rich.console import Console
 from pipeline.config.command_lines import shell_line
 from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
-from pipeline.monitoring.trackers.console import ConsoleSink
+from pipeline.monitoring.trackers.console import ConsoleTracker
 from pipeline.monitoring.trackers.interface import (
     Dispensable,
-    Sink,
-    Sinks,
-    SinkThread,
-    import_sink,
+    Tracker,
+    Trackers,
+    TrackerThread,
+    import_tracker,
     open_dispensable,
     open_own,
 )
-from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, iterate_record, replay
-from pipeline.monitoring.trackers.notify import NotifySink, ways_of
-from pipeline.monitoring.trackers.tensorboard_events import TensorBoardSink, import_writer
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, iterate_record, replay
+from pipeline.monitoring.trackers.notify import NotifyTracker, ways_of
+from pipeline.monitoring.trackers.tensorboard_events import TensorBoardTracker, import_writer
 from pipeline.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -54,26 +54,26 @@ class TrackedRun:
 
 
 @dataclass(frozen=True)
-class Tracker:
+class TrackerKind:
     """A kind of place for metrics that a recipe can ask for."""
 
     check: Callable[[RunConfig], object]
     """Raises a ConfigError if the recipe asks for what it cannot have."""
-    build: Callable[[TrackedRun], Sequence[Sink]]
+    build: Callable[[TrackedRun], Sequence[Tracker]]
     """Opens what the recipe asks for; empty if it asks for nothing, or if that cannot be opened now."""
 
 
-def check_sinks(config: RunConfig) -> None:
+def check_trackers(config: RunConfig) -> None:
     """Refuse what a recipe asks for and cannot have, before anything is built.
 
     Raises:
-        ConfigError: as build_sinks.
+        ConfigError: as build_trackers.
     """
-    for tracker in TRACKERS.values():
-        tracker.check(config)
+    for kind in TRACKERS.values():
+        kind.check(config)
 
 
-def build_sinks(
+def build_trackers(
     config: RunConfig,
     *,
     run_dir: Path,
@@ -83,41 +83,41 @@ def build_sinks(
     run_config: dict[str, Any],
     due: Mapping[str, Collection[int]] | None = None,
     redo_evaluation: bool = False,
-) -> Sinks:
-    """Open every sink the recipe asks for.
+) -> Trackers:
+    """Open every tracker the recipe asks for.
 
     Args:
         config: The recipe; `log`, `wandb` and `notify` are read.
         run_dir: Directory of the run (exists already); everything is written under it.
-        is_main_process: False gives an empty `Sinks`: only one process of a job writes.
+        is_main_process: False gives an empty `Trackers`: only one process of a job writes.
         start_step: Optimizer steps done before this process. Rows of later steps are taken back.
         max_steps: Optimizer steps of the whole run.
-        run_config: What Weights & Biases and sinks of the user's own show as the run's configuration; they
+        run_config: What Weights & Biases and trackers of the user's own show as the run's configuration; they
             get it without secrets.
         due: Group of metrics, `train` or `eval` -> steps up to `start_step` of which metrics.jsonl has a row;
             those that it lacks are told in one line.
         redo_evaluation: The evaluation of `start_step` comes again.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed; a sink's import path is wrong; `notify` names
-            what is not there.
+        ConfigError: TensorBoard is asked for and not installed; a tracker's import path is wrong; `notify`
+            names what is not there.
         MetricsFileError: metrics.jsonl cannot be written.
     """
     if not is_main_process:
-        return Sinks()
-    sinks: list[Sink] = []
+        return Trackers()
+    trackers: list[Tracker] = []
     run_config = redact(run_config)
     with ExitStack() as undo:
-        undo.callback(lambda: Sinks(sinks).close(1))
-        record = JsonlSink(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
-        sinks.append(record)
+        undo.callback(lambda: Trackers(trackers).close(1))
+        record = JsonlTracker(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
+        trackers.append(record)
         if (said := record.gaps(due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
         run = TrackedRun(config, run_dir, start_step, max_steps, run_config, record.path)
-        for tracker in TRACKERS.values():
-            sinks += tracker.build(run)
+        for kind in TRACKERS.values():
+            trackers += kind.build(run)
         undo.pop_all()
-    return Sinks(sinks, start_step)
+    return Trackers(trackers, start_step)
 
 
 def _check_tensorboard(config: RunConfig) -> None:
@@ -125,25 +125,25 @@ def _check_tensorboard(config: RunConfig) -> None:
         import_writer()
 
 
-def _open_tensorboard(run: TrackedRun) -> Sequence[Sink]:
+def _open_tensorboard(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.tensorboard:
         return []
     recorded = (line for line in iterate_record(run.record) if line["step"] >= run.start_step)
-    make = partial(TensorBoardSink, run.directory / "tensorboard", run.start_step, recorded)
+    make = partial(TensorBoardTracker, run.directory / "tensorboard", run.start_step, recorded)
     return open_dispensable("log.tensorboard", make)
 
 
 def _check_own(config: RunConfig) -> None:
     for own in config.log.sinks:
-        import_sink(own)
+        import_tracker(own)
 
 
-def _open_own(run: TrackedRun) -> Sequence[Sink]:
-    sinks: list[Sink] = []
+def _open_own(run: TrackedRun) -> Sequence[Tracker]:
+    trackers: list[Tracker] = []
     for own in run.config.log.sinks:
         make = partial(open_own, own, run.directory, run.start_step, run.settings)
-        sinks += open_dispensable(own.kind, make)
-    return sinks
+        trackers += open_dispensable(own.kind, make)
+    return trackers
 
 
 def _check_wandb(config: RunConfig) -> None:
@@ -151,8 +151,8 @@ def _check_wandb(config: RunConfig) -> None:
         require("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
 
 
-def _open_wandb(run: TrackedRun) -> Sequence[Sink]:
-    """Return the sink of Weights & Biases; none where it cannot be started."""
+def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
+    """Return the tracker of Weights & Biases; none where it cannot be started."""
     if run.config.wandb.mode == "disabled":
         return []
     # 0.4 s of imports: only where it is used.
@@ -170,41 +170,41 @@ def _open_wandb(run: TrackedRun) -> Sequence[Sink]:
         return []
     same_run = shell_line(f"run_dir={run.directory.absolute()}")
     resend = f", and the same command with {same_run} sends them to W&B"
-    return [SinkThread(lambda: online, "W&B", resend=resend)]
+    return [TrackerThread(lambda: online, "W&B", resend=resend)]
 
 
 def _check_notify(config: RunConfig) -> None:
     ways_of(config.notify)
 
 
-def _open_notify(run: TrackedRun) -> Sequence[Sink]:
+def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
     ways = ways_of(run.config.notify)
     if not ways:
         return []
-    make = partial(NotifySink, ways, run.config.notify.level, run.directory.resolve().name)
-    return [SinkThread(make, "notify", takes_rows=False)]
+    make = partial(NotifyTracker, ways, run.config.notify.level, run.directory.resolve().name)
+    return [TrackerThread(make, "notify", takes_rows=False)]
 
 
 def _check_console(config: RunConfig) -> None:
     """Nothing: every installation has it."""
 
 
-def _open_console(run: TrackedRun) -> Sequence[Sink]:
+def _open_console(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.shows_rows:
         return []
     # Open MPI hands every rank a pty, whatever its own output is. Notebooks get plain lines.
     is_terminal = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
     console = Console(force_terminal=is_terminal, force_jupyter=False)
     # Not on a thread: its lines stand between those of the log, in the order of what happened.
-    return [Dispensable(ConsoleSink(console, max_steps=run.max_steps), "the console")]
+    return [Dispensable(ConsoleTracker(console, max_steps=run.max_steps), "the console")]
 
 
 TRACKERS = {
-    "log.tensorboard": Tracker(_check_tensorboard, _open_tensorboard),
-    "log.sinks": Tracker(_check_own, _open_own),
-    "wandb": Tracker(_check_wandb, _open_wandb),
-    "notify": Tracker(_check_notify, _open_notify),
-    "log.console": Tracker(_check_console, _open_console),
+    "log.tensorboard": TrackerKind(_check_tensorboard, _open_tensorboard),
+    "log.sinks": TrackerKind(_check_own, _open_own),
+    "wandb": TrackerKind(_check_wandb, _open_wandb),
+    "notify": TrackerKind(_check_notify, _open_notify),
+    "log.console": TrackerKind(_check_console, _open_console),
 }
 """Key of the recipe that asks for a tracker -> its check and its builder, in the order in which they are
 opened. `log.sinks` takes a user's own by import path."""

@@ -56,7 +56,7 @@ def printing() -> Iterator[None]:
         detach_closed_terminal()
 
 
-class ConsoleSink:
+class ConsoleTracker:
     """Shows the newest row; every evaluation stays on the screen."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Interface of a sink, several as one, and sinks that are dropped with one line where they fail or block."""
+"""Interface of a tracker, several as one, and trackers that are dropped if they fail or block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
-from pipeline.config.schema import SinkConfig
+from pipeline.config.schema import TrackerConfig
 from pipeline.errors import ConfigError, PipelineError, one_line
 from pipeline.monitoring.events import RUN_FAILED, Event, Shown
 from pipeline.redaction import redact_text
@@ -27,7 +27,7 @@ GIT_DIFF = "git.diff"
 METHODS = ("write", "tell", "close")
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A place where the numbers of a run go."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -56,13 +56,13 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Shows(Protocol):
-    """A sink that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
+    """A tracker that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
 
     def show(self, what: Shown) -> None:
         """Take it. Histograms come behind their row."""
 
 
-def import_sink(config: SinkConfig) -> Callable[..., Any]:
+def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
     """The class that `kind` names.
 
     Raises:
@@ -77,7 +77,7 @@ def import_sink(config: SinkConfig) -> Callable[..., Any]:
     return make
 
 
-def open_own(config: SinkConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]) -> Sink:
+def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]) -> Tracker:
     """Makes it.
 
     Args:
@@ -86,69 +86,69 @@ def open_own(config: SinkConfig, run_dir: Path, start_step: int, run_config: dic
         run_config: Recipe, DeepSpeed JSON and number of ranks.
 
     Raises:
-        ConfigError: see import_sink; or what it makes is no sink.
+        ConfigError: see import_tracker; or what it makes is no tracker.
     """
-    make = import_sink(config)
+    make = import_tracker(config)
     with may_not_exit(f"log.sinks: {config.kind}", ConfigError):
-        sink: Sink = make(run_dir, start_step, run_config, **config.args)
-    missing = [name for name in METHODS if not callable(getattr(sink, name, None))]
+        tracker: Tracker = make(run_dir, start_step, run_config, **config.args)
+    missing = [name for name in METHODS if not callable(getattr(tracker, name, None))]
     if missing:
         raise ConfigError(_lacks(config, missing))
-    return sink
+    return tracker
 
 
-def _lacks(config: SinkConfig, missing: list[str]) -> str:
+def _lacks(config: TrackerConfig, missing: list[str]) -> str:
     return (
-        f"log.sinks: {config.kind} has no {' and no '.join(missing)}; a sink has write(step, row), "
-        "tell(step, event) and close(exit_code), see docs/your-own-sink.md"
+        f"log.sinks: {config.kind} has no {' and no '.join(missing)}; a tracker has write(step, row), "
+        "tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
     )
 
 
 logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 10_000
-"""Rows and events that a sink may be behind: some 30 MB of the host's memory."""
+"""Rows and events that a tracker may be behind: some 30 MB of the host's memory."""
 CLOSE_SECONDS = 20.0
-"""Seconds that the end of a run gives all of its sinks together. W&B needs up to 16 of them."""
+"""Seconds that the end of a run gives all of its trackers together. W&B needs up to 16 of them."""
 QUIET_SECONDS = 3.0
-"""Seconds of them that pass before a line says which sink the run waits for."""
+"""Seconds of them that pass before a line says which tracker the run waits for."""
 EXIT_SECONDS = 10.0
-"""Seconds that a process with a hanging sink may take to exit. wandb's exit handler needs up to 8 of them."""
-_THREAD = "sink "
+"""Seconds in which a process with a hanging tracker exits. wandb's exit handler needs up to 8 of them."""
+_THREAD = "tracker "
 
 
 class Dispensable:
-    """A sink, until it raises for the first time; from then on nothing.
+    """A tracker, until it raises for the first time; from then on nothing.
 
     It is not closed then: what failed to write may wait for ever to be written out.
     """
 
-    def __init__(self, sink: Sink, name: str) -> None:
+    def __init__(self, tracker: Tracker, name: str) -> None:
         """Args:
         name: As the line names it.
         """
         self.name = name
-        self._sink: Sink | None = sink
+        self._tracker: Tracker | None = tracker
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """See Sink."""
-        if self._sink is not None:
-            self._attempt(self._sink.write, step, dict(row))
+        """See Tracker."""
+        if self._tracker is not None:
+            self._attempt(self._tracker.write, step, dict(row))
 
     def tell(self, step: int, event: Event) -> None:
-        """See Sink."""
-        if self._sink is not None:
-            self._attempt(self._sink.tell, step, event)
+        """See Tracker."""
+        if self._tracker is not None:
+            self._attempt(self._tracker.tell, step, event)
 
     def show(self, what: Shown) -> None:
         """See Shows."""
-        if isinstance(self._sink, Shows):
-            self._attempt(self._sink.show, what)
+        if isinstance(self._tracker, Shows):
+            self._attempt(self._tracker.show, what)
 
     def close(self, exit_code: int) -> None:
-        """See Sink."""
-        if self._sink is not None:
-            self._attempt(self._sink.close, exit_code)
+        """See Tracker."""
+        if self._tracker is not None:
+            self._attempt(self._tracker.close, exit_code)
 
     def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
         try:
@@ -157,32 +157,32 @@ class Dispensable:
             self._drop(_told(error))
 
     def _drop(self, why: str) -> None:
-        sink, self._sink = self._sink, None
-        if sink is not None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
             _say_dropped(self.name, why)
 
 
-class SinkThread(Dispensable):
-    """Makes a sink and calls it on a daemon thread of its own, in the order of the calls.
+class TrackerThread(Dispensable):
+    """Makes a tracker and calls it on a daemon thread of its own, in the order of the calls.
 
-    No call waits for the sink: it takes what a bounded queue has for it, and is dropped where that is full.
+    No call waits for the tracker: calls go into a bounded queue. A tracker whose queue is full is dropped.
     """
 
     def __init__(
-        self, make: Callable[[], Sink], name: str, *, takes_rows: bool = True, resend: str = ""
+        self, make: Callable[[], Tracker], name: str, *, takes_rows: bool = True, resend: str = ""
     ) -> None:
-        """Wait until the sink is made.
+        """Wait until the tracker is made.
 
         Args:
-            make: Makes the sink; what it raises is raised here.
+            make: Makes the tracker; what it raises is raised here.
             name: See Dispensable.
-            takes_rows: Whether the sink does something with rows.
-            resend: What sends rows again that the sink did not take, as a clause of the line.
+            takes_rows: Whether the tracker does something with rows.
+            resend: What sends rows again that the tracker did not take, as a clause of the line.
         """
         self._takes_rows = takes_rows
         self._resend = resend
         self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue(QUEUE_SIZE)
-        made: Future[Sink] = Future()
+        made: Future[Tracker] = Future()
         self._thread = threading.Thread(
             target=self._work, args=(make, made), name=_THREAD + name, daemon=True
         )
@@ -190,22 +190,22 @@ class SinkThread(Dispensable):
         super().__init__(made.result(), name)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """See Sink."""
+        """See Tracker."""
         if self._takes_rows:
             super().write(step, row)
 
     def close(self, exit_code: int) -> None:
-        """Have the sink closed behind all that it was given. `wait_for` waits for it."""
+        """Have the tracker closed behind all that it was given. `wait_for` waits for it."""
         super().close(exit_code)
         self._put(None)
 
     def join(self, until: float) -> bool:
-        """Wait for a closed sink until then (monotonic seconds), and return whether it has ended."""
+        """Wait for a closed tracker until then (monotonic seconds), and return whether it has ended."""
         self._thread.join(max(0.0, until - time.monotonic()))
-        return self._sink is None or not self._thread.is_alive()
+        return self._tracker is None or not self._thread.is_alive()
 
     def give_up(self, seconds: float) -> None:
-        """Drop a sink whose thread has not ended within these seconds."""
+        """Drop a tracker whose thread has not ended within these seconds."""
         behind = self._calls.unfinished_tasks - 2  # but the close and the end of the queue
         rows = f"did not take its last {behind:,} rows and events" if behind > 0 else "did not close"
         self._drop(f"it {rows} within {seconds:.0f} s; metrics.jsonl has all rows{self._resend}")
@@ -226,7 +226,7 @@ class SinkThread(Dispensable):
             self._calls.queue.clear()
         self._calls.put_nowait(None)
 
-    def _work(self, make: Callable[[], Sink], made: Future[Sink]) -> None:
+    def _work(self, make: Callable[[], Tracker], made: Future[Tracker]) -> None:
         try:
             made.set_result(make())
         except BaseException as error:
@@ -240,24 +240,24 @@ class SinkThread(Dispensable):
             self._drop(_told(error))
 
 
-def wait_for(sinks: Sequence[SinkThread], at_most: float) -> None:
-    """Wait for closed sinks, which end side by side, and drop those that take too long.
+def wait_for(trackers: Sequence[TrackerThread], at_most: float) -> None:
+    """Wait for closed trackers, which end side by side, and drop those that take too long.
 
     Args:
         at_most: Seconds, where there are fewer than CLOSE_SECONDS.
     """
     began, seconds = time.monotonic(), min(CLOSE_SECONDS, at_most)
-    late = [sink for sink in sinks if not sink.join(began + min(QUIET_SECONDS, seconds))]
+    late = [tracker for tracker in trackers if not tracker.join(began + min(QUIET_SECONDS, seconds))]
     if late and seconds > QUIET_SECONDS:
-        names = " and ".join(sink.name for sink in late)
+        names = " and ".join(tracker.name for tracker in late)
         logger.info("waiting up to %.0f s for %s to take the last rows", seconds, names)
-    for sink in late:
-        if not sink.join(began + seconds):
-            sink.give_up(seconds)
+    for tracker in late:
+        if not tracker.join(began + seconds):
+            tracker.give_up(seconds)
 
 
 def bound_exit(exit_code: int) -> None:
-    """Have this process end with that code within EXIT_SECONDS, where the thread of a sink hangs.
+    """Have this process end with that code within EXIT_SECONDS, where the thread of a tracker hangs.
 
     A library that hangs in a call hangs in its exit handler, too: wandb waits there for its own process.
     """
@@ -267,14 +267,16 @@ def bound_exit(exit_code: int) -> None:
         timer.start()
 
 
-def open_dispensable(name: str, make: Callable[[], Sink]) -> list[SinkThread]:
-    """The sink, or none where it cannot be opened now: a server that is down must not end a run at a restart.
+def open_dispensable(name: str, make: Callable[[], Tracker]) -> list[TrackerThread]:
+    """Return the tracker, or none if it cannot be opened now.
+
+    A server that is down must not end a run at a restart.
 
     Raises:
         PipelineError: what was asked for is a mistake.
     """
     try:
-        return [SinkThread(make, name)]
+        return [TrackerThread(make, name)]
     except PipelineError:
         raise
     except (Exception, SystemExit) as error:
@@ -294,8 +296,8 @@ FAILURE_LINES = 20
 """Of a traceback, in an event."""
 
 
-class Sinks:
-    """Every sink of the run as one; empty where nothing is written (any rank but the main process).
+class Trackers:
+    """Every tracker of the run as one; empty where nothing is written (any rank but the main process).
 
     As a context manager it closes them: with exit code 0, or 1 where an exception passes through, of which
     they are told.
@@ -304,54 +306,56 @@ class Sinks:
         step: Optimizer steps done.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), step: int = 0) -> None:
-        self._sinks: tuple[Sink, ...] = tuple(sinks)
+    def __init__(self, trackers: Sequence[Tracker] = (), step: int = 0) -> None:
+        self._trackers: tuple[Tracker, ...] = tuple(trackers)
         self._step = step
 
     @property
     def is_empty(self) -> bool:
         """Nothing is written, or no more."""
-        return not self._sinks
+        return not self._trackers
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Hand one row to every sink."""
+        """Hand one row to every tracker."""
         self._step = step
-        for sink in self._sinks:
-            sink.write(step, row)
+        for tracker in self._trackers:
+            tracker.write(step, row)
 
     def tell(self, step: int, event: Event) -> None:
-        """Log what happened, on every rank, and hand it to every sink.
+        """Log what happened, on every rank, and hand it to every tracker.
 
-        A rank without sinks tells its file alone: errors of any rank come to the console, and all have this.
+        A rank without trackers logs errors to its file alone: the main process shows them on the console.
         """
         self._step = step
         level = logging.getLevelName(event.level.upper())
         level = min(level, logging.WARNING) if self.is_empty else level
         logger.log(level, "%s", event.log_line(step), extra={"event": event.name})
-        for sink in self._sinks:
-            sink.tell(step, event)
+        for tracker in self._trackers:
+            tracker.tell(step, event)
 
     def show(self, what: Shown) -> None:
-        """Hand what is neither a row nor an event to the sinks that take it. On any thread."""
-        for sink in self._sinks:
-            if isinstance(sink, Shows):
-                sink.show(what)
+        """Hand what is neither a row nor an event to the trackers that take it. On any thread."""
+        for tracker in self._trackers:
+            if isinstance(tracker, Shows):
+                tracker.show(what)
 
     def close(self, exit_code: int, at_most: float = math.inf) -> None:
-        """Close every sink, also after one of them failed to; the failure is raised at the end.
+        """Close every tracker, also after one of them failed to; the failure is raised at the end.
 
         Once: a second call does nothing.
 
         Args:
             at_most: Seconds, see wait_for.
         """
-        sinks, self._sinks = self._sinks, ()
+        trackers, self._trackers = self._trackers, ()
         with ExitStack() as stack:
-            stack.callback(wait_for, [sink for sink in sinks if isinstance(sink, SinkThread)], at_most)
-            for sink in reversed(sinks):  # an ExitStack calls the last one first
-                stack.callback(sink.close, exit_code)
+            stack.callback(
+                wait_for, [tracker for tracker in trackers if isinstance(tracker, TrackerThread)], at_most
+            )
+            for tracker in reversed(trackers):  # an ExitStack calls the last one first
+                stack.callback(tracker.close, exit_code)
 
-    def __enter__(self) -> Sinks:
+    def __enter__(self) -> Trackers:
         return self
 
     def __exit__(
@@ -367,13 +371,13 @@ class Sinks:
             logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
 
     def _tell_of_failure(self, error: Exception) -> None:
-        """To the sinks alone: who ends the run shows it on the console."""
+        """To the trackers alone: who ends the run shows it on the console."""
         is_users = isinstance(error, PipelineError)
         kind = "" if is_users else f"{type(error).__name__}: "
         lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
         # What a user can cause is in the message; a mistake of ours is in the lines that led there.
         fields = {} if is_users else {"traceback": "\n".join(lines)}
         event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
-        for sink in self._sinks:
+        for tracker in self._trackers:
             with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
-                sink.tell(self._step, event)
+                tracker.tell(self._step, event)

@@ -32,7 +32,7 @@ class MetricsFileError(PipelineError):
     """The record of the run cannot be written or read."""
 
 
-class JsonlSink:
+class JsonlTracker:
     """Appends rows to one file; each is handed to the operating system before `write` returns."""
 
     def __init__(self, path: Path, *, start_step: int, redo_evaluation: bool = False) -> None:

@@ -39,7 +39,7 @@ Way = Callable[[Mapping[str, str | int]], None]
 """Delivers an alert; raises, without the address in its words, where it cannot."""
 
 
-class NotifySink:
+class NotifyTracker:
     """Tells of events of a level or worse; of each name one a minute, and how many were held back."""
 
     def __init__(
@@ -131,8 +131,9 @@ def _address(name: str) -> str:
 
 
 def tell_at_once(config: NotifyConfig, run: str, step: int, message: str) -> None:
-    """Tells that a run failed, from a process that ends: also on ranks without sinks, and where the training
-    thread stands still. Raises nothing, logs nothing, and takes PATIENCE seconds at the most.
+    """Send that a run failed, from a process that ends; also on ranks without trackers.
+
+    The training thread may hang. Raises nothing, logs nothing, and takes PATIENCE seconds at most.
     """
     said = alert(run, step, Event(RUN_FAILED, message, level="error"))
 

@@ -11,7 +11,7 @@ from pipeline.config.optional_packages import require
 from pipeline.monitoring.events import ROLLBACK, Event
 
 
-class TensorBoardSink:
+class TensorBoardTracker:
     """Writes each metric as a scalar under its own key, and what a run takes back is no longer shown.
 
     Each row is on the disk before the next, so that a kill loses none that metrics.jsonl has.

@@ -37,7 +37,7 @@ from pipeline.config.optional_packages import require
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import PipelineError, one_line
 from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.monitoring.trackers.interface import GIT_DIFF, SinkThread, wait_for
+from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, wait_for
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
 
@@ -88,7 +88,7 @@ def open_wandb(
     start_step: int,
     run_config: dict[str, Any],
     earlier: Callable[[], Iterable[Mapping[str, Any]]],
-) -> WandbSink | None:
+) -> WandbTracker | None:
     """Open the run, or open it offline where there is no key or no server, and say which in one line.
 
     Args:
@@ -100,11 +100,11 @@ def open_wandb(
         earlier: Reads rows and rollbacks up to `start_step`; rows that W&B has not got are sent again.
 
     Returns:
-        The sink, or None where W&B is disabled or cannot be started at all.
+        The tracker, or None where W&B is disabled or cannot be started at all.
     """
 
     @temporary_files_in_scratch()
-    def start() -> WandbSink | None:
+    def start() -> WandbTracker | None:
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -120,7 +120,7 @@ def open_wandb(
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
-        sink = WandbSink(run, newest, AXES[config.x_axis])
+        tracker = WandbTracker(run, newest, AXES[config.x_axis])
         if start_step == 0 and newest >= 0:
             logger.warning(
                 "W&B: run %s has steps up to %d already and keeps them; this run's rows up to there are in "
@@ -130,15 +130,15 @@ def open_wandb(
             )
         if start_step > 0:
             for record in earlier():
-                sink.repeat(record)
-            if newest > sink.wandb_step(start_step):
+                tracker.repeat(record)
+            if newest > tracker.wandb_step(start_step):
                 logger.info("W&B has steps of this run beyond step %d already and keeps them", start_step)
-        return sink
+        return tracker
 
     return _never_crash("cannot start", start)
 
 
-class WandbSink:
+class WandbTracker:
     """Hands rows to wandb's own process, which sends them on; `write` does not wait for the network."""
 
     def __init__(self, run: Any, newest: int, axis: str = "global_step") -> None:
@@ -150,7 +150,7 @@ class WandbSink:
         self._run = run
         self._newest_there = newest
         self._is_on, self._is_full = True, False
-        self._artifacts: SinkThread | None = None
+        self._artifacts: TrackerThread | None = None
         self._samples = list[list[Any]]()
         self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
         self._global_step = self._offset = self._rewinds = 0
@@ -220,7 +220,7 @@ class WandbSink:
         elif self._is_on:
             if self._artifacts is None:
                 name = "W&B's list of checkpoints"
-                self._artifacts = SinkThread(lambda: CheckpointArtifacts(self._run), name)
+                self._artifacts = TrackerThread(lambda: CheckpointArtifacts(self._run), name)
             self._artifacts.show(what)
 
     def close(self, exit_code: int) -> None:

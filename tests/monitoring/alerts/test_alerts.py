@@ -27,12 +27,12 @@ from pipeline.monitoring.alerts.rules import (
 )
 
 
-def asked(watcher, rows, step=0):
+def asked(alert, rows, step=0):
     """(step, event) of all that it says; steps are counted on over the rows."""
     told = []
     for seen in rows:
         step += seen.steps
-        if (event := watcher(step, seen)) is not None:
+        if (event := alert(step, seen)) is not None:
             told.append((step, event))
     return told
 
@@ -105,12 +105,12 @@ def skipping(skipped, scale=None, loss=1.0):
     ],
 )
 def test_skipped_steps_are_told_once_a_row(lowest, scale, name, level, said):
-    watcher = NonFinite(lowest)
-    event = watcher(3, skipping([True, False, True], scale))
+    alert = NonFinite(lowest)
+    event = alert(3, skipping([True, False, True], scale))
     assert (event.name, event.level) == (name, level)
     assert said in event.line
     assert event.fields["skipped"] == 2
-    assert watcher(6, skipping([False] * 3, scale)) is None
+    assert alert(6, skipping([False] * 3, scale)) is None
 
 
 def test_a_loss_that_is_none_beside_a_gradient_that_is_one():
@@ -148,13 +148,13 @@ def test_an_evaluation_without_a_target_is_told_by_one_event_alone():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_an_evaluation_or_a_loss_that_is_not_finite_disarms_no_watcher(bad):
-    watcher = EvalDivergence()
+def test_an_evaluation_or_a_loss_that_is_not_finite_disarms_no_alert(bad):
+    alert = EvalDivergence()
     losses = [bad, 2.0, 1.0, 1.5, bad, 2.0, 3.0]
     rows = []
     for at, loss in enumerate(losses):
         rows += [Seen({}, [9.0 - at, bad]), held_out(loss=loss)]
-    assert len(asked(watcher, rows)) == 1
+    assert len(asked(alert, rows)) == 1
 
 
 def test_a_step_that_waits_for_data_is_told_of_once():
@@ -204,8 +204,8 @@ def test_a_minute_of_other_work_on_the_machine_is_not_worth_a_line():
 
 def test_a_cpu_that_others_use_is_slow_for_their_sake():
     crowded = Seen({}, [1.0], own={"step": [9.0], "data": [3.0], "load": [4.0]})
-    for watcher in (ThroughputDrop(), DataStarvation(0)):
-        assert asked(watcher, [*[timed(1.0)] * 120, *[crowded] * 200]) == []
+    for alert in (ThroughputDrop(), DataStarvation(0)):
+        assert asked(alert, [*[timed(1.0)] * 120, *[crowded] * 200]) == []
 
 
 def test_the_first_row_is_the_compilers():
@@ -291,7 +291,7 @@ def test_what_is_no_divergence(train, held_out):
 
 
 def broken(make, rows, at):
-    """What is told of these rows by one watcher, and by two of which the second goes on from the first."""
+    """What is told of these rows by one alert, and by two of which the second goes on from the first."""
     first, second = make(), make()
     told = asked(first, rows[:at])
     restore([second], json.loads(json.dumps(state_of([first]))))

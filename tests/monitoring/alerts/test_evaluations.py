@@ -30,7 +30,7 @@ def evaluated(job, deepspeed, folder):
     NOW.case, NOW.sample = "", -1
     data = bundle({"good": Subset(Samples(), range(4)), "bad": HeldOut()})
     parts = assemble(config, resolved, job, data, folder)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         for step in range(1, 5):
             NOW.case = "held out" if step in SPOILT else ""
             loop.step()

@@ -154,7 +154,7 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
     with (
         alone_on_the_machine,
         heard("pipeline.monitoring.trackers") as lines,
-        parts.sinks,
+        parts.trackers,
         TrainLoop(parts) as loop,
     ):
         loop.train()
@@ -251,7 +251,7 @@ def overfitted(job, folder, split, steps):
     clock = Clock()
     parts = assembled(clock, config, resolved, job, bundle(True), folder)
     parts = replace(parts, engine=Engine(parts.engine, clock))
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -281,7 +281,7 @@ def rushed(job, folder, split, times):
     optimizer = {"learning_rate": times * 3e-3}
     config, resolved = resolve(recipe(max_steps=70, optimizer=optimizer), split, job.ranks.world_size)
     parts = assemble(config, resolved, job, token_bundle(), folder)
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()
@@ -304,7 +304,7 @@ def at_the_lowest_scale(job, folder, split):
     config, resolved = resolve(tree(6, eval={"every": 0}), split, job.ranks.world_size)
     parts = assemble(config, resolved, job, bundle(False), folder)
     parts = replace(parts, engine=Engine(parts.engine, Clock(), bad=[3, 4]))
-    with parts.sinks, TrainLoop(parts) as loop:
+    with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     parts.loader.close()
     parts.engine.close()

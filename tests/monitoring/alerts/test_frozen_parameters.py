@@ -27,11 +27,11 @@ class Held:
 
 
 def said(held, change, steps=FROZEN_STEPS, gather=lambda mine: [mine]):
-    watcher = FrozenParameters(held.shards, gather)
+    alert = FrozenParameters(held.shards, gather)
     told = []
     for step in range(steps):
         change()
-        told.append(watcher(step + 1, STEP))
+        told.append(alert(step + 1, STEP))
     return told
 
 
@@ -75,12 +75,12 @@ def test_an_embedding_of_which_a_few_rows_move(shape):
 
 def test_skipped_steps_move_nothing():
     held = Held(still=torch.ones(3))
-    watcher = FrozenParameters(held.shards, lambda mine: [mine])
-    assert [watcher(step, SKIPPED) for step in range(100)] == [None] * 100
-    assert [watcher(step, STEP) is None for step in range(FROZEN_STEPS)] == [True] * (FROZEN_STEPS - 1) + [
+    alert = FrozenParameters(held.shards, lambda mine: [mine])
+    assert [alert(step, SKIPPED) for step in range(100)] == [None] * 100
+    assert [alert(step, STEP) is None for step in range(FROZEN_STEPS)] == [True] * (FROZEN_STEPS - 1) + [
         False
     ]
-    assert watcher(200, STEP) is None  # once
+    assert alert(200, STEP) is None  # once
 
 
 def test_one_that_moved_on_another_rank():

@@ -1,4 +1,4 @@
-"""Sinks on threads of their own: nothing waits for them; what fails or blocks is dropped with one line."""
+"""Trackers on threads of their own: nothing waits for them; what fails or blocks is dropped with one line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from sinks_of_tests import Recorded
+from trackers_of_tests import Recorded
 
 from pipeline.checkpoint.catalog import SavedCheckpoints
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import interface as dispensable
-from pipeline.monitoring.trackers.interface import Sinks, SinkThread
+from pipeline.monitoring.trackers.interface import Trackers, TrackerThread
 
 PATIENCE = 60  # seconds, on a busy machine
 EVENT = Event("loss_spike", "the loss is 9")
@@ -52,32 +52,32 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def threaded(sink, name: str = "it", **how) -> SinkThread:
-    return SinkThread(lambda: sink, name, **how)
+def threaded(tracker, name: str = "it", **how) -> TrackerThread:
+    return TrackerThread(lambda: tracker, name, **how)
 
 
 def dropped(caplog) -> list[str]:
     return [each.message for each in caplog.records if "dropped" in each.message]
 
 
-def ended(sink: SinkThread) -> bool:
-    sink._thread.join(PATIENCE)
-    return not sink._thread.is_alive()
+def ended(tracker: TrackerThread) -> bool:
+    tracker._thread.join(PATIENCE)
+    return not tracker._thread.is_alive()
 
 
 def test_calls_come_in_their_order_with_the_row_as_it_was(gate):
-    sink = Gated("write", gate)
+    tracker = Gated("write", gate)
     row = {"train/loss": 1.0}
     shown = SavedCheckpoints(())
-    with Sinks([threaded(sink)]) as sinks:
-        sinks.write(1, row)
+    with Trackers([threaded(tracker)]) as trackers:
+        trackers.write(1, row)
         row["train/loss"] = 2.0
-        sinks.tell(1, EVENT)
-        sinks.show(shown)
-        sinks.write(2, row)
+        trackers.tell(1, EVENT)
+        trackers.show(shown)
+        trackers.write(2, row)
         gate.set()
     calls = [("write", 1, {"train/loss": 1.0}), ("tell", 1, EVENT), ("show", shown)]
-    assert sink.calls == [*calls, ("write", 2, {"train/loss": 2.0}), ("close", 0)]
+    assert tracker.calls == [*calls, ("write", 2, {"train/loss": 2.0}), ("close", 0)]
 
 
 def test_one_thread_makes_a_sink_and_calls_it():
@@ -94,8 +94,8 @@ def test_one_thread_makes_a_sink_and_calls_it():
         def close(self, exit_code):
             threads.append(threading.current_thread())
 
-    with Sinks([SinkThread(Threads, "it")]) as sinks:
-        sinks.write(1, {})
+    with Trackers([TrackerThread(Threads, "it")]) as trackers:
+        trackers.write(1, {})
     assert len(threads) == 3
     assert len(set(threads)) == 1
     assert threads[0].daemon
@@ -104,33 +104,33 @@ def test_one_thread_makes_a_sink_and_calls_it():
 
 def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog, monkeypatch):
     monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
-    sink, other = Gated("write", gate), Gated("", gate)
-    thread = threaded(sink, resend=", and a second start sends them")
-    with Sinks([thread]) as sinks:
-        sinks.write(0, {})
-        assert sink.entered.wait(PATIENCE)
+    tracker, other = Gated("write", gate), Gated("", gate)
+    thread = threaded(tracker, resend=", and a second start sends them")
+    with Trackers([thread]) as trackers:
+        trackers.write(0, {})
+        assert tracker.entered.wait(PATIENCE)
         for step in range(1, 9):
-            sinks.write(step, {})
-            sinks.tell(step, EVENT)
-    with Sinks([threaded(other)]) as sinks:
-        sinks.write(0, {})
+            trackers.write(step, {})
+            trackers.tell(step, EVENT)
+    with Trackers([threaded(other)]) as trackers:
+        trackers.write(0, {})
     why = "it blocks, 3 rows and events behind; metrics.jsonl has all rows, and a second start sends them"
     assert dropped(caplog) == [f"it is dropped ({why}); the run goes on without it"]
     gate.set()
     assert ended(thread)
-    assert sink.calls == [("write", 0, {})], "not even its close"
+    assert tracker.calls == [("write", 0, {})], "not even its close"
     assert len(other.calls) == 2
 
 
 def test_no_rows_wait_for_what_takes_none(gate, caplog, monkeypatch):
     monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
-    sink = Gated("tell", gate)
-    with Sinks([threaded(sink, takes_rows=False)]) as sinks:
-        sinks.tell(0, EVENT)
+    tracker = Gated("tell", gate)
+    with Trackers([threaded(tracker, takes_rows=False)]) as trackers:
+        trackers.tell(0, EVENT)
         for step in range(9):
-            sinks.write(step, {})
+            trackers.write(step, {})
         gate.set()
-    assert sink.calls == [("tell", 0, EVENT), ("close", 0)]
+    assert tracker.calls == [("tell", 0, EVENT), ("close", 0)]
     assert dropped(caplog) == []
 
 
@@ -139,11 +139,11 @@ def test_no_rows_wait_for_what_takes_none(gate, caplog, monkeypatch):
 )
 def test_one_that_blocks_at_the_end_is_dropped_after_a_while(gate, caplog, monkeypatch, at, left):
     monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.2)
-    sink = Gated(at, gate)
-    with Sinks([threaded(sink)]) as sinks:
-        sinks.write(1, {})
-        sinks.tell(1, EVENT)
-        assert at == "close" or sink.entered.wait(PATIENCE)
+    tracker = Gated(at, gate)
+    with Trackers([threaded(tracker)]) as trackers:
+        trackers.write(1, {})
+        trackers.tell(1, EVENT)
+        assert at == "close" or tracker.entered.wait(PATIENCE)
     (line,) = dropped(caplog)
     assert line.startswith(f"it is dropped (it {left} within 0 s; metrics.jsonl has all rows);")
 
@@ -151,8 +151,8 @@ def test_one_that_blocks_at_the_end_is_dropped_after_a_while(gate, caplog, monke
 def test_the_end_says_whom_it_waits_for_and_waits_no_longer_than_it_may(gate, caplog, monkeypatch):
     monkeypatch.setattr(dispensable, "QUIET_SECONDS", 0.1)
     caplog.set_level("INFO", logger="pipeline")
-    sinks = Sinks([threaded(Gated("close", gate), "a"), threaded(Gated("", gate), "b")])
-    sinks.close(143, at_most=0.5)
+    trackers = Trackers([threaded(Gated("close", gate), "a"), threaded(Gated("", gate), "b")])
+    trackers.close(143, at_most=0.5)
     lines = [each.message for each in caplog.records]
     assert lines[0] == "waiting up to 0 s for a to take the last rows"
     assert [line.split()[0] for line in lines[1:]] == ["a"]
@@ -169,7 +169,7 @@ def test_sinks_end_side_by_side(gate, caplog):
             gate.set()
 
     first = Gated("close", gate)
-    Sinks([threaded(first), SinkThread(Opens, "second")]).close(0)
+    Trackers([threaded(first), TrackerThread(Opens, "second")]).close(0)
     assert first.calls == [("close", 0)]
     assert dropped(caplog) == []
 
@@ -179,14 +179,14 @@ def test_whatever_is_raised_ends_that_sink_alone(caplog, raised):
     def fail(step, row):
         raise raised
 
-    sink = Gated("", threading.Event())
-    sink.write = fail  # type: ignore[method-assign]
-    thread = threaded(sink)
-    with Sinks([thread]) as sinks:
+    tracker = Gated("", threading.Event())
+    tracker.write = fail  # type: ignore[method-assign]
+    thread = threaded(tracker)
+    with Trackers([thread]) as trackers:
         for step in range(3):
-            sinks.write(step, {})
+            trackers.write(step, {})
     assert ended(thread)
     assert [line.startswith(f"it is dropped ({type(raised).__name__}: ") for line in dropped(caplog)] == [
         True
     ]
-    assert sink.calls == []
+    assert tracker.calls == []

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from pipeline.monitoring.events import ROLLBACK, Event
-from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlSink, replay
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, replay
 
 
 def write(folder: Path, start_step: int, *words: tuple) -> None:
     """Rows `(first, last)` with a value of their own each, rollbacks `(to, from, "back")`."""
-    sink = JsonlSink(folder / METRICS_FILE, start_step=start_step)
+    tracker = JsonlTracker(folder / METRICS_FILE, start_step=start_step)
     for first, last, *rest in words:
         if rest == ["back"]:
             fields = {"from_step": last, "first_sample": 0, "last_sample": last}
-            sink.tell(first, Event(ROLLBACK, "back", fields=fields))
+            tracker.tell(first, Event(ROLLBACK, "back", fields=fields))
         else:
             for step in range(first, last + 1):
-                sink.write(step, {"train/loss": float(*rest)})
-    sink.close(0)
+                tracker.write(step, {"train/loss": float(*rest)})
+    tracker.close(0)
 
 
 def told(folder: Path, start_step: int) -> list[tuple]:
@@ -54,7 +54,7 @@ def test_two_rollbacks_from_one_step_to_one_step(tmp_path):
 def test_a_rollback_that_a_kill_had_come_about_again_counts_once(tmp_path, killed):
     write(tmp_path, 0, (1, 6, 0), (4, 6, "back"), (5, 5, 1))
     for _ in range(killed):
-        JsonlSink(tmp_path / METRICS_FILE, start_step=4).close(0)
+        JsonlTracker(tmp_path / METRICS_FILE, start_step=4).close(0)
         assert told(tmp_path, 4) == rows(1, 4, 0), "it is still to come"
         write(tmp_path, 4, (5, 6, 0), (4, 6, "back"), (5, 8, 1))
     assert told(tmp_path, 8) == [*rows(1, 6, 0), (4, "back"), *rows(5, 8, 1)]

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from monitoring.trackers.test_sinks_composite import build, recipe
+from monitoring.trackers.test_trackers_composite import build, recipe
 from support.poisoned import ALONE, BATCH, train
 
 from pipeline.config.schema import LogConfig
@@ -63,24 +63,24 @@ def test_what_a_rollback_and_a_resume_take_back_is_not_shown(tmp_path):
 @pytest.mark.parametrize("redo_evaluation", [False, True])
 def test_of_the_step_that_a_run_goes_on_from_it_shows_what_the_record_has(tmp_path, redo_evaluation):
     config = recipe(log=LogConfig(tensorboard=True))
-    with build(tmp_path, config) as sinks:
+    with build(tmp_path, config) as trackers:
         for step in (1, 2, 3):
-            sinks.write(step, {"train/loss": 1.0})
-            sinks.write(step, {"eval/loss": 2.0})
-            sinks.tell(step, Event(CORRUPTION, f"bits differ at step {step}"))
-    with build(tmp_path, config, start_step=2, redo_evaluation=redo_evaluation) as sinks:
+            trackers.write(step, {"train/loss": 1.0})
+            trackers.write(step, {"eval/loss": 2.0})
+            trackers.tell(step, Event(CORRUPTION, f"bits differ at step {step}"))
+    with build(tmp_path, config, start_step=2, redo_evaluation=redo_evaluation) as trackers:
         if redo_evaluation:
-            sinks.write(2, {"eval/loss": 3.0})
-        sinks.write(3, {"train/loss": 1.0})
+            trackers.write(2, {"eval/loss": 3.0})
+        trackers.write(3, {"train/loss": 1.0})
     assert shown(tmp_path) == recorded(tmp_path)
     assert max(shown(tmp_path).values()) == 1
 
 
 def test_every_row_is_on_the_disk_before_the_next(tmp_path):
     """A kill would lose those of the last two minutes."""
-    with build(tmp_path, recipe(log=LogConfig(tensorboard=True))) as sinks:
-        thread = sinks._sinks[1]
+    with build(tmp_path, recipe(log=LogConfig(tensorboard=True))) as trackers:
+        thread = trackers._trackers[1]
         for step in (1, 2):
-            sinks.write(step, {"train/loss": 1.0})
+            trackers.write(step, {"train/loss": 1.0})
         thread._calls.join()
         assert shown(tmp_path) == recorded(tmp_path)

@@ -26,7 +26,7 @@ PROGRAM = """
     from pipeline.config.schema import RunConfig, WandbConfig
     from pipeline.distributed.process_group import Job
     from pipeline.distributed.ranks import Ranks
-    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     logging.basicConfig(stream=sys.stdout)
@@ -35,15 +35,15 @@ PROGRAM = """
     run_dir.mkdir(exist_ok=True)
     job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
     store = CheckpointStore(run_dir / "checkpoints", Retention(2, keep_best=True), job, "plain PyTorch")
-    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=99,
-                     run_config={}) as sinks:
-        store.shown_to(sinks.show)
+    with build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=99,
+                     run_config={}) as trackers:
+        store.shown_to(trackers.show)
         for word, step, *rest in words:
             if word == "wait":
                 while Path(sys.argv[4]).read_text().count("COMMITTED") < step:
                     time.sleep(0.1)
                 continue
-            sinks.write(step, {"train/loss": step / 7})
+            trackers.write(step, {"train/loss": step / 7})
             if word == "save":
                 loss, seed = rest
                 state = {"global_step": step, "tokens_seen": 1.0, "eval_loss": loss}

@@ -23,17 +23,17 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start, section = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
     config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
                        data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(**section))
     run_dir.mkdir(exist_ok=True)
-    with build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start, max_steps=40,
-                     run_config={}) as sinks:
+    with build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start, max_steps=40,
+                     run_config={}) as trackers:
         for step in range(start + 1, start + 4):
-            sinks.write(step, {"train/loss": step / 7})
+            trackers.write(step, {"train/loss": step / 7})
 """
 ALL = {
     "WANDB_PROJECT": "theirs",

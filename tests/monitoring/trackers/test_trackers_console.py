@@ -4,28 +4,28 @@ import io
 import re
 
 import pytest
-from monitoring.trackers.test_sinks_composite import build, recipe
+from monitoring.trackers.test_trackers_composite import build, recipe
 from rich.console import Console
 from support.terminal import in_terminal
 
 from pipeline.config.schema import LogConfig
-from pipeline.monitoring.trackers.console import ConsoleSink, count, decimals, two_digits
+from pipeline.monitoring.trackers.console import ConsoleTracker, count, decimals, two_digits
 
 PROGRAM = """
     import math
     from rich.console import Console
-    from pipeline.monitoring.trackers.console import ConsoleSink
+    from pipeline.monitoring.trackers.console import ConsoleTracker
 
-    sink = ConsoleSink(Console(), max_steps=20000)
+    tracker = ConsoleTracker(Console(), max_steps=20000)
     for step in range(0, 20000, 4000):
         row = {"train/loss": 9.87654, "train/learning_rate": 2e-4, "train/grad_norm": 0.5213,
                "perf/mfu": 0.412, "perf/tokens_per_second": 12345.6, "perf/step_time_seconds": 3.0,
                "train/skipped_steps": 3, "memory/peak_allocated_gib": 61.21, "train/loss_scale": 65536.0}
-        sink.write(step, row)
-        sink.write(step, {"eval/loss": 3.0, "eval/perplexity": 20.0855})
+        tracker.write(step, row)
+        tracker.write(step, {"eval/loss": 3.0, "eval/perplexity": 20.0855})
         print("somebody else prints")
-    sink.write(20000, row)
-    sink.close(0)
+    tracker.write(20000, row)
+    tracker.close(0)
 """
 
 
@@ -41,56 +41,56 @@ def train_row(loss: float = 2.5) -> dict[str, float]:
     return {"train/loss": loss, "train/learning_rate": 2e-4, "perf/step_time_seconds": 1.0}
 
 
-def plain_sink(max_steps: int) -> tuple[ConsoleSink, io.StringIO, Clock]:
+def plain_tracker(max_steps: int) -> tuple[ConsoleTracker, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
-    return ConsoleSink(Console(file=out), max_steps=max_steps, min_interval=5.0, clock=clock), out, clock
+    return ConsoleTracker(Console(file=out), max_steps=max_steps, min_interval=5.0, clock=clock), out, clock
 
 
 def test_plain_lines_are_throttled_but_first_last_and_eval_always_stand():
-    sink, out, clock = plain_sink(max_steps=20)
+    tracker, out, clock = plain_tracker(max_steps=20)
     for step in range(1, 21):
         clock.now = float(step)
-        sink.write(step, train_row())
+        tracker.write(step, train_row())
         if step == 8:
-            sink.write(step, {"eval/loss": 2.0, "eval/perplexity": 7.389})
-    sink.close(0)
+            tracker.write(step, {"eval/loss": 2.0, "eval/perplexity": 7.389})
+    tracker.close(0)
     heads = [line.split("/")[0] for line in out.getvalue().splitlines()]
     assert heads == ["step  1", "step  6", "eval  8", "step 11", "step 16", "step 20"]
 
 
 def test_a_run_that_stops_early_still_prints_its_newest_row():
-    sink, out, _ = plain_sink(max_steps=100)
+    tracker, out, _ = plain_tracker(max_steps=100)
     for step in (1, 2, 3):
-        sink.write(step, train_row())
-    sink.close(1)
+        tracker.write(step, train_row())
+    tracker.close(1)
     assert [line.split("/")[0] for line in out.getvalue().splitlines()] == ["step   1", "step   3"]
 
 
 def test_plain_line_shows_the_row_for_humans_and_only_what_is_there():
-    sink, out, _ = plain_sink(max_steps=2000)
+    tracker, out, _ = plain_tracker(max_steps=2000)
     row = train_row() | {
         "train/grad_norm": 0.5213,
         "perf/tokens_per_second": 12345.6,
         "train/skipped_steps": 0,
     }
-    sink.write(120, row | {"memory/peak_allocated_gib": 5.214, "train/tokens_seen": 10**6})
+    tracker.write(120, row | {"memory/peak_allocated_gib": 5.214, "train/tokens_seen": 10**6})
     assert out.getvalue() == (
         "step  120/2000  loss  2.5000  lr 2.00e-04  grad  0.52   12.3k tok/s  mem   5.2 GiB  31m20s left\n"
     )
 
 
 def test_time_left_counts_what_happens_between_steps():
-    sink, out, clock = plain_sink(max_steps=100)
-    sink.write(10, train_row())  # 90 steps of 1 s
+    tracker, out, clock = plain_tracker(max_steps=100)
+    tracker.write(10, train_row())  # 90 steps of 1 s
     clock.now = 40.0
-    sink.write(20, train_row())  # 10 steps took 40 s: 80 to go at 4 s
+    tracker.write(20, train_row())  # 10 steps took 40 s: 80 to go at 4 s
     assert re.findall(r"(\S+) left", out.getvalue()) == ["1m30s", "5m20s"]
 
 
 def test_plain_lines_are_never_wrapped_or_coloured(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    sink, out, _ = plain_sink(max_steps=2)
-    sink.write(1, train_row(float("nan")))
+    tracker, out, _ = plain_tracker(max_steps=2)
+    tracker.write(1, train_row(float("nan")))
     assert out.getvalue().count("\n") == 1
     assert "loss     nan" in out.getvalue()
     assert "\x1b" not in out.getvalue()
@@ -135,8 +135,8 @@ def test_several_sets_stand_under_each_other_in_a_file_and_in_a_terminal():
         "eval/code/loss": 2.5,
         "eval/long_name/loss": 12345.0,
     }
-    sink, out, _ = plain_sink(max_steps=1000)
-    sink.write(40, row)
+    tracker, out, _ = plain_tracker(max_steps=1000)
+    tracker.write(40, row)
     expected = [
         "eval   40/1000  loss  3.0000  perplexity   20.09",
         "          code  loss  2.5000",
@@ -144,9 +144,11 @@ def test_several_sets_stand_under_each_other_in_a_file_and_in_a_terminal():
     ]
     assert out.getvalue().splitlines() == expected
     terminal = io.StringIO()
-    sink = ConsoleSink(Console(file=terminal, force_terminal=True, color_system="standard"), max_steps=1000)
-    sink._is_terminal = True
-    sink.write(40, row)
+    tracker = ConsoleTracker(
+        Console(file=terminal, force_terminal=True, color_system="standard"), max_steps=1000
+    )
+    tracker._is_terminal = True
+    tracker.write(40, row)
     shown = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()).splitlines()
     assert shown == expected
 
@@ -154,12 +156,12 @@ def test_several_sets_stand_under_each_other_in_a_file_and_in_a_terminal():
 def test_a_notebook_gets_the_lines_of_a_file(tmp_path, monkeypatch, capsys):
     """rich would show each as HTML of its own."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    with build(tmp_path, recipe()) as sinks:
-        sinks.write(1, train_row())
+    with build(tmp_path, recipe()) as trackers:
+        trackers.write(1, train_row())
     assert capsys.readouterr().out.startswith("step 1/4  loss  2.5000")
 
 
 def test_a_quiet_console_has_no_rows(tmp_path, capsys):
-    with build(tmp_path, recipe(log=LogConfig(console="warning"))) as sinks:
-        sinks.write(1, train_row())
+    with build(tmp_path, recipe(log=LogConfig(console="warning"))) as trackers:
+        trackers.write(1, train_row())
     assert capsys.readouterr().out == ""

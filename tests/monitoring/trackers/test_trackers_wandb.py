@@ -25,7 +25,7 @@ PROGRAM = """
     from pipeline.config.model_schema import CNNConfig
     from pipeline.config.data_schema import DigitsDataConfig
     from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.monitoring.trackers import build_sinks
+    from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start_step, last_step, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
@@ -33,26 +33,26 @@ PROGRAM = """
                        data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(mode=sys.argv[5], tags=["t"]))
     run_dir.mkdir(exist_ok=True)
     began = time.monotonic()
-    sinks = build_sinks(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
-                        run_config={"seed": 7})
+    trackers = build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step,
+                              max_steps=40, run_config={"seed": 7})
     print("OPEN", time.monotonic() - began)
-    with sinks:
+    with trackers:
         if end == "owed":
-            sinks.write(start_step, {"eval/loss": start_step / 9})
+            trackers.write(start_step, {"eval/loss": start_step / 9})
         for step in range(start_step + 1, last_step + 1):
             if step == start_step + 3 and end == "core":
                 import subprocess
                 subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "wandb-core"], check=True)
                 time.sleep(0.3)
-            sinks.write(step, {"train/loss": step / 7, "train/grad_norm": float("nan")})
+            trackers.write(step, {"train/loss": step / 7, "train/grad_norm": float("nan")})
             if step % 5 == 0:
-                sinks.write(step, {"eval/loss": step / 9})
+                trackers.write(step, {"eval/loss": step / 9})
         if end.startswith("server"):
             signal_name, pid = end.split(":")[1:]
             time.sleep(0.5)
             os.kill(int(pid), getattr(signal, signal_name))
             for step in range(last_step + 1, 31):
-                sinks.write(step, {"train/loss": step / 7})
+                trackers.write(step, {"train/loss": step / 7})
         elif end == "flushed":  # killed once the file has the rows: wandb writes it every second
             (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
             while b"train/loss" not in path.read_bytes():
@@ -60,7 +60,7 @@ PROGRAM = """
             sys.stdout.flush()
             os._exit(9)
         elif end == "stop":
-            sinks.close(138)
+            trackers.close(138)
         elif end == "kill":
             sys.stdout.flush()
             os._exit(9)

@@ -21,8 +21,8 @@ def seen(data, forward=None, step=1.0, steps=4, backward=None):
 
 
 def said(*rows, share=0.15, stages=1):
-    watcher = SlowRank(EVERYONE[: len(rows[0].own["data"])], share, stages)
-    return [event for number, row in enumerate(rows) if (event := watcher(number, row)) is not None]
+    alert = SlowRank(EVERYONE[: len(rows[0].own["data"])], share, stages)
+    return [event for number, row in enumerate(rows) if (event := alert(number, row)) is not None]
 
 
 def test_the_slow_one_is_named_once_with_its_phase():
@@ -107,8 +107,8 @@ def test_where_ranks_share_their_cores_with_others_one_must_be_slower_still(slow
 
 def test_one_rank_and_evaluations_are_not_compared():
     assert said(*[seen([0.9])] * 20) == []
-    watcher = SlowRank([], 0.15)  # a process without a group knows nobody
-    assert [watcher(step, seen([0.9])) for step in range(20)] == [None] * 20
+    alert = SlowRank([], 0.15)  # a process without a group knows nobody
+    assert [alert(step, seen([0.9])) for step in range(20)] == [None] * 20
     assert SlowRank(EVERYONE, 0.15)(1, Seen({"eval/loss": 1.0})) is None
 
 

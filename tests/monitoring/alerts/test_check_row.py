@@ -1,4 +1,4 @@
-"""Watchers: what they answer to rows, and what the answers do."""
+"""Alerts: what they answer to rows, and what the answers do."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def skipped(steps: int) -> Seen:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_skips_in_a_row_end_the_run(precision):
-    watcher, limit = NonFiniteSteps(precision, 0, 1000), MAX_CONSECUTIVE_SKIPS[precision]
-    assert watcher(100, skipped(0)) is None
-    assert watcher(100, skipped(limit - 1)) is None
-    answer = watcher(101, skipped(limit))
+    alert, limit = NonFiniteSteps(precision, 0, 1000), MAX_CONSECUTIVE_SKIPS[precision]
+    assert alert(100, skipped(0)) is None
+    assert alert(100, skipped(limit - 1)) is None
+    answer = alert(101, skipped(limit))
     assert isinstance(answer, Stop)
     assert f"the last {limit} steps had an infinite or NaN gradient (loss nan)" in str(answer.error)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_of_few_steps_none_of_which_was_taken_is_an_error(precision):
-    watcher = NonFiniteSteps(precision, 20, 24)
-    assert watcher(23, skipped(3)) is None
-    assert watcher(24, skipped(3)) is None  # one was taken
-    answer = watcher(24, skipped(4))
+    alert = NonFiniteSteps(precision, 20, 24)
+    assert alert(23, skipped(3)) is None
+    assert alert(24, skipped(3)) is None  # one was taken
+    answer = alert(24, skipped(4))
     assert (answer is None) == (precision == "fp16")  # which may still search its loss scale
 
 

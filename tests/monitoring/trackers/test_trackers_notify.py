@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from monitoring.trackers.test_sinks_composite import build, recipe
+from monitoring.trackers.test_trackers_composite import build, recipe
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.ranks import free_port
 
@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import interface as dispensable
 from pipeline.monitoring.trackers import notify
-from pipeline.monitoring.trackers.notify import NotifySink, post, run_command, tell_at_once, ways_of
+from pipeline.monitoring.trackers.notify import NotifyTracker, post, run_command, tell_at_once, ways_of
 
 SECRET = "T0P-5ecret"
 SPIKE = Event("loss_spike", "the loss is 9", "look at the data")
@@ -99,9 +99,9 @@ def test_both_are_given_what_happened(tmp_path, server, monkeypatch):
     run_dir = tmp_path / "tiny-1"
     run_dir.mkdir()
     config = NotifyConfig(command=keeper(tmp_path), webhook_env="PIPELINE_WEBHOOK")
-    with build(run_dir, recipe(notify=config)) as sinks:
-        sinks.write(7, {"train/loss": 9.0})
-        sinks.tell(7, SPIKE)
+    with build(run_dir, recipe(notify=config)) as trackers:
+        trackers.write(7, {"train/loss": 9.0})
+        trackers.tell(7, SPIKE)
     text = "tiny-1, step 7: loss_spike: the loss is 9; look at the data"
     expected = {
         "run": "tiny-1",
@@ -127,20 +127,20 @@ def test_both_are_given_what_happened(tmp_path, server, monkeypatch):
 @pytest.mark.parametrize(("level", "told"), [("info", 3), ("warning", 2), ("error", 1)])
 def test_what_is_less_than_the_level_is_not_told(level, told):
     way = Way()
-    sink = NotifySink({"command": way}, level, "run")
+    tracker = NotifyTracker({"command": way}, level, "run")
     for each in ("info", "warning", "error"):
-        sink.tell(1, Event(each, "it happened", level=each))
-    sink.close(0)
+        tracker.tell(1, Event(each, "it happened", level=each))
+    tracker.close(0)
     assert [said["event"] for said in way.said] == ["info", "warning", "error"][-told:]
 
 
 def test_of_a_name_one_a_minute_is_told_with_how_many_were_held_back():
     way, clock = Way(), Clock()
-    sink = NotifySink({"command": way}, "warning", "run", clock)
+    tracker = NotifyTracker({"command": way}, "warning", "run", clock)
     for clock.now in (0.0, 1.0, 59.0, 60.0, 61.0, 130.0):
-        sink.tell(int(clock.now), SPIKE)
-        sink.tell(int(clock.now), Event(f"other_{clock.now}", "it happened"))
-    sink.close(0)
+        tracker.tell(int(clock.now), SPIKE)
+        tracker.tell(int(clock.now), Event(f"other_{clock.now}", "it happened"))
+    tracker.close(0)
     spikes = [(said["step"], said["message"]) for said in way.said if said["event"] == "loss_spike"]
     assert spikes == [
         (0, "the loss is 9"),
@@ -154,9 +154,9 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, server, monkeypat
     monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.2)
     monkeypatch.setenv("HOOK", server.url)
     server.may_answer.clear()
-    with build(tmp_path, recipe(notify=NotifyConfig(webhook_env="HOOK"))) as sinks:
+    with build(tmp_path, recipe(notify=NotifyConfig(webhook_env="HOOK"))) as trackers:
         for number in range(20):
-            sinks.tell(number, Event(f"event_{number}", "it happened"))
+            trackers.tell(number, Event(f"event_{number}", "it happened"))
     assert "notify is dropped (it did not take its last 20 rows and events" in caplog.text
     assert SECRET not in caplog.text
 
@@ -170,10 +170,10 @@ def test_one_that_does_not_answer_in_time_is_given_up(server, monkeypatch):
 
 def test_what_fails_is_said_once_and_tried_again(server, caplog):
     server.code = 500
-    sink = NotifySink({"webhook_env": lambda said: post(server.url, said)}, "warning", "run")
+    tracker = NotifyTracker({"webhook_env": lambda said: post(server.url, said)}, "warning", "run")
     for number in range(3):
-        sink.tell(number, Event(f"event_{number}", "it happened"))
-    sink.close(0)
+        tracker.tell(number, Event(f"event_{number}", "it happened"))
+    tracker.close(0)
     assert len(server.posted) == 3
     lines = [each.message for each in caplog.records]
     assert lines == ["notify.webhook_env failed (the server answered 500); it is tried again"]

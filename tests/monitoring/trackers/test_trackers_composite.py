@@ -1,4 +1,4 @@
-"""Several sinks as one, and what `build_sinks` opens."""
+"""Several trackers as one, and what `build_trackers` opens."""
 
 import subprocess
 import sys
@@ -11,8 +11,8 @@ from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import TRACKERS, Tracker, build_sinks, check_sinks
-from pipeline.monitoring.trackers.interface import Sinks
+from pipeline.monitoring.trackers import TRACKERS, Tracker, build_trackers, check_trackers
+from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 
@@ -45,21 +45,21 @@ def recipe(**sections) -> RunConfig:
     )
 
 
-def build(run_dir: Path, config: RunConfig, **how) -> Sinks:
+def build(run_dir: Path, config: RunConfig, **how) -> Trackers:
     given = {"is_main_process": True, "start_step": 0, "max_steps": 4, "run_config": {}} | how
-    return build_sinks(config, run_dir=run_dir, **given)
+    return build_trackers(config, run_dir=run_dir, **given)
 
 
 def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
     caplog.set_level("INFO", logger="pipeline")
-    sinks = [Recorder(), Recorder()]
+    trackers = [Recorder(), Recorder()]
     events = [
         Event("loss_spike", "the loss is 9", "look at the data"),
         Event("skip", "left out", level="info"),
     ]
     for step, event in enumerate(events):
-        Sinks(sinks).tell(step, event)
-    assert sinks[0].events == sinks[1].events == list(enumerate(events))
+        Trackers(trackers).tell(step, event)
+    assert trackers[0].events == trackers[1].events == list(enumerate(events))
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("WARNING", "loss_spike: step 0: the loss is 9; look at the data"),
         ("INFO", "left out"),
@@ -68,7 +68,7 @@ def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
 
 def test_a_rank_without_sinks_says_no_error_of_what_all_ranks_know(caplog):
     """Errors of any rank come to the console."""
-    Sinks().tell(3, Event("corruption", "bits differ", level="error"))
+    Trackers().tell(3, Event("corruption", "bits differ", level="error"))
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("WARNING", "corruption: step 3: bits differ")
     ]
@@ -76,34 +76,34 @@ def test_a_rank_without_sinks_says_no_error_of_what_all_ranks_know(caplog):
 
 def test_exit_code_is_0_normally_and_1_after_an_exception():
     first, second = Recorder(), Recorder()
-    with Sinks([first]) as sinks:
-        sinks.write(1, {"train/loss": 1.0})
-    with pytest.raises(KeyboardInterrupt), Sinks([second]):
+    with Trackers([first]) as trackers:
+        trackers.write(1, {"train/loss": 1.0})
+    with pytest.raises(KeyboardInterrupt), Trackers([second]):
         raise KeyboardInterrupt
     assert (first.rows, first.closed_with, second.closed_with) == ([(1, {"train/loss": 1.0})], [0], [1])
 
 
 def test_a_sink_that_fails_to_close_keeps_no_other_open():
-    sinks = [Recorder(), Recorder(MetricsFileError("full")), Recorder(OSError("gone")), Recorder()]
-    with pytest.raises((MetricsFileError, OSError)), Sinks(sinks):
+    trackers = [Recorder(), Recorder(MetricsFileError("full")), Recorder(OSError("gone")), Recorder()]
+    with pytest.raises((MetricsFileError, OSError)), Trackers(trackers):
         pass
-    assert [sink.closed_with for sink in sinks] == [[0]] * 4
+    assert [tracker.closed_with for tracker in trackers] == [[0]] * 4
 
 
 def test_a_failure_to_close_does_not_hide_why_the_run_ended():
-    with pytest.raises(ZeroDivisionError), Sinks([Recorder(MetricsFileError("full"))]):
+    with pytest.raises(ZeroDivisionError), Trackers([Recorder(MetricsFileError("full"))]):
         raise ZeroDivisionError
 
 
 def test_other_ranks_write_nothing(tmp_path: Path):
-    with build(tmp_path, recipe(), is_main_process=False) as sinks:
-        sinks.write(1, {"train/loss": 1.0})
+    with build(tmp_path, recipe(), is_main_process=False) as trackers:
+        trackers.write(1, {"train/loss": 1.0})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_console_shows_what_the_record_holds(tmp_path: Path, capsys):
-    with build(tmp_path, recipe()) as sinks:
-        sinks.write(1, {"train/loss": 1.25})
+    with build(tmp_path, recipe()) as trackers:
+        trackers.write(1, {"train/loss": 1.25})
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 1.25}]
     assert capsys.readouterr().out.startswith("step 1/4  loss  1.2500")
 
@@ -127,9 +127,9 @@ def test_an_entry_of_the_table_is_checked_and_opened(tmp_path, monkeypatch):
     checked, recorder = [], Recorder()
     monkeypatch.setitem(TRACKERS, "log.recorder", Tracker(checked.append, lambda run: [recorder]))
     config = recipe()
-    check_sinks(config)
+    check_trackers(config)
     assert checked == [config]
-    with build(tmp_path, config) as sinks:
-        sinks.write(1, {"train/loss": 2.0})
+    with build(tmp_path, config) as trackers:
+        trackers.write(1, {"train/loss": 2.0})
     assert recorder.rows == [(1, {"train/loss": 2.0})]
     assert recorder.closed_with == [0]

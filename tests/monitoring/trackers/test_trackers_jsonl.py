@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.monitoring.events import CORRUPTION, Event
 from pipeline.monitoring.trackers.jsonl import (
-    JsonlSink,
+    JsonlTracker,
     MetricsFileError,
     encode_row,
     iterate_record,
@@ -50,9 +50,9 @@ def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_by
     path = tmp_path_factory.mktemp("resume") / "metrics.jsonl"
     torn = encode_row(1, {"train/loss": 1.5})[: torn_bytes % 20]
     path.write_bytes(b"".join(encode_row(step, {"train/loss": step / 3}) for step in steps) + torn)
-    sink = JsonlSink(path, start_step=start_step)
-    sink.write(start_step + 1, {"train/loss": 0.5})
-    sink.close(0)
+    tracker = JsonlTracker(path, start_step=start_step)
+    tracker.write(start_step + 1, {"train/loss": 0.5})
+    tracker.close(0)
     kept = [step for step in steps if step <= start_step]
     assert [row["step"] for row in read_metrics(path)] == [*kept, start_step + 1]
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
@@ -60,14 +60,14 @@ def test_resume_keeps_exactly_the_rows_up_to_its_step(steps, start_step, torn_by
 
 def test_why_a_run_went_back_stays_in_its_record(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, start_step=0)
+    tracker = JsonlTracker(path, start_step=0)
     for step in range(1, 9):
-        sink.write(step, {"train/loss": 1 / step})
-    sink.tell(8, Event("slow_rank", "rank 2 is slow"))
-    sink.tell(8, Event(CORRUPTION, "the weights differ", fields={"ranks": "2"}))
-    sink.close(0)
+        tracker.write(step, {"train/loss": 1 / step})
+    tracker.tell(8, Event("slow_rank", "rank 2 is slow"))
+    tracker.tell(8, Event(CORRUPTION, "the weights differ", fields={"ranks": "2"}))
+    tracker.close(0)
     for start_step in (5, 4):  # the checkpoint of step 5 was no good
-        JsonlSink(path, start_step=start_step).close(0)
+        JsonlTracker(path, start_step=start_step).close(0)
         *kept, told = iterate_record(path)
         assert [row["step"] for row in kept] == list(range(1, start_step + 1))
         assert (told["step"], told["from_step"], told["ranks"]) == (start_step, 8, "2")
@@ -86,9 +86,9 @@ def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
             """
         import resource
         from pathlib import Path
-        from pipeline.monitoring.trackers.jsonl import JsonlSink, iterate_metrics
+        from pipeline.monitoring.trackers.jsonl import JsonlTracker, iterate_metrics
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        JsonlSink(Path(sys.argv[1]), start_step=49_990).close(0)
+        JsonlTracker(Path(sys.argv[1]), start_step=49_990).close(0)
         assert sum(1 for _ in iterate_metrics(Path(sys.argv[1]))) == 49_990
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
         """
@@ -102,24 +102,24 @@ def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
 def test_a_new_run_starts_with_no_rows(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(encode_row(3, {"train/loss": 1.0}))
-    JsonlSink(path, start_step=0).close(0)
+    JsonlTracker(path, start_step=0).close(0)
     assert path.read_bytes() == b""
 
 
 def test_events_stand_between_the_rows_and_are_no_rows(tmp_path: Path):
     spike = Event("loss_spike", "the loss is NaN", "look at it", "error", {"sample": 3, "source": "code"})
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, start_step=0)
-    sink.write(1, {"train/loss": 2.0})
-    sink.tell(2, spike)
-    sink.write(2, {"train/loss": math.inf})
-    sink.tell(3, spike)
-    sink.close(0)
+    tracker = JsonlTracker(path, start_step=0)
+    tracker.write(1, {"train/loss": 2.0})
+    tracker.tell(2, spike)
+    tracker.write(2, {"train/loss": math.inf})
+    tracker.tell(3, spike)
+    tracker.close(0)
     assert read_metrics(path) == [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": math.inf}]
     line = {"step": 2, "event": "loss_spike", "level": "error", "message": "the loss is NaN"}
     line |= {"advice": "look at it", "sample": 3, "source": "code"}
     assert list(iterate_record(path))[1] == line
-    again = JsonlSink(path, start_step=2)
+    again = JsonlTracker(path, start_step=2)
     assert again.gaps({"train": [1, 2]}) is None
     again.close(0)
     assert [each["step"] for each in iterate_record(path)] == [1, 2, 2]
@@ -135,11 +135,11 @@ def test_the_newest_row_with_a_number_is_found_from_the_end(tmp_path: Path):
 
 
 def test_every_row_is_in_the_file_before_write_returns(tmp_path: Path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl", start_step=0)
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl", start_step=0)
     for step in range(1, 4):
-        sink.write(step, {"train/loss": math.nan})
+        tracker.write(step, {"train/loss": math.nan})
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == step
-    sink.close(0)
+    tracker.close(0)
 
 
 def test_reading_forgives_a_torn_last_line_and_no_other(tmp_path: Path):
@@ -154,9 +154,9 @@ def test_reading_forgives_a_torn_last_line_and_no_other(tmp_path: Path):
 def test_a_full_disk_is_one_line_that_names_path_and_reason(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    sink = JsonlSink(path, start_step=0)
+    tracker = JsonlTracker(path, start_step=0)
     with pytest.raises(MetricsFileError, match=r"metrics\.jsonl: .*No space left on device") as caught:
-        sink.write(1, {"train/loss": 1.0})
+        tracker.write(1, {"train/loss": 1.0})
     assert "\n" not in str(caught.value)
     with pytest.raises(MetricsFileError, match="No such file or directory"):
-        JsonlSink(tmp_path / "missing" / "metrics.jsonl", start_step=0)
+        JsonlTracker(tmp_path / "missing" / "metrics.jsonl", start_step=0)

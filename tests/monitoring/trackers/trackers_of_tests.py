@@ -1,4 +1,4 @@
-"""Sinks as a user would write them; named by import path."""
+"""Trackers as a user would write them; named by import path."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Runs with a sink that never comes back: they end as they should, and their time is none of its."""
+"""Runs with a tracker that never comes back: they end as they should, and their time is none of its."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from sinks_of_tests import ReadsTheRecord
 from support.launch import ROOT, launch, run_directories, write_recipe
 from support.poisoned import ALONE, train
+from trackers_of_tests import ReadsTheRecord
 
 from pipeline.monitoring.trackers.jsonl import read_metrics
 
@@ -17,7 +17,7 @@ SINKS = str(Path(__file__).parent)
 @pytest.mark.slow
 def test_a_job_of_two_ranks_ends_without_the_sinks_that_block(tmp_path):
     own = [
-        {"kind": "sinks_of_tests:Blocked", "args": {"at": at, "close_seconds": 1}}
+        {"kind": "trackers_of_tests:Blocked", "args": {"at": at, "close_seconds": 1}}
         for at in ("write", "close")
     ]
     recipe = write_recipe(tmp_path, log={"sinks": own})
@@ -36,9 +36,9 @@ def test_a_job_of_two_ranks_ends_without_the_sinks_that_block(tmp_path):
 
 
 def test_the_time_of_a_run_has_nothing_of_a_sink_that_blocks(tmp_path):
-    """It is summed up while the sink is in its first `write`, and before anything is waited for."""
+    """It is summed up while the tracker is in its first `write`, and before anything is waited for."""
     ReadsTheRecord.seen = []
-    log = {"sinks": [{"kind": "sinks_of_tests:ReadsTheRecord"}]}
+    log = {"sinks": [{"kind": "trackers_of_tests:ReadsTheRecord"}]}
     train(ALONE, None, str(tmp_path), {}, max_steps=3, log=log)
     assert set(ReadsTheRecord.seen) == {"summed up", "closed"}
     assert ReadsTheRecord.seen[-1] == "closed"

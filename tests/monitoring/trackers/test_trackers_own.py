@@ -1,4 +1,4 @@
-"""A sink of the user's own by import path, and sinks that fail."""
+"""A tracker of the user's own by import path, and trackers that fail."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from monitoring.trackers.test_sinks_composite import build, recipe
-from sinks_of_tests import Recorded
+from monitoring.trackers.test_trackers_composite import build, recipe
 from support.launch import ROOT
+from trackers_of_tests import Recorded
 
-from pipeline.config.schema import LogConfig, SinkConfig
+from pipeline.config.schema import LogConfig, TrackerConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import check_sinks
-from pipeline.monitoring.trackers.interface import Dispensable, Sinks
+from pipeline.monitoring.trackers import check_trackers
+from pipeline.monitoring.trackers.interface import Dispensable, Trackers
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 EVENT = Event("loss_spike", "the loss is 9")
 
 
 def own(name: str, **args) -> LogConfig:
-    return LogConfig(sinks=[SinkConfig(kind=f"sinks_of_tests:{name}", args=args)])
+    return LogConfig(sinks=[TrackerConfig(kind=f"trackers_of_tests:{name}", args=args)])
 
 
 def test_it_is_given_the_run_its_args_and_everything_that_is_written(tmp_path: Path):
     Recorded.calls = []
-    with build(tmp_path, recipe(log=own("Recorded", server="http://x")), start_step=2) as sinks:
-        sinks.write(3, {"train/loss": 1.5})
-        sinks.tell(3, EVENT)
+    with build(tmp_path, recipe(log=own("Recorded", server="http://x")), start_step=2) as trackers:
+        trackers.write(3, {"train/loss": 1.5})
+        trackers.tell(3, EVENT)
     assert Recorded.calls == [
         ("made", tmp_path, 2, {}, "http://x"),
         ("write", 3, {"train/loss": 1.5}),
@@ -44,12 +44,12 @@ def test_it_is_given_the_run_its_args_and_everything_that_is_written(tmp_path: P
 def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(tmp_path: Path, caplog, at):
     log = LogConfig(sinks=[*own("Failing", at=at).sinks, *own("Recorded", server="x").sinks])
     Recorded.calls = []
-    with build(tmp_path, recipe(log=log)) as sinks:
+    with build(tmp_path, recipe(log=log)) as trackers:
         for step in (1, 2):
-            sinks.write(step, {"train/loss": 1.0})
-            sinks.tell(step, EVENT)
+            trackers.write(step, {"train/loss": 1.0})
+            trackers.tell(step, EVENT)
     dropped = [each.message for each in caplog.records if "dropped" in each.message]
-    line = "sinks_of_tests:Failing is dropped (ConnectionError: no answer); the run goes on without it"
+    line = "trackers_of_tests:Failing is dropped (ConnectionError: no answer); the run goes on without it"
     assert dropped == [line]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [call[0] for call in Recorded.calls] == ["made", *["write", "tell"] * 2, "close"]
@@ -57,15 +57,15 @@ def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(
 
 def test_one_that_cannot_be_opened_now_is_dropped_too(tmp_path: Path, caplog):
     """A run that its scheduler starts again at night does not end since a server is down."""
-    with build(tmp_path, recipe(log=own("Failing", at="open"))) as sinks:
-        sinks.write(1, {"train/loss": 1.0})
+    with build(tmp_path, recipe(log=own("Failing", at="open"))) as trackers:
+        trackers.write(1, {"train/loss": 1.0})
     assert ["Failing is dropped" in each.message for each in caplog.records] == [True]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_one_that_ends_the_program_does_not(tmp_path: Path, caplog):
-    with build(tmp_path, recipe(log=own("Failing", at="exit"))) as sinks:
-        sinks.write(1, {"train/loss": 1.0})
+    with build(tmp_path, recipe(log=own("Failing", at="exit"))) as trackers:
+        trackers.write(1, {"train/loss": 1.0})
     assert sum("Failing is dropped (SystemExit" in each.message for each in caplog.records) == 1
 
 
@@ -75,14 +75,17 @@ def test_one_that_ends_the_program_does_not(tmp_path: Path, caplog):
         (own("Recordd"), "has no 'Recordd'; did you mean 'Recorded'?"),
         (own("Recorded"), "missing a required argument: 'server'"),
         (own("Recorded", server="x", more=1), "unexpected keyword argument 'more'"),
-        (own("Half"), "has no tell and no close; a sink has write"),
-        (LogConfig(sinks=[SinkConfig(kind="no_such_module:Sink")]), "there is no module 'no_such_module'"),
+        (own("Half"), "has no tell and no close; a tracker has write"),
+        (
+            LogConfig(sinks=[TrackerConfig(kind="no_such_module:Tracker")]),
+            "there is no module 'no_such_module'",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_mistake_is_an_error_before_anything_is_built(log, says):
     with pytest.raises(ConfigError) as caught:
-        check_sinks(recipe(log=log))
+        check_trackers(recipe(log=log))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -103,16 +106,16 @@ def test_the_record_alone_ends_a_run():
         def close(self, exit_code):
             pass
 
-    Sinks([Dispensable(Full(), "another")]).write(1, {})
+    Trackers([Dispensable(Full(), "another")]).write(1, {})
     with pytest.raises(MetricsFileError):
-        Sinks([Full()]).write(1, {})
+        Trackers([Full()]).write(1, {})
 
 
 def test_why_a_run_failed_is_told_to_every_sink_but_not_twice_to_the_console(tmp_path: Path, caplog):
     Recorded.calls = []
-    sinks = build(tmp_path, recipe(log=own("Recorded", server="x")))
-    sinks.write(4, {"train/loss": 1.0})
-    with pytest.raises(ConfigError), sinks:
+    trackers = build(tmp_path, recipe(log=own("Recorded", server="x")))
+    trackers.write(4, {"train/loss": 1.0})
+    with pytest.raises(ConfigError), trackers:
         raise ConfigError("the loss\nis infinite")
     event = Event("run_failed", "the loss is infinite", level="error")
     assert Recorded.calls[2:] == [("tell", 4, event), ("close", 1)]
@@ -123,8 +126,8 @@ def test_why_a_run_failed_is_told_to_every_sink_but_not_twice_to_the_console(tmp
 @pytest.mark.parametrize("end", [None, KeyboardInterrupt()])
 def test_a_run_that_ends_otherwise_has_not_failed(tmp_path: Path, end):
     try:
-        with build(tmp_path, recipe()) as sinks:
-            sinks.write(1, {"train/loss": 1.0})
+        with build(tmp_path, recipe()) as trackers:
+            trackers.write(1, {"train/loss": 1.0})
             if end is not None:
                 raise end
     except KeyboardInterrupt:
@@ -153,14 +156,14 @@ def test_the_example_of_the_docs_calls_mlflow_as_one_run(tmp_path: Path, monkeyp
         "end_run",
     ]
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**{name: call(name) for name in names}))
-    page = (ROOT / "docs" / "your-own-sink.md").read_text()
+    page = (ROOT / "docs" / "your-own-tracker.md").read_text()
     made: dict = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], made)
     for start_step in (0, 5):
-        sink = made["MLflow"](tmp_path, start_step, {"recipe": {}}, uri="http://x", experiment="e")
-        sink.write(start_step + 1, {"train/loss": 1.0, "train/grad_norm": math.inf})
-        sink.tell(start_step + 1, EVENT)
-        sink.close(143)
+        tracker = made["MLflow"](tmp_path, start_step, {"recipe": {}}, uri="http://x", experiment="e")
+        tracker.write(start_step + 1, {"train/loss": 1.0, "train/grad_norm": math.inf})
+        tracker.tell(start_step + 1, EVENT)
+        tracker.close(143)
     assert [name for name, _, _ in calls].count("log_dict") == 1
     starts = [named for name, _, named in calls if name == "start_run"]
     assert [each["run_id"] for each in starts] == [None, "abc"]
