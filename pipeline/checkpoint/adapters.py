@@ -30,6 +30,7 @@ from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
+from pipeline.files import format_bytes
 from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
@@ -85,9 +86,9 @@ def _hash(file: WeightFile, most: int | None) -> str:
                     if isinstance(each.dtype, torch.dtype)
                 )
                 log.info(
-                    "reading all weights of the adapter's base to detect changes: %.1f of %.1f GB",
-                    done / 1e9,
-                    size / 1e9,
+                    "reading all weights of the adapter's base to detect changes: %s of %s",
+                    format_bytes(done),
+                    format_bytes(size),
                 )
     return digest.hexdigest()
 

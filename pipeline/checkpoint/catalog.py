@@ -33,6 +33,7 @@ from pipeline.checkpoint.reader import (
 )
 from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError
+from pipeline.files import format_bytes
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
@@ -309,7 +310,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
         if file.name not in there:
             return f"{path.name} is passed over: no machine has {file.name}, written on {file.host}"
     if manifest.num_bytes > LONG:
-        log.info("verifying %s, %.1f GB", path.name, manifest.num_bytes / 1e9)
+        log.info("verifying %s, %s", path.name, format_bytes(manifest.num_bytes))
     neighbours = peers.neighbours
     mine = here[neighbours.index(peers.rank) :: len(neighbours)]
     began = time.perf_counter()

@@ -42,21 +42,22 @@ Counting = Callable[[Path], AbstractContextManager[Mapping[str, float]]]
 
 
 class StepProfiler:
-    """Called with each step, as `with profiler(step): ...`. As a context manager it writes what is left.
+    """Profiles a range of steps: `with profiler(step): ...`. As a context manager it writes what is left.
 
     Args:
-        folder: Of the run.
-        steps: The first and the last step to be profiled.
-        start: Steps done before this process. Of a run that goes on in between only the rest is profiled.
-        device: Whose kernels are noted besides what the host does.
-        counting: For the step behind them.
-        tell: Is told where everything lies, with the numbers.
+        folder: Directory of the run.
+        steps: First and last step to profile.
+        start: Steps done before this process. A run resumed inside the range profiles the rest of it.
+        device: Device whose kernels are recorded beside the host's calls.
+        counting: Counts the operations of the step after the range.
+        tell: Takes the event that names the files and the numbers.
     """
 
     def __init__(
         self,
         folder: Path,
         steps: tuple[int, int],
+        *,
         start: int,
         device: torch.device,
         counting: Counting,
@@ -255,7 +256,7 @@ def build_profiler(
         return nullcontext(nullcontext)
     in_modules = not resolved.compile and resolved.split.pipeline_stages == 1
     counting = partial(counted_step, resolved.deepspeed, engine, in_modules=in_modules)
-    return StepProfiler(folder, (first, last), start, job.device, counting, tell)
+    return StepProfiler(folder, (first, last), start=start, device=job.device, counting=counting, tell=tell)
 
 
 def watch_memory(config: RunConfig, job: Job, folder: Path) -> AbstractContextManager[None]:

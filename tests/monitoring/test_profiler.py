@@ -131,18 +131,22 @@ def test_a_run_that_goes_on_profiles_what_is_left(tmp_path, plain):
     }
 
 
+def of_steps(folder: Path, steps: tuple[int, int], start: int, told: list) -> StepProfiler:
+    """Return a profiler of these steps on the CPU, which counts nothing and adds its events to `told`."""
+    return StepProfiler(
+        folder,
+        steps,
+        start=start,
+        device=torch.device("cpu"),
+        counting=lambda _: nullcontext({}),
+        tell=lambda *event: told.append(event),
+    )
+
+
 def test_a_step_that_comes_again_begins_no_second_profile(tmp_path):
     """It was left out, or the run went back."""
     told = []
-    given = (
-        tmp_path,
-        (2, 3),
-        0,
-        torch.device("cpu"),
-        lambda _: nullcontext({}),
-        lambda *event: told.append(event),
-    )
-    with StepProfiler(*given) as profiler:
+    with of_steps(tmp_path, (2, 3), 0, told) as profiler:
         for step in (1, 1, 2, 2, 3, 3, 1, 2, 3, 4):
             with profiler(step):
                 torch.ones(4, 4) @ torch.ones(4, 4)
@@ -169,8 +173,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
 def test_steps_have_the_numbers_of_the_run_and_no_share_of_its_time(tmp_path, start):
     """With a step to warm up, and without one where the process begins with the first."""
     told = []
-    given = (torch.device("cpu"), lambda _: nullcontext({}), lambda *event: told.append(event))
-    with StepProfiler(tmp_path, (101, 103), start, *given) as profiler:
+    with of_steps(tmp_path, (101, 103), start, told) as profiler:
         for step in (100, 101, 102, 102, 103, 104)[start // 100 :]:  # the second is left out, and comes again
             with profiler(step):
                 torch.ones(400, 400) @ torch.ones(400, 400)

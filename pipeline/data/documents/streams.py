@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from pipeline.errors import DataError
+from pipeline.files import format_bytes
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_SIZE = 1 << 20
@@ -238,7 +239,8 @@ class DigestCache:
         missing = [path for path in stamps if path not in found]
         size = sum(stamps[path].size for path in missing)
         if size > 1e9:
-            log.info("reading %d files of %.1f GB to know them by their content", len(missing), size / 1e9)
+            message = "reading %d files of %s to know them by their content"
+            log.info(message, len(missing), format_bytes(size))
         news: list[tuple[Any, ...]] = []
         written = time.monotonic()
         try:
