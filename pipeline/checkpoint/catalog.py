@@ -435,11 +435,27 @@ def diff(first: Manifest, second: Manifest, advance: Callable[[int], object]) ->
             if shape_a is None or shape_b is None:
                 only = first if shape_b is None else second
                 size = math.prod(shape_a or shape_b or ())
-                yield TensorChange(name, kind, size, size, math.nan, math.nan, f"only in {only.folder.name}")
+                yield TensorChange(
+                    name=name,
+                    kind=kind,
+                    num_values=size,
+                    num_changed=size,
+                    max_difference=math.nan,
+                    relative=math.nan,
+                    remark=f"only in {only.folder.name}",
+                )
             elif shape_a != shape_b:
                 size = math.prod(shape_a)
                 remark = f"{list(shape_a)} became {list(shape_b)}"
-                yield TensorChange(name, kind, size, size, math.nan, math.nan, remark)
+                yield TensorChange(
+                    name=name,
+                    kind=kind,
+                    num_values=size,
+                    num_changed=size,
+                    max_difference=math.nan,
+                    relative=math.nan,
+                    remark=remark,
+                )
             else:
                 change = _compare(a, b, name, kind, shape_a)
                 if change.num_changed:
@@ -463,7 +479,15 @@ def _compare(
         squares_of_difference += float(difference.square().sum())
         squares += float(one.square().sum())
     relative = math.sqrt(squares_of_difference / squares) if squares else math.inf
-    return TensorChange(name, kind, size, changed, largest, relative, None)
+    return TensorChange(
+        name=name,
+        kind=kind,
+        num_values=size,
+        num_changed=changed,
+        max_difference=largest,
+        relative=relative,
+        remark=None,
+    )
 
 
 def _values(reader: CheckpointReader, name: str, kind: str, region: Region) -> Tensor:

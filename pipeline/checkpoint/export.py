@@ -271,7 +271,9 @@ def write_export(
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
             single = ADAPTER_FILE if is_adapter else SINGLE
-            files = write_weights(source, partial, DTYPES[dtype], most, advance, single)
+            files = write_weights(
+                source, partial, dtype=DTYPES[dtype], most=most, advance=advance, single=single
+            )
             off = source.rounding_error
         sizes = [(partial / file).stat().st_size for file in files]
         publish_folder(partial, out, partial.iterdir())

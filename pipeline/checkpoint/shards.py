@@ -62,7 +62,15 @@ class Shard:
         """
         if tuple(values.shape) != (region.length,):
             raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
-        return Shard(name, kind, region, values.dtype, values, None, is_frozen)
+        return Shard(
+            name=name,
+            kind=kind,
+            region=region,
+            dtype=values.dtype,
+            values=values,
+            checksum=None,
+            is_frozen=is_frozen,
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -595,7 +595,14 @@ class CheckpointStore:
         if self._saved.get(step, False) or (step in self._saved and state.get("eval_loss") is None):
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
         fields = {"split": self._split, "state": json.loads(json.dumps(state)), "scalars": engine.scalars()}
-        save = Save(self.folder, step, fields, self._peers, self._kept, self._pruner)
+        save = Save(
+            folder=self.folder,
+            step=step,
+            fields=fields,
+            peers=self._peers,
+            kept=self._kept,
+            pruner=self._pruner,
+        )
         problem = None
         try:
             if not save.run(engine, wait):

@@ -63,7 +63,14 @@ def run(arguments: argparse.Namespace) -> None:
     screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
     if config.data.documents is not None:
-        _inspect_text(screen, config, config.data.documents, bundle, folder, arguments.samples)
+        _inspect_text(
+            screen,
+            config,
+            data=config.data.documents,
+            bundle=bundle,
+            folder=folder,
+            samples=arguments.samples,
+        )
     elif config.data.custom is not None:
         _inspect_custom(screen, config, bundle)
     else:

@@ -284,11 +284,11 @@ def run(arguments: argparse.Namespace) -> None:
     place = place_of(
         arguments.gpu,
         arguments.gpu_memory,
-        arguments.gpus,
-        arguments.nodes,
-        arguments.network,
-        arguments.host_memory,
-        history,
+        per_node=arguments.gpus,
+        nodes=arguments.nodes,
+        network=arguments.network,
+        host_memory_gib=arguments.host_memory,
+        history=history,
     )
     model = _model(settings)
     if arguments.suggest is not None:

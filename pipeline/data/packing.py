@@ -278,7 +278,14 @@ class PieceRows(PackedDataset):
         row_filled = np.add.reduceat(lengths, before)
         row_begins = np.arange(len(rows)) * self.sequence_length
         places = filled - lengths + (row_begins - (np.cumsum(row_filled) - row_filled))[of_row]
-        return Placed(len(rows), pieces, lengths, of_row, places, row_begins + row_filled)
+        return Placed(
+            rows=len(rows),
+            pieces=pieces,
+            lengths=lengths,
+            of_row=of_row,
+            places=places,
+            row_ends=row_begins + row_filled,
+        )
 
     def _fill(self, placed: Placed) -> NDArray[np.int64]:
         """(2, B, T): inputs and labels."""

@@ -169,7 +169,7 @@ def bind_cores(index: int, count: int) -> None:
         return
     allowed = os.sched_getaffinity(0)
     nodes = {number: cores & allowed for number, cores in numa_nodes().items() if cores & allowed}
-    mine = share(allowed, nodes, gpu_nodes(count), index, count, hyper_threads())
+    mine = share(allowed, nodes, near=gpu_nodes(count), index=index, count=count, leaders=hyper_threads())
     if not mine:
         return
     for task in Path("/proc/self/task").iterdir():  # threads that are made later inherit it

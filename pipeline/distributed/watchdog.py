@@ -343,13 +343,15 @@ class Heartbeats:
         is_near = rank in self.neighbours
         heartbeat = last.heartbeat
         return LostRank(
-            process,
-            last.age if silent is None else silent,
-            None if heartbeat is None else heartbeat.step,
-            process_state(process.pid) if is_near else None,
-            None if heartbeat is None else heartbeat.memory,
-            max(0, kills() - heartbeat.memory.num_kills) if is_near and heartbeat is not None else 0,
-            sum(each.machine == process.machine for each in self._everyone),
+            process=process,
+            silent=last.age if silent is None else silent,
+            step=None if heartbeat is None else heartbeat.step,
+            state=process_state(process.pid) if is_near else None,
+            memory=None if heartbeat is None else heartbeat.memory,
+            num_kills=max(0, kills() - heartbeat.memory.num_kills)
+            if is_near and heartbeat is not None
+            else 0,
+            ranks_there=sum(each.machine == process.machine for each in self._everyone),
         )
 
 
@@ -443,7 +445,14 @@ class Shutdown:
         if self.folder is not None:
             with suppress(OSError):
                 write_stacks(self.folder, own.rank, f"{why}: {own}, {activity.doing}, step {activity.step}")
-        return RankReport(own, activity.doing, activity.step, now.place, now.collective, number)
+        return RankReport(
+            process=own,
+            doing=activity.doing,
+            step=activity.step,
+            place=now.place,
+            collective=now.collective,
+            number=number,
+        )
 
     def _sentence(self, failure: Failure) -> str:
         ranks = range(len(self._everyone))

@@ -105,7 +105,14 @@ class Place:
     @staticmethod
     def all_of(name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False) -> Place:
         """The rank has the whole tensor."""
-        return Place(name, tuple(shape), tuple(shape), WHOLE, is_written, is_frozen)
+        return Place(
+            name=name,
+            shape=tuple(shape),
+            own_shape=tuple(shape),
+            boxes=WHOLE,
+            is_written=is_written,
+            is_frozen=is_frozen,
+        )
 
     def shards(self, kind: str, start: int, tensor: Tensor, to_fill: bool) -> Iterator[Shard]:
         """A stretch of its values, or of what the optimizer keeps of them: a shard for each box it meets.

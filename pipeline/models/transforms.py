@@ -147,7 +147,14 @@ def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     if (asked := placement.adapter) is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
 
-        add_adapter(model, asked.config, asked.seed, asked.sharding, asked.job, placement.dtype)
+        add_adapter(
+            model,
+            asked.config,
+            seed=asked.seed,
+            sharding=asked.sharding,
+            job=asked.job,
+            dtype=placement.dtype,
+        )
     return model
 
 

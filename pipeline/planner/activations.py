@@ -359,16 +359,16 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         return None
     row = rows()[row_name(found)]
     sizes = Sizes(
-        work.rows,
-        work.length,
-        dimensions.hidden,
-        dimensions.intermediate,
-        dimensions.heads,
-        dimensions.key_value_heads,
-        dimensions.head_dim,
-        dimensions.experts,
-        dimensions.experts_per_token,
-        0 if work.adapter is None else work.adapter.rank,
+        rows=work.rows,
+        length=work.length,
+        hidden=dimensions.hidden,
+        intermediate=dimensions.intermediate,
+        heads=dimensions.heads,
+        key_value_heads=dimensions.key_value_heads,
+        head_dim=dimensions.head_dim,
+        experts=dimensions.experts,
+        experts_per_token=dimensions.experts_per_token,
+        rank=0 if work.adapter is None else work.adapter.rank,
     )
     values = terms(sizes, work.tensor, work.sequence)
 
@@ -390,14 +390,14 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     blocks = _blocks(work, block, taken, casts)
     offloading = (b.recomputes or work.selective for b in blocks) if work.recompute.offload else ()
     return Activations(
-        blocks,
-        most("start"),
-        value(row["before"]),
-        most("end"),
-        value(row["loss"]),
-        value(row["left"]) - value(row["kept_backward"]),
-        taken * sum(offloading),
-        _why_more(work, found),
+        blocks=blocks,
+        start=most("start"),
+        before=value(row["before"]),
+        end=most("end"),
+        of_loss=value(row["loss"]),
+        carried=value(row["left"]) - value(row["kept_backward"]),
+        host=taken * sum(offloading),
+        upper=_why_more(work, found),
     )
 
 

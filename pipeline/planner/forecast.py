@@ -166,7 +166,16 @@ def forecast_of(
             job = replace(job, dealt=_dealt(holdings))
         time = step_time(job, replace(rates, speed=rates.speed * correction.speed))
     states = holdings[memory.stage].states
-    return Forecast(model, config, resolved, place, states, memory, time, correction)
+    return Forecast(
+        model=model,
+        config=config,
+        resolved=resolved,
+        place=place,
+        states=states,
+        memory=memory,
+        time=time,
+        correction=correction,
+    )
 
 
 def holdings_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool) -> list[Holding]:

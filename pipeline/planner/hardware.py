@@ -216,7 +216,17 @@ def rates_of(
     if peak is None or not gpu.bandwidth:
         return None
     if gpu.measured_flops is not None:  # of whole steps: all that stands between the products is in it
-        return Rates(peak, peak, gpu.bandwidth, gpu.link, network, HOP, HOP, per_node, overlap=0.0)
+        return Rates(
+            products=peak,
+            attention=peak,
+            memory=gpu.bandwidth,
+            link=gpu.link,
+            network=network,
+            link_latency=HOP,
+            network_latency=HOP,
+            per_node=per_node,
+            overlap=0.0,
+        )
     like = int(gpu.name.startswith(NEWER))
     wide = 2 if precision == "fp32" else 1
     return Rates(

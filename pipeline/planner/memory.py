@@ -260,7 +260,10 @@ def memory_of(
         holdings: A rank's of each pipeline stage, in their order; of a model that is not in stages one.
     """
     copy = copy_bytes(model, config, resolved)
-    every = [_of_stage(each, config, resolved, kind, copy, stage) for stage, each in enumerate(holdings)]
+    every = [
+        _of_stage(each, config, resolved=resolved, kind=kind, copy=copy, stage=stage)
+        for stage, each in enumerate(holdings)
+    ]
     fullest = max(every, key=lambda each: each.peak + each.spare)
     return replace(fullest, host=max(each.host for each in every))
 
@@ -304,7 +307,19 @@ def _of_stage(
     again = None if found is None else sum(each.recomputes for each in found.blocks) / len(found.blocks)
     upper = "" if found is None else found.upper
     parts["framework"] = framework
-    return Memory(parts, phases, framework, host, is_known, room.spare, room.share, again, copy, upper, stage)
+    return Memory(
+        parts=parts,
+        phases=phases,
+        framework=framework,
+        host=host,
+        is_complete=is_known,
+        spare=room.spare,
+        share=room.share,
+        recomputed=again,
+        copy=copy,
+        upper=upper,
+        stage=stage,
+    )
 
 
 def _tried(trial: Trial, resolved: Resolved) -> float:

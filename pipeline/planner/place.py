@@ -56,7 +56,14 @@ class Kind:
         split = ", ".join((str(resolved.split), *where))
         size = model.numel.bit_length()
         rows = resolved.plan.micro_batch_size * (config.data.tokens_per_row or 1)
-        return cls(device, family, split, resolved.compile, size, rows.bit_length())
+        return cls(
+            device=device,
+            family=family,
+            split=split,
+            compiled=resolved.compile,
+            size=size,
+            rows=rows.bit_length(),
+        )
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,12 @@ class Place:
         """For a run of that precision, compiled or not; None: nothing is known of this device."""
         kernels = COMPILED if resolved.compile else EAGER
         return rates_of(
-            self.gpu, self.network, self.per_node, kernels, resolved.split.precision, resolved.tf32
+            self.gpu,
+            self.network,
+            per_node=self.per_node,
+            kernels=kernels,
+            precision=resolved.split.precision,
+            tf32=resolved.tf32,
         )
 
     def with_gpus(self, count: int) -> Place:
@@ -217,7 +229,15 @@ def place_of(
         else:
             gpu = replace(gpu, memory=size)
     assert gpu is not None
-    return Place(gpu, _device(gpu), per_node, nodes, network_rate(network, gpu, per_node), host, remark)
+    return Place(
+        gpu=gpu,
+        device=_device(gpu),
+        per_node=per_node,
+        nodes=nodes,
+        network=network_rate(network, gpu, per_node),
+        host_memory=host,
+        remark=remark,
+    )
 
 
 def here(
@@ -234,7 +254,14 @@ def here(
     """
     device, limit = Device.probe(), host or memory_now().limit
     if device.kind == "cuda" and (gpu := _own_gpu()) is not None:
-        return Place(gpu, device, per_node, nodes, network_rate(network, gpu, per_node), limit)
+        return Place(
+            gpu=gpu,
+            device=device,
+            per_node=per_node,
+            nodes=nodes,
+            network=network_rate(network, gpu, per_node),
+            host_memory=limit,
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = this_cpu(max(1, cores // per_node), limit // per_node)
     if history is not None:
@@ -245,7 +272,14 @@ def here(
 def on_gpus(name: str, memory: int, device: Device, per_node: int, nodes: int) -> Place:
     """GPUs that a job has, as torch tells of them."""
     gpu = known_gpu(name, memory)
-    return Place(gpu, device, per_node, nodes, network_rate(None, gpu, per_node), memory_now().limit)
+    return Place(
+        gpu=gpu,
+        device=device,
+        per_node=per_node,
+        nodes=nodes,
+        network=network_rate(None, gpu, per_node),
+        host_memory=memory_now().limit,
+    )
 
 
 def _own_gpu() -> Gpu | None:

@@ -66,14 +66,16 @@ def longest_sequence(settings: Settings, model: Model, place: Place, history: Hi
             words.append(word("model.max_sequence_length", max(tokens, stated_positions)))
         return (*words, *_batch(settings, 1))
 
-    return _furthest(settings, model, place, history, at, -(-most // STEP), stops)
+    return _furthest(settings, model, place=place, history=history, at=at, most=-(-most // STEP), stops=stops)
 
 
 def largest_micro_batch(
     settings: Settings, model: Model, place: Place, history: History | None = None
 ) -> Limit:
     """With as many rows in a micro-batch as fit, one micro-batch a step, whatever the global batch."""
-    return _furthest(settings, model, place, history, lambda rows: _batch(settings, rows), MOST_ROWS)
+    return _furthest(
+        settings, model, place=place, history=history, at=lambda rows: _batch(settings, rows), most=MOST_ROWS
+    )
 
 
 def largest_model(settings: Settings, model: Model, place: Place, history: History | None = None) -> Limit:
@@ -101,7 +103,7 @@ def largest_model(settings: Settings, model: Model, place: Place, history: Histo
         return (*anew, *(word(f"model.{key}", size) for key, size in sizes.items()), *_batch(settings, 1))
 
     most = max(1, min(MOST_HEADS, widest, deepest) // step)
-    return _furthest(settings, model, place, history, at, most)
+    return _furthest(settings, model, place=place, history=history, at=at, most=most)
 
 
 def last_fitting(fits: Callable[[int], bool], most: int) -> int:
@@ -211,7 +213,7 @@ def _change(name: str, words: tuple[str, ...], why: str = "") -> Change:
     Args:
         why: The loss follows another curve; empty: the same one.
     """
-    return Change(name, words, None, None, why, bool(why))
+    return Change(name=name, overrides=words, gain=None, slower=None, why=why, other_curve=bool(why))
 
 
 def _batches(plan: BatchPlan) -> Iterator[Change]:

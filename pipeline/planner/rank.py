@@ -301,14 +301,14 @@ def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
     outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
     beside = [p for p in own.parameters if p.layer is not None]
     return LowRank(
-        inner[0].shape[0] if inner else 0,
-        sum(p.shape[1] for p in inner) / layers,
-        sum(p.shape[0] for p in outer) / layers,
-        len(inner) >= len(beside),
-        adapter.dropout > 0,
-        adapter.kind == "dora",
-        max(p.numel for p in beside) if beside else 0,
-        adapter.quantize is not None,
+        rank=inner[0].shape[0] if inner else 0,
+        inputs=sum(p.shape[1] for p in inner) / layers,
+        outputs=sum(p.shape[0] for p in outer) / layers,
+        everywhere=len(inner) >= len(beside),
+        drops=adapter.dropout > 0,
+        is_dora=adapter.kind == "dora",
+        largest=max(p.numel for p in beside) if beside else 0,
+        in_4_bits=adapter.quantize is not None,
     )
 
 
@@ -354,7 +354,7 @@ class Rank:
             ConfigError, ModelError: it cannot be cut so, or nothing of it is trained.
         """
         own = own_part(model, resolved.split, resolved.deepspeed or {}, rank)
-        return cls._of(own, model, config, resolved, rank, on_cpu)
+        return cls._of(own, model, config=config, resolved=resolved, rank=rank, on_cpu=on_cpu)
 
     @classmethod
     def of_part(cls, own: Model, config: RunConfig, resolved: Resolved, rank: int, on_cpu: bool) -> Rank:
@@ -364,7 +364,7 @@ class Rank:
         if resolved.split.pipeline_stages > 1:
             bare = config.optimizer.model_copy(update={"groups": None})
             config = config.model_copy(update={"optimizer": bare})
-        return cls._of(own, own, config, resolved, rank, on_cpu)
+        return cls._of(own, own, config=config, resolved=resolved, rank=rank, on_cpu=on_cpu)
 
     @classmethod
     def _of(
@@ -380,7 +380,15 @@ class Rank:
                 own = replace(own, parameters=(*own.parameters, *members))
             if members:
                 groups.append(Group(kind_of(key, config.optimizer), members))
-        return cls(own, tuple(groups), config, resolved, model.numel, rank, on_cpu)
+        return cls(
+            own=own,
+            groups=tuple(groups),
+            config=config,
+            resolved=resolved,
+            whole=model.numel,
+            number=rank,
+            on_cpu=on_cpu,
+        )
 
     @property
     def split(self) -> Split:

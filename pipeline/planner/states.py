@@ -435,10 +435,24 @@ def _buffers_of_partitioned(rank: Rank) -> Buffers:
     if offload is not None:
         backward += _NORM * _largest(rank)
         host = size * sum(part.own for part in parts) + largest
-        return Buffers(largest, forward, backward, step, host, accumulates and rank.stage == 1)
+        return Buffers(
+            always=largest,
+            forward=forward,
+            backward=backward,
+            step=step,
+            host=host,
+            keeps_gradients=accumulates and rank.stage == 1,
+        )
     # A group's flat copy, and that in fp32.
     copied = 0 if is_compact else (size + 4 if size == 2 else 4) * most
-    return Buffers(0, forward, backward, max(step, copied), 0, accumulates)
+    return Buffers(
+        always=0,
+        forward=forward,
+        backward=backward,
+        step=max(step, copied),
+        host=0,
+        keeps_gradients=accumulates,
+    )
 
 
 def _blocks(rank: Rank) -> list[int]:
@@ -484,7 +498,14 @@ def _buffers_of_sharded(rank: Rank) -> Buffers:
     backward = gathered + size * trained + reduced
     forward = gathered + copied + size * (prefetched if rank.sharers > 1 else 0)
     always = sent * bucket
-    return Buffers(always, forward, backward, step, _swapped(rank), True)
+    return Buffers(
+        always=always,
+        forward=forward,
+        backward=backward,
+        step=step,
+        host=_swapped(rank),
+        keeps_gradients=True,
+    )
 
 
 def _trained_blocks(rank: Rank) -> list[list[Parameter]]:

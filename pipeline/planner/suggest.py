@@ -191,7 +191,14 @@ def fitting_splits(
                     adds = resolved.plan.gradient_accumulation_steps > 1
                     if adds not in known:
                         known[adds] = holdings_of(model, changed.config, resolved, on_cpu)
-                    found = forecast_of(changed.config, resolved, model, place, history, known[adds])
+                    found = forecast_of(
+                        changed.config,
+                        resolved,
+                        model=model,
+                        place=place,
+                        history=history,
+                        holdings=known[adds],
+                    )
                 except ConfigError:
                     break
                 if found.time is None or not found.memory.is_complete:

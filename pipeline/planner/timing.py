@@ -289,13 +289,13 @@ def _compute(job: Job, rates: Rates) -> _Pass:
     busy = here * block + share * head
     forward = here * block / units + share * head / (2 + bool(job.weight_gradients))
     return _Pass(
-        here * linear,
-        here * attention,
-        here * elementwise,
-        share * head,
-        here * launches,
-        forward / busy,
-        job.layers * block + head - busy,
+        linear=here * linear,
+        attention=here * attention,
+        elementwise=here * elementwise,
+        vocabulary=share * head,
+        launches=here * launches,
+        forward=forward / busy,
+        others=job.layers * block + head - busy,
     )
 
 

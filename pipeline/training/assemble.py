@@ -171,7 +171,14 @@ def build_engine(
             sharding = hold_base(config.adapter, config.model, sharding, placement.dtype)
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
-            load_weights(model, config.model, sharding, job, open_checkpoint, ids_trained_here(config, data))
+            load_weights(
+                model,
+                config.model,
+                sharding=sharding,
+                job=job,
+                open_checkpoint=open_checkpoint,
+                new_ids=ids_trained_here(config, data),
+            )
         adapter = None
         if config.adapter is not None:
             adapter = Adaptation(config.adapter, config.seed, sharding, job)

@@ -178,7 +178,14 @@ def _of_rows(settings: Settings, shortage: Shortage) -> Iterator[Change]:
     length = settings.config.data.tokens_per_row
     if length and length > 1 and shortage.phase not in LOADING and not shortage.is_beside:
         why = f"now {length}: other rows, another curve"
-        yield Change("shorter rows", (f"data.sequence_length={length // 2}",), None, None, why, True)
+        yield Change(
+            name="shorter rows",
+            overrides=(f"data.sequence_length={length // 2}",),
+            gain=None,
+            slower=None,
+            why=why,
+            other_curve=True,
+        )
 
 
 def _of_states(settings: Settings, split: Split, shortage: Shortage) -> Iterator[Change]:

@@ -591,7 +591,7 @@ def _dataset(
         source = {"paths": [str(local(draft, folder / file))]}
     else:
         raise draft.top.refused(key, f"{name}: expected file_name or hf_hub_url in {where.path}")
-    return source, _rows(draft, key, name, entry, source, kind)
+    return source, _rows(draft, key, name=name, entry=entry, source=source, kind=kind)
 
 
 def _rows(draft: Draft, key: str, name: str, entry: Section, source: Source, kind: str) -> Rows | None:

@@ -185,7 +185,7 @@ def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[
         end = min(start + step, dataset.num_rows)
         digest = hash_of([*content, dataset.num_rows, str(dataset.split), start, end])
         length = dataset.data.nbytes * (end - start) // dataset.num_rows
-        pieces.append(RowsPiece(name, dataset, start, end, digest, length))
+        pieces.append(RowsPiece(name=name, dataset=dataset, start=start, end=end, digest=digest, size=length))
     return pieces
 
 

@@ -512,7 +512,7 @@ def check_interfaces(seen: Seen) -> list[Row]:
             continue  # the ports' own rows say it
         ways.add(way)
         for variable, (name, address) in chosen_interfaces(facts).items():
-            fault = _interface(host, variable, name, address, way, seen)
+            fault = _interface(host, variable, name=name, address=address, way=way, seen=seen)
             if fault is not None:
                 faults.append(fault)
     return rows_of("interface", faults, ", ".join(sorted(ways)) or "unknown")

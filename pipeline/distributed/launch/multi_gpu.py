@@ -81,7 +81,17 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
     num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None
     if given.include or given.exclude or num_gpus or visible:
         here = {"localhost": _count_devices(environment)}
-        choose_devices(here, Selection(given.include, given.exclude, None, num_gpus, visible, "this machine"))
+        choose_devices(
+            here,
+            Selection(
+                include=given.include,
+                exclude=given.exclude,
+                num_nodes=None,
+                num_gpus=num_gpus,
+                visible=visible,
+                source="this machine",
+            ),
+        )
 
 
 def _count_devices(environment: Mapping[str, str]) -> int:

@@ -962,7 +962,15 @@ def _of_equals(own: Own, ranks: Sequence[int], compared: str) -> _Slow:
     rank = max(ranks, key=lambda rank: together[rank])
     normal = {phase: median_low(each[rank] for rank in ranks) for phase, each in own.items()}
     phase = max(own, key=lambda phase: own[phase][rank] - normal[phase])
-    return _Slow(rank, phase, own[phase][rank], normal[phase], together[rank] - middle, middle, compared)
+    return _Slow(
+        rank=rank,
+        phase=phase,
+        seconds=own[phase][rank],
+        normal=normal[phase],
+        lost=together[rank] - middle,
+        whole=middle,
+        compared=compared,
+    )
 
 
 class _Past:
@@ -993,13 +1001,13 @@ class _Past:
         phase = max(own, key=lambda phase: own[phase][rank] - normal[phase][rank])
         whole = of_all * before[rank]
         return _Slow(
-            rank,
-            phase,
-            own[phase][rank],
-            normal[phase][rank],
-            now[rank] - whole,
-            whole,
-            "before that",
+            rank=rank,
+            phase=phase,
+            seconds=own[phase][rank],
+            normal=normal[phase][rank],
+            lost=now[rank] - whole,
+            whole=whole,
+            compared="before that",
         )
 
 

@@ -113,7 +113,14 @@ def build_trackers(
         trackers.append(record)
         if (said := record.gaps(due or {})) is not None:
             logger.warning("%s %s; the run goes on without them", record.path, said)
-        run = TrackedRun(config, run_dir, start_step, max_steps, run_config, record.path)
+        run = TrackedRun(
+            config=config,
+            directory=run_dir,
+            start_step=start_step,
+            max_steps=max_steps,
+            settings=run_config,
+            record=record.path,
+        )
         for kind in TRACKERS.values():
             trackers += kind.build(run)
         undo.pop_all()

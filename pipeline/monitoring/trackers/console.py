@@ -165,7 +165,9 @@ def train_fields(
     for key, before, show, after, rank, width in TRAIN_FIELDS:
         if (value := row.get(key)) is not None:
             style = "bold red" if not math.isfinite(value) else "bold cyan" if key == "train/loss" else ""
-            fields.append(Field(before, show(value), after, rank, style, width))
+            fields.append(
+                Field(before=before, value=show(value), after=after, rank=rank, style=style, width=width)
+            )
     skipped = row.get("train/skipped_steps", 0)
     if skipped > 0:
         fields.append(Field("skipped", f"{skipped:.0f}", rank=1, style="bold yellow"))
