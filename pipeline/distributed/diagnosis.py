@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pipeline.distributed.machine import Memory
-from pipeline.files import GIB
+from pipeline.files import format_bytes
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -95,7 +95,7 @@ def _of_party(party: Sequence[LostRank], advise: Callable[[], str]) -> str:
     if lost.num_kills or is_full:
         how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
         ranks, resident = lost.ranks_there, 0 if memory is None else memory.resident
-        several = f": {ranks} ranks there x {resident / GIB:.1f} GiB" if ranks > 1 else ""
+        several = f": {ranks} ranks there x {format_bytes(resident)}" if ranks > 1 else ""
         return f"{who} {are} gone: {last}; {memory}: {how}{several}; {advise()}"
     if lost.state == "gone":
         held = "" if memory is None else f"; {memory}"

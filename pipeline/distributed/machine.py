@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from pipeline.config.command_lines import own_command
-from pipeline.files import GIB
+from pipeline.files import format_bytes
 
 ROOT = Path("/")
 MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
@@ -85,9 +85,8 @@ class Memory:
 
     def __str__(self) -> str:
         whose = "its cgroup allows" if self.by_cgroup else "the machine has"
-        used, limit = self.used / GIB, self.limit / GIB
-        held = f"it held {self.resident / GIB:.1f} GiB"
-        return f"{held}, and {used:.1f} of the {limit:.1f} GiB {whose} were in use"
+        used, limit = format_bytes(self.used), format_bytes(self.limit)
+        return f"it held {format_bytes(self.resident)}, and {used} of the {limit} {whose} were in use"
 
 
 class _Limit(NamedTuple):
@@ -129,7 +128,7 @@ def own_limit() -> str | None:
     if not found:
         return None
     flag = min(found, key=found.__getitem__)
-    return f"this process may take {found[flag] / GIB:.1f} GiB ({flag})"
+    return f"this process may take {format_bytes(found[flag])} ({flag})"
 
 
 def available_memory(root: Path = ROOT) -> int:

@@ -12,7 +12,7 @@ from pipeline.config.loading import get_dotted, parse_override
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.errors import ConfigError
-from pipeline.files import GIB, format_bytes
+from pipeline.files import format_bytes
 from pipeline.planner.memory import Holding, Memory, memory_of
 from pipeline.planner.model import Model
 from pipeline.planner.place import Correction, History, Kind, Place
@@ -62,7 +62,7 @@ class Forecast:
         if needed > there:
             return "memory"
         if needed + self.memory.spare > share * there:
-            reason = f"{self.memory.spare / GIB:.1f} GiB should be free besides, for what is freed in pieces"
+            reason = f"{format_bytes(self.memory.spare)} should be free besides, for what is freed in pieces"
             return reason + (f", and a rank can be sure of {share:.0%} alone" if share < 1 else "")
         if self.place.host_memory is not None and self.host_bytes > self.place.host_memory:
             return "host memory"

@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_answer_is_the_one():
     [
         (
             "gone",
-            "is gone: last heartbeat 1.2 s ago at step 40; it held 2.0 GiB, and 3.0 of the 16.0 GiB",
+            "is gone: last heartbeat 1.2 s ago at step 40; it held 2.00 GiB, and 3.00 GiB of the 16.00 GiB",
         ),
         ("stopped", "is stopped: last heartbeat 1.2 s ago at step 40; it was sent SIGSTOP"),
         (
@@ -109,7 +109,7 @@ def test_a_lost_rank(state, words):
         ({"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
         (
             {"memory": Memory(15 * GIB, 15 * GIB, 16 * GIB, False, 0)},
-            "it held 15.0 GiB, and 15.0 of the 16.0 GiB the machine has were in use: most likely killed for",
+            "it held 15.00 GiB, and 15.00 GiB of the 16.00 GiB the machine has were in use: most likely",
         ),
     ],
     ids=["the kernel says so", "nearly full"],

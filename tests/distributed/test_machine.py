@@ -89,7 +89,7 @@ def test_version_2_a_limit_stands_on_the_job_and_not_on_the_root_or_the_task(tmp
     write_v2(top / "system.slice/slurmstepd.scope/job_8", 10, used=10)  # a neighbour's
     assert seen(tmp_path) == (True, 1000, 750, 250)
     assert kills(tmp_path) == 2
-    assert "0.0 of the 0.0 GiB its cgroup allows were in use" in str(memory_now(tmp_path))
+    assert "KiB its cgroup allows were in use" in str(memory_now(tmp_path))
 
 
 def test_version_1_beside_an_empty_version_2(tmp_path):

@@ -97,10 +97,12 @@ def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, c
     assert ended != 0
     if "is gone" in text:  # else the kernel ended both at once, as it may
         assert ended == code
-        assert re.search(r"killed for memory \(exit code -9\): 2 ranks there x \d\.\d GiB; what helps", text)
+        assert re.search(
+            r"killed for memory \(exit code -9\): 2 ranks there x [\d.]+ [GM]iB; what helps", text
+        )
     if "multi_gpu.sh" in launcher[0]:
         assert re.search(
-            r"^this machine: killed for memory: 2 ranks x \d\.\d GiB, and its cgroup allows 2.5 GiB",
+            r"^this machine: killed for memory: 2 ranks x [\d.]+ [GM]iB, and its cgroup allows 2.50 GiB",
             text,
             re.M,
         )
@@ -119,7 +121,7 @@ def test_a_run_that_was_killed_whole_is_told_of_by_its_next_start(tmp_path):
     assert ended == -9
     (line,) = [line for line in text.splitlines() if line.startswith("the last process of this run")]
     assert re.search(
-        r"killed (rank 0 .* )?for memory: 1 rank there x \d\.\d GiB, and its cgroup allows", line
+        r"killed (rank 0 .* )?for memory: 1 rank there x [\d.]+ [GM]iB, and its cgroup allows", line
     )
     words = advice(line)
     ended, text = limited(1800, sys.executable, TRAIN, *arguments, *words)

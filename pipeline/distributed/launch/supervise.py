@@ -24,7 +24,7 @@ from pipeline.distributed.launch.ssh import pack, unpack
 from pipeline.distributed.machine import killed_for_memory, kills, memory_now
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
-from pipeline.files import GIB
+from pipeline.files import format_bytes
 
 SEARCH = 10  # looks between two searches for new ranks, which read all of /proc
 
@@ -82,7 +82,8 @@ def describe(told: Mapping[str, Any], is_silent: bool) -> str | None:
         return None
     how = "killed for memory" if told["kills"] else "most likely killed for memory"
     whose = "its cgroup allows" if told["by_cgroup"] else "the machine has"
-    against = f"{ranks} rank{'s' * (ranks > 1)} x {resident / GIB:.1f} GiB, and {whose} {limit / GIB:.1f} GiB"
+    several = f"{ranks} rank{'s' * (ranks > 1)} x {format_bytes(resident)}"
+    against = f"{several}, and {whose} {format_bytes(limit)}"
     return f"{how}: {against}; {ADVICE}, or start fewer ranks there"
 
 

@@ -31,6 +31,7 @@ from pipeline.errors import ConfigError, PipelineError, listed, printable
 from pipeline.files import (
     CONFIGURATION_LIMIT,
     GIB,
+    format_bytes,
     format_duration,
     is_held,
     open_plain,
@@ -426,16 +427,16 @@ def why_killed(directory: Path, peak_gib: float) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):
         noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
-        limit, whose, here = noted["limit"] / GIB, noted["whose"], machine_id()
+        limit, whose, here = noted["limit"], noted["whose"], machine_id()
         by_kernel = killed_for_memory(noted["since"])
         for each in everyone:
             if each.machine == here and each.pid in by_kernel:
-                held = f"{_ranks(everyone, each)} x {by_kernel[each.pid] / GIB:.1f} GiB"
-                return f"the kernel killed {each} for memory: {held}, and {whose} {limit:.1f} GiB"
+                held = f"{_ranks(everyone, each)} x {format_bytes(by_kernel[each.pid])}"
+                return f"the kernel killed {each} for memory: {held}, and {whose} {format_bytes(limit)}"
         first = everyone[0]
-        if _number(everyone, first) * peak_gib > NEARLY_FULL * limit:
-            held = f"{_ranks(everyone, first)} x {peak_gib:.1f} GiB"
-            return f"most likely killed for memory: {held}, and {whose} {limit:.1f} GiB"
+        if _number(everyone, first) * peak_gib * GIB > NEARLY_FULL * limit:
+            held = f"{_ranks(everyone, first)} x {format_bytes(peak_gib * GIB)}"
+            return f"most likely killed for memory: {held}, and {whose} {format_bytes(limit)}"
     return ""
 
 

@@ -70,7 +70,9 @@ def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
         assert supervise(folder, script) == 1
     said = capfd.readouterr().err
     assert re.search(
-        r"^here: killed for memory: 1 rank x 0.1 GiB, and (its cgroup allows|the machine has) ", said, re.M
+        r"^here: killed for memory: 1 rank x [\d.]+ [GM]iB, and (its cgroup allows|the machine has) ",
+        said,
+        re.M,
     )
 
 

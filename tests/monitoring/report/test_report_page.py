@@ -146,7 +146,7 @@ def test_a_run_that_was_most_likely_killed_for_memory(make_run):
     path = make_run("killed", [row(1) | {"memory/peak_resident_gib": 1e6}], finished=False)
     assert read_run(path).error == f"{UNSAID} after step 1"
     note_processes(path, [])
-    reason = "most likely killed for memory: 1 rank there x 1000000.0 GiB"
+    reason = "most likely killed for memory: 1 rank there x 1000000.00 GiB"
     assert read_run(path).error.startswith(f"{UNSAID} after step 1: {reason}")
     told = report_of_killed(path, lambda: "batch.micro_batch_size=4")
     assert told is not None
