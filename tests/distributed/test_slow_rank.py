@@ -34,7 +34,7 @@ def warnings_of_a_run(job, folder, split, slow_rank, first_step):
             time.sleep(0.2 / resolved.plan.gradient_accumulation_steps)
 
     def load():
-        """Report an idle machine once the rank is slow, and an overloaded one before: there the watcher waits
+        """Report an idle machine once the rank is slow, and an overloaded one before: there the alert waits
         for hours before it names a rank, so a disturbance by other processes is not taken for slowness."""
         here = 0.5 if loop.state.global_step >= first_step else 1000.0
         return here, here, here
