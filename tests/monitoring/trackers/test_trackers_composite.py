@@ -11,7 +11,7 @@ from pipeline.config.model_schema import CNNConfig
 from pipeline.config.schema import LogConfig, RunConfig, WandbConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import TRACKERS, Tracker, build_trackers, check_trackers
+from pipeline.monitoring.trackers import TRACKERS, TrackerKind, build_trackers, check_trackers
 from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
@@ -125,7 +125,7 @@ def test_importing_the_sinks_loads_neither_torch_nor_wandb():
 
 def test_an_entry_of_the_table_is_checked_and_opened(tmp_path, monkeypatch):
     checked, recorder = [], Recorder()
-    monkeypatch.setitem(TRACKERS, "log.recorder", Tracker(checked.append, lambda run: [recorder]))
+    monkeypatch.setitem(TRACKERS, "log.recorder", TrackerKind(checked.append, lambda run: [recorder]))
     config = recipe()
     check_trackers(config)
     assert checked == [config]
