@@ -115,11 +115,6 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     return Joined(job, data)
 
 
-# Where the store's process was killed, torch's C++ prints a stack for every call to it.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
-
-
 log = logging.getLogger(__name__)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -75,6 +77,14 @@ def test_a_rank_that_may_open_no_more_files_is_not_lost(tmp_path):
     """Its memory, which its heartbeats tell, is read from files."""
     job = Ranks(tmp_path, "no more files", 1, world_size=2)
     assert job.codes([0, 1]) == [0, 0], job.said()
+
+
+def test_torchs_own_stacks_of_a_lost_store_are_off_before_torch_is_imported():
+    """Torch reads the level at its import; this process may have imported it in any order."""
+    words = "import os, sys; os.environ.pop('TORCH_CPP_LOG_LEVEL', None); import pipeline.training; "
+    words += "print('torch' in sys.modules, os.environ['TORCH_CPP_LOG_LEVEL'])"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=False)
+    assert done.stdout == "False ERROR\n", done.stderr
 
 
 @pytest.mark.daily("0")
