@@ -432,21 +432,12 @@ def diff(first: Manifest, second: Manifest, advance: Callable[[int], object]) ->
         shapes_a, shapes_b = a.names(), b.names()
         for name, kind in {**shapes_a, **shapes_b}:
             shape_a, shape_b = shapes_a.get((name, kind)), shapes_b.get((name, kind))
-            if shape_a is None or shape_b is None:
-                only = first if shape_b is None else second
-                size = math.prod(shape_a or shape_b or ())
-                yield TensorChange(
-                    name=name,
-                    kind=kind,
-                    num_values=size,
-                    num_changed=size,
-                    max_difference=math.nan,
-                    relative=math.nan,
-                    remark=f"only in {only.folder.name}",
-                )
-            elif shape_a != shape_b:
-                size = math.prod(shape_a)
-                remark = f"{list(shape_a)} became {list(shape_b)}"
+            if shape_a is None or shape_b is None or shape_a != shape_b:
+                size = math.prod((shape_b or ()) if shape_a is None else shape_a)
+                if shape_a is None or shape_b is None:
+                    remark = f"only in {(first if shape_b is None else second).folder.name}"
+                else:
+                    remark = f"{list(shape_a)} became {list(shape_b)}"
                 yield TensorChange(
                     name=name,
                     kind=kind,
