@@ -24,6 +24,7 @@ from pipeline.checkpoint.catalog import Retention, diff, list_checkpoints, newes
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, read_manifest
 from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.reader import verify
+from pipeline.checkpoint.shards import Region
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -532,6 +533,23 @@ def test_the_list_and_the_difference(tmp_path):
     assert by_name["head.weight"].max_difference > 0
     assert difference(folder / "step-00000001", folder / "step-00000001") == []
     assert len(SHAPES) == 8
+
+
+def test_a_tensor_of_another_shape_differs_as_a_whole(tmp_path):
+    store = make_store(tmp_path / "checkpoints")
+    first, second = PlainEngine(0, 1), PlainEngine(0, 1)
+    key = ("norm.bias", "weight")
+    shorter = [
+        (key, Region((4,), None, 0, 4), values[:4].clone()) for at, _, values in second.held if at == key
+    ]
+    second.held = [each for each in second.held if each[0] != key] + shorter
+    store.save(first, state_at(1), wait=True)
+    store.save(second, state_at(2), wait=True)
+    (change,) = difference(
+        tmp_path / "checkpoints" / "step-00000001", tmp_path / "checkpoints" / "step-00000002"
+    )
+    assert (change.name, change.num_values, change.num_changed) == ("norm.bias", 6, 6)
+    assert change.remark == "[6] became [4]"
 
 
 def difference(one, other):
