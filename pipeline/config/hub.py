@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 
@@ -14,6 +13,7 @@ from pipeline.errors import PipelineError, one_line
 SECONDS_TO_ANSWER = 2.0
 """For the hub to answer. Without this question its client asks an unreachable hub for a minute."""
 MEMORY_SECONDS = 60.0
+"""Seconds for which an answer counts, from when the hub was asked."""
 MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json")
 """Files of which the cache has one if it has a model or a tokenizer."""
 
@@ -41,8 +41,7 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
         is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKS)
     except HFValidationError as mistake:
         raise error(f"{start}, nor can the hub have such a name ({one_line(mistake)})") from None
-    minute = time.monotonic() // MEMORY_SECONDS
-    problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT, minute)
+    problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache here has nothing of that name; "
@@ -55,9 +54,21 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
         constants.HF_HUB_OFFLINE = before
 
 
-@lru_cache(maxsize=1)
-def _unreachable(endpoint: str, _: float) -> str | None:
+_answers: dict[str, tuple[float, str | None]] = {}
+"""Endpoint -> when it was asked last, and why it did not answer."""
+
+
+def _unreachable(endpoint: str) -> str | None:
     """Return why the hub does not answer, or `None`. Any answer counts, a refusal as well."""
+    asked_at, problem = _answers.get(endpoint, (-MEMORY_SECONDS, None))
+    now = time.monotonic()
+    if now - asked_at >= MEMORY_SECONDS:
+        problem = _ask(endpoint)
+        _answers[endpoint] = (now, problem)
+    return problem
+
+
+def _ask(endpoint: str) -> str | None:
     from huggingface_hub import get_session
 
     problems: list[str | None] = [f"{endpoint}: no answer within {SECONDS_TO_ANSWER:g} s"]

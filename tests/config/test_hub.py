@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from support.base_model import write_base_model
 from support.launch import ROOT, environment
 
-import pipeline.config.hub
+from pipeline.config import hub
 from pipeline.config.hub import hub_or_cache
 from pipeline.errors import ModelError
 
@@ -114,7 +115,7 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    pipeline.config.hub._unreachable.cache_clear()
+    hub._answers.clear()
     with (
         pytest.raises(ModelError, match="hf download some/model"),
         hub_or_cache("key", "some/model", ModelError),
@@ -123,6 +124,16 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
     assert constants.HF_HUB_OFFLINE is False
     with hub_or_cache("key", str(tmp_path), ModelError):  # a folder: nothing is asked
         assert constants.HF_HUB_OFFLINE is False
+
+
+def test_an_answer_counts_for_a_minute_from_when_it_was_asked_for(monkeypatch):
+    clock, asked = {"now": 59.0}, []
+    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr(hub, "_ask", lambda endpoint: asked.append(clock["now"]))
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
+    for clock["now"] in (59.0, 61.0, 118.0, 119.0, 120.0):
+        hub._unreachable("http://hub")
+    assert asked == [59.0, 119.0]
 
 
 @pytest.mark.parametrize("name", ["a b", "-x/y", "x..y"])
