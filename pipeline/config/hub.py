@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError, one_line
 SECONDS_TO_ANSWER = 2.0
 """For the hub to answer. Without this question its client asks an unreachable hub for a minute."""
 MEMORY_SECONDS = 60.0
-"""Seconds for which an answer counts, from when the hub was asked."""
+"""Seconds, from when the hub was asked, for which its answer counts."""
 MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json")
 """Files of which the cache has one if it has a model or a tokenizer."""
 
@@ -55,11 +55,11 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
 
 
 _answers: dict[str, tuple[float, str | None]] = {}
-"""Endpoint -> when it was asked last, and why it did not answer."""
+"""Endpoint -> when this process asked it last, and why it did not answer; `None` if it did."""
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Return why the hub does not answer, or `None`. Any answer counts, a refusal as well."""
+    """Return why the hub does not answer, or `None`. Asks at most once in `MEMORY_SECONDS`."""
     asked_at, problem = _answers.get(endpoint, (-MEMORY_SECONDS, None))
     now = time.monotonic()
     if now - asked_at >= MEMORY_SECONDS:
@@ -69,6 +69,7 @@ def _unreachable(endpoint: str) -> str | None:
 
 
 def _ask(endpoint: str) -> str | None:
+    """Return why the hub does not answer now, or `None`. Any answer counts, a refusal as well."""
     from huggingface_hub import get_session
 
     problems: list[str | None] = [f"{endpoint}: no answer within {SECONDS_TO_ANSWER:g} s"]

@@ -55,7 +55,8 @@ PROGRAM = """
                 trackers.write(step, {"train/loss": step / 7})
         elif end == "flushed":  # killed once the file has the rows: wandb writes it every second
             (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-            # A row has it twice, in the history and the summary. The definition of train/loss has no row yet.
+            # Each row has this name twice, in its history and its summary: with three the first row is whole.
+            # train/loss would not do, since W&B writes its definition before any row.
             while path.read_bytes().count(b"train/grad_norm") < 3:
                 time.sleep(0.1)
             sys.stdout.flush()
