@@ -37,8 +37,6 @@ from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, 
 from pipeline.planner.rank import EMBEDDINGS, WORDS
 
 BASE, FILES = "base", "base_files"  # of what a checkpoint says of its adapter
-_WHOLE = "whole "  # digests without it are of an older release
-_FIRST = 1 << 20  # bytes of a tensor that went into those
 _PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
 _QUIET_SECONDS = 3.0
 log = logging.getLogger(__name__)
@@ -57,24 +55,17 @@ def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
     """Return the digest of names, shapes, dtypes and values.
 
     Args:
-        file: Is read, unless its files are those that `known` lists.
-        known: What a checkpoint says of its adapter. Its digest's release is followed.
+        file: Weights to digest. They are not read if their files are those that `known` lists.
+        known: What a checkpoint states about its adapter.
     """
     before = str(known.get(BASE, {}).get("digest") or "")
     if before and known.get(FILES) and known[FILES] == stamps_of(file.files):
         return before
-    if before and not before.startswith(_WHOLE):
-        return _hash(file, _FIRST)
-    return _WHOLE + _hash(file, None)
-
-
-def _hash(file: WeightFile, most: int | None) -> str:
     digest, begin, done, is_told = xxhash.xxh3_128(), time.monotonic(), 0, False
     for name in sorted(file.entries):
         entry = file.entries[name]
         digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
-        values = file.read(name).flatten()
-        values = values[: None if most is None else most // values.element_size()].contiguous()
+        values = file.read(name).flatten().contiguous()
         for piece in values.view(torch.uint8).split(_PIECE):
             digest.update(piece.numpy().data)
             done += len(piece)

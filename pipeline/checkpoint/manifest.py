@@ -339,18 +339,6 @@ class TableRecord(Closed):
         return TableRecord(bytes=sum(map(len, content)), xxh3_128=checksum.hexdigest())
 
 
-class Summary(Closed):
-    """What a checkpoint says of itself besides its files."""
-
-    global_step: Count
-    world_size: Count
-    split: str
-    state: dict[str, Any]
-    """What the training loop remembers; JSON values."""
-    scalars: dict[str, bool | int | float]
-    """Of the engine: the same on all ranks."""
-
-
 @dataclass(frozen=True)
 class BestBy:
     """The metric of an evaluation that chooses the best checkpoint."""
@@ -367,12 +355,18 @@ class BestBy:
         return self.value if self.is_lowest else -self.value
 
 
-class Manifest(Summary):
-    """Everything a checkpoint says of itself."""
+class Manifest(Closed):
+    """Everything that a checkpoint states about itself."""
 
+    global_step: Count
+    world_size: Count
+    split: str
+    state: dict[str, Any]
+    """What the training loop remembers; JSON values."""
+    scalars: dict[str, bool | int | float]
+    """Of the engine: the same on all ranks."""
     files: tuple[FileRecord, ...]
-    shard_table: TableRecord | None
-    """None: of format 1, where the manifest has the shards."""
+    shard_table: TableRecord
 
     _folder: Path = PrivateAttr()
     _table: ShardTable | None = PrivateAttr(None)
@@ -414,7 +408,6 @@ class Manifest(Summary):
             CheckpointError: the table is not there, damaged, or does not hold together.
         """
         if self._table is None:
-            assert self.shard_table is not None
             path, record = self._folder / TABLE, self.shard_table
             raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))  # another file may have no end
             if len(raw) != record.bytes or xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
@@ -460,8 +453,8 @@ class Manifest(Summary):
     def best_by(self) -> BestBy | None:
         """What chooses the best checkpoint, measured after its step. `None`: it was not, or is not finite."""
         known = self.state.get("best_by")
-        if not isinstance(known, dict):  # a checkpoint from before there was a choice
-            return None if self.eval_loss is None else BestBy("loss", self.eval_loss, is_lowest=True)
+        if not isinstance(known, dict):
+            return None
         value = known.get("value")
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -474,12 +467,12 @@ class Manifest(Summary):
     def encode(self) -> bytes:
         """The file's content. Deterministic."""
         content = json.dumps(self.model_dump(), separators=(",", ":")).encode()
-        return _wrap(FORMAT, content)
+        return _wrap(content)
 
 
-def _wrap(version: int, content: bytes) -> bytes:
+def _wrap(content: bytes) -> bytes:
     checksum = xxhash.xxh3_128_hexdigest(content)
-    return f'{{"format":{version},"xxh3_128":"{checksum}","manifest":'.encode() + content + b"}\n"
+    return f'{{"format":{FORMAT},"xxh3_128":"{checksum}","manifest":'.encode() + content + b"}\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -509,74 +502,21 @@ def decode(raw: bytes | bytearray, path: Path) -> Manifest:
         found = tree["format"]
     except (ValueError, RecursionError, KeyError, TypeError, IndexError):
         raise CheckpointError(damaged) from None
-    if found not in (1, FORMAT) or type(found) is not int:
+    if found != FORMAT or type(found) is not int:
         raise CheckpointError(
-            f"{path} is in checkpoint format {str(found)[:20]}, this version reads 1 to {FORMAT}; "
+            f"{path} is in checkpoint format {str(found)[:20]}, this version reads format {FORMAT}; "
             "use the version that wrote it"
         )
     del tree
-    content = bytes(raw[len(_wrap(found, b"")) - 2 : -2])
+    content = bytes(raw[len(_wrap(b"")) - 2 : -2])
     # To the last byte: a flipped bit outside the content is found too.
-    if _wrap(found, content) != raw:
+    if _wrap(content) != raw:
         raise CheckpointError(damaged)
     try:
-        if found == 1:
-            return _of_format_1(content, path.parent)
         manifest = Manifest.model_validate_json(content)
-        if manifest.shard_table is None:
-            raise ValueError("it names no table")
-        manifest._folder = path.parent
-        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path}: {place or 'manifest'}: {first['msg']}"[:500]) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: manifest: {error}"[:500]) from None
-
-
-class Fragment1(Closed):
-    """A shard, as format 1 has it in the manifest."""
-
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[Count, ...]
-    box: Box | None
-    start: Count
-    length: Count
-    xxh3_64: str = Field(pattern="^[0-9a-f]{16}$")
-
-    def shard(self) -> Shard:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"{self.kind} of {self.name}: dtype {self.dtype:.20} is not known")
-        region = Region(self.shape, self.box, self.start, self.length)
-        return Shard(self.name, self.kind, region, DTYPES[self.dtype], checksum=self.xxh3_64)
-
-
-class File1(FileRecord):
-    """A file of format 1."""
-
-    shards: Count = 0
-    fragments: tuple[Fragment1, ...]
-
-
-class Manifest1(Summary):
-    """What manifest.json was in format 1."""
-
-    files: tuple[File1, ...]
-
-
-def _of_format_1(content: bytes, folder: Path) -> Manifest:
-    """In the words of this version."""
-    old = Manifest1.model_validate_json(content)
-    fields = {name: getattr(old, name) for name in Summary.model_fields}
-    files = tuple(
-        FileRecord(**file.model_dump(exclude={"fragments", "shards"}), shards=len(file.fragments))
-        for file in old.files
-    )
-    try:
-        table = ShardTable.of(fragment.shard() for file in old.files for fragment in file.fragments)
-    except OverflowError:
-        raise ValueError("a shard's numbers are too large") from None
-    return Manifest.with_table(table, folder, files=files, shard_table=None, **fields)
+    manifest._folder = path.parent
+    return manifest

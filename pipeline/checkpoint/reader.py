@@ -93,8 +93,6 @@ def check_sizes(manifest: Manifest) -> list[Damage]:
 
 
 def _look_at_table(manifest: Manifest) -> list[Damage]:
-    if manifest.shard_table is None:
-        return []
     try:
         what = _other_size(manifest.folder / TABLE, manifest.shard_table.bytes)
     except OSError as error:

@@ -41,25 +41,14 @@ class ClassificationObjectiveConfig(_Weighted):
     """The model gives logits `(..., classes)`."""
 
 
-class _Unweighted(Closed):
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_recipe(cls, section: Any) -> Any:
-        """Runs once kept classification's keys, at their defaults, with every kind."""
-        if not isinstance(section, dict):
-            return section
-        defaults = {key: field.default for key, field in _Weighted.model_fields.items()}
-        return {key: v for key, v in section.items() if key not in defaults or v != defaults[key]}
-
-
-class CausalLMObjectiveConfig(_Unweighted):
+class CausalLMObjectiveConfig(Closed):
     """The cross entropy of the next token."""
 
     kind: Literal["causal_lm"]
     """Tokens whose label is -100 do not count."""
 
 
-class ModelLossObjectiveConfig(_Unweighted):
+class ModelLossObjectiveConfig(Closed):
     """The loss that the model computes itself."""
 
     kind: Literal["model_loss"]
@@ -177,7 +166,7 @@ def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
         )
 
 
-class CustomObjectiveConfig(_Unweighted):
+class CustomObjectiveConfig(Closed):
     """A loss of your own."""
 
     kind: str = Field(pattern=IMPORT_PATH)

@@ -255,7 +255,6 @@ def _check_names(there: set[str], expected: set[str]) -> None:
 
 
 PREFIX = "optimizer/"
-OLD_STEP = "adam_step"  # what stands for optimizer/step in checkpoints of format 1
 
 
 class SavedState:
@@ -266,7 +265,7 @@ class SavedState:
         for (name, kind), shape in source.names().items():
             if kind not in MODEL:
                 self._shapes[name][kind] = shape
-        self._keys = {key.split("/")[1] for key in named_by_us(source.scalars) if key.startswith(PREFIX)}
+        self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(PREFIX)}
 
     def make(self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[Place]) -> None:
         """Makes what the optimizer has not yet, to be filled. Nothing where the checkpoint has nothing.
@@ -406,7 +405,6 @@ def set_numbers(
     state = optimizer.state.get(stepped)
     if not state or not has_numbers(optimizer, stepped):
         return
-    scalars = named_by_us(scalars)
     for key in [key for key in scalars if key.startswith(PREFIX) and key.count("/") == 1]:
         short = key.removeprefix(PREFIX)
         number = scalars.get(f"{key}/{name}", scalars[key])
@@ -428,19 +426,11 @@ def take_steps_again(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) ->
     kernel = getattr(adam, "ds_opt_adam", None)
     if kernel is None:
         return
-    steps = int(named_by_us(scalars).get(f"{PREFIX}step", 0))
+    steps = int(scalars.get(f"{PREFIX}step", 0))
     beta1, beta2 = adam.param_groups[0]["betas"]
     nothing = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):  # tens of microseconds each
         kernel.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *nothing)  # type: ignore[attr-defined]
-
-
-def named_by_us(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's scalars, where those of format 1 knew Adam's steps alone."""
-    return {
-        f"{PREFIX}step{key.removeprefix(OLD_STEP)}" if key.split("/")[0] == OLD_STEP else key: value
-        for key, value in scalars.items()
-    }
 
 
 Places = dict[nn.Parameter, Place]

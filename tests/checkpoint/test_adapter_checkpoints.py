@@ -7,7 +7,6 @@ import math
 import os
 import re
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 import pipeline
 from pipeline.__main__ import main
 from pipeline.checkpoint import adapters
-from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import read_manifest
 from pipeline.errors import CheckpointError, ConfigError, ModelError
-from pipeline.models.weights import open_weights
 
 IDS = torch.arange(1, 25)[None]
 TEXT = "The sky is blue and the grass is green, snow is white. " * 40
@@ -225,16 +222,6 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
     aged(file, 30)
     with pytest.raises(CheckpointError, match="holds other weights"):
         pipeline.export(tmp_path / "run", tmp_path / "noticed", merge=True)
-
-
-def test_a_base_known_by_an_older_release_is_still_known(tmp_path, base):
-    given = {"pretrained": str(base)}
-    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
-    about = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001").state["adapter"]
-    with closing(open_weights(base, open_checkpoint)) as file:
-        digest = adapters.digest_of(file, {"base": {"digest": "an older release's"}})
-        assert digest != about["base"]["digest"]
-        assert adapters.digest_of(file, {"base": {"digest": digest}}) == digest
 
 
 @pytest.mark.parametrize("wrong", ["lacks a layer", "not a number", "cut short"])

@@ -38,7 +38,10 @@ def make_store(folder, **policy):
 
 
 def state_at(step, **more):
-    return {"global_step": step, "tokens_seen": step * 100.0, **more}
+    state = {"global_step": step, "tokens_seen": step * 100.0, **more}
+    if "eval_loss" in more:
+        state["best_by"] = {"metric": "loss", "value": more["eval_loss"], "mode": "min"}
+    return state
 
 
 def names(folder):

@@ -15,7 +15,6 @@ from pipeline.engine.state import (
     ParameterState,
     Place,
     flat_tensors,
-    named_by_us,
     restore,
     whole_parameters,
     whole_tensors,
@@ -109,8 +108,3 @@ def test_what_is_not_shaped_like_its_parameter_cannot_be_cut():
         list(whole_tensors(trained.optimizer, parameter, cut))
     with pytest.raises(CheckpointError, match="not shaped like what it steps"):
         flat_tensors(trained.optimizer, parameter)
-
-
-def test_numbers_of_format_1_are_adams():
-    old = {"adam_step": 7, "adam_step/a.b": 0, "loss_scale": 2.0}
-    assert named_by_us(old) == {"optimizer/step": 7, "optimizer/step/a.b": 0, "loss_scale": 2.0}

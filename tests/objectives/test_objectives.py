@@ -459,12 +459,6 @@ def test_what_classification_alone_reads_belongs_to_no_other_kind():
             config(OWN, kind="test_objectives:squares", **ignored)
 
 
-@pytest.mark.parametrize("kind", ["causal_lm", "model_loss", "test_objectives:squares"])
-def test_an_older_recipe_has_classifications_keys_at_their_defaults(kind):
-    older = config(OWN, kind=kind, class_weights=None, label_smoothing=0.0)
-    assert older.objective.model_dump(exclude_none=True) == {"kind": kind}
-
-
 class Recomputed(nn.Module):
     """Its loss is inside what is computed again in the backward, where nothing is looked at."""
 
