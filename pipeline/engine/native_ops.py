@@ -1,7 +1,6 @@
 """DeepSpeed's native ops, compiled before the model is made, and the folder that ZeRO-3 swaps to.
 
-Answers for whose build is waited for, for locks that a killed build left behind, and for what happens where
-an op cannot be compiled. How they are compiled is DeepSpeed's and torch's own affair.
+Handles locks that a killed build left behind, and ops that cannot be compiled. DeepSpeed and torch compile.
 """
 
 from __future__ import annotations
@@ -22,30 +21,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed.ops.op_builder
+import psutil
 import torch
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
-from torch.utils.file_baton import FileBaton
 
 from pipeline.config.deepspeed_check import has_half_masters
-from pipeline.distributed.op_builds import (
-    ALIVE,
-    ASYNC_IO,
-    OUT_OF_SIGHT,
-    QUANTIZER,
-    Holder,
-    NativeOp,
-    find_holder,
-    needed_ops,
-    signature,
-)
+from pipeline.distributed.op_builds import ASYNC_IO, QUANTIZER, NativeOp, needed_ops
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, one_line
 from pipeline.files import format_bytes
@@ -54,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _TELL_AFTER = 3.0  # seconds; loading an op that is already built takes less than one
 _TELL_AGAIN = 60.0
+_DEAD_AFTER = 600.0  # seconds without a change; the build may be on another machine, or of another user
 
 
 def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
@@ -108,13 +97,13 @@ def _build(op: NativeOp) -> str | None:
     told.start()
     try:
         folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in op.folders]
-        with _turn(op, folders[-1]) as waiting:
+        with _turn(op, folders[-1]) as was_killed:
             for folder in folders:
-                waiting.until_free(folder / "lock")
+                _wait_for_torch(op, folder, was_killed)
             with (
                 contextlib.redirect_stdout(io.StringIO()),
                 warnings.catch_warnings(),
-                _changes_in_torch(waiting),
+                _quoted_library_path(),
             ):
                 warnings.simplefilter("ignore")
                 builder = getattr(deepspeed.ops.op_builder, op.builder)()
@@ -150,10 +139,13 @@ def _cuda_fault() -> str | None:
 
 
 @contextlib.contextmanager
-def _turn(op: NativeOp, folder: Path) -> Iterator[_Waiting]:
-    """This project's own lock on the op, which a process that ends lets go of; who has it is told.
+def _turn(op: NativeOp, folder: Path) -> Iterator[bool]:
+    """Hold this project's own lock on an op. The system takes it back from a process that ends.
 
-    Beside it lies a line on what its holder does, for those that wait.
+    Beside the lock lies a line about its holder, for those that wait.
+
+    Yields:
+        Whether the last holder was killed: its line is still there.
     """
     lock, state = FileLock(folder.with_suffix(".pipeline-lock")), folder.with_suffix(".pipeline-state")
     patience = _TELL_AFTER
@@ -161,108 +153,72 @@ def _turn(op: NativeOp, folder: Path) -> Iterator[_Waiting]:
         with contextlib.suppress(Timeout):
             lock.acquire(timeout=patience)
             break
-        doing = "another run holds its lock"
-        with contextlib.suppress(FileNotFoundError):  # let go meanwhile
-            doing = state.read_text()
-        log.info("waiting for %s: %s; if it hangs, end that process", op.label, doing)
+        holder = "another run"
+        with contextlib.suppress(FileNotFoundError):  # released meanwhile
+            holder = state.read_text()
+        log.info("waiting for %s: %s builds it; if it hangs, end that process", op.label, holder)
         patience = _TELL_AGAIN
     try:
-        yield _Waiting(op, state)
+        was_killed = state.exists()
+        state.write_text(f"process {os.getpid()} on {platform.node()}, since {datetime.now():%H:%M:%S},")
+        yield was_killed
         state.unlink()
     finally:
         lock.release()
 
 
-class _Waiting:
-    """Waits for the locks of builds that other programs started, one op's, and removes those of dead ones."""
+def _wait_for_torch(op: NativeOp, folder: Path, was_killed: bool) -> None:
+    """Wait for another program's build in this folder, and remove the lock of a build that was killed.
 
-    def __init__(self, op: NativeOp, state: Path):
-        self._op, self._state = op, state
-        started = f"{datetime.now():%H:%M:%S}"
-        self._own = f"process {os.getpid()} on {platform.node()} builds it since {started}"
-        state.write_text(self._own)
+    torch itself waits for such a lock without an end and without a word.
 
-    def until_free(self, lock: Path) -> None:
-        """Returns once nobody holds the lock.
-
-        A lock that is left behind would be waited for by torch for ever, without a word.
-        """
-        tell_at = time.monotonic() + _TELL_AFTER
-        seen_at, last = time.monotonic(), 0.0
-        while (holder := find_holder(lock)) is not None:
-            if holder.changed != last:
-                seen_at, last = time.monotonic(), holder.changed
-            # A file server's clock may be ahead of ours: what we have seen ourselves counts as well.
-            still = time.monotonic() - seen_at
-            if holder.dead_in == 0 or (holder.dead_in != ALIVE and still > OUT_OF_SIGHT):
-                lock.unlink(missing_ok=True)
-                log.warning("an earlier build of %s was killed and left %s; removed it", self._op.label, lock)
-                continue
-            if time.monotonic() > tell_at:
-                words = _told(lock, holder)
-                log.info("waiting for %s: %s", self._op.label, words)
-                self._state.write_text(f"{self._own}, and waits itself: {words}")
-                tell_at = time.monotonic() + _TELL_AGAIN
-            time.sleep(0.5)
-        self._state.write_text(self._own)
-
-
-def _told(lock: Path, holder: Holder) -> str:
-    """For whom, since when, what to do."""
-    since = f"{datetime.fromtimestamp(holder.since):%H:%M:%S}"
-    if holder.dead_in == ALIVE:
-        return f"{holder.name} builds it since {since}; if it hangs, end it and remove {lock}"
-    name = holder.name or "nobody who is seen from here"
-    return (
-        f"{lock} is there since {since}, made by {name}; without a change it is removed in "
-        f"{holder.dead_in:.0f} s; if nobody builds there, remove it now"
-    )
-
-
-class _Baton(FileBaton):
-    """torch's lock of a build folder, which tells whom it waits for and outlives nobody.
-
-    torch looks once: what another program holds then, it waits for without an end, and then takes for built.
+    Args:
+        was_killed: Whether the lock may be that of a killed run of this project.
     """
+    lock = folder / "lock"
+    tell_at = time.monotonic() + _TELL_AFTER
+    while lock.exists():
+        worker = _process_in(folder)
+        with contextlib.suppress(FileNotFoundError):  # released, or a temporary file gone
+            unchanged = time.time() - max(path.stat().st_mtime for path in (lock, folder, *folder.iterdir()))
+            if worker is None and (was_killed or unchanged > _DEAD_AFTER):
+                lock.unlink()
+                log.warning("an earlier build of %s was killed and left %s; removed it", op.label, lock)
+                return
+            if time.monotonic() > tell_at:
+                doing = f"{worker} builds it; if it hangs, end it and remove {lock}"
+                if worker is None:
+                    doing = (
+                        f"{lock} is there, and no process is seen that builds it; it is removed in "
+                        f"{_DEAD_AFTER - unchanged:.0f} s; if nothing builds it, remove it now"
+                    )
+                log.info("waiting for %s: %s", op.label, doing)
+                tell_at = time.monotonic() + _TELL_AGAIN
+        time.sleep(0.5)
 
-    def __init__(self, waiting: _Waiting, lock: str, *rest: Any, **more: Any):
-        super().__init__(lock, *rest, **more)
-        self._waiting, self._lock = waiting, Path(lock)
 
-    def try_acquire(self) -> bool:
-        """Comes back with the lock."""
-        while not super().try_acquire():
-            self._waiting.until_free(self._lock)
-        self._lock.write_text(signature())
-        return True
-
-    def release(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # someone was told that it may be removed
-            super().release()
+def _process_in(folder: Path) -> str | None:
+    """Return a process that works in a folder. ninja and its compilers do, and outlive who started them."""
+    place = str(folder.resolve())
+    for process in psutil.process_iter(["cwd", "name"]):
+        if process.info["cwd"] == place:
+            return f"process {process.pid} ({process.info['name']})"
+    return None
 
 
 @contextlib.contextmanager
-def _changes_in_torch(waiting: _Waiting) -> Iterator[None]:
-    """torch has no other way in: it names its lock itself, and quotes all paths but the one it links with."""
-    names = vars(cpp_extension)
-    own = {
-        "FileBaton": partial(_Baton, waiting),
-        "TORCH_LIB_PATH": shlex.quote(cpp_extension.TORCH_LIB_PATH),
-    }
-    before = {name: names[name] for name in own}
-    names.update(own)
+def _quoted_library_path() -> Iterator[None]:
+    """Quote the one path that torch leaves unquoted when it links."""
+    before = cpp_extension.TORCH_LIB_PATH
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(before)
     try:
         yield
     finally:
-        names.update(before)
+        cpp_extension.TORCH_LIB_PATH = before
 
 
 _SECTIONS = ("offload_optimizer", "offload_param")
 _NAME = "pipeline-swap-"
-_BLOCK = 8 * 2**20  # bytes
-_PROBE_BLOCKS = 8
-_PROBE_SECONDS = 0.7
-_SLOW = 1e9  # bytes a second
 # fp32 weights, two Adam states and, between backward and step, the gradient.
 _OPTIMIZER_BYTES = 16
 
@@ -275,7 +231,7 @@ class SwapFolder:
     """
 
     def __init__(self, config: dict[str, Any], job: Job):
-        """Makes the folders, and measures the disk on one rank of each machine.
+        """Make the folders.
 
         Args:
             config: The resolved DeepSpeed configuration; it is not changed.
@@ -288,7 +244,6 @@ class SwapFolder:
         self._job = job
         self._closing = ExitStack()
         self._folders: dict[Path, Path] = {}
-        self._speeds: dict[Path, tuple[float, float]] = {}
         with self._closing:
             for section in _SECTIONS:
                 part = self.config["zero_optimization"].get(section, {})
@@ -306,8 +261,6 @@ class SwapFolder:
                 path.mkdir(parents=True, exist_ok=True)
                 _remove_dead(path)
                 self._folders[path] = self._make(path)
-                if self._job.ranks.local_rank == 0:
-                    self._speeds[path] = _measure(self._folders[path] / "probe")
             except OSError as error:
                 raise ConfigError(
                     f"{where}: {path}: {error.strerror}; give a folder that can be written to"
@@ -327,7 +280,7 @@ class SwapFolder:
         return folder
 
     def check_space(self, num_parameters: int) -> None:
-        """Says how fast the disk is, what is free and what the run needs. Before DeepSpeed's engine is made.
+        """Log the free space and what the run needs, before DeepSpeed's engine is made.
 
         Args:
             num_parameters: Of the whole model.
@@ -349,23 +302,11 @@ class SwapFolder:
                     f"zero_optimization.{inside[0]}.nvme_path: {path} has {format_bytes(free)} free and the "
                     f"run needs {format_bytes(needed)}; use another disk, more machines, or device cpu"
                 )
-            if path in self._speeds:
-                write, read = self._speeds[path]
-                log.info(
-                    "nvme_path %s: %s/s write, %s/s read; %s free, %s needed",
-                    path,
-                    *map(format_bytes, (write, read, free, needed)),
-                )
-                if min(write, read) < _SLOW:
-                    log.warning(
-                        "nvme_path %s is slow: each step reads and writes about %s; device cpu, or a "
-                        "faster disk, would help",
-                        path,
-                        format_bytes(needed),
-                    )
+            if ranks.local_rank == 0:
+                log.info("nvme_path %s: %s free, %s needed", path, format_bytes(free), format_bytes(needed))
 
     def close(self) -> None:
-        """Removes the folders. A second call does nothing."""
+        """Remove the folders. A second call does nothing."""
         self._closing.close()
 
 
@@ -386,35 +327,6 @@ def _remove_dead(path: Path) -> None:
             _lock_of(folder).unlink(missing_ok=True)
             lock.release()
             log.info("removed %s, which a run that was killed left behind", folder)
-
-
-def _measure(file: Path) -> tuple[float, float]:
-    """Bytes a second, written and read past the page cache; at most two seconds."""
-    block = secrets.token_bytes(_BLOCK)
-    descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
-    try:
-
-        def write_block(_: int) -> None:
-            os.write(descriptor, block)
-            os.fsync(descriptor)
-
-        written, write = _timed(write_block, _PROBE_BLOCKS)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        _, read = _timed(lambda i: os.pread(descriptor, _BLOCK, i * _BLOCK), written)
-    finally:
-        os.close(descriptor)
-        file.unlink()
-    return write, read
-
-
-def _timed(step: Any, blocks: int) -> tuple[int, float]:
-    """How many blocks were done in the time there is, and at how many bytes a second."""
-    started = time.perf_counter()
-    done = 0
-    while done < blocks and (done == 0 or time.perf_counter() - started < _PROBE_SECONDS):
-        step(done)
-        done += 1
-    return done, done * _BLOCK / (time.perf_counter() - started)
 
 
 def _size(folder: Path) -> int:

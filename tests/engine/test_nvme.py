@@ -1,4 +1,4 @@
-"""The folder a run swaps to: its own, measured, large enough, and gone however the run ends."""
+"""The folder a run swaps to: its own, large enough, and gone however the run ends."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_p
         (("offload_optimizer", "offload_param"), (8, 4), "bf16", "9 MiB"),
     ],
 )
-def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
+def test_one_line_has_the_free_space_and_what_the_run_needs(
     tmp_path, caplog, sections, ranks, precision, needed
 ):
     caplog.set_level("INFO", logger="pipeline.engine.native_ops")
@@ -125,8 +125,7 @@ def test_one_line_says_what_the_disk_can_and_what_the_run_needs(
     swap = SwapFolder(config(tmp_path, *sections) | {precision: {"enabled": True}}, job)
     swap.check_space(10**6)
     swap.close()
-    speed = r"\S+ [MG]iB/s"
-    line = rf"nvme_path {tmp_path}: {speed} write, {speed} read; \S+ GiB free, {re.escape(needed)} needed"
+    line = rf"nvme_path {tmp_path}: \S+ GiB free, {re.escape(needed)} needed"
     assert re.fullmatch(line, caplog.messages[0])
 
 
