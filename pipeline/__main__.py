@@ -19,7 +19,6 @@ from pipeline.cli import (
     plan,
     prepare,
     report,
-    sync,
 )
 from pipeline.cli import train as cli
 from pipeline.cli.import_configs import writing as import_config
@@ -38,7 +37,6 @@ COMMANDS = {
     "report": report,
     "inspect": inspect,
     "doctor": doctor,
-    "sync": sync,
 }
 
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.inputs import add_recipe_arguments, read_recipe
-from pipeline.config.command_lines import own_command
 from pipeline.config.data_schema import DocumentsConfig
-from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
@@ -25,56 +22,44 @@ if TYPE_CHECKING:
 
 HELP = "show what a recipe's data is, and what of it the model would be given"
 DESCRIPTION = """\
-Prepares the data of a recipe where that was not done, and shows it. Text: documents, lengths, exact copies,
-padding, and rows with the tokens marked that count in the loss. Images: classes, sizes, and a picture of
-some."""
+Prepares the data of a recipe if that was not done, and shows it. Text: documents, lengths, exact copies,
+padding, and rows with the tokens marked that count in the loss. Images: classes, and the first
+batch."""
 AFTER_INTERRUPT = ""
-SHEET = 32  # images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = DESCRIPTION
     add_recipe_arguments(parser)
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for pictures (default: RUNS_DIR/inspect/NAME)"
-    )
     parser.add_argument(
         "--samples",
         type=int,
         metavar="N",
         default=2,
-        help="documents of a source, and rows, shown (default: 2)",
+        help="rows shown (default: 2)",
     )
     parser.add_argument("--no-color", action="store_true", help="plain text")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Show the data of the recipe."""
     log_to_console(Ranks(0, 0, 1, 1))
     config = read_recipe(arguments)
     if arguments.samples < 0:
         raise ConfigError(f"--samples {arguments.samples}: expected 0 or more")
-    folder = arguments.output or Path(config.runs_dir) / "inspect" / config.name
-    if config.data.custom is None:
-        require("matplotlib", own_command("inspect"))  # before the data is prepared
+    from pipeline.cli import inspect_view
     from pipeline.cli.screen import Screen
     from pipeline.data import prepare_data
 
     screen = Screen(arguments.no_color)
     bundle = prepare_data(config.data)
     if config.data.documents is not None:
-        _inspect_text(
-            screen,
-            config,
-            data=config.data.documents,
-            bundle=bundle,
-            folder=folder,
-            samples=arguments.samples,
-        )
-    elif config.data.custom is not None:
-        _inspect_custom(screen, config, bundle)
-    else:
-        _inspect_images(screen, config, bundle, folder)
+        _inspect_text(screen, config, config.data.documents, bundle, samples=arguments.samples)
+        return
+    if config.data.custom is None:
+        inspect_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    _show_first_batch(screen, config, bundle)
 
 
 def _inspect_text(
@@ -82,7 +67,7 @@ def _inspect_text(
     config: RunConfig,
     data: DocumentsConfig,
     bundle: DataBundle,
-    folder: Path,
+    *,
     samples: int,
 ) -> None:
     from pipeline.cli import inspect_view
@@ -94,36 +79,24 @@ def _inspect_text(
     prepared = prepare_documents(data)  # it is there already: only opened again
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
-    lengths = inspect_view.show_documents(screen, sources)
+    inspect_view.show_documents(screen, sources)
     inspect_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
     rows = _rows(bundle)
     inspect_view.show_rows(screen, rows, data.sequence_length)
-    inspect_view.show_lengths(screen, lengths, data.sequence_length, folder / "document_lengths.png")
     if samples:
-        inspect_view.show_samples(screen, sources, samples, prepared.tokenizer)
         batch = _first_batch(config, bundle, samples)
         pad_id = next((getattr(dataset, "pad_id", None) for dataset in rows.values()), None)
         inspect_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
 def _rows(bundle: DataBundle) -> dict[str, Any]:
-    """The training rows of each source."""
+    """Return the training rows of each source."""
     train: Any = bundle.train
     datasets = getattr(train, "datasets", [train])  # several are joined
     return {source.name: dataset for source, dataset in zip(bundle.sources, datasets, strict=True)}
 
 
-def _inspect_images(screen: Screen, config: RunConfig, bundle: DataBundle, folder: Path) -> None:
-    from pipeline.cli import inspect_view
-
-    inspect_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
-    if config.data.images is not None:
-        inspect_view.show_files(screen, bundle.train, bundle.eval)
-    batch = _first_batch(config, bundle, min(SHEET, len(bundle.train)))  # type: ignore[arg-type]
-    inspect_view.show_sheet(screen, batch, bundle.train, folder / "training_images.png")
-
-
-def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
+def _show_first_batch(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
     from pipeline.data.batches import described
 
     stated = config.batch.micro_batch_size
@@ -137,7 +110,7 @@ def _inspect_custom(screen: Screen, config: RunConfig, bundle: DataBundle) -> No
 
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
-    """What the run would be given first, by the loader it would use."""
+    """Return the first batch of the run, from the loader it would use."""
     import torch
 
     from pipeline.data.curriculum import build_order

@@ -13,18 +13,20 @@ HELP = "the curves, alerts and settings of runs as one HTML file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = HELP
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; several are compared")
     add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html, or ./report.html")
-    add("--follow", action="store_true", help="serve it live on 127.0.0.1, until Ctrl-C; writes no file")
-    add("--port", type=int, default=0, help="for --follow; default: any that is free")
 
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
-    """Raises a PipelineError where a folder is no run, or its metrics are damaged."""
+    """Write the page and print its path.
+
+    Raises:
+        PipelineError: A folder is no run, its metrics are damaged, or the page cannot be written.
+    """
     from pipeline.monitoring.report.page import REPORT_FILE, encode, render
     from pipeline.monitoring.report.runs import find_run
 
@@ -32,11 +34,5 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
-    if arguments.follow:
-        from pipeline.monitoring.report.server import live_report
-
-        with live_report(runs, arguments.port) as server:
-            print(f"the report is at http://127.0.0.1:{server.server_port}/; Ctrl-C ends it", flush=True)
-            server.serve_forever()
     replace_file(output, render(encode(runs)))
     print(output)

@@ -1,4 +1,4 @@
-"""Where inspection writes: tables, text and pictures' paths on stdout, progress on stderr."""
+"""Where inspection writes: tables and text on stdout, progress on stderr."""
 
 from __future__ import annotations
 

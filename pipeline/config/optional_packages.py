@@ -11,7 +11,6 @@ EXTRAS = {
     "PIL": "images",
     "bitsandbytes": "qlora",
     "kornia": "images",
-    "matplotlib": "images",
     "sklearn": "images",
     "tensorboard": "tensorboard",
     "torchao": "fp8",

@@ -100,9 +100,8 @@ class NotifyConfig(Closed):
 
 
 class ProfileConfig(Closed):
-    """torch's profiler on some steps of the main rank, what DeepSpeed counts of the step behind them, and,
-    from the start on, what a GPU's memory holds when it runs out: to `profile/` of the run (docs/how-to.md).
-    Those steps are slower."""
+    """torch's profiler on some steps of the main rank, and, from the start on, what a GPU's memory holds when
+    it runs out: to `profile/` of the run (docs/how-to.md). Those steps are slower."""
 
     start_step: int | None = Field(None, gt=0, le=10**12)
     """The first step that is profiled; the one before it warms the profiler up. Default: nothing is profiled,
@@ -234,9 +233,6 @@ class LogConfig(Closed):
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
     sinks: list[TrackerConfig] = Field([])
     """Further places by import path, as MLflow. One that fails or blocks is dropped with a line."""
-    nodes: bool = False
-    """Rows also have what each machine of the job is busy with, as `node/HOST/cpu_utilization`: processors,
-    memory, network, GPUs."""
     price_per_device_hour: float | None = Field(None, ge=0)
     """What a GPU costs an hour (on a CPU: a rank), in any currency: rows then have `perf/cost`, of the whole
     run so far."""

@@ -56,39 +56,6 @@ def profile_asked_for(
     return profile
 
 
-@contextmanager
-def counted_step(
-    config: Mapping[str, Any] | None, engine: Any, table: Path, *, in_modules: bool
-) -> Iterator[dict[str, float]]:
-    """Has DeepSpeed count the collectives and the first forward of one step, where the JSON does not anyway.
-
-    Args:
-        config: The DeepSpeed JSON, filled in; None: plain PyTorch, of which nothing is counted.
-        engine: As of profile_asked_for.
-        table: Where the modules of the forward are written.
-        in_modules: The forward may be counted: its blocks are no compiled functions.
-
-    Yields:
-        Columns as of a row, there once the step is over.
-    """
-    row: dict[str, float] = {}
-    if config is None:
-        yield row
-        return
-    counted, forward, end = EngineProfile(), engine._engine.forward, None
-    if not config.get("comms_logger", {}).get("enabled", False):
-        end = counted.count_collectives(switch_on=True)
-    if in_modules and not config.get("flops_profiler", {}).get("enabled", False):
-        counted.profile_forward(engine._engine, {"profile_step": engine._engine.global_steps}, table)
-    try:
-        yield row
-        row |= counted.row(1, 0.0)
-    finally:
-        engine._engine.forward = forward
-        if end is not None:
-            end()
-
-
 class EngineProfile:
     """See Profile."""
 
@@ -104,19 +71,14 @@ class EngineProfile:
             self._spans[name] = Span(clock, device)
             setattr(engine, method, _measured(getattr(engine, method), self._spans[name]))
 
-    def count_collectives(self, switch_on: bool = False) -> Callable[[], None]:
+    def count_collectives(self) -> Callable[[], None]:
         """Reads what DeepSpeed notes of each collective from here on.
-
-        Args:
-            switch_on: The JSON did not tell it to.
 
         Returns:
             Ends it: DeepSpeed would go on for every later engine of the process.
         """
         from deepspeed.comm import comm
 
-        if switch_on:
-            comm.configure(enabled=True, prof_all=True, verbose=False, debug=False)
         self._collectives, self._timers = comm.comms_logger.comms_dict, comm.timers.get_timers()
         self._restart()  # without what building the engine took
         return functools.partial(comm.configure, enabled=False)

@@ -1,4 +1,4 @@
-"""What a run tells besides its numbers: alerts, what was done about them, and which checkpoints it has."""
+"""Events of a run, and what trackers get besides rows and events."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:  # commands that import no numpy use events
 
 RUN_FAILED = "run_failed"
 TIME = "time"
-"""The last line of a process that ended as it should: where its time went."""
+"""Where the time of a process went: its last line if it ended as it should."""
 PLAN = "plan"
-"""What a run took against what was expected of it."""
+"""Memory and throughput of a run, and what the plan expected."""
 RUN_KILLED = "run_killed"
 ROLLBACK = "rollback"
-"""A run went back to the event's step: rows of later ones belong to what it gave up."""
+"""A run went back to the event's step: rows of later steps are given up."""
 CORRUPTION = "corruption"
-"""Ranks do not hold the same: stays in a record whose later rows are taken back."""
+"""Ranks differ where they should be equal: stays in a record whose later rows are taken back."""
 NO_TARGETS = "no_targets"
 """Nothing counts in the loss of a global batch or of an evaluation."""
 SAMPLE = "sample"
-"""What the model wrote after an evaluation: the fields `prompt` and `text`."""
+"""Text of the model after an evaluation: the fields `prompt` and `text`."""
 STOPPED_EARLY = "stopped_early"
 """A callback ended the run before its last step."""
 OWN_NAMES = frozenset((RUN_FAILED, TIME, PLAN, RUN_KILLED, ROLLBACK, CORRUPTION, SAMPLE, STOPPED_EARLY))
@@ -44,11 +44,11 @@ class Event:
     """
 
     name: str
-    """One of few words in snake_case, as `loss_spike`: what a reader filters by."""
+    """Few words in snake_case, as `loss_spike`."""
     message: str
     """What happened, with its numbers."""
     advice: str = ""
-    """What to try, where there is something."""
+    """What to try; may be empty."""
     level: Level = "warning"
     fields: Mapping[str, str | float] = field(default_factory=dict)
     """Further columns of its line in metrics.jsonl."""
@@ -67,7 +67,7 @@ class Event:
         """Return the line of the log: an alert begins with its name and its step, news is its own words.
 
         Args:
-            step: Where it is told; the field `at_step` has that of the alert, where it is another one.
+            step: Step of the row; the field `at_step` has the step of the alert if it is another one.
         """
         if self.level == "info":
             return self.line
@@ -77,14 +77,14 @@ class Event:
 
     @property
     def columns(self) -> dict[str, str | float]:
-        """Its line in metrics.jsonl, without the step."""
+        """Columns of its line in metrics.jsonl, without the step."""
         said: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
         return said | ({"advice": self.advice} if self.advice else {}) | dict(self.fields)
 
 
 @dataclass(frozen=True)
 class Histograms:
-    """Of each parameter that is trained, after a step: how many of its values lie between two edges."""
+    """Number of values between two edges, of each trained parameter after a step."""
 
     step: int
     edges: npt.NDArray[np.float64]
@@ -92,8 +92,8 @@ class Histograms:
     weights: Mapping[str, npt.NDArray[np.int64]]
     """Name -> (bins,)."""
     gradients: Mapping[str, npt.NDArray[np.int64]]
-    """Of that step, as the weights moved by them; empty where it was not taken."""
+    """Name -> (bins,), as the weights moved by them; empty if the step was not taken."""
 
 
 Shown: TypeAlias = "SavedCheckpoints | Histograms"
-"""What is neither a row nor an event, and has no place in metrics.jsonl."""
+"""Neither rows nor events: metrics.jsonl has none of it."""

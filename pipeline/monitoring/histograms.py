@@ -1,5 +1,7 @@
-"""Histograms of weights and gradients, counted where they lie: edges are fixed, so ranks' counts add up, and
-two runs compare. One sum over ranks, and one copy to the host that nothing waits for.
+"""Histograms of weights and gradients, counted on their device.
+
+Edges are fixed, so counts of ranks add up, and two runs compare. One sum over ranks, and one copy to the host
+that nothing waits for.
 """
 
 from __future__ import annotations
@@ -27,21 +29,24 @@ CHUNK = 2**22  # values: so many more numbers are in memory, and fp32 still coun
 
 
 class HistogramMeter:
-    """Collective: all ranks call the same at the same steps.
-
-    Args:
-        every: Steps between two.
-    """
+    """Counts weights and gradients at some steps. Collective: all ranks make the same calls."""
 
     def __init__(self, engine: Engine, job: Job, every: int):
-        self._engine, self._job, self._every = engine, job, every
+        """Name the parameters of all ranks.
+
+        Args:
+            every: Steps between two histograms.
+        """
+        self._engine = engine
+        self._job = job
+        self._every = every
         own = dict.fromkeys(shard.name for shard in engine.shards() if _is_counted(shard))
         names = sorted({*chain(*job.gather_object(list(own)))})
         self._rows = {name: row for row, name in enumerate(names)}
         self._gradients: Tensor | None = None
 
     def looking(self, step: int) -> AbstractContextManager[None]:
-        """Around a step, given its number."""
+        """Surround a step, given its number."""
         self._gradients = None
         if step % self._every:
             return nullcontext()
@@ -49,7 +54,7 @@ class HistogramMeter:
         return self._engine.gradients_shown_to(lambda shard: self._add(gradients, shard))
 
     def taken(self, step: int) -> Deferred[Histograms] | None:
-        """After a step that counts; None: none are due."""
+        """Return the histograms after a step that counts; `None` if none are due."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             return None
@@ -81,11 +86,12 @@ def _is_counted(shard: Shard) -> bool:
 
 @torch.no_grad()
 def count(values: Tensor) -> Tensor:
-    """How many of them lie between two of EDGES each, (BINS,), int64, where they lie. What is infinite or NaN
-    is not counted.
+    """Return the number of values between two of EDGES each, (BINS,) int64, on their device.
+
+    Infinite values and NaN are not counted.
 
     Args:
-        values: 1-D.
+        values: (values,)
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
     for part in values.split(CHUNK):

@@ -25,7 +25,7 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
 
 
 class _Printable(logging.Formatter):
-    """What a line repeats may come from anywhere: no secrets, no escapes; a traceback keeps its lines."""
+    """Removes secrets and escapes from a line; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -41,7 +41,7 @@ class _ConsoleFormatter(_Printable):
 
 
 class _File(logging.FileHandler):
-    """On a full disk it leaves lines out: their tracebacks would bury what is said of the disk."""
+    """Leaves lines out on a full disk: their tracebacks would bury the message about the disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -53,10 +53,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 
 
 def log_to_console(ranks: Ranks, level: str = "info") -> None:
-    """Rank 0 speaks, the others keep to errors; libraries to warnings.
+    """Show rank 0's lines on the console, and errors of the others.
 
     Args:
-        level: Of rank 0's lines, from `debug` to `error`. Files have all from `info` on, whatever it is.
+        ranks: Rank of this process.
+        level: Least level of rank 0's lines, from `debug` to `error`. Files have everything from `info` on.
     """
     console = _CurrentStderr()
     console.setFormatter(_ConsoleFormatter("%(message)s"))
@@ -77,7 +78,7 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
 
 
 def log_to_file(run_dir: Path, ranks: Ranks) -> None:
-    """Adds `logs/rank00000.log`, with times."""
+    """Write lines with times to `logs/rank00000.log` too."""
     path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
     file = _File(path)

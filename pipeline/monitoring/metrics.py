@@ -1,15 +1,13 @@
 """Meters: losses, rates, memory, devices and wall time of a run. The clock is injected.
 
-The device is waited for where a row is read, and where a profiler was asked for.
+Only reading a row waits for the device.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import platform
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,8 +21,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.distributed.accelerator import device_id
-from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Profile, StepResult, further_means, mean_loss
@@ -34,78 +30,54 @@ from pipeline.monitoring.events import TIME, Event
 from pipeline.monitoring.row_queue import DeferredRow
 from pipeline.monitoring.trackers.jsonl import newest
 
-KWH = 3.6e6  # joules
-LEAST_SECONDS = 1.0  # between two questions: each takes the host up to a millisecond
-COLUMNS = ("cpu_utilization", "memory_utilization", "network_mib_per_second")
+LEAST_SECONDS = 1.0  # between two questions to the driver: each takes the host up to a millisecond
 
 
 class GpuMeter:
-    """Of this rank's own device; the row puts together what the ranks have handed each other.
-
-    Args:
-        energy_kwh: What the run took before this process.
-        nvml: The package; None: the one that is installed, if one is.
-        clock: Monotonic seconds.
-    """
+    """Asks the driver about this rank's GPU; the row combines the answers of all ranks."""
 
     def __init__(
         self,
         device: torch.device,
-        energy_kwh: float = 0.0,
-        nvml: Any = None,
+        questions: Sequence[Callable[[torch.device], float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._clock = clock
-        self._asked_at = -math.inf
-        self._said: list[float] = []
-        self._is_there = device.type == "cuda"
-        self._joules = 0.0
-        self._kwh = energy_kwh
-        self._nvml: Any = None
-        self._handle: Any = None
-        if self._is_there:
-            self._nvml, self._handle = _opened(device, nvml)
-        self.take()  # energy counts from here
-
-    @property
-    def energy_kwh(self) -> float | None:
-        """Of the run's devices up to the last row; None: no rank knows any."""
-        return self._kwh or None
-
-    def take(self) -> list[float]:
-        """Share of the last moment in which a kernel ran, watts, degrees Celsius, joules since the last call;
-        NaN: the driver does not say. Empty without a GPU, the same on all ranks."""
-        if not self._is_there:
-            return []
-        if self._clock() - self._asked_at < LEAST_SECONDS:
-            return [*self._said[:3], 0.0]  # what it takes meanwhile counts next time
-        self._asked_at = self._clock()
-        before = self._joules
-        self._joules = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
-        self._said = [
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100,
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu)) / 1e3,
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-            self._joules - before,
-        ]
-        return self._said
-
-    def _ask(self, question: Callable[[Any, Any], float]) -> float:
-        if self._handle is None:
-            return math.nan
-        try:
-            return float(question(self._nvml, self._handle))
-        except self._nvml.NVMLError:  # a slice of a card, or a card that does not count
-            return math.nan
-
-    def row(self, numbers: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Columns of a row, of those that a rank knows.
+        """Take what the driver is asked.
 
         Args:
-            numbers: For each of the four that `take` gives what every rank's said.
+            questions: Return the utilisation in percent, the power in milliwatts and the temperature in
+                degrees Celsius; `None` asks torch, which needs nvidia-ml-py.
+            clock: Monotonic seconds.
+        """
+        self._device = device
+        self._questions = questions or (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.temperature)
+        self._clock = clock
+        self._asked_at = -math.inf
+        self._answers = [math.nan] * len(self._questions)
+
+    def take(self) -> list[float]:
+        """Return the utilisation, the watts and the degrees Celsius; NaN if the driver does not know."""
+        if self._clock() - self._asked_at >= LEAST_SECONDS:
+            self._asked_at = self._clock()
+            percent, milliwatts, celsius = (self._ask(question) for question in self._questions)
+            self._answers = [percent / 100, milliwatts / 1000, celsius]
+        return self._answers
+
+    def _ask(self, question: Callable[[torch.device], float]) -> float:
+        try:
+            return float(question(self._device))
+        except Exception:  # nvidia-ml-py is not installed, or the card does not say; each has its own error
+            return math.nan
+
+    @staticmethod
+    def row(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the columns of a row that a rank knows.
+
+        Args:
+            numbers: For each number of `take`, the answers of all ranks.
         """
         known = [[x for x in of_ranks if not math.isnan(x)] for of_ranks in numbers]
-        utilization, power, temperature, energy = known
+        utilization, power, temperature = known
         row: dict[str, float] = {}
         if utilization:
             row["gpu/utilization"] = sum(utilization) / len(utilization)
@@ -113,113 +85,41 @@ class GpuMeter:
             row["gpu/power_watts"] = sum(power)
         if temperature:
             row["gpu/temperature_celsius"] = max(temperature)
-        if energy:
-            self._kwh += sum(energy) / KWH
-            row["gpu/energy_kwh"] = self._kwh
         return row
 
 
-def _opened(device: torch.device, nvml: Any) -> tuple[Any, Any]:
-    """The package, and its word for the device: by its UUID, since its numbers are not torch's."""
-    if nvml is None:
-        try:
-            import pynvml
-        except ImportError:
-            return None, None
-        nvml = pynvml
-    try:
-        nvml.nvmlInit()
-        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{device_id(device)}")
-    except nvml.NVMLError:  # another maker's card
-        return None, None
-
-
-class NodeMeter:
-    """Of this rank's machine; the row has each machine once, from the first of its ranks.
-
-    Args:
-        everyone: All ranks, in order; empty: this one is alone.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, everyone: Sequence[RankProcess], clock: Callable[[], float] = time.monotonic):
-        ranks: dict[str, list[int]] = {}
-        for each in everyone:
-            ranks.setdefault(each.machine or each.host, []).append(each.rank)
-        names = [everyone[on[0]].host for on in ranks.values()] or [platform.node()]
-        if len(set(names)) < len(names):
-            names = [f"{name}-{number}" for number, name in enumerate(names)]
-        self._ranks = dict(zip(names, ranks.values() or [[0]], strict=True))
-        self._clock = clock
-        self._before = (-math.inf, 0.0)
-        self.take()  # shares and rates count from here
-
-    def take(self) -> list[float]:
-        """Of COLUMNS, since the last call: shares of all cores and of the memory, MiB a second both ways,
-        without what stays on the machine."""
-        cards = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        now = (self._clock(), sum(each.bytes_sent + each.bytes_recv for each in cards) / 2**20)
-        seconds, moved = (new - old for new, old in zip(now, self._before, strict=True))
-        self._before = now
-        memory = psutil.virtual_memory().percent / 100
-        return [psutil.cpu_percent() / 100, memory, moved / max(seconds, 1e-9)]
-
-    def row(self, numbers: Sequence[Sequence[float]], gpus: Sequence[float] = ()) -> dict[str, float]:
-        """Columns of a row.
-
-        Args:
-            numbers: For each of COLUMNS what every rank's `take` gave.
-            gpus: Every rank's GPU's utilisation; NaN: not known.
-        """
-        row: dict[str, float] = {}
-        for name, ranks in self._ranks.items():
-            own = {key: of_ranks[ranks[0]] for key, of_ranks in zip(COLUMNS, numbers, strict=True)}
-            if gpus:
-                own["gpu_utilization"] = sum(gpus[rank] for rank in ranks) / len(ranks)
-            row |= {f"node/{name}/{key}": each for key, each in own.items() if not math.isnan(each)}
-        return row
-
-
-ELAPSED, COST, ENERGY = "perf/elapsed_seconds", "perf/cost", "gpu/energy_kwh"
-SMALLEST_SHARE = 0.005  # of the process's time, that is told in words
+ELAPSED = "perf/elapsed_seconds"
+COST = "perf/cost"
+SMALLEST_SHARE = 0.005  # of the process's time that the closing line names
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """What the run's processes before this one took."""
+    """Time and cost of the run's processes before this one."""
 
     elapsed_seconds: float = 0.0
     training_seconds: float = 0.0
-    """Of the steps that its checkpoint has."""
+    """Seconds of the steps that the run's checkpoint has."""
     cost: float = 0.0
-    energy_kwh: float = 0.0
 
     @staticmethod
     def of(record: Path, state: Mapping[str, Any]) -> Earlier:
-        """By its metrics.jsonl, before rows are taken back, and by the checkpoint that it goes on from."""
+        """Read metrics.jsonl, before rows are taken back, and the checkpoint that the run resumes from."""
         row, end = newest(record, ELAPSED) or {}, newest(record, _name(ELAPSED)) or {}
 
         def most(key: str) -> float:
             return max(row.get(key, 0.0), end.get(_name(key), 0.0), state.get(_name(key), 0.0))
 
-        return Earlier(most(ELAPSED), state.get("training_seconds", 0.0), most(COST), most(ENERGY))
+        return Earlier(most(ELAPSED), state.get("training_seconds", 0.0), most(COST))
 
 
 def _name(key: str) -> str:
-    """Of a column among the fields of an event."""
+    """Return the field of an event that stands for a column."""
     return key.partition("/")[2]
 
 
 class WallTime:
-    """Of one process, and with it of the run.
-
-    Args:
-        phases: Where the engine's steps go.
-        clock: Theirs.
-        devices: Of all ranks.
-        price: Of a device for an hour, in any currency; None: not known.
-        communicates: There are other ranks to wait for.
-    """
+    """Measures the wall time of one process, and with it of the run."""
 
     def __init__(
         self,
@@ -231,10 +131,20 @@ class WallTime:
         price: float | None = None,
         communicates: bool = False,
     ):
+        """Begin to measure.
+
+        Args:
+            phases: Phases of the engine's steps.
+            clock: Clock of the phases.
+            earlier: Time and cost of the run's earlier processes.
+            devices: Number of devices of all ranks.
+            price: Price of a device for an hour, in any currency; `None` if it is not known.
+            communicates: Whether there are other ranks to wait for.
+        """
         self.phases = phases
         self._clock = clock
         self.began = clock()
-        """When the process did."""
+        """When the process began."""
         self._earlier = earlier or Earlier()
         self._price_per_second = None if price is None else price * devices / 3600
         self._communicates = communicates
@@ -244,7 +154,7 @@ class WallTime:
         self.begin()
 
     def begin(self) -> None:
-        """The run is built: what comes next is its first step, or the evaluation before it."""
+        """Begin the loop: the time until now is startup."""
         self._startup = self._clock() - self.began
         self.phases.restart()
         self._loop_began = self.phases.began
@@ -268,13 +178,13 @@ class WallTime:
         return row
 
     def _first_step_seconds(self) -> float | None:
-        """From the start of the process to the end of its first step. Waits for the device."""
+        """Return the seconds to the end of the process's first step. Waits for the device."""
         if self._first_step is None:
             return None
         return self._startup + seconds_between(self._loop_began, self._first_step)
 
     def so_far(self) -> dict[str, float]:
-        """The run's columns, up to now. Waits for nothing."""
+        """Return the columns of the run up to now. Waits for nothing."""
         state = self.remembered()
         elapsed = state["elapsed_seconds"]
         row = {ELAPSED: elapsed, "perf/goodput": state["training_seconds"] / max(elapsed, 1e-9)}
@@ -283,7 +193,7 @@ class WallTime:
         return row
 
     def remembered(self) -> dict[str, float]:
-        """What a checkpoint keeps: seconds of the run, and those of them that went into its steps."""
+        """Return what a checkpoint keeps: seconds of the run, and of its steps."""
         process = self._clock() - self.began
         totals = self.phases.totals()
         training = process - self._startup - sum(totals.get(phase, 0.0) for phase in NO_STEP)
@@ -292,8 +202,8 @@ class WallTime:
             "training_seconds": self._earlier.training_seconds + max(0.0, training),
         }
 
-    def conclusion(self, energy_kwh: float | None = None) -> Event:
-        """Where the time of this process went, to its last moment. Waits for the device."""
+    def conclusion(self) -> Event:
+        """Return where the time of this process went, to its last moment. Waits for the device."""
         phases = columns(self.phases.totals(waits=True), communicates=self._communicates)
         process = max(1e-9, self._clock() - self.began)
         row = self.so_far()
@@ -302,18 +212,13 @@ class WallTime:
             fields["first_step_seconds"] = first
         fields |= {f"{phase}_seconds": seconds for phase, seconds in phases.items()}
         fields |= {_name(key): value for key, value in row.items()}
-        fields |= {} if energy_kwh is None else {_name(ENERGY): energy_kwh}
-        shares = sorted({"start": self._startup, **phases}.items(), key=lambda each: -each[1])
-        told = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
-        whole = format_duration(row[ELAPSED])
-        message = f"{format_duration(process)} went into {', '.join(told)}; of the run's {whole} "
-        message += f"{row['perf/goodput']:.1%} are steps that count"
+        shares = sorted({"startup": self._startup, **phases}.items(), key=lambda each: -each[1])
+        named = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
+        message = f"Wall time {format_duration(process)}: {', '.join(named)}. Goodput "
+        message += f"{row['perf/goodput']:.1%} of the run's {format_duration(row[ELAPSED])}"
         if COST in row:
-            message += f", and cost {row[COST]:.2f}"
+            message += f", cost {row[COST]:.2f}"
         return Event(TIME, message, level="info", fields=fields)
-
-
-CHUNK = 64  # steps whose numbers lie one by one; a tensor of one number takes a hundred times its memory
 
 
 @dataclass(frozen=True)
@@ -323,20 +228,20 @@ class Workload:
     samples_per_step: int
     world_size: int
     unit: str
-    """What the loss counts: `tokens` or `samples`."""
+    """Unit that the loss counts: `tokens` or `samples`."""
     flops_per_sample: float | None
-    """Model FLOPs of forward and backward of one row, whatever of it counts in the loss; None: not known."""
+    """Model FLOPs of forward and backward of one row, all its places included; `None` if not known."""
     peak_flops: float | None
     """Dense peak of one device in the run's precision, FLOP/s."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """What the objective reports besides its loss; see Objective.means."""
+    """Further means that the objective reports; see Objective.means."""
     recomputed_flops: Callable[[], float] = float
-    """Of one row, made a second time in the backward; a first step may choose how many blocks do so."""
+    """Returns the FLOPs of one row that the backward repeats; a first step may choose how many blocks do."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps between two rows of the log: what the host knows of them when the last one is launched."""
+    """The steps between two rows of the log, as the host knows them when the last one is launched."""
 
     last: StepResult
     steps: int
@@ -350,57 +255,21 @@ def training_seconds(spent: Mapping[str, float]) -> float:
     return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
 
 
-class StepNumbers:
-    """Each step's numbers between two rows of the log, a few or thousands. Nothing waits for the device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._single: dict[str, list[Tensor]] = {}
-        self._stacked: dict[str, list[Tensor]] = {}
-
-    def add(self, result: StepResult) -> None:
-        """Add the numbers of the next step."""
-        numbers = {"loss share": result.loss_sum, "count": result.global_count, "skipped": result.skipped}
-        norm = result.grad_norm
-        if norm is not None:
-            given = norm if isinstance(norm, Tensor) else torch.full((), norm, device=self._device)
-            numbers["norm"] = given
-        for name, number in numbers.items():
-            self._single.setdefault(name, []).append(number)
-        if len(self._single["skipped"]) == CHUNK:
-            self._stack()
-
-    def _stack(self) -> None:
-        for name, numbers in self._single.items():
-            self._stacked.setdefault(name, []).append(torch.stack(numbers))
-        self._single = {}
-
-    def take(self) -> dict[str, Tensor]:
-        """Return the numbers since the last call, (steps,) each, and forget them.
-
-        They are `loss share` (see StepResult.loss_sum), `count`, `skipped` and, where there is one, `norm`.
-        """
-        if self._single:
-            self._stack()
-        stacked, self._stacked = self._stacked, {}
-        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in stacked.items()}
-
-
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
 
 
 def resident_now() -> int:
-    """Bytes."""
+    """Return the resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def resident_peak() -> int:
-    """Bytes, the most since `forget_peak`.
+    """Return the most resident bytes since `forget_peak`.
 
     Raises:
-        OSError: not Linux.
+        OSError: The system is not Linux.
     """
     for line in STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -409,22 +278,19 @@ def resident_peak() -> int:
 
 
 def process_peak() -> int:
-    """Bytes, the most since the process began or `forget_peak`, as far as the system knows.
-
-    `ru_maxrss` has also what the process held that started this one: asked where there is nothing better.
-    """
+    """Return the most resident bytes since the process began or `forget_peak`."""
     try:
         return resident_peak()
     except OSError:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        # It includes the memory of the process that started this one.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def forget_peak() -> None:
-    """The mark of the peak starts again at what there is now.
+    """Reset the mark of the peak to what is resident now.
 
     Raises:
-        OSError: not Linux, or /proc cannot be written.
+        OSError: The system is not Linux, or /proc cannot be written.
     """
     CLEAR.write_text(FORGET_PEAK)
 
@@ -434,7 +300,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        # What trials of a micro-batch did is no step's.
+        # Trials of a micro-batch are no steps.
         self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
 
     def take(self) -> dict[str, float]:
@@ -489,7 +355,6 @@ class Meters:
         own_phases: Sequence[str] = (),
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
-        nodes: NodeMeter | None = None,
     ):
         """Begin to measure.
 
@@ -498,7 +363,6 @@ class Meters:
             own_phases: Phases, besides the reading of data, in which no rank waits for another.
             wall: Measures the wall time of the engine's steps.
             gpu: Asks the driver about the device; `None` asks nothing.
-            nodes: Measures the machines; `None` measures nothing.
         """
         self._workload = workload
         self._job = job
@@ -507,11 +371,11 @@ class Meters:
         self.phases = self._wall.phases
         """The phases of the engine's steps."""
         self._gpu = gpu
-        self._nodes = nodes
         self._memory = MemoryMeter(job.device)
         self._own_phases = ("data", *own_phases)
         self._profile = profile
-        self._each = StepNumbers(job.device)
+        self._each: dict[str, list[Tensor]] = {}
+        """Numbers of each step since the last row, 0-dim."""
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._before: Interval | None = None
@@ -524,7 +388,7 @@ class Meters:
 
     def restart(self) -> None:
         """Drop what was measured since the last row: the run goes on from an earlier step."""
-        self._each.take()
+        self._each = {}
         self.phases.take()
         self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
         self._before = None
@@ -549,7 +413,7 @@ class Meters:
 
     def conclusion(self) -> Event:
         """Return where the time of this process went, after its last row. Waits for the device."""
-        return self._wall.conclusion(None if self._gpu is None else self._gpu.energy_kwh)
+        return self._wall.conclusion()
 
     def observe(self, result: StepResult) -> None:
         """Note a step, without waiting for it."""
@@ -557,7 +421,13 @@ class Meters:
             self._wall.end_first_step()
         self._last = result
         self._steps += 1
-        self._each.add(result)
+        numbers = {"loss share": result.loss_sum, "count": result.global_count, "skipped": result.skipped}
+        norm = result.grad_norm
+        if norm is not None:
+            given = norm if isinstance(norm, Tensor) else torch.full((), norm, device=self._job.device)
+            numbers["norm"] = given
+        for name, number in numbers.items():
+            self._each.setdefault(name, []).append(number)
         skipped = result.skipped.to(self._consecutive_skips)
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
@@ -577,7 +447,8 @@ class Meters:
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
         interval = Interval(result, self._steps, self.phases.take())
-        numbers = self._each.take()
+        numbers = {name: torch.stack(each) for name, each in self._each.items()}
+        self._each = {}
         own = self._own_numbers(interval)
         sums = torch.cat(
             [
@@ -601,10 +472,9 @@ class Meters:
         return DeferredRow(numbers, partial(self._seen, interval, own, further))
 
     def _own_numbers(self, interval: Interval) -> dict[str, float]:
-        """Return what this rank measures of itself for all ranks.
+        """Return what this rank measures of itself for all ranks, see Seen.own and GpuMeter.take.
 
-        See Seen.own, GpuMeter.take and NodeMeter.take. On a GPU seconds are those of the interval before: the
-        device is still at work on this one.
+        On a GPU seconds are those of the interval before: the device still works on this one.
         """
         before, self._before = self._before, interval
         measured = before if self._on_gpu else interval
@@ -619,8 +489,6 @@ class Meters:
         numbers |= self._memory.in_use()
         if self._gpu is not None:
             numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
-        if self._nodes is not None:
-            numbers |= {f"node {key}": each for key, each in enumerate(self._nodes.take())}
         return numbers
 
     def _from_all(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -667,13 +535,10 @@ class Meters:
         everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
         owns = dict(zip(own, everyones, strict=True))
         gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
-        nodes = [owns.pop(key) for key in list(owns) if key.startswith("node ")]
         if self._job.ranks.world_size > 1:
             row |= slowest(owns)
-        if gpu and self._gpu is not None:
-            row |= self._gpu.row(gpu)
-        if self._nodes is not None:
-            row |= self._nodes.row(nodes, gpu[0] if gpu else ())
+        if gpu:
+            row |= GpuMeter.row(gpu)
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
         resident = row["memory/peak_resident_gib"]
@@ -708,7 +573,7 @@ class Meters:
 
 
 def slowest(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Columns, from the seconds a step that ranks need without waiting for each other; see Seen.own."""
+    """Return the columns that name the slowest rank, by the seconds a step of Seen.own."""
     phases = [own[phase] for phase in ("data", "forward", "backward") if phase in own]
     together = [sum(each) for each in zip(*phases, strict=True)]
     if len(together) < 2:

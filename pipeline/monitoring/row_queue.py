@@ -21,18 +21,19 @@ from pipeline.monitoring.trackers.interface import Trackers
 T = TypeVar("T")
 
 LAST_WAIT = 5.0
-"""Seconds that a run which fails gives the device to come to the end of a row."""
+"""Seconds that a failed run gives the device to reach the end of a row."""
 
 
 class Deferred(Generic[T]):
-    """What is made of numbers of the device, later. Making one waits for nothing.
-
-    Args:
-        numbers: Numbers of the device, 0-dim or (N,), by name.
-        make: Takes their copies on the host: fp64, of the same shapes.
-    """
+    """An object that is made of numbers of the device, later. Making one waits for nothing."""
 
     def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], T]):
+        """Copy the numbers to the host beside the device's work.
+
+        Args:
+            numbers: Name -> numbers of the device, 0-dim or (N,).
+            make: Takes their copies on the host: fp64, of the same shapes.
+        """
         packed = torch.cat([each.to(torch.float64).reshape(-1) for each in numbers.values()])
         self._shapes = {name: each.shape for name, each in numbers.items()}
         self._make = make
@@ -50,7 +51,7 @@ class Deferred(Generic[T]):
         return self._arrived is None or self._arrived.query()
 
     def read(self) -> T:
-        """Return what is made of the numbers. Waits for the device to come to them."""
+        """Return the object. Waits for the device to reach the numbers."""
         if self._made is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -61,7 +62,7 @@ class Deferred(Generic[T]):
 
 
 DeferredRow = Deferred[Seen]
-"""A row and what it comes with."""
+"""A row and what is behind it."""
 
 
 class RowQueue:
@@ -77,7 +78,9 @@ class RowQueue:
         """Make an empty queue.
 
         Args:
-            handle_alert: Takes what the alerts say.
+            alerts: Asked about each row.
+            trackers: Written to.
+            handle_alert: Takes the answers of the alerts.
             on_row: Called with each row of training once it is written.
         """
         self._on_row = on_row
@@ -123,7 +126,7 @@ class RowQueue:
         return rollback
 
     def write_what_arrives(self) -> None:
-        """Write what the device comes to in a moment, after a failure of the run. Waits for no peer."""
+        """Write the rows that the device reaches in a moment, after a failure. Waits for no other rank."""
         until = time.monotonic() + LAST_WAIT
         with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
             while self._rows and not self._trackers.is_empty:

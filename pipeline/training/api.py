@@ -207,10 +207,8 @@ class Run:
                 self._parts.trackers.tell(self._parts.start.global_step, killed)
             profiler = build_profiler(
                 config,
-                resolved,
                 self._directory,
                 job=self._job,
-                engine=self._parts.engine,
                 start=self._parts.start.global_step,
                 tell=self._parts.trackers.tell,
             )

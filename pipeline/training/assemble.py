@@ -53,7 +53,7 @@ from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
-from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, NodeMeter, WallTime, Workload
+from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, WallTime, Workload
 from pipeline.monitoring.trackers import build_trackers
 from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
@@ -113,9 +113,7 @@ def build_meters(
         price=config.log.price_per_device_hour,
         communicates=job.ranks.world_size > 1,
     )
-    is_asked = engine.device.type == "cuda" or earlier.energy_kwh > 0
-    gpu = GpuMeter(engine.device, earlier.energy_kwh) if is_asked else None
-    nodes = NodeMeter(job.everyone) if config.log.nodes else None
+    gpu = GpuMeter(engine.device) if engine.device.type == "cuda" else None
     return Meters(
         workload,
         job,
@@ -124,7 +122,6 @@ def build_meters(
         own_phases=own_phases(resolved, engine),
         wall=wall,
         gpu=gpu,
-        nodes=nodes,
     )
 
 

@@ -45,7 +45,6 @@ def test_one_file_for_one_run_or_several(runs, capsys):
         ),
         (["runs/tiny-1", "-o", "gone/x.html"], "No such file or directory"),
         (["runs/tiny-1", "-o", "folder.html"], "Is a directory"),
-        (["runs/tiny-1", "--follow", "--port", "65536"], "--port 65536: "),
     ],
 )
 def test_a_mistake_is_one_line(runs, capsys, arguments, said):

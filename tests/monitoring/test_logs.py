@@ -51,7 +51,7 @@ SPIKE = Event("loss_spike", "the loss of step 7 is 9", "look at the samples", fi
         (Event("memory_growth", "1 GiB at step 1"), "warning: memory_growth: step 12: 1 GiB at step 1"),
         (Event("corruption", "bits differ", level="error"), "error: corruption: step 12: bits differ"),
         (Event("profile", "profiled", level="info"), "profiled"),
-        (Event(TIME, "5s went into start", level="info"), "5s went into start"),
+        (Event(TIME, "Wall time 5s: startup 99%", level="info"), "Wall time 5s: startup 99%"),
     ],
 )
 def test_an_alert_is_one_line_of_the_console_and_news_is_none(console, event, line, tmp_path):

@@ -132,15 +132,14 @@ def test_four_nodes_lose_their_launcher_and_two_go_on_without_it(cluster, curve)
 def test_a_preempted_job_goes_on_by_itself(cluster, slurm, curve):
     """sbatch, private file systems; SIGUSR1, as before a preemption or a time limit; it is queued again.
 
-    To W&B, whose server only rank 0's node can reach, that is one run with every row once, and what
-    each node was busy with.
+    To W&B, whose server only rank 0's node can reach, that is one run with every row once.
     """
     folder = cluster.shared / "server"
     server = cluster.start("node1", sys.executable, STANDIN, WANDB_PORT, str(folder))
     online = {"WANDB_BASE_URL": f"http://127.0.0.1:{WANDB_PORT}", "WANDB_API_KEY": "0" * 40}
     inside = cluster.private / "run"
     run = cluster.path("node1", inside)
-    more = arguments(cluster, inside, "wandb.mode=online", "log.nodes=true")
+    more = arguments(cluster, inside, "wandb.mode=online")
     jobs = LAUNCHERS["sbatch"](cluster, cluster.hosts[:2], *more, **online)
     wait_for_rows(run, jobs)
     cluster.run("node1", "bash", "-c", "scancel --signal USR1 $(squeue --noheader --format %A)")
@@ -151,10 +150,6 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, curve):
     assert f"going on with {inside} from step-" in jobs[0].text
     (history,) = folder.glob("history-*.jsonl")
     assert of_server(read_lines(history)) == of_record(run)
-    sent = [row for row in read_lines(history) if "train/loss" in row]
-    for host in cluster.hosts[:2]:
-        assert all(0 <= row[f"node/{host}/cpu_utilization"] <= 1 for row in sent)
-        assert any(row[f"node/{host}/network_mib_per_second"] > 0 for row in sent)
 
 
 @pytest.mark.nightly  # each day test_nodes_return.py loses one, and has it come back

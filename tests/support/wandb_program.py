@@ -19,10 +19,10 @@ PROGRAM = """
     from pipeline.monitoring.trackers import build_trackers
 
     run_dir, start_step, words = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    kept = sys.argv[4]
-    logging.basicConfig(stream=sys.stdout)
+    kept, section = sys.argv[4], json.loads(sys.argv[5])
+    logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
     config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
-                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig())
+                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(**section))
     run_dir.mkdir(exist_ok=True)
     with build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=40,
                      run_config={}) as trackers:
@@ -56,9 +56,11 @@ PROGRAM = """
 """
 
 
-def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> str:
+def run(
+    folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none"), **section: object
+) -> str:
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    command = [*program, str(folder), str(start), json.dumps(words), str(kept)]
+    command = [*program, str(folder), str(start), json.dumps(words), str(kept), json.dumps(section)]
     done = subprocess.run(
         command, env=env, cwd=folder.parent, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,15 +1,24 @@
 """What a run did by its own record, and by what arrived at W&B: alike, row by row."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.monitoring.events import ROLLBACK
-from pipeline.monitoring.trackers.jsonl import replay
+from pipeline.monitoring.trackers.jsonl import iterate_record
+
+
+def with_given_up(run: Path) -> Iterator[dict]:
+    """The record, with what a rollback moved out of it before that rollback."""
+    for record in iterate_record(run / "metrics.jsonl"):
+        if record.get("event") == ROLLBACK:
+            yield from iterate_record(run / f"metrics-until-step-{record['from_step']:.0f}.jsonl")
+        yield record
 
 
 def of_record(run: Path) -> list[tuple]:
     """Global step, rewinds, losses of all that the run did."""
     rewinds, rows = 0, dict[tuple, dict]()
-    for record in replay(run / "metrics.jsonl", 10**9):
+    for record in with_given_up(run):
         rewinds += record.get("event") == ROLLBACK
         if "event" not in record:
             rows.setdefault((record["step"], rewinds), {}).update(record)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.launch import command, launch, run_directories, write_recipe
-from support.terminal import launch_in_terminal
+from support.launch import launch, run_directories, write_recipe
+from support.terminal import in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli.train import build_parser
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
-from pipeline.monitoring.report.runs import lines_of, summary_lines
+from pipeline.monitoring.report.runs import summary_lines
 from pipeline.planner.model import Model, Parameter
 from pipeline.planner.states import states
 
@@ -78,60 +77,76 @@ def test_what_is_frozen_has_weights_alone_and_other_optimizers_keep_less():
         assert bytes_a_parameter(tree, None, 1) == pytest.approx(expected, rel=0.02)
 
 
-ROWS: list[dict[str, float]] = [
+ROWS: list[dict[str, Any]] = [
     {"step": 0, "eval/loss": 4.0},
-    {"step": 1, "train/loss": 3.0, "perf/step_time_seconds": 2.0, "train/tokens_seen": 100},
-    {"step": 10, "train/loss": 1.0, "perf/step_time_seconds": 10.0, "train/tokens_seen": 1000},
+    {
+        "step": 1,
+        "train/loss": 3.0,
+        "perf/elapsed_seconds": 4.0,
+        "perf/goodput": 0.5,
+        "train/tokens_seen": 100,
+    },
+    {"step": 10, "train/loss": 1.0, "train/tokens_seen": 1000},
     {"step": 10, "eval/loss": 1.5},
-    {"step": 20, "train/loss": 2.0, "perf/step_time_seconds": 1.0, "train/tokens_seen": 2000},
+    {
+        "step": 20,
+        "train/loss": 2.0,
+        "perf/elapsed_seconds": 204.0,
+        "perf/goodput": 0.5,
+        "train/tokens_seen": 2000,
+    },
     {"step": 20, "eval/loss": 1.25},
+]
+STOPPED = {"step": 23, "event": "time", "elapsed_seconds": 400.0, "goodput": 0.3, "tokens_seen": 2345}
+WITH_ACCURACY: list[dict[str, Any]] = [
+    {"step": 0, "eval/loss": 2.0, "eval/accuracy": 0.1, "eval/more/accuracy": 1.0},
+    {"step": 1, "train/loss": 2.0, "train/accuracy": 0.5},
+    {"step": 2, "train/loss": 1.0, "train/accuracy": 0.25},
+    {"step": 2, "eval/loss": 3.0, "eval/accuracy": 0.9, "eval/more/accuracy": 0.0},
+    {"step": 2, "event": "plan", "level": "info", "message": "plan: memory 0.95 GiB of 0.94 expected"},
 ]
 
 
-def test_a_run_is_summed_up_from_its_record():
-    assert list(lines_of(ROWS)) == [
-        "steps          20 in 1m42s, 2.0k tokens",
-        "loss           2.0000 at step 20; lowest 1.0000 at step 10",
-        "eval loss      1.2500 at step 20, the lowest",
-    ]
-
-
-def test_steps_behind_the_last_row_are_counted_with_their_time_and_tokens():
-    """A run was stopped at step 23, goes on from there, and has a row at step 30."""
-    time = {"event": "time", "elapsed_seconds": 400.0, "goodput": 0.3, "tokens_seen": 2345}
-    rows = [*ROWS, {"step": 23, **time}]
-    assert next(lines_of(rows)) == "steps          23 in 2m00s, 2.3k tokens"
-    rows.append({"step": 30, "train/loss": 1.0, "perf/step_time_seconds": 1.0, "train/tokens_seen": 3000})
-    assert next(lines_of(rows)) == "steps          30 in 2m07s, 3.0k tokens"
-
-
-def test_accuracies_are_summed_up_where_there_are_some_and_memory_once():
-    rows = [
-        {"step": 0, "eval/loss": 2.0, "eval/accuracy": 0.1, "eval/more/accuracy": 1.0},
-        {"step": 1, "train/loss": 2.0, "train/accuracy": 0.5},
-        {"step": 2, "train/loss": 1.0, "train/accuracy": 0.25},
-        {"step": 2, "eval/loss": 3.0, "eval/accuracy": 0.9, "eval/more/accuracy": 0.0},
-        {"step": 2, "event": "plan", "message": "plan: memory 0.95 GiB of 0.94 expected"},
-    ]
-    assert list(lines_of(rows)) == [
-        "steps          2 in 0s",
-        "loss           1.0000 at step 2, the lowest",
-        "accuracy       0.2500 at step 2; highest 0.5000 at step 1",
-        "eval loss      3.0000 at step 2; lowest 2.0000 at step 0",
-        "eval accuracy  0.9000 at step 2, the highest",
-        "plan           memory 0.95 GiB of 0.94 expected",
-    ]
-    pairs = [{"step": 5, "eval/loss": 0.6, "eval/rewards/accuracy": 0.75, "eval/rewards/margin": 1.0}]
-    assert list(lines_of(pairs))[1:] == ["eval accuracy  0.7500 at step 5, the highest"]
-
-
-def test_what_was_not_measured_is_not_said():
-    assert list(lines_of([])) == []
-    rows = [{"step": 1, "train/loss": math.nan, "perf/step_time_seconds": 1.0}]
-    assert list(lines_of(rows)) == ["steps          1 in 1s", "loss           nan at step 1"]
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            ROWS,
+            [
+                "steps          20 in 1m42s, 2.0k tokens",
+                "loss           2 at step 20; lowest 1 at step 10",
+                "eval loss      1.25 at step 20, the lowest",
+            ],
+        ),
+        # Stopped behind the last row, and gone on from there.
+        ([*ROWS, STOPPED], ["steps          23 in 2m00s, 2.3k tokens"]),
+        ([*ROWS, STOPPED, ROWS[-2] | {"step": 30}], ["steps          30 in 1m42s, 2.0k tokens"]),
+        (
+            WITH_ACCURACY,
+            [
+                "steps          2 in 0s",
+                "loss           1 at step 2, the lowest",
+                "accuracy       0.25 at step 2; highest 0.5 at step 1",
+                "eval loss      3 at step 2; lowest 2 at step 0",
+                "eval accuracy  0.9 at step 2, the highest",
+                "plan           memory 0.95 GiB of 0.94 expected",
+            ],
+        ),
+        (
+            [{"step": 5, "eval/rewards/accuracy": 0.75, "eval/rewards/margin": 1.0}],
+            ["steps          5 in 0s", "eval accuracy  0.75 at step 5, the highest"],
+        ),
+        ([{"step": 1, "train/loss": "NaN"}], ["steps          1 in 0s", "loss           nan at step 1"]),
+        ([], []),
+    ],
+)
+def test_a_run_is_summed_up_from_its_record(tmp_path, rows, expected):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summary_lines(tmp_path)[: len(expected) if len(expected) == 1 else None] == expected
 
 
 def test_a_record_that_cannot_be_read_leaves_it_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[]\n[]\n")
     assert summary_lines(tmp_path) == []
 
 
@@ -243,9 +258,9 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
 @pytest.mark.slow
 def test_no_color_takes_the_colours_from_a_terminal(told):
     recipe, _, _ = told
-    words = command("--config", str(recipe), "checkpoint.resume=never", "max_steps=2")[1:]
+    look = f"from pipeline.__main__ import main; main(['inspect', '--config', {str(recipe)!r}])"
     colours = re.compile(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])[\d;]*m")
-    plain = launch_in_terminal(words, NO_COLOR="1")
-    assert "loss" in plain
+    plain = in_terminal(f"import os; os.environ['NO_COLOR'] = '1'; {look}", 100)
+    assert "in the loss" in plain
     assert colours.search(plain) is None
-    assert colours.search(launch_in_terminal(words)) is not None
+    assert colours.search(in_terminal(look, 100)) is not None

@@ -1,7 +1,8 @@
-"""What looks at each row and may say something of it, or end the run, and what comes with a row.
+"""Interface of alerts: they see each row with what is behind it, and may report something or end the run.
 
-Losses and norms are of all ranks, and of what ranks measure of themselves all have everyone's: their alerts
-answer alike without a further collective. `perf/` and `memory/` columns are its own: no Stop rests on them.
+Losses and norms are those of all ranks, and every rank has what all ranks measure of themselves, so alerts
+answer alike on all ranks without a collective. `perf/` and `memory/` columns are a rank's own: no Stop may
+depend on them.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ CROWDED = 1.5  # processes that want to run, a core
 
 @dataclass(frozen=True)
 class Seen:
-    """A row, and what is behind it of the steps since the row before; of an evaluation the row alone."""
+    """A row, and the steps since the row before; only the row of an evaluation."""
 
     row: dict[str, float]
-    """Of the last of them, as it is written: `train/loss`, or `eval/loss`."""
+    """Row as it is written."""
     losses: Sequence[float] = ()
-    """Of each step, the exact mean over its global batch."""
+    """Loss of each step, the exact mean over its global batch."""
     norms: Sequence[float] = ()
-    """Of each step's gradient, before clipping; empty where the engine has none."""
+    """Gradient norm of each step before clipping; empty if the engine has none."""
     skipped: Sequence[bool] = ()
-    """Of each step: the gradient was not finite."""
+    """Whether the gradient of each step was not finite."""
     counts: Sequence[float] = ()
     """Number (or sum of weights) of the targets in each step's global batch."""
     own: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of every rank, in order. Seconds a step (on a GPU of the row before): `step`, its parts `data` and,
-    where they wait for nobody, `forward` and `backward`. GiB in use: `device`, `host`. Where a CPU trains,
-    `load`: processes that want to run on the machine, a core of it."""
+    """Name -> number of every rank, in order. Seconds a step (on a GPU those of the row before): `step`, its
+    parts `data` and, if they wait for no other rank, `forward` and `backward`. GiB in use: `device`, `host`.
+    On a CPU `load`: runnable processes on the machine per core."""
 
     @cached_property
     def steps(self) -> int:
@@ -59,53 +60,53 @@ class Seen:
 
     @property
     def load(self) -> float:
-        """The highest of all ranks'; 0 where no CPU trains."""
+        """Highest load of all ranks; 0 unless a CPU trains."""
         return max(self.own.get("load", [0.0]))
 
     @property
     def is_crowded(self) -> bool:
-        """A CPU trains that others use too: what takes long takes long for their sake."""
+        """Whether other processes use a CPU that trains: they make steps slow."""
         return self.load > CROWDED
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The run ends here, without a further checkpoint, by this error and with its exit code."""
+    """Request to end the run by this error and its exit code, without a further checkpoint."""
 
     error: PipelineError
 
 
 class Alert(Protocol):
-    """Asked on every rank about every row of training and of evaluation, in the order of the steps."""
+    """Rule that every rank asks about every row of training and of evaluation, in the order of the steps."""
 
     def __call__(self, step: int, seen: Seen) -> Event | Stop | None:
-        """The answer depends on what all ranks are given alike: the step, the rows so far, the recipe."""
+        """Return the alert of a row. The answer depends only on what is alike on all ranks."""
         ...
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """An alert whose answers rest on what was long before, wherever the run goes on: checkpoints keep it."""
+    """An alert whose answers rest on earlier steps: checkpoints keep its state."""
 
     name: str
-    """Under which they do."""
+    """Name of its state in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, alike on all ranks."""
+        """Return JSON values, alike on all ranks."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there, or anew where that does not hold for this process."""
+        """Restore the state, or begin anew if it does not hold for this process."""
         ...
 
 
 def state_of(alerts: Iterable[Alert]) -> dict[str, Any]:
-    """What a checkpoint keeps of them."""
+    """Return the state of the alerts for a checkpoint."""
     return {each.name: each.state_dict() for each in alerts if isinstance(each, Remembers)}
 
 
 def restore(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
-    """Those that a checkpoint knows go on from there. One of an earlier version has nothing of them."""
+    """Restore the alerts that a checkpoint has the state of."""
     for each in alerts:
         if isinstance(each, Remembers) and each.name in state:
             each.load_state_dict(state[each.name])

@@ -1,4 +1,4 @@
-"""Alerts on learning, time and memory, and the table of all, in the order in which they are asked."""
+"""Rules of alerts on learning, time and memory, and the table of all rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ CORE = 0.8  # share of the differences that counts; outliers make the rest
 # Of a normal value with standard deviation 1: the mean of that share of the differences of neighbours, and
 # its quantile RISES.
 GAUSSIAN_CORE, GAUSSIAN_RISE = 0.79, 2.054
-GAUSSIAN_MIDDLE, GAUSSIAN_TAIL, TAIL = 0.6745, 1.6449, 0.95  # of `scatter`, standard deviations there
 TINY = sys.float_info.min
 LOG_TINY = math.log(TINY)
 
@@ -145,7 +144,7 @@ class SpikeDetector:
         self._values.clear()
         self._logs.clear()
         self._refused, self._floor = int(state["refused"][0]), float(state["floor"][0])
-        self._first = float(state.get("first", [0.0])[0])  # not in checkpoints of earlier versions
+        self._first = float(state["first"][0])
         self._settle(*state["values"])
 
 
@@ -163,21 +162,6 @@ def local_scatter(logs: NDArray[np.float64]) -> float:
     rises = np.sort(logs[LOCAL:] - levels)
     rise = float(rises[min(int(RISES * len(rises)), len(rises) - 2)])  # one outlier says nothing
     return max(float(core.sum()) / (len(core) * GAUSSIAN_CORE), rise / GAUSSIAN_RISE)
-
-
-def scatter(logs: NDArray[np.float64]) -> float:
-    """Return the standard deviation about a straight line, or of the upper half where that is more.
-
-    Args:
-        logs: (values,), of positive values in order.
-    """
-    half = len(logs) // 2
-    # A fall is no scatter.
-    slope = (_median(np.sort(logs[-half:])) - _median(np.sort(logs[:half]))) / half
-    level = np.sort(logs - slope * np.arange(len(logs)))
-    middle = _median(level)
-    deviation = _median(np.sort(np.abs(level - middle))) / GAUSSIAN_MIDDLE
-    return max(deviation, (float(level[int(TAIL * len(level))]) - middle) / GAUSSIAN_TAIL)
 
 
 def _median(ordered: NDArray[np.float64]) -> float:
@@ -209,20 +193,24 @@ NO_TARGETS_ADVICE = (
     "sequence; raise data.sequence_length, or take them out of the data"
 )
 WORSE_EVALUATIONS = 3  # evaluations, each worse than the one before and than the best
-LEAST_EVAL_RISE = 0.05  # of the best, and of the first one: digits_cnn.yaml at 350 epochs comes to 0.03
-# Of LossRise.
+LEAST_EVAL_RISE = 0.05  # of the best, and of the first one: digits_cnn.yaml at 350 epochs reaches 0.03
 RISE_EVERY = 64  # steps between two looks at the loss
-RISE_WINDOW = 32  # last steps: what the loss is now, and how it scatters
+RISE_WINDOW = 32  # last steps: the level of the loss, and its scatter
 EARLY_STEPS = 40  # steps in which a jump is looked for
-JUMP_STEPS, JUMP_COUNTS = 8, 6  # in a row, of which the lowest count: one bad batch is no jump
-RISE = 1.2  # times what it began with: it is worse
-JUMP, SAME = 1.05, 0.9  # times that: how high it jumped, where it has learned no more since than that
-# So many standard deviations of the logarithm above what it began with. Where there was an evaluation
-# before the first step, that is known well; a first batch alone may be 3 too low. Of 40,000 made-up curves
-# that scatter and do not fall 1 in 10,000 was told of, and of those with longer tails 1 in 1,000.
-DEVIATIONS, DEVIATIONS_OF_A_BATCH = 1.5, 5.0
+# A jump is that many steps in a row, of which the lowest count: one bad batch is no jump.
+JUMP_STEPS = 8
+JUMP_COUNTS = 6
+RISE = 1.2  # times the beginning: it is worse
+# A jump to that many times the beginning counts if the loss is not below the other share of it at step 64.
+JUMP = 1.05
+SAME = 0.9
+# Standard deviations of the logarithm above the beginning. An evaluation before the first step says well what
+# that was; a first batch alone may be 3 too low. Of 3,000 made-up curves that scatter and do not fall none
+# raised the alert (tests/monitoring/alerts/test_alerts.py).
+DEVIATIONS = 1.5
+DEVIATIONS_OF_A_BATCH = 5.0
 FROZEN_STEPS = 20  # steps that moved something
-# Values of a shard that are looked at: some of each row of an embedding, of which few rows move.
+# Values of a shard that a checksum reads: some of each row of an embedding, since few rows move.
 FROZEN_SAMPLE = 2**18
 Shards = Callable[[], Iterator[Shard]]
 Gather = Callable[[Any], list[Any]]
@@ -230,16 +218,14 @@ Gather = Callable[[Any], list[Any]]
 
 
 class NonFinite:
-    """Tells of the steps that were skipped since the row before, and of a loss that is none.
+    """Reports the steps that were skipped since the row before, and losses that are infinite or NaN.
 
-    In fp16 the loss scale is found in this way: steps of a finite loss are news, but no alert until the scale
-    cannot fall any further.
-
-    Args:
-        lowest_scale: The fp16 loss scale below which DeepSpeed does not go, or the fixed one; else None.
+    fp16 finds its loss scale by skipped steps: those with a finite loss are news, and an alert only if the
+    scale cannot fall any further.
     """
 
     def __init__(self, lowest_scale: float | None) -> None:
+        """Take the lowest fp16 loss scale of DeepSpeed, or the fixed one; `None` without fp16."""
         self._lowest_scale = lowest_scale
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
@@ -274,15 +260,10 @@ class NonFinite:
 
 
 class NonFiniteSteps:
-    """Ends a run whose steps have no finite gradient any more, or had none up to its last one.
-
-    Args:
-        precision: Of the run.
-        first_step: Where this process began.
-        max_steps: Where the run ends.
-    """
+    """Ends a run whose last steps had no finite gradient."""
 
     def __init__(self, precision: str, first_step: int, max_steps: int) -> None:
+        """Take the precision of the run, the first step of this process and the last step of the run."""
         self._precision = precision
         self._first_step = first_step
         self._max_steps = max_steps
@@ -305,15 +286,10 @@ class NonFiniteSteps:
 
 
 class Spikes:
-    """Tells of the first spike of an episode: until CALM steps have gone by without one, also where the run
-    goes on within it.
-    """
+    """Reports the first spike of an episode, which ends after CALM steps without one, also over a resume."""
 
     def __init__(self, name: str, detector: SpikeDetector) -> None:
-        """Args:
-        name: Key of SPIKES.
-        detector: Detects spikes in that series. Who made it keeps its state.
-        """
+        """Take a key of SPIKES, and the detector of its series. The detector's owner keeps its state."""
         self.name = name
         self._detector = detector
         self._calm = CALM
@@ -367,7 +343,7 @@ def no_targets(step: int, seen: Seen) -> Event | None:
 
 @dataclass
 class _EvalHistory:
-    """Of the evaluations so far, and of the training losses since the last one."""
+    """Evaluations so far, and the training losses since the last one."""
 
     loss_sum: float = 0.0
     steps: int = 0
@@ -410,8 +386,9 @@ class NonFiniteEval:
 
 
 class EvalDivergence:
-    """Tells that eval/loss rises while train/loss falls; again after a new best. A run that goes on has its
-    evaluations: they may be hours apart.
+    """Reports that eval/loss rises while train/loss falls; again after a new best.
+
+    A checkpoint has the evaluations, since they may be hours apart.
     """
 
     name = "eval_divergence"
@@ -468,17 +445,18 @@ class EvalDivergence:
 
 
 class LossRise:
-    """Tells once that the loss is well above what it began with, or that it rose in the first steps, and is
-    above that or has learned hardly anything since. One that hardly falls is not told of.
+    """Reports once that the loss is well above its beginning, or jumped early and has hardly fallen since.
 
-    It goes by each step's number, not by rows. A run that goes on has what it began with; one that is first
-    watched later is told nothing.
+    It goes by each step's number, not by rows. A checkpoint has the beginning; a run whose beginning was not
+    watched gets no report.
     """
 
     name = "loss_rise"
 
     def __init__(self) -> None:
-        self._first = self._evaluated = 0.0  # not known
+        # 0: not known.
+        self._first = 0.0
+        self._evaluated = 0.0
         self._early: list[float] = []
         self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
         self._is_told = False
@@ -501,7 +479,7 @@ class LossRise:
         return found
 
     def _judged(self, step: int) -> Event | None:
-        level, deviation = median(self._recent), scatter(np.log(self._recent))
+        level, deviation = median(self._recent), local_scatter(np.log(self._recent))
         is_known = self._evaluated * math.exp(deviation) >= self._first
         began = max(self._first, self._evaluated)
         beyond = math.exp(deviation * (DEVIATIONS if is_known else DEVIATIONS_OF_A_BATCH))
@@ -532,12 +510,13 @@ class LossRise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See Remembers."""
         self._first, self._evaluated = float(state["first"]), float(state["evaluated"])
-        self._early, self._is_told = list(state["early"]), bool(state["is_told"])
+        self._early = list(state["early"])
+        self._is_told = bool(state["is_told"])
         self._recent = deque(state["recent"], maxlen=RISE_WINDOW)
 
 
 def _jump(losses: Sequence[float]) -> float:
-    """The highest that some steps in a row were; 0: there are too few."""
+    """Return the highest level of JUMP_STEPS steps in a row; 0 if there are too few."""
     logs = [math.log(each) for each in losses]
     stretches = (sorted(logs[at : at + JUMP_STEPS]) for at in range(len(logs) - JUMP_STEPS + 1))
     return max((math.exp(fmean(each[:JUMP_COUNTS])) for each in stretches), default=0.0)
@@ -546,21 +525,24 @@ def _jump(losses: Sequence[float]) -> float:
 class FrozenParameters:
     """Names trained parameters that did not move in FROZEN_STEPS steps, or by weight decay alone.
 
-    Of the latter, what the optimizer keeps of their gradients is still 0.
-
-    Every process looks once, also that of a run which goes on: what it does to parameters may be new, with
-    another split, optimizer or code, and what it is compared with lies in other shards.
-
-    A rank looks at its shards; one collective, at that one row, says whether a parameter moved anywhere.
-
-    Args:
-        shards: Of the engine. Collective.
-        gather: Of the job.
+    The latter are those whose optimizer state of the gradients is still 0. Every process looks once: another
+    split, optimizer or code may freeze other parameters. A rank looks at its own shards, and one collective
+    at that one row says whether a parameter moved on any rank.
     """
 
     def __init__(self, shards: Shards, gather: Gather) -> None:
-        self._shards, self._gather = shards, gather
-        self._before: dict[tuple[str, int, int], Tensor] | None = dict(_checksums(shards()))
+        """Take checksums. Collective.
+
+        Args:
+            shards: Yields the shards of the engine. Collective.
+            gather: Gathers objects of all ranks.
+        """
+        self._shards = shards
+        self._gather = gather
+        weights = (each for each in _trained(shards()) if each.kind == WEIGHT)
+        self._before: dict[tuple[str, int, int], Tensor] | None = {
+            _place_of(each): _checksum(each) for each in weights
+        }
         self._steps = 0
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
@@ -577,7 +559,7 @@ class FrozenParameters:
         return self._event(*stuck)
 
     def _look(self, before: dict[tuple[str, int, int], Tensor]) -> tuple[dict[str, bool], dict[str, bool]]:
-        """Of this rank's parts of parameters: name -> it moved; name -> its gradient was not always 0."""
+        """Return name -> whether it moved, and name -> whether it had a gradient, for this rank's shards."""
         moved: dict[str, list[Tensor]] = {}
         was_given: dict[str, list[Tensor]] = {}
         for shard in _trained(self._shards()):
@@ -620,12 +602,8 @@ def _place_of(shard: Shard) -> tuple[str, int, int]:
     return shard.name, first, shard.region.start
 
 
-def _checksums(shards: Iterator[Shard]) -> Iterator[tuple[tuple[str, int, int], Tensor]]:
-    return ((_place_of(each), _checksum(each)) for each in _trained(shards) if each.kind == WEIGHT)
-
-
 def _checksum(shard: Shard) -> Tensor:
-    """Of the bits of some values, 0-dim, where they lie; nothing waits for it."""
+    """Return a 0-dim checksum of the bits of some values, on their device; nothing waits for it."""
     assert shard.values is not None
     stride = -(-shard.region.length // FROZEN_SAMPLE) | 1  # odd: rows are as wide as some power of 2 mostly
     bits = shard.values[::stride].contiguous().view(torch.uint8).to(torch.int64)
@@ -633,7 +611,7 @@ def _checksum(shard: Shard) -> Tensor:
 
 
 def _read(found: dict[str, list[Tensor]]) -> dict[str, bool]:
-    """One read of the device for each of them."""
+    """Return whether any flag of a name is set, by one read of the device for all names."""
     if not found:
         return {}
     flags = torch.stack([torch.stack(each).any().cpu() for each in found.values()])
@@ -641,36 +619,33 @@ def _read(found: dict[str, list[Tensor]]) -> dict[str, bool]:
 
 
 def _nowhere(everyones: list[dict[str, bool]]) -> list[str]:
-    """Names that no rank says True of."""
+    """Return the names that are true on no rank."""
     names = dict.fromkeys(name for each in everyones for name in each)
     return [name for name in names if not any(each.get(name, False) for each in everyones)]
 
 
-# What the wait for data must be before a run is told of it: share of the step, seconds a step (a worker
-# process would take as long to hand a batch over), in each of some windows in a row. In shipped recipes on
-# two busy cores single windows came to 0.16, the least of three in a row never above 0.05.
+# The wait for data that is reported: share of the step, and seconds a step (a worker process would take as
+# long to hand a batch over), in some windows in a row. In shipped recipes on two busy cores single windows
+# came to 0.16, the least of three in a row never above 0.05.
 STARVATION_SHARE = 0.1
 STARVATION_SECONDS = 1e-3
 STARVATION_STEPS = 10
 STARVED_WINDOWS = 3
-
-# Steps and seconds of a window, and how many windows in a row are slower than the fastest by the factor.
+# Steps and seconds of a window, and how many windows in a row are slower than the fastest by the factor DROP.
 # Other processes on a machine take a minute of it now and then, and give it back.
-WINDOW_STEPS, WINDOW_SECONDS = 20, 30.0
+WINDOW_STEPS = 20
+WINDOW_SECONDS = 30.0
 SLOW_WINDOWS = 4
 DROP = 1.5
-COMPARED_STEPS = 8  # at least, that ranks are compared over
-SUSPECTED = 16  # steps in a row in which the same rank must have been slow: one that was disturbed is not
-# Seconds of them: steps of a small model are some milliseconds, and a rank whose core another process takes
-# for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml beside other work, 2.5 processes
-# a core, one was for up to 0.8 s, and at ZeRO 3, with 5 or more a core, for up to 6 s: grows by the square.
+COMPARED_STEPS = 8  # steps over which ranks are compared, at least
+SUSPECTED_STEPS = 16  # steps in a row in which the same rank must be slow: one that was disturbed is not
+# Seconds of those steps: steps of a small model take milliseconds, and a rank whose core another process
+# takes for a moment is slow in dozens of them. In 10,000 steps of digits_cnn.yaml beside other work, 2.5
+# processes a core, one was for up to 0.8 s, and at ZeRO 3, with 5 or more a core, for up to 6 s: grows by the
+# square.
 SUSPECTED_SECONDS = 0.3
-LEAST_SHARE = 0.05  # of the step that is lost by waiting for it: below, it is not worth a line
-SHARE_IN_A_CROWD = 0.25  # at the least, where ranks share their cores with other processes
-MOST_PAST, LEAST_PAST = (
-    16,
-    2,
-)  # windows of COMPARED_STEPS that say what a stage took before: at the most, at the least
+LEAST_SHARE = 0.05  # of the step that others wait: less is not worth a line
+SHARE_IN_A_CROWD = 0.25  # at least, if ranks share their cores with other processes
 PHASES = {
     "data": "reading data takes",
     "forward": "the forward takes",
@@ -681,21 +656,19 @@ _COMPUTING = (
     "the lengths of its samples"
 )
 PHASE_ADVICE = {
-    "data": "look at the disk and the processes that this machine reads from, or raise loader.num_workers",
+    "data": "look at the disk and the processes of this machine, or raise loader.num_workers",
     "forward": _COMPUTING,
     "backward": _COMPUTING,
 }
 Own = Mapping[str, Sequence[float]]
-"""Seconds a step by phase, of every rank."""
+"""Phase -> seconds a step of every rank."""
 # Rows of a window at first; windows double in length as the run goes on, so that slow leaks are seen too.
 MEMORY_ROWS = 16
 MEMORY_WINDOWS = 8  # in a row, each above the one before
 MOST_MEMORY_WINDOWS = 20
-LEAST_GROWTH = 0.1  # of what there was
+LEAST_GROWTH = 0.1  # of the memory before
 LEAST_GIB = 0.25
-STEADY_GROWTH = (
-    0.75  # of the average growth of a window, that the least one has: what settles grows less and less
-)
+STEADY_GROWTH = 0.75  # least growth of a window, of the average one: memory that settles grows less and less
 MEMORY_KINDS = {
     "device": (
         "the device's memory",
@@ -710,39 +683,60 @@ MEMORY_KINDS = {
 }
 
 
-class DataStarvation:
-    """Says once in a process that the step waits for data, and what to change. One that goes on begins anew:
-    its disks, caches and workers are others.
+class _Window:
+    """Puts rows together. A process's first row is left out: it has compilation and the start of workers."""
 
-    Args:
-        num_workers: Processes that read data for one rank.
+    def __init__(self, steps: int, seconds: float = 0.0):
+        """Take the least steps and seconds of a window."""
+        self._least_steps = steps
+        self._least_seconds = seconds
+        self._is_started = False
+        self._rows: list[Seen] = []
+
+    def add(self, row: Seen) -> list[Seen]:
+        """Add a row with seconds of a step, and return the rows of a window that is full now; else none."""
+        if not self._is_started:
+            self._is_started = True
+            return []
+        self._rows.append(row)
+        if _steps(self._rows) < self._least_steps or _seconds(self._rows) < self._least_seconds:
+            return []
+        rows, self._rows = self._rows, []
+        return rows
+
+
+def _steps(rows: Sequence[Seen]) -> int:
+    return sum(row.steps for row in rows)
+
+
+def _seconds(rows: Sequence[Seen]) -> float:
+    """Return the seconds of all steps, on the slowest rank of each row."""
+    return sum(row.steps * max(row.own["step"]) for row in rows)
+
+
+class DataStarvation:
+    """Reports once in a process that the step waits for data.
+
+    A resumed run begins anew: its disks, caches and workers are others.
     """
 
     def __init__(self, num_workers: int):
+        """Take the number of processes that read data for one rank."""
         self._num_workers = num_workers
-        self._is_started = False
+        self._window = _Window(STARVATION_STEPS)
         self._is_told = False
-        self._steps = self._windows = 0
-        self._data = self._seconds = 0.0
+        self._starved = 0
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Alert. Rows are put together to windows; of several ranks the median one counts."""
-        if self._is_told or "data" not in seen.own:
+        """See Alert. The median rank counts."""
+        if self._is_told or "data" not in seen.own or not (rows := self._window.add(seen)):
             return None
-        if not self._is_started:  # the first row is the start of the workers, and the compiler's
-            self._is_started = True
-            return None
-        self._steps += seen.steps
-        self._data += seen.steps * median_low(seen.own["data"])
-        self._seconds += seen.steps * max(seen.own["step"])
-        if self._steps < STARVATION_STEPS:
-            return None
-        share, wait = self._data / self._seconds, self._data / self._steps
-        whole = self._seconds / self._steps
-        self._steps, self._data, self._seconds = 0, 0.0, 0.0
+        wait = sum(row.steps * median_low(row.own["data"]) for row in rows) / _steps(rows)
+        whole = _seconds(rows) / _steps(rows)
+        share = wait / whole
         is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_crowded
-        self._windows = self._windows + 1 if is_starved else 0
-        if self._windows < STARVED_WINDOWS:
+        self._starved = self._starved + 1 if is_starved else 0
+        if self._starved < STARVED_WINDOWS:
             return None
         self._is_told = True
         return Event(
@@ -754,42 +748,27 @@ class DataStarvation:
 
 
 class ThroughputDrop:
-    """Tells of steps that take much longer than they took before, for minutes; again after they recovered.
+    """Reports steps that take much longer than before, for minutes; again after they recovered.
 
-    A run that goes on in the same place is held to what its steps took before; anywhere else that says
-    nothing, and it begins anew.
-
-    Args:
-        place: In words, what a step's time depends on besides the recipe: split, ranks, machines, devices.
+    A run that resumes in the same place is compared with its steps before; elsewhere it begins anew.
     """
 
     name = "throughput_drop"
 
     def __init__(self, place: str = "") -> None:
+        """Take, in words, what else a step's time depends on: split, ranks, machines, devices."""
         self._place = place
-        self._is_started = False
-        self._times: list[float] = []
-        self._waits: list[float] = []
-        self._steps, self._seconds = 0, 0.0
+        self._window = _Window(WINDOW_STEPS, WINDOW_SECONDS)
         self._fast: tuple[float, float] | None = None
         self._slow = 0
         self._is_told = False
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Alert. Rows are put together to windows, of which the median row counts."""
-        if "step" not in seen.own:
+        """See Alert. The median row of a window counts."""
+        if "step" not in seen.own or not (rows := self._window.add(seen)):
             return None
-        if not self._is_started:
-            self._is_started = True
-            return None
-        self._times.append(max(seen.own["step"]))
-        self._waits.append(max(seen.own["data"]))
-        self._steps += seen.steps
-        self._seconds += seen.steps * self._times[-1]
-        if self._steps < WINDOW_STEPS or self._seconds < WINDOW_SECONDS:
-            return None
-        now, waits = median(self._times), median(self._waits)
-        self._times, self._waits, self._steps, self._seconds = [], [], 0, 0.0
+        now = median(max(row.own["step"]) for row in rows)
+        waits = median(max(row.own["data"]) for row in rows)
         if self._fast is None or now < self._fast[0]:
             self._fast = (now, waits)
         is_slow = now > DROP * self._fast[0] and not seen.is_crowded
@@ -828,94 +807,82 @@ class ThroughputDrop:
 
 @dataclass(frozen=True)
 class _Slow:
-    """A rank, and the phase that it loses the most in. All are seconds a step."""
+    """The slowest of some ranks, and the phase that it loses the most in. All numbers are seconds a step."""
 
     rank: int
     phase: str
     seconds: float
-    """Of that phase, and"""
+    """Seconds of that phase."""
     normal: float
-    """what that would be if it were not slow."""
+    """Seconds of that phase on the median rank."""
     lost: float
-    """Of all its phases, and"""
+    """Seconds of all phases above those of the median rank."""
     whole: float
-    """what all of them would be."""
-    compared: str
-    """With what, in words that `normal` follows."""
+    """Seconds of all phases on the median rank."""
+    peers: str
+    """The ranks it is compared with, in words."""
 
 
 class SlowRank:
-    """Names a rank that takes longer in a phase than others that do the same, once for each phase.
+    """Names a rank that takes longer in a phase than others with the same work, once for each phase.
 
-    A run that goes on begins anew: its ranks may be on other machines.
-
-    Phases are those that `Seen.own` has: reading data, and what a rank computes by itself.
-
-    Args:
-        everyone: All ranks, in order.
-        share: By how much longer, of the phases together: 0.15 is 15 %.
-        stages: Of the pipeline. Ranks of one stage follow each other, and do the same.
+    A resumed run begins anew: its ranks may be on other machines. Phases are those of `Seen.own`: reading
+    data, and what a rank computes by itself.
     """
 
     def __init__(self, everyone: Sequence[RankProcess], share: float, stages: int = 1):
+        """Compare nothing yet.
+
+        Args:
+            everyone: All ranks, in order.
+            share: Least share of its phases by which a slow rank is longer: 0.15 is 15 %.
+            stages: Number of pipeline stages. Ranks of one stage follow each other, and have the same work.
+        """
         self._everyone = everyone
         self._share = share
         self._stages = stages
-        self._past = _Past()
-        self._is_started = False
+        self._window = _Window(COMPARED_STEPS)
         self._told: set[tuple[int, str]] = set()
         self._suspect: tuple[int, str] | None = None
-        self._suspected, self._suspected_seconds = 0, 0.0
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps, self._seconds = 0, 0.0
-        self._load = 0.0
-        self._own: dict[str, list[float]] = {}
+        self._suspected_steps = 0
+        self._suspected_seconds = 0.0
 
     def __call__(self, step: int, seen: Seen) -> Event | None:
-        """See Alert. Rows are put together to COMPARED_STEPS steps or more."""
-        own = {phase: each for phase, each in seen.own.items() if phase in PHASES}
-        if not own or not seen.steps:
+        """See Alert."""
+        if "data" not in seen.own or not (rows := self._window.add(seen)):
             return None
-        self._load = max(self._load, seen.load)
-        if not self._is_started:  # the first steps are the compiler's, and the workers' start
-            self._is_started = True
-            return None
-        self._steps += seen.steps
-        self._seconds += seen.steps * max(seen.own["step"])
-        for phase, each in own.items():
-            before = self._own.get(phase, [0.0] * len(each))
-            self._own[phase] = [a + seen.steps * b for a, b in zip(before, each, strict=True)]
-        return self._judged() if self._steps >= COMPARED_STEPS else None
-
-    def _judged(self) -> Event | None:
-        steps, step_seconds = self._steps, self._seconds / self._steps
-        own = {phase: [each / steps for each in seconds] for phase, seconds in self._own.items()}
-        share, lasting = self._share, SUSPECTED_SECONDS * max(1.0, self._load) ** 2
-        if self._load > CROWDED:
-            share = max(share, SHARE_IN_A_CROWD)
-        self._restart()
-        slow = self._slow(own, step_seconds, share)
+        steps = _steps(rows)
+        step_seconds = _seconds(rows) / steps
+        own = {
+            phase: [
+                sum(row.steps * row.own[phase][rank] for row in rows) / steps
+                for rank in range(len(rows[0].own[phase]))
+            ]
+            for phase in PHASES
+            if phase in seen.own
+        }
+        load = max(row.load for row in rows)
+        lasting = SUSPECTED_SECONDS * max(1.0, load) ** 2
+        share = max(self._share, SHARE_IN_A_CROWD) if load > CROWDED else self._share
+        slowest = [_slowest(*compared) for compared in self._comparisons(own)]
+        found = [each for each in slowest if each.lost > max(share * each.whole, LEAST_SHARE * step_seconds)]
+        slow = max(found, key=lambda each: each.lost, default=None)
         suspect = (slow.rank, slow.phase) if slow is not None else None
         if suspect != self._suspect:
-            self._suspected, self._suspected_seconds = 0, 0.0
+            self._suspected_steps = 0
+            self._suspected_seconds = 0.0
         self._suspect = suspect
-        self._suspected += steps
+        self._suspected_steps += steps
         self._suspected_seconds += steps * step_seconds
-        lasts = self._suspected >= SUSPECTED and self._suspected_seconds >= lasting
+        lasts = self._suspected_steps >= SUSPECTED_STEPS and self._suspected_seconds >= lasting
         if slow is None or suspect is None or suspect in self._told or not lasts:
             return None
         self._told.add(suspect)
-        return self._event(slow, step_seconds)
-
-    def _event(self, slow: _Slow, step_seconds: float) -> Event:
-        late = slow.seconds - slow.normal
         return Event(
             "slow_rank",
             f"{self._everyone[slow.rank]} is slow: {PHASES[slow.phase]} it {1000 * slow.seconds:.0f} ms a "
-            f"step and {slow.compared} {1000 * slow.normal:.0f} ms; the others wait for it in "
-            f"{1000 * late:.0f} of every {1000 * step_seconds:.0f} ms",
+            f"step and {slow.peers} {1000 * slow.normal:.0f} ms; the others wait for it in "
+            f"{1000 * (slow.seconds - slow.normal):.0f} of every {1000 * step_seconds:.0f} ms",
             PHASE_ADVICE[slow.phase],
             fields={
                 "rank": slow.rank,
@@ -925,38 +892,21 @@ class SlowRank:
             },
         )
 
-    def _slow(self, own: Own, step_seconds: float, share: float) -> _Slow | None:
-        """The rank that the others wait for the longest."""
-        found = [
-            each
-            for each in self._slowest(own)
-            if each.lost > max(share * each.whole, LEAST_SHARE * step_seconds)
-        ]
-        if not found and self._stages == len(self._everyone):
-            self._past.add(own)
-        return max(found, key=lambda each: each.lost, default=None)
-
-    def _slowest(self, own: Own) -> Iterator[_Slow]:
-        """Of each comparison the slowest."""
+    def _comparisons(self, own: Own) -> Iterator[tuple[Own, Sequence[int], str]]:
+        """Yield phases, ranks that have the same work in them, and words for these ranks."""
         everyone = range(len(own["data"]))
         if self._stages == 1:
-            yield _of_equals(own, everyone, "the median rank")
+            yield own, everyone, "the median rank"
             return
-        yield _of_equals({"data": own["data"]}, everyone, "the median rank")
+        yield {"data": own["data"]}, everyone, "the median rank"
         computed = {phase: each for phase, each in own.items() if phase != "data"}
         of_a_stage = len(everyone) // self._stages
-        if not computed:
-            return
-        if of_a_stage > 1:
+        if computed and of_a_stage > 1:
             for first in everyone[::of_a_stage]:
-                peers = everyone[first : first + of_a_stage]
-                yield _of_equals(computed, peers, "the median rank of its stage")
-        elif (slow := self._past.slowest(computed)) is not None:
-            yield slow
+                yield computed, everyone[first : first + of_a_stage], "the median rank of its stage"
 
 
-def _of_equals(own: Own, ranks: Sequence[int], compared: str) -> _Slow:
-    """The slowest of ranks that do the same."""
+def _slowest(own: Own, ranks: Sequence[int], peers: str) -> _Slow:
     together = {rank: sum(each[rank] for each in own.values()) for rank in ranks}
     middle = median_low(together.values())
     rank = max(ranks, key=lambda rank: together[rank])
@@ -969,57 +919,18 @@ def _of_equals(own: Own, ranks: Sequence[int], compared: str) -> _Slow:
         normal=normal[phase],
         lost=together[rank] - middle,
         whole=middle,
-        compared=compared,
+        peers=peers,
     )
 
 
-class _Past:
-    """What each rank took before, in windows in which none was slow."""
-
-    def __init__(self) -> None:
-        self._windows: deque[Own] = deque(maxlen=MOST_PAST)
-
-    def add(self, own: Own) -> None:
-        """One more window."""
-        self._windows.append(own)
-
-    def slowest(self, own: Own) -> _Slow | None:
-        """The rank that has become slower than the median rank has; None: not known yet."""
-        if len(self._windows) < LEAST_PAST or not own:
-            return None
-        ranks = range(len(next(iter(own.values()))))
-        was = {
-            phase: [median(window[phase][rank] for window in self._windows) for rank in ranks]
-            for phase in own
-        }
-        before = [sum(each[rank] for each in was.values()) for rank in ranks]
-        now = [sum(each[rank] for each in own.values()) for rank in ranks]
-        # Longer rows and a crowd make all ranks slower.
-        of_all = max(1.0, median_low(a / b if b > 0 else 1.0 for a, b in zip(now, before, strict=True)))
-        normal = {phase: [of_all * each for each in seconds] for phase, seconds in was.items()}
-        rank = max(ranks, key=lambda rank: now[rank] - of_all * before[rank])
-        phase = max(own, key=lambda phase: own[phase][rank] - normal[phase][rank])
-        whole = of_all * before[rank]
-        return _Slow(
-            rank=rank,
-            phase=phase,
-            seconds=own[phase][rank],
-            normal=normal[phase][rank],
-            lost=now[rank] - whole,
-            whole=whole,
-            compared="before that",
-        )
-
-
 class MemoryGrowth:
-    """Tells once of each kind of memory that the same rank takes more and more of. A run that goes on begins
-    anew: its processes do.
+    """Reports once for each kind of memory that one rank takes more and more of.
 
-    Args:
-        least_gib: Growth that is worth a line.
+    A resumed run begins anew, as its processes do.
     """
 
     def __init__(self, least_gib: float = LEAST_GIB) -> None:
+        """Take the growth that is worth a line."""
         self._least = least_gib
         self._series: dict[tuple[str, int], _MemoryWindows] = {}
         self._told: set[str] = set()
@@ -1055,7 +966,7 @@ class _MemoryWindows:
         self._ends: list[int] = []
 
     def add(self, value: float, step: int) -> bool:
-        """Whether a window is full now."""
+        """Add a value, and return whether a window is full now."""
         self._open.append(value)
         if len(self._open) < self._rows:
             return False
@@ -1072,7 +983,7 @@ class _MemoryWindows:
         return True
 
     def growth(self, least: float) -> tuple[float, float, int] | None:
-        """(before, now, step of before) where the last windows grew steadily; the first is none of them."""
+        """Return (before, now, step of before) if the windows grew steadily; the first never counts."""
         last, ends = self._medians[1:][-MEMORY_WINDOWS:], self._ends[1:][-MEMORY_WINDOWS:]
         if len(last) < MEMORY_WINDOWS:
             return None
@@ -1085,7 +996,7 @@ class _MemoryWindows:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """What alerts are built from."""
+    """A run as alerts are built from it."""
 
     config: RunConfig
     resolved: Resolved
@@ -1106,9 +1017,26 @@ class WatchedRun:
 
     @property
     def tells_of_spikes(self) -> bool:
-        """Whether spikes are reported. Where they are skipped, none ever counts as a step."""
+        """Whether spikes are reported. A skipped spike never counts as a step."""
         on_spike = self.config.watch.on_spike
         return on_spike != "skip" and (self.alerts or on_spike != "log")
+
+    @property
+    def tells_of_frozen(self) -> bool:
+        """Whether parameters that stand still are reported. To read all of a disk takes minutes."""
+        keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
+        devices = [get_dotted(self.resolved.deepspeed or {}, key) for key in keys]
+        return self.alerts and "nvme" not in devices
+
+    @property
+    def place(self) -> str:
+        """What a step's time depends on besides the recipe, see ThroughputDrop."""
+        device = self.engine.device
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores"
+        machines = len({each.host for each in self.job.everyone}) or 1
+        ranks = self.job.ranks.world_size
+        return f"{self.resolved.split}; {ranks} ranks, {machines} machines, {name}"
 
 
 @dataclass(frozen=True)
@@ -1132,7 +1060,7 @@ ALERTS = {
     "loss_rise": AlertKind(lambda run: LossRise()),
     "eval_divergence": AlertKind(lambda run: EvalDivergence()),
     "data_starvation": AlertKind(lambda run: DataStarvation(run.config.loader.num_workers)),
-    "throughput_drop": AlertKind(lambda run: ThroughputDrop(_place(run.resolved, run.engine, run.job))),
+    "throughput_drop": AlertKind(lambda run: ThroughputDrop(run.place)),
     "slow_rank": AlertKind(
         lambda run: SlowRank(
             run.job.everyone, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages
@@ -1140,9 +1068,7 @@ ALERTS = {
     ),
     "memory_growth": AlertKind(lambda run: MemoryGrowth()),
     "frozen_parameter": AlertKind(
-        lambda run: FrozenParameters(run.engine.shards, run.job.gather_object),
-        # To read all of a disk takes minutes.
-        lambda run: run.alerts and not _lies_on_a_disk(run.resolved),
+        lambda run: FrozenParameters(run.engine.shards, run.job.gather_object), attrgetter("tells_of_frozen")
     ),
 }
 """Name of the event -> its rule, in the order in which rules are asked. A user's own rule is a callback
@@ -1177,16 +1103,3 @@ def build_alerts(
     alerts = [alert.build(run) for alert in ALERTS.values() if alert.is_asked(run)]
     restore(alerts, remembered.get("watchers", {}))
     return (*alerts, NonFiniteSteps(engine.precision, start_step, max_steps))
-
-
-def _place(resolved: Resolved, engine: Engine, job: Job) -> str:
-    """See ThroughputDrop."""
-    is_gpu = engine.device.type == "cuda"
-    device = torch.cuda.get_device_name(engine.device) if is_gpu else f"{os.cpu_count()} cores"
-    machines = len({each.host for each in job.everyone}) or 1
-    return f"{resolved.split}; {job.ranks.world_size} ranks, {machines} machines, {device}"
-
-
-def _lies_on_a_disk(resolved: Resolved) -> bool:
-    keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
-    return any(get_dotted(resolved.deepspeed or {}, key) == "nvme" for key in keys)

@@ -4,7 +4,7 @@ const COLOURS = ["#2f7ed8", "#e07b24", "#2e9e6b", "#b6519d", "#8468d3", "#cf4a4a
 const LEVELS = { error: "#d64545", warning: "#c98300", info: "#7c8896" };
 const AXES = { step: 0, tokens: 1, hours: 2 }, LEGEND_LINE = 19; // px
 const $ = (id) => document.getElementById(id);
-let data = JSON.parse($("data").textContent);
+const data = JSON.parse($("data").textContent);
 const several = data.runs.length > 1;
 
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
@@ -222,7 +222,7 @@ function showWords() {
 
 function show() {
   document.querySelector("h1").textContent = several ? `${data.runs.length} runs` : data.runs[0].name;
-  $("made").textContent = `${data.live ? "live, " : ""}${data.made}`;
+  $("made").textContent = data.made;
   showFailures();
   showWords();
   const curves = data.runs.flatMap((run) => Object.values(run.record.curves));
@@ -235,16 +235,6 @@ function show() {
   redraw();
 }
 
-async function follow() { // what the reader has set stays
-  const answer = await fetch("data.json", { cache: "no-store" }).catch(() => ({ ok: false }));
-  const newer = answer.ok ? await answer.json() : { ...data, made: "not live any more", live: false };
-  if (newer.made !== data.made) {
-    data = newer;
-    show();
-  }
-  setTimeout(follow, 3000);
-}
-
 $("x").options[1].text = data.unit;
 $("smoothing").append(...data.weights.map((weight) => element("option", {}, weight)));
 if (several) $("controls").append(...data.runs.map((run, r) =>
@@ -253,4 +243,3 @@ $("controls").oninput = redraw;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("DOMContentLoaded", drawWaiting); // plotly is there
 show();
-if (data.live) setTimeout(follow, 3000);

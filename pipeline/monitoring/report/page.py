@@ -18,9 +18,18 @@ from pipeline.config.optional_packages import require
 from pipeline.errors import ConfigError, one_line
 from pipeline.files import replace_file
 from pipeline.monitoring.events import RUN_KILLED, Event
-from pipeline.monitoring.report.runs import UNSAID, WEIGHTS, Record, RunView, after, how_it_ended, read_run
+from pipeline.monitoring.report.runs import (
+    UNSAID,
+    WEIGHTS,
+    Record,
+    RunView,
+    after,
+    how_it_ended,
+    last_and_best,
+    read_run,
+)
+from pipeline.monitoring.trackers.interface import best_of
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, newest
-from pipeline.monitoring.trackers.weights_and_biases import BEST
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +59,7 @@ PANELS = {
 
 
 def panels_of(runs: Sequence[RunView]) -> list[tuple[str, list[str], bool]]:
-    """Title, columns, and whether it is one of PANELS, of each plot."""
+    """Return the title, the columns, and whether it is one of PANELS, of each plot."""
     known = {key for run in runs for key in run.record.curves}
     main = [(title, [key for key in keys if key in known], True) for title, keys in PANELS.items()]
     shown = {key for _, keys, _ in main for key in keys}
@@ -59,24 +68,19 @@ def panels_of(runs: Sequence[RunView]) -> list[tuple[str, list[str], bool]]:
 
 def figures(record: Record) -> dict[str, str]:
     """Return the last and the best value of each column of PANELS that has a best one."""
-    said: dict[str, str] = {}
-    for key in (key for keys in PANELS.values() for key in keys if key in record.curves):
-        best = next((best for end, best in BEST.items() if key.endswith(end)), None)
-        if best is None:
-            continue
-        curve = record.curves[key]
-        said[key] = f"last {curve.last:.5g}"
-        if curve.extremes:
-            value, step = curve.extremes[best == "max"]
-            said[key] += f", {best} {value:.5g} at step {step:,.0f}"
-    return said
+    keys = [key for keys in PANELS.values() for key in keys if key in record.curves]
+    best = {key: best_of(key) for key in keys}
+    return {key: last_and_best(record.curves[key], of == "min") for key, of in best.items() if of}
 
 
-def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> str:
-    """All that the page shows of these run directories, as JSON that can stand in a script element.
+def encode(paths: Sequence[Path], ended: bool = False) -> str:
+    """Return everything that the page shows of these runs, as JSON for a script element.
+
+    Args:
+        ended: See read_run.
 
     Raises:
-        MetricsFileError: a metrics.jsonl cannot be read, or is damaged.
+        MetricsFileError: A metrics.jsonl cannot be read, or is damaged.
     """
     runs = [read_run(path, ended) for path in paths]
     for run in runs:
@@ -86,7 +90,6 @@ def encode(paths: Sequence[Path], live: bool = False, ended: bool = False) -> st
             run.name += f" ({number})"
     data = {
         "made": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "live": live,
         "unit": "tokens" if any("train/tokens_seen" in run.record.curves for run in runs) else "samples",
         "weights": WEIGHTS,
         "panels": panels_of(runs),
@@ -110,7 +113,7 @@ def plotly_source() -> str:
 
 
 def render(data: str) -> str:
-    """The page. What is in the data stays text in it; no script runs but ours and plotly's."""
+    """Return the page. The data stays text in it; only our script and plotly's run."""
     own = Path(__file__).parent
     parts = {name: (own / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     parts |= {"data": data, "plotly": plotly_source(), "nonce": secrets.token_urlsafe()}
@@ -120,10 +123,10 @@ def render(data: str) -> str:
 def write_at_end(directory: Path) -> Path | None:
     """Write the report of a run whose trackers are closed.
 
-    Raises nothing: a Ctrl-C too ends the report alone.
+    Raises nothing: a Ctrl-C ends only the report.
 
     Returns:
-        Its path; None where there is none, which a line tells: a failure, or no time.
+        Its path; `None` after a failure or without enough time, which a line of the log says.
     """
     path = directory / REPORT_FILE
     made: list[Path] = []
@@ -148,11 +151,13 @@ def write_at_end(directory: Path) -> Path | None:
 
 
 def report_of_killed(directory: Path, advise: Callable[[], str]) -> Event | None:
-    """Before a run goes on: if its last process ended without a word, its report is written, and what it
-    says of that is told again by the run that goes on.
+    """Write the report of a run whose last process ended without a word, before the run resumes.
 
     Args:
-        advise: What helps where it was killed for memory.
+        advise: Returns what helps if it was killed for memory.
+
+    Returns:
+        The event that the resumed run tells; `None` if the last process ended in words.
     """
     last = newest(directory / METRICS_FILE, "step")
     state, why = how_it_ended(directory, last or {})

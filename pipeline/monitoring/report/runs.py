@@ -1,20 +1,19 @@
 """A run directory -> the contents of its report and its summary: outcome, settings, curves for a screen.
 
-A run notes its processes when it starts. Of a run that ended without a word, the kernel's log, or what those
-processes held last, says whether the kernel killed one for memory.
+A run notes its processes when it starts. If it ends without a word, the kernel's log, or the last memory of
+those processes, says whether the kernel killed one for memory.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,12 +38,21 @@ from pipeline.files import (
     replace_file,
 )
 from pipeline.monitoring.events import PLAN, RUN_FAILED, SAMPLE, STOPPED_EARLY, TIME
-from pipeline.monitoring.trackers.console import count, decimals
+from pipeline.monitoring.trackers.console import count
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, newest
 from pipeline.redaction import redact, redact_text
 
 MOST_CURVES = 400  # columns of a file
-MOST_EVENTS = 400  # and alerts, and samples; of more, the first and the last ones
+MOST_EVENTS = 400  # and alerts, and samples: the first and the last ones
+SUMMARY = (
+    "train/loss",
+    "train/accuracy",
+    "train/rewards/accuracy",
+    "eval/loss",
+    "eval/accuracy",
+    "eval/rewards/accuracy",
+)
+"""Columns with a line at the end of a run."""
 MOST_POINTS = 1000
 """Points of a curve: about as many as a plot has columns of pixels."""
 WEIGHTS = (0.6, 0.9, 0.99, 0.999)
@@ -56,58 +64,82 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Record:
-    """What a metrics.jsonl says."""
+    """Contents of a metrics.jsonl."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    """By column."""
+    """Column -> its curve."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    """Warnings and errors, as told, with their place: step, tokens and hours."""
+    """Warnings and errors with their place: step, tokens and hours."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """The same for information."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: Counter[str] = field(default_factory=Counter)
-    """By the name of one of these lists."""
+    """Name of one of these lists -> number of entries beyond MOST_EVENTS."""
     phases: dict[str, float] = field(default_factory=dict)
-    """What the time went into, in seconds."""
+    """Phase -> seconds."""
     sources: dict[str, float] = field(default_factory=dict)
-    """Samples taken of each."""
+    """Data source -> samples taken."""
     step: int = 0
+    tokens: float = 0.0
+    """Tokens seen; samples if no tokens are counted."""
     seconds: float = 0.0
+    training_seconds: float = 0.0
+    """Seconds that went into steps that count."""
     last: dict[str, Any] = field(default_factory=dict)
-    """Its last line."""
+    """Last line."""
 
 
 def read_record(path: Path) -> Record:
-    """Reads it; a run that failed while it was built may have none.
+    """Read the record; a run that failed while it was built may have none.
 
     Raises:
-        MetricsFileError: it cannot be read, or is damaged.
+        MetricsFileError: The file cannot be read, or is damaged.
     """
-    record, tokens = Record(), 0.0  # samples where no tokens are counted
+    record = Record()
     # The numbers of rows with the same keys, end to end: Python's own floats would take gigabytes.
     rows: dict[tuple[str, ...], array[float]] = {}
     for number, row in enumerate(iterate_record(path) if path.exists() else ()):
         record.last = row
-        place = (row["step"], tokens, round(record.seconds / 3600, 6))
         if "event" in row:
-            name = "events" if row.get("level") == "info" else "alerts"
-            name = "samples" if row["event"] == SAMPLE else name
-            told = getattr(record, name)
-            told.append(row | {"place": place})
-            if len(told) > MOST_EVENTS:
-                del told[MOST_EVENTS // 2]
-                record.num_left_out[name] += 1
-            if row["event"] == TIME and isinstance(seconds := row.get("elapsed_seconds"), float):
-                record.seconds = seconds  # to the end of the process, behind its last row
+            _add_event(record, row)
             continue
         record.step = int(row["step"])
         record.seconds = row.get("perf/elapsed_seconds", record.seconds)
-        tokens = row.get("train/tokens_seen", row.get("train/samples_seen", tokens))
-        place = (row["step"], tokens, round(record.seconds / 3600, 6))
+        if "perf/goodput" in row:
+            record.training_seconds = row["perf/goodput"] * record.seconds
+        record.tokens = row.get("train/tokens_seen", row.get("train/samples_seen", record.tokens))
         try:
-            rows.setdefault(tuple(row), array("d")).extend((number, *place, *row.values()))
+            rows.setdefault(tuple(row), array("d")).extend((number, *_place(record), *row.values()))
         except OverflowError:  # a whole number of more than 308 digits
             raise MetricsFileError(f"{path}: a number is larger than a float can be") from None
+    for name in ("alerts", "events", "samples"):
+        told = getattr(record, name)
+        if len(told) > MOST_EVENTS:
+            record.num_left_out[name] = len(told) - MOST_EVENTS
+            del told[MOST_EVENTS // 2 : -MOST_EVENTS // 2]
+    _add_curves(record, rows)
+    return record
+
+
+def _place(record: Record) -> tuple[int, float, float]:
+    return record.step, record.tokens, round(record.seconds / 3600, 6)
+
+
+def _add_event(record: Record, event: dict[str, Any]) -> None:
+    if event["event"] == SAMPLE:
+        told = record.samples
+    else:
+        told = record.events if event.get("level") == "info" else record.alerts
+    told.append(event | {"place": (event["step"], *_place(record)[1:])})
+    if event["event"] == TIME and isinstance(event.get("elapsed_seconds"), float):
+        # It comes at the end of a process, behind the last row.
+        record.step = event["step"]
+        record.seconds = event["elapsed_seconds"]
+        record.training_seconds = event.get("goodput", 0.0) * record.seconds
+        record.tokens = event.get("tokens_seen", record.tokens)
+
+
+def _add_curves(record: Record, rows: Mapping[tuple[str, ...], array[float]]) -> None:
     tables = {keys: np.frombuffer(flat).reshape(-1, 4 + len(keys)).T for keys, flat in rows.items()}
     columns = dict.fromkeys(key for keys in tables for key in keys if key != "step")
     for key in list(columns)[:MOST_CURVES]:
@@ -122,7 +154,6 @@ def read_record(path: Path) -> Record:
     if record.phases:
         record.phases["start, end, steps undone"] = max(0.0, record.seconds - sum(record.phases.values()))
     record.phases = {phase: seconds for phase, seconds in record.phases.items() if seconds}
-    return record
 
 
 @dataclass
@@ -206,19 +237,10 @@ def _usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
     most = np.quantile(values, (0.1, 0.9), method="nearest")
     ends = *most, np.median(centre[:5]), np.median(centre[-5:])
     lower, upper = min(ends), max(ends)
-    for value in (*centre[4::-1], *centre[-5:]):  # a steep start or end is no spike: it comes step by step
-        reach = _reach(lower, upper)
-        if lower - reach <= value <= upper + reach:
-            lower, upper = min(lower, value), max(upper, value)
-    reach = _reach(lower, upper)
+    size = max(abs(lower), abs(upper))
+    reach = 1.5 * (upper - lower) if upper - lower > FLAT * size else size or 1.0
     near = values[(values >= lower - reach) & (values <= upper + reach)]
     return [near.min(), near.max()]
-
-
-def _reach(lower: float, upper: float) -> float:
-    """Return how far from this range a value may be; from a constant, as far as it is from 0."""
-    size = max(abs(lower), abs(upper))
-    return 1.5 * (upper - lower) if upper - lower > FLAT * size else size or 1.0
 
 
 def _rounded(values: Array) -> Array:
@@ -227,7 +249,9 @@ def _rounded(values: Array) -> Array:
     return np.round(values * scale) / scale
 
 
-LOG_TAIL, FAILURE_LINES, MOST_LOGS = 1 << 16, 30, 256
+LOG_TAIL = 1 << 16  # bytes
+FAILURE_LINES = 30
+MOST_LOGS = 256
 PEAK = "memory/peak_resident_gib"
 UNSAID = "ended without saying how (killed?)"
 PROCESSES = "logs/processes.json"
@@ -235,15 +259,15 @@ PROCESSES = "logs/processes.json"
 
 @dataclass
 class RunView:
-    """What is shown of a run."""
+    """Everything that is shown of a run."""
 
     name: str
     state: str
     """finished, running, stopped, failed, or UNSAID."""
     error: str
-    """Line that says how it crashed; empty: it did not."""
+    """Line that says how it crashed; empty if it did not."""
     failure: str
-    """All that is known of a crash."""
+    """Everything that is known of a crash."""
     facts: dict[str, str]
     settings: dict[str, str]
     """Dotted keys of recipe.yaml and, under `ds.`, of ds_config.json; the world size."""
@@ -253,10 +277,10 @@ class RunView:
 
 
 def find_run(path: Path) -> Path:
-    """The path, of a run directory.
+    """Return the path of a run directory.
 
     Raises:
-        PipelineError: it is none; runs in it are named.
+        PipelineError: It is none; the message names runs in it.
     """
     if any((path / name).is_file() for name in (METRICS_FILE, "recipe.yaml")):
         return path
@@ -267,10 +291,13 @@ def find_run(path: Path) -> Path:
 
 
 def read_run(path: Path, ended: bool = False) -> RunView:
-    """All that is shown of a run; `ended`: nobody trains there any more, as its own process knows.
+    """Read everything that is shown of a run.
+
+    Args:
+        ended: Whether the caller knows that the run has ended, as its own process does.
 
     Raises:
-        MetricsFileError: its metrics.jsonl cannot be read, or is damaged.
+        MetricsFileError: Its metrics.jsonl cannot be read, or is damaged.
     """
     record, failure = read_record(path / METRICS_FILE), ""
     if not ended and is_held(path) and not (path / "summary.json").is_file():
@@ -313,10 +340,10 @@ def read_run(path: Path, ended: bool = False) -> RunView:
 
 
 def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
-    """The state of a run that nobody trains, and why, where it failed or was killed.
+    """Return the state of a run that has ended, and the reason if it failed or was killed.
 
     Args:
-        last: Of its metrics.jsonl.
+        last: Last line of its metrics.jsonl.
     """
     if (path / "summary.json").is_file():
         return "finished", ""
@@ -339,7 +366,7 @@ def error_line(failure: str) -> str:
 
 
 def after(state: str, step: int) -> str:
-    """As one says it."""
+    """Return the state with its step, in words."""
     return f"{state} {'after' if state == UNSAID else 'at'} step {step:,}"
 
 
@@ -360,7 +387,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What is in the file; nothing where it is missing or damaged: the report says what it can."""
+    """Return the contents of a file; nothing if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         tree = json.loads(read_plain(path, CONFIGURATION_LIMIT))
         return tree if isinstance(tree, dict) else {}
@@ -368,7 +395,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _diagnosis(path: Path) -> str:
-    """What a watchdog has ended the run for, unless the run went on."""
+    """Return why a watchdog has ended the run, unless the run went on."""
     told, record = path / "hang" / "diagnosis.txt", path / METRICS_FILE
     with suppress(OSError):
         if not record.exists() or told.stat().st_mtime_ns >= record.stat().st_mtime_ns:
@@ -377,18 +404,16 @@ def _diagnosis(path: Path) -> str:
 
 
 def _first_failure(path: Path) -> str:
-    """Of all ranks' logs: those that fail because another one did are later."""
+    """Return the earliest failure in the logs of all ranks: the others fail because of it."""
     with suppress(TypeError, ValueError):
         world_size = int(_json(path / "split.json").get("world_size", 1))
-        found = [
-            _failure(path / "logs" / f"rank{rank:05d}.log") for rank in range(min(world_size, MOST_LOGS))
-        ]
-        return min(filter(None, found), default=("", ""))[1]
+        logs = [path / "logs" / f"rank{rank:05d}.log" for rank in range(min(world_size, MOST_LOGS))]
+        return min(filter(None, map(_failure, logs)), default=("", ""))[1]
     return ""
 
 
 def _failure(log: Path) -> tuple[str, str] | None:
-    """When it failed and what the log says of it, if no line of information follows: then the run went on."""
+    """Return the time and the text of a failure, unless a line of information follows: the run went on."""
     try:
         with open(open_plain(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
@@ -401,10 +426,10 @@ def _failure(log: Path) -> tuple[str, str] | None:
 
 
 def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
-    """The ranks of a run that starts, and what memory its machine has. Raises nothing.
+    """Write down the ranks of a run that starts, and the memory of this machine. Raises nothing.
 
     Args:
-        everyone: Empty: this process is alone.
+        everyone: All ranks; empty if this process is alone.
     """
     now, alone = memory_now(), RankProcess(0, platform.node(), os.getpid(), machine_id())
     noted = {
@@ -419,34 +444,26 @@ def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
 
 
 def why_killed(directory: Path, peak_gib: float) -> str:
-    """Killed for memory, by whom that is known; empty: nothing says so.
+    """Return whether a process was killed for memory, and by whom; empty if nothing says so.
 
     Args:
-        peak_gib: That rank 0 had resident by the last row; 0: there is none.
+        peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
         noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
-        limit, whose, here = noted["limit"], noted["whose"], machine_id()
-        by_kernel = killed_for_memory(noted["since"])
-        for each in everyone:
-            if each.machine == here and each.pid in by_kernel:
-                held = f"{_ranks(everyone, each)} x {format_bytes(by_kernel[each.pid])}"
-                return f"the kernel killed {each} for memory: {held}, and {whose} {format_bytes(limit)}"
-        first = everyone[0]
-        if _number(everyone, first) * peak_gib * GIB > NEARLY_FULL * limit:
-            held = f"{_ranks(everyone, first)} x {format_bytes(peak_gib * GIB)}"
-            return f"most likely killed for memory: {held}, and {whose} {format_bytes(limit)}"
+        limit, by_kernel = noted["limit"], killed_for_memory(noted["since"])
+        here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]
+        killed, held = (here or everyone)[0], peak_gib * GIB
+        number = sum(each.machine == killed.machine for each in everyone)
+        said = "most likely killed for memory"
+        if here:
+            held = by_kernel[killed.pid]
+            said = f"the kernel killed {killed} for memory"
+        if here or number * held > NEARLY_FULL * limit:
+            ranks = f"{number} rank{'s' * (number > 1)} there x {format_bytes(held)}"
+            return f"{said}: {ranks}, and {noted['whose']} {format_bytes(limit)}"
     return ""
-
-
-def _number(everyone: Sequence[RankProcess], of: RankProcess) -> int:
-    return sum(each.machine == of.machine for each in everyone)
-
-
-def _ranks(everyone: Sequence[RankProcess], of: RankProcess) -> str:
-    number = _number(everyone, of)
-    return f"{number} rank{'s' * (number > 1)} there"
 
 
 def closing_line(name: str, text: object) -> str:
@@ -455,81 +472,49 @@ def closing_line(name: str, text: object) -> str:
 
 
 def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
-    """Return aligned lines of a name and a text; none if the record cannot be read."""
-    try:
-        return list(lines_of(iterate_record(run_dir / METRICS_FILE), best_by))
-    except PipelineError:
-        return []
-
-
-def lines_of(rows: Iterable[Mapping[str, Any]], best_by: EvalConfig | None = None) -> Iterator[str]:
-    """Return the lines of `summary_lines`.
+    """Return aligned lines of a name and a text; none if the record cannot be read.
 
     Args:
-        rows: Lines of metrics.jsonl, in order.
-        best_by: Which metric chooses the best checkpoint; it has a line as well.
+        best_by: Metric that chooses the best checkpoint; it has a line as well.
     """
+    try:
+        record = read_record(run_dir / METRICS_FILE)
+    except PipelineError:
+        return []
     chosen = best_by or EvalConfig()
-    step = 0
-    seconds = tokens = 0.0
-    plan = early = ""
-    metrics: dict[str, _Best] = {}
-    for row in rows:
-        if row.get("event") == PLAN:
-            plan = str(row["message"]).removeprefix("plan: ")
-        if row.get("event") == STOPPED_EARLY:
-            early = str(row["message"])
-        if row.get("event") == TIME:  # has the steps behind the last row, too
-            step = int(row["step"])
-            seconds = row["goodput"] * row["elapsed_seconds"]
-            tokens = row.get("tokens_seen", tokens)
-        if "train/loss" in row:
-            early = ""
-            before, step = step, int(row["step"])
-            seconds += (step - before) * row.get("perf/step_time_seconds", 0.0)
-            tokens = row.get("train/tokens_seen", 0.0)
-        for key in row:
-            chooses = key == f"eval/{chosen.best_metric}"
-            name = _name(key) or (f"eval {chosen.best_metric}" if chooses else "")
-            if name:
-                is_lowest = chosen.best_is_lowest if chooses else name.endswith("loss")
-                metrics.setdefault(name, _Best(is_lowest=is_lowest)).add(int(row["step"]), row[key])
-    if step:
-        seen = f", {count(tokens)} tokens" if tokens else ""
-        yield closing_line("steps", f"{step:,} in {format_duration(seconds)}{seen}")
+    lines = []
+    if record.step:
+        seen = f", {count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
+        took = format_duration(record.training_seconds)
+        lines.append(closing_line("steps", f"{record.step:,} in {took}{seen}"))
+    newest_row = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
+    early = [told["message"] for told in record.events if _is_early_stop(told, newest_row)]
     if early:
-        yield closing_line("stopped early", early)
-    first = ("loss", "accuracy", "eval loss", "eval accuracy")
-    for name in (*(name for name in first if name in metrics), *sorted(metrics.keys() - set(first))):
-        yield closing_line(name, metrics[name])
-    if plan:
-        yield closing_line("plan", plan)
+        lines.append(closing_line("stopped early", early[-1]))
+    for key in dict.fromkeys((*SUMMARY, f"eval/{chosen.best_metric}")):
+        if key in record.curves:
+            is_chosen = key == f"eval/{chosen.best_metric}"
+            is_lowest = chosen.best_is_lowest if is_chosen else key.endswith("loss")
+            name = key.removeprefix("train/").replace("eval/", "eval ").replace("rewards/", "")
+            lines.append(closing_line(name, last_and_best(record.curves[key], is_lowest)))
+    plans = [told["message"] for told in record.alerts + record.events if told["event"] == PLAN]
+    if plans:
+        lines.append(closing_line("plan", plans[-1].removeprefix("plan: ")))
+    return lines
 
 
-def _name(key: str) -> str | None:
-    """Return what a column is called here: a loss, or an accuracy as classes and preferences have one."""
-    group, _, metric = key.partition("/")
-    if group not in ("train", "eval") or metric not in ("loss", "accuracy", "rewards/accuracy"):
-        return None
-    return f"{'eval ' if group == 'eval' else ''}{metric.removeprefix('rewards/')}"
+def _is_early_stop(told: Mapping[str, Any], newest_row: float) -> bool:
+    return bool(told["event"] == STOPPED_EARLY and told["step"] >= newest_row)
 
 
-class _Best:
-    """The last of a metric's values, and the best: the lowest loss, the highest accuracy."""
-
-    def __init__(self, *, is_lowest: bool) -> None:
-        self._sign, self._word = (1, "lowest") if is_lowest else (-1, "highest")
-        self._last, self._best = (0, math.nan), (0, math.nan)
-
-    def add(self, step: int, value: float) -> None:
-        self._last = step, value
-        if math.isnan(self._best[1]) or self._sign * value < self._sign * self._best[1]:
-            self._best = self._last
-
-    def __str__(self) -> str:
-        last = f"{decimals(self._last[1])} at step {self._last[0]}"
-        if math.isnan(self._best[1]):
-            return last
-        if self._best[0] == self._last[0]:
-            return f"{last}, the {self._word}"
-        return f"{last}; {self._word} {decimals(self._best[1])} at step {self._best[0]}"
+def last_and_best(curve: Curve, is_lowest: bool) -> str:
+    """Return the last and the best value of a curve, in words."""
+    step = curve.axes[0, -1]
+    last = f"{curve.last:.5g} at step {step:,.0f}"
+    if not curve.extremes:
+        return last
+    word = "lowest" if is_lowest else "highest"
+    value, best_step = curve.extremes[0 if is_lowest else 1]
+    if best_step == step:
+        return f"{last}, the {word}"
+    return f"{last}; {word} {value:.5g} at step {best_step:,.0f}"

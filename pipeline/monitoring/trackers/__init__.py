@@ -57,17 +57,17 @@ class TrackedRun:
 class TrackerKind:
     """A kind of place for metrics that a recipe can ask for."""
 
-    check: Callable[[RunConfig], object]
-    """Raises a ConfigError if the recipe asks for what it cannot have."""
     build: Callable[[TrackedRun], Sequence[Tracker]]
     """Opens what the recipe asks for; empty if it asks for nothing, or if that cannot be opened now."""
+    check: Callable[[RunConfig], object] = lambda config: None
+    """Raises a ConfigError if the recipe asks for what it cannot have."""
 
 
 def check_trackers(config: RunConfig) -> None:
     """Refuse what a recipe asks for and cannot have, before anything is built.
 
     Raises:
-        ConfigError: as build_trackers.
+        ConfigError: See build_trackers.
     """
     for kind in TRACKERS.values():
         kind.check(config)
@@ -88,19 +88,18 @@ def build_trackers(
 
     Args:
         config: The recipe; `log`, `wandb` and `notify` are read.
-        run_dir: Directory of the run (exists already); everything is written under it.
+        run_dir: Existing directory of the run; everything is written under it.
         is_main_process: False gives an empty `Trackers`: only one process of a job writes.
         start_step: Optimizer steps done before this process. Rows of later steps are taken back.
         max_steps: Optimizer steps of the whole run.
-        run_config: What Weights & Biases and trackers of the user's own show as the run's configuration; they
-            get it without secrets.
-        due: Group of metrics, `train` or `eval` -> steps up to `start_step` of which metrics.jsonl has a row;
-            those that it lacks are told in one line.
-        redo_evaluation: The evaluation of `start_step` comes again.
+        run_config: Configuration of the run that trackers show; they get it without secrets.
+        due: Group of metrics, `train` or `eval` -> steps up to `start_step` that should have a row; one line
+            names those that metrics.jsonl lacks.
+        redo_evaluation: Whether the evaluation of `start_step` comes again.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed; a tracker's import path is wrong; `notify`
-            names what is not there.
+        ConfigError: A tracker's package is missing, its import path is wrong, or `notify` names what is not
+            there.
         MetricsFileError: metrics.jsonl cannot be written.
     """
     if not is_main_process:
@@ -125,11 +124,6 @@ def build_trackers(
             trackers += kind.build(run)
         undo.pop_all()
     return Trackers(trackers, start_step)
-
-
-def _check_tensorboard(config: RunConfig) -> None:
-    if config.log.tensorboard:
-        import_writer()
 
 
 def _open_tensorboard(run: TrackedRun) -> Sequence[Tracker]:
@@ -180,20 +174,12 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
     return [TrackerThread(lambda: online, "W&B", resend=resend)]
 
 
-def _check_notify(config: RunConfig) -> None:
-    ways_of(config.notify)
-
-
 def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
     ways = ways_of(run.config.notify)
     if not ways:
         return []
     make = partial(NotifyTracker, ways, run.config.notify.level, run.directory.resolve().name)
     return [TrackerThread(make, "notify", takes_rows=False)]
-
-
-def _check_console(config: RunConfig) -> None:
-    """Nothing: every installation has it."""
 
 
 def _open_console(run: TrackedRun) -> Sequence[Tracker]:
@@ -207,11 +193,13 @@ def _open_console(run: TrackedRun) -> Sequence[Tracker]:
 
 
 TRACKERS = {
-    "log.tensorboard": TrackerKind(_check_tensorboard, _open_tensorboard),
-    "log.sinks": TrackerKind(_check_own, _open_own),
-    "wandb": TrackerKind(_check_wandb, _open_wandb),
-    "notify": TrackerKind(_check_notify, _open_notify),
-    "log.console": TrackerKind(_check_console, _open_console),
+    "log.tensorboard": TrackerKind(
+        _open_tensorboard, lambda config: import_writer() if config.log.tensorboard else None
+    ),
+    "log.sinks": TrackerKind(_open_own, _check_own),
+    "wandb": TrackerKind(_open_wandb, _check_wandb),
+    "notify": TrackerKind(_open_notify, lambda config: ways_of(config.notify)),
+    "log.console": TrackerKind(_open_console),
 }
-"""Key of the recipe that asks for a tracker -> its check and its builder, in the order in which they are
+"""Key of the recipe that asks for a tracker -> how it is opened and checked, in the order in which they are
 opened. `log.sinks` takes a user's own by import path."""

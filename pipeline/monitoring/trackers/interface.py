@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
 from pipeline.config.schema import TrackerConfig
@@ -25,6 +25,19 @@ from pipeline.redaction import redact_text
 GIT_DIFF = "git.diff"
 """File of a run directory with the changes since the commit; a tracker may upload it."""
 METHODS = ("write", "tell", "close")
+BEST: dict[str, Literal["min", "max"]] = {
+    "loss": "min",
+    "perplexity": "min",
+    "accuracy": "max",
+    "per_second": "max",
+    "mfu": "max",
+}
+"""End of a metric's name -> which of its values is the best."""
+
+
+def best_of(name: str) -> Literal["min", "max"] | None:
+    """Return which value of a metric is the best; `None` if none is."""
+    return next((best for end, best in BEST.items() if name.endswith(end)), None)
 
 
 class Tracker(Protocol):
@@ -63,10 +76,10 @@ class Shows(Protocol):
 
 
 def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
-    """The class that `kind` names.
+    """Return the class that `kind` names.
 
     Raises:
-        ConfigError: there is none, or it does not take what it will be given.
+        ConfigError: There is none, or it does not take the arguments of a tracker.
     """
     make = import_object(config.kind, ConfigError)
     message = f"log.sinks: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
@@ -78,15 +91,15 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
 
 
 def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]) -> Tracker:
-    """Makes it.
+    """Make a user's own tracker.
 
     Args:
-        run_dir: Directory of the run, which is there.
+        run_dir: Existing directory of the run.
         start_step: Optimizer steps done before this process; rows of later steps come again.
         run_config: Recipe, DeepSpeed JSON and number of ranks.
 
     Raises:
-        ConfigError: see import_tracker; or what it makes is no tracker.
+        ConfigError: See import_tracker; or the result is no tracker.
     """
     make = import_tracker(config)
     with may_not_exit(f"log.sinks: {config.kind}", ConfigError):
@@ -107,26 +120,24 @@ def _lacks(config: TrackerConfig, missing: list[str]) -> str:
 logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 10_000
-"""Rows and events that a tracker may be behind: some 30 MB of the host's memory."""
+"""Most rows and events that a tracker may be behind: some 30 MB of the host's memory."""
 CLOSE_SECONDS = 20.0
-"""Seconds that the end of a run gives all of its trackers together. W&B needs up to 16 of them."""
+"""Seconds that all trackers together have at the end of a run. W&B needs up to 16 of them."""
 QUIET_SECONDS = 3.0
-"""Seconds of them that pass before a line says which tracker the run waits for."""
+"""Seconds until a line says which tracker the run waits for."""
 EXIT_SECONDS = 10.0
 """Seconds in which a process with a hanging tracker exits. wandb's exit handler needs up to 8 of them."""
 _THREAD = "tracker "
 
 
 class Dispensable:
-    """A tracker, until it raises for the first time; from then on nothing.
+    """A tracker that is dropped when it raises for the first time.
 
-    It is not closed then: what failed to write may wait for ever to be written out.
+    It is not closed then: a close may wait for ever to write out what failed.
     """
 
     def __init__(self, tracker: Tracker, name: str) -> None:
-        """Args:
-        name: As the line names it.
-        """
+        """Wrap a tracker, with its name for the line of the log."""
         self.name = name
         self._tracker: Tracker | None = tracker
 
@@ -163,7 +174,7 @@ class Dispensable:
 
 
 class TrackerThread(Dispensable):
-    """Makes a tracker and calls it on a daemon thread of its own, in the order of the calls.
+    """Makes a tracker and calls it on a daemon thread, in the order of the calls.
 
     No call waits for the tracker: calls go into a bounded queue. A tracker whose queue is full is dropped.
     """
@@ -177,7 +188,7 @@ class TrackerThread(Dispensable):
             make: Makes the tracker; what it raises is raised here.
             name: See Dispensable.
             takes_rows: Whether the tracker does something with rows.
-            resend: What sends rows again that the tracker did not take, as a clause of the line.
+            resend: Clause of the line that says how to send rows again.
         """
         self._takes_rows = takes_rows
         self._resend = resend
@@ -241,11 +252,7 @@ class TrackerThread(Dispensable):
 
 
 def wait_for(trackers: Sequence[TrackerThread], at_most: float) -> None:
-    """Wait for closed trackers, which end side by side, and drop those that take too long.
-
-    Args:
-        at_most: Seconds, where there are fewer than CLOSE_SECONDS.
-    """
+    """Wait for closed trackers, and drop those that take longer than `at_most` or CLOSE_SECONDS."""
     began, seconds = time.monotonic(), min(CLOSE_SECONDS, at_most)
     late = [tracker for tracker in trackers if not tracker.join(began + min(QUIET_SECONDS, seconds))]
     if late and seconds > QUIET_SECONDS:
@@ -312,7 +319,7 @@ class Trackers:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is written, or no more."""
+        """Whether nothing is written, or no more."""
         return not self._trackers
 
     def write(self, step: int, row: Mapping[str, float]) -> None:

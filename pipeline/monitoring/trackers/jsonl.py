@@ -1,4 +1,4 @@
-"""DOC"""
+"""metrics.jsonl, the record of a run: a line for each row and event, and readers of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ _TAIL = 1 << 20  # bytes
 _NUMBERS = frozenset((int, float))
 _NUMBERS_AND_TEXT = _NUMBERS | {str}
 Record = dict[str, Any]
-Name = tuple[int, ...]
-Files = dict[int, list[list[Record]]]
 
 
 class MetricsFileError(PipelineError):
@@ -50,9 +48,13 @@ class JsonlTracker:
         self.path = path
         self._steps: Mapping[str, Collection[int]] = {}
         self._num_damaged = 0
+        self._rewinds = 0
+        self._steps_given_up = 0
         try:
             if start_step > 0 and path.exists():
-                self._steps, self._num_damaged = _take_back(path, start_step, redo_evaluation)
+                self._steps, self._num_damaged, rollback = _take_back(path, start_step, redo_evaluation)
+                self._rewinds = int(rollback.get("rewinds", 0))
+                self._steps_given_up = int(rollback.get("steps_given_up", 0))
             if start_step == 0:
                 path.open("wb").close()
             # Unbuffered: a row is either with the operating system or an error here, never in between.
@@ -61,7 +63,7 @@ class JsonlTracker:
             raise _cannot_write(path, error) from error
 
     def gaps(self, due: Mapping[str, Collection[int]]) -> str | None:
-        """What is wrong with the rows of a run that goes on, in words; None: nothing.
+        """Return in words what is wrong with the rows of a resumed run; `None` if nothing is.
 
         Args:
             due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
@@ -87,17 +89,24 @@ class JsonlTracker:
         self._append(encode_row(step, row))
 
     def tell(self, step: int, event: Event) -> None:
-        """Append an event; of a rollback after what it gives up was moved to a file of its own.
+        """Append an event. Before a rollback, the rows that it gives up are moved to a file of their own.
+
+        Its line also has the number of rollbacks so far, `rewinds`, and of the steps that they gave up.
 
         Raises:
             MetricsFileError: see `write`.
         """
+        columns = event.columns
         if event.name == ROLLBACK:
+            from_step = int(event.fields["from_step"])
+            self._rewinds += 1
+            self._steps_given_up += from_step - step
+            columns |= {"rewinds": self._rewinds, "steps_given_up": self._steps_given_up}
             try:
-                _set_aside(self.path, step, int(event.fields["from_step"]))
+                _set_aside(self.path, step, from_step)
             except OSError as error:
                 raise _cannot_write(self.path, error) from error
-        self._append(encode_row(step, event.columns))
+        self._append(encode_row(step, columns))
 
     def _append(self, data: bytes) -> None:
         try:
@@ -115,7 +124,7 @@ class JsonlTracker:
 
 
 def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
-    """One line of the file, newline included."""
+    """Return one line of the file, newline included."""
     fields: dict[str, Any] = {"step": step}
     for key, value in row.items():
         if isinstance(value, str):
@@ -127,12 +136,12 @@ def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All rows of a metrics.jsonl. See `iterate_metrics`."""
+    """Return all rows of a metrics.jsonl. See `iterate_metrics`."""
     return list(iterate_metrics(path))
 
 
 def newest(path: Path, key: str) -> dict[str, Any] | None:
-    """The last row with this key, of the last megabyte; None: there is none, or no file."""
+    """Return the last row with this key in the last megabyte; `None` if there is none, or no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
@@ -143,17 +152,17 @@ def newest(path: Path, key: str) -> dict[str, Any] | None:
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of a metrics.jsonl one by one, without the events. See `iterate_record`."""
+    """Iterate over the rows of a metrics.jsonl, without the events. See `iterate_record`."""
     return (row for row in iterate_record(path) if "event" not in row)
 
 
 def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows and events of a metrics.jsonl one by one, also while a run writes to it: a torn last line is left
-    out.
+    """Iterate over rows and events of a metrics.jsonl, also while a run writes to it.
+
+    A torn last line is left out.
 
     Yields:
-        In file order: `step` and the metrics, non-finite numbers as floats again; or the fields of an event,
-        without secrets that an earlier version wrote.
+        In file order: `step` and the metrics, non-finite numbers as floats again; or the fields of an event.
 
     Raises:
         MetricsFileError: The file cannot be read, or a line before the last is no row.
@@ -174,7 +183,7 @@ def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """The row or event in a line, or None where the line is torn or something else."""
+    """Return the row or event in a line; `None` if the line is torn or something else."""
     try:
         row = from_json(line)  # a quarter of json.loads' time
     except ValueError:
@@ -189,15 +198,17 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
-def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mapping[str, set[int]], int]:
-    """Removes what came after `last_step` and lines that say nothing, in one step: a kill leaves old or new.
+def _take_back(
+    path: Path, last_step: int, redo_evaluation: bool
+) -> tuple[Mapping[str, set[int]], int, Record]:
+    """Remove lines after `last_step` and damaged ones, in one step: a kill leaves the old file or the new.
 
-    A row at a time: a long run has hundreds of thousands. What goes is at the end, after a kill; only a
-    file that was damaged in between is written anew, and one that tells of corruption: that line stays.
+    It reads a row at a time: a long run has hundreds of thousands. The file is cut off at its end, or written
+    anew if it was damaged in between or has a line about corruption, which stays.
 
     Returns:
-        Group of metrics, as `train` -> steps that have a row of it; and how many lines were no rows: the last
-        one does not count, which a kill may tear.
+        Group of metrics, as `train` -> steps that have a row of it; the number of damaged lines, without the
+        last one, which a kill may tear; and the last rollback of `replay`, or an empty record.
     """
 
     def kept(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -210,6 +221,7 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
     steps = defaultdict[str, set[int]](set)
     prefix = size = num_damaged = 0  # bytes up to the first line that goes, and bytes seen
     has_holes = was_torn = False
+    rollback: Record = {}
     with path.open("rb") as file:
         for line in file:
             num_damaged += was_torn
@@ -218,6 +230,8 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
             if row is not None and (stays := kept(row)) is not None:
                 has_holes |= prefix < size or not line.endswith(b"\n") or stays is not row
                 prefix += len(line)
+                if is_rollback(row) and row["step"] < last_step:
+                    rollback = row
                 for group in ("train", "eval"):
                     if f"{group}/loss" in row:
                         steps[group].add(int(row["step"]))
@@ -227,7 +241,7 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> tuple[Mappi
     elif prefix < size:
         os.truncate(path, prefix)
         synchronise(path)
-    return steps, num_damaged
+    return steps, num_damaged, rollback
 
 
 def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -239,10 +253,10 @@ def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def _set_aside(path: Path, last_step: int, until: int) -> None:
-    """Moves what came after `last_step` to `metrics-until-step-<until>.jsonl` beside the file.
+    """Move the lines after `last_step` to `metrics-until-step-<until>.jsonl` beside the file.
 
-    Only the end of a record is of later steps. It is copied before it is cut off: a kill in between leaves
-    it in both, and the run that goes on from there cuts it off.
+    They are at the end, and copied before they are cut off: a kill in between leaves them in both files, and
+    the resumed run cuts them off.
     """
     prefix = 0
     with path.open("rb") as file:
@@ -272,66 +286,21 @@ def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
 
 
 def is_rollback(record: Mapping[str, Any]) -> bool:
-    """Whether a line of the record is the event of a rollback."""
+    """Return whether a line of the record is the event of a rollback."""
     return record.get("event") == ROLLBACK
 
 
 def replay(path: Path, start_step: int) -> Iterator[Record]:
-    """Rows and events of a run that goes on from a step, in the order in which they came about.
+    """Iterate over rows and events of a run that resumes from a step, without what rollbacks gave up.
 
-    A rollback is preceded by the rows that it gave up. One to `start_step` itself is left out: the checkpoint
-    of that step is older than the rollback, so the run does the same again, with the same event. An event
-    that is there twice came about so, and counts once.
+    A rollback to `start_step` itself is left out: the checkpoint of that step is older than the rollback, so
+    the run does it again.
 
     Args:
         path: metrics.jsonl, without anything of later steps.
+        start_step: Step of the checkpoint that the run resumes from.
 
     Raises:
-        MetricsFileError: a file cannot be read.
+        MetricsFileError: The file cannot be read.
     """
-    found = (line for line in iterate_record(path) if is_rollback(line) and line["step"] < start_step)
-    return _put_back(iterate_record(path), _given_up(path, found, {}))
-
-
-def _given_up(path: Path, rollbacks: Iterable[Record], files: Files) -> dict[Name, list[Record]]:
-    """What each rollback gave up. The last one first: what it gave up is at the end of its file."""
-    unique = {_name(rollback): rollback for rollback in rollbacks}
-    return {name: _stretch(path, rollback, files) for name, rollback in reversed(unique.items())}
-
-
-def _stretch(path: Path, rollback: Record, files: Files) -> list[Record]:
-    until = int(rollback["from_step"])
-    if until not in files:
-        aside = path.with_name(f"{path.stem}-until-step-{until}{path.suffix}")
-        files[until] = _stretches(aside) if aside.exists() else []
-    records = files[until].pop() if files[until] else []
-    return list(_put_back(records, _given_up(path, filter(is_rollback, records), files)))
-
-
-def _put_back(records: Iterable[Record], given_up: dict[Name, list[Record]]) -> Iterator[Record]:
-    for record in records:
-        if not is_rollback(record):
-            yield record
-        elif (stretch := given_up.pop(_name(record), None)) is not None:
-            yield from [*stretch, record]
-
-
-def _stretches(path: Path) -> list[list[Record]]:
-    """A file that several rollbacks from one step wrote to, cut where a stretch begins anew."""
-    stretches: list[list[Record]] = []
-    step, seen = -1, set[str]()
-    for record in iterate_record(path):
-        keys = set() if "event" in record else record.keys() - {"step"}
-        if not stretches or record["step"] < step or (record["step"] == step and keys & seen):
-            stretches.append([])
-            seen = set()
-        elif record["step"] > step:
-            seen = set()
-        step, seen = record["step"], seen | keys
-        stretches[-1].append(record)
-    return stretches
-
-
-def _name(rollback: Record) -> Name:
-    """By what two events are of one rollback."""
-    return tuple(int(rollback.get(key, -1)) for key in ("step", "from_step", "first_sample", "last_sample"))
+    return (line for line in iterate_record(path) if not is_rollback(line) or line["step"] < start_step)

@@ -1,7 +1,6 @@
 """Alerts to a command or a webhook of the user's own.
 
-Not here: what an alert is (alerts/), and the address of the webhook, which an environment variable holds:
-nothing that is written or said here repeats it.
+An environment variable holds the address of the webhook; nothing that is written or logged here repeats it.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ LONGEST = 1900  # characters; Discord takes 2000
 LEVELS = ("info", "warning", "error")
 FOR_CHATS = ("text", "content")  # Slack and Mattermost read the one, Discord the other
 Way = Callable[[Mapping[str, str | int]], None]
-"""Delivers an alert; raises, without the address in its words, where it cannot."""
+"""Delivers an alert; raises if it cannot, without the address in its message."""
 
 
 class NotifyTracker:
-    """Tells of events of a level or worse; of each name one a minute, and how many were held back."""
+    """Delivers events of a level or worse: one a minute of each name, with the number that was held back."""
 
     def __init__(
         self, ways: Mapping[str, Way], level: str, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args:
-        ways: From ways_of.
-        run: Name of the run.
-        clock: Monotonic seconds.
+        """Deliver nothing yet.
+
+        Args:
+            ways: See ways_of.
+            level: Least level to deliver.
+            run: Name of the run.
+            clock: Monotonic seconds.
         """
         self._ways = ways
         self._least = LEVELS.index(level)
@@ -59,7 +61,7 @@ class NotifyTracker:
         self._failed = set[str]()
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Nothing: rows go elsewhere."""
+        """Do nothing: rows go elsewhere."""
 
     def tell(self, step: int, event: Event) -> None:
         """Deliver an alert, unless one of its name was delivered in the last minute. Waits for answers."""
@@ -81,14 +83,14 @@ class NotifyTracker:
                     logger.warning("notify.%s failed (%s); it is tried again", name, one_line(error))
 
     def close(self, exit_code: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def alert(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:
-    """What is delivered.
+    """Return the fields that are delivered.
 
     Args:
-        more: Of this name that were not told since the last one.
+        more: Number of alerts of this name that were held back since the last one.
     """
     held_back = f" (and {more} more since the last one told)" if more else ""
     text = f"{run}, step {step}: {event.name}{held_back}: {event.line}"[:LONGEST]
@@ -98,10 +100,10 @@ def alert(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | i
 
 
 def ways_of(config: NotifyConfig) -> dict[str, Way]:
-    """How an alert is delivered, by the key that asks for it; empty: nobody is told.
+    """Return how alerts are delivered, by the key that asks for it; empty if none does.
 
     Raises:
-        ConfigError: there is no such program; the variable is not set, or holds no address.
+        ConfigError: There is no such program; the variable is not set, or holds no address.
     """
     ways: dict[str, Way] = {}
     if config.command is not None:
@@ -149,10 +151,10 @@ def tell_at_once(config: NotifyConfig, run: str, step: int, message: str) -> Non
 
 
 def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
-    """Starts the program, without a shell, and waits for it.
+    """Start the program, without a shell, and wait for it.
 
     Raises:
-        RuntimeError: it did not end with 0, or not in time; it is ended then, with what it started.
+        RuntimeError: It did not end with 0, or not in time: then it is killed with its children.
     """
     named = {f"PIPELINE_{key.upper()}": str(value) for key, value in said.items() if key not in FOR_CHATS}
     process = subprocess.Popen(
@@ -175,10 +177,10 @@ def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
 
 
 def post(address: str, said: Mapping[str, str | int]) -> None:
-    """Posts it as JSON.
+    """Post an alert as JSON.
 
     Raises:
-        RuntimeError: the server refused it, is not there or does not answer; the address is not repeated.
+        RuntimeError: The server refused it, is not there or does not answer; the address is not repeated.
     """
     body = json.dumps(dict(said)).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method="POST")

@@ -12,9 +12,9 @@ from pipeline.monitoring.events import ROLLBACK, Event
 
 
 class TensorBoardTracker:
-    """Writes each metric as a scalar under its own key, and what a run takes back is no longer shown.
+    """Writes each metric as a scalar under its own key, and hides the points that a run takes back.
 
-    Each row is on the disk before the next, so that a kill loses none that metrics.jsonl has.
+    Each row is on the disk before the next: a kill loses none that metrics.jsonl has.
     """
 
     def __init__(self, folder: Path, start_step: int, recorded: Iterable[Mapping[str, Any]]) -> None:
@@ -58,7 +58,7 @@ class TensorBoardTracker:
 
 
 def import_writer() -> Any:
-    """torch's SummaryWriter, which torch leaves untyped.
+    """Import torch's SummaryWriter, which torch leaves untyped.
 
     Raises:
         ConfigError: The tensorboard package is missing.

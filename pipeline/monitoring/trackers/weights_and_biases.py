@@ -1,17 +1,13 @@
 """Weights & Biases: one run, logged by one process, which can never stop or hold up training.
 
-Rows are exactly once on the server also after a kill: W&B itself loses what it had not sent yet, so a resumed
-run is filled up from metrics.jsonl. W&B's own step never falls: a rollback puts it ahead of `global_step`.
-Not here: the metrics themselves, and secrets (wandb finds its own key).
+Each row is on the server exactly once, also after a kill: W&B loses rows that it had not sent yet, so a
+resumed run is filled up from metrics.jsonl. W&B's own step never falls: a rollback puts it ahead of
+`global_step`.
 """
 
 from __future__ import annotations
 
-import atexit
-import base64
 import contextlib
-import fcntl
-import functools
 import json
 import logging
 import math
@@ -21,23 +17,18 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from pipeline.config.command_lines import installed_program, own_command, shell_line
+from pipeline.config.command_lines import installed_program, shell_line
 from pipeline.config.optional_packages import require
 from pipeline.config.schema import WandbConfig
-from pipeline.errors import PipelineError, one_line
+from pipeline.errors import one_line
 from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, wait_for
+from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best_of, wait_for
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
 
@@ -50,17 +41,14 @@ T = TypeVar("T")
 
 FAILURE = "failure"
 SAMPLES = 100
-"""Lines of the table of samples: each evaluation sends it whole."""
-
+"""Lines of the table of samples: each evaluation sends all of them."""
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
-BEST = {"loss": "min", "perplexity": "min", "accuracy": "max", "per_second": "max", "mfu": "max"}
-"""How the name of a metric ends -> which of its values is the best; the summary has that and the last."""
 RUN_ID_FILE = "wandb_run_id"
 PROJECT = "deepspeed-pipeline"
 INIT_TIMEOUT_SECONDS = 10.0
 FINISH_TIMEOUT_SECONDS = 8.0
 ROOM = 8 * 2**20
-"""Bytes that the disk with W&B's files has left at the least, where it is to log."""
+"""Free bytes that the disk with W&B's files needs for another row."""
 VARIABLES = {
     "project": "WANDB_PROJECT",
     "entity": "WANDB_ENTITY",
@@ -71,13 +59,7 @@ VARIABLES = {
 }
 """Key of the section `wandb` and argument of `wandb.init` -> W&B's own variable for it."""
 _MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
-SCRATCH_PREFIX = "pipeline-wandb-"
-SCRATCH_LOCK = "lock"
-LONGEST_SCRATCH_PATH = 60  # wandb puts sockets there, whose paths Linux limits to 107 bytes
 MOST_HASHED_BYTES = 2**20
-SERVER_SECONDS = 10.0
-NOT_UPLOADED = "not_uploaded"
-"""Beside the file of an online run that ended before the server had taken all of it."""
 
 
 def open_wandb(
@@ -95,15 +77,14 @@ def open_wandb(
         config: The section `wandb` of the recipe.
         run_name: Group of the run where neither the recipe nor W&B's variable names one.
         run_dir: Directory of the run; its folder `wandb` has W&B's files, or links to them.
-        start_step: 0 makes a new W&B run; otherwise the run goes on under the id it had.
+        start_step: 0 makes a new W&B run; otherwise the run continues under its id.
         run_config: Shown as the run's configuration.
-        earlier: Reads rows and rollbacks up to `start_step`; rows that W&B has not got are sent again.
+        earlier: Reads rows and rollbacks up to `start_step`; rows that W&B lacks are sent again.
 
     Returns:
-        The tracker, or None where W&B is disabled or cannot be started at all.
+        The tracker; `None` if W&B is disabled or cannot be started at all.
     """
 
-    @temporary_files_in_scratch()
     def start() -> WandbTracker | None:
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
@@ -114,7 +95,7 @@ def open_wandb(
             return None
         (run_dir / "wandb").mkdir(exist_ok=True)
         if (lacking := lack_of_room(run_dir / "wandb")) is not None:
-            logger.warning("W&B is left out: %s; metrics.jsonl has them all", lacking)
+            logger.warning("W&B is left out: %s; metrics.jsonl has every row", lacking)
             return None
         arguments = run_arguments(config, run_name, run_dir, run_config)
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
@@ -139,81 +120,86 @@ def open_wandb(
 
 
 class WandbTracker:
-    """Hands rows to wandb's own process, which sends them on; `write` does not wait for the network."""
+    """Hands rows to wandb's own process, which sends them; `write` does not wait for the network."""
 
     def __init__(self, run: Any, newest: int, axis: str = "global_step") -> None:
-        """Args:
-        run: Of wandb, started.
-        newest: W&B's own step up to which it has the rows; it keeps them.
-        axis: The metric that curves are drawn over.
+        """Define the axes of the curves.
+
+        Args:
+            run: Started run of wandb.
+            newest: W&B's own step up to which it has the rows; it keeps them.
+            axis: Metric that curves are drawn over.
         """
         self._run = run
         self._newest_there = newest
-        self._is_on, self._is_full = True, False
+        self._is_on = True
+        self._has_room = True
         self._artifacts: TrackerThread | None = None
         self._samples = list[list[Any]]()
-        self._step, self._row = 0, dict[str, Any]()  # the newest, which is still to be sent
-        self._global_step = self._offset = self._rewinds = 0
-        self._axis, self._defined = axis, set[str]()
+        # The newest row, which is still to be sent, and its step.
+        self._row = dict[str, Any]()
+        self._step = 0
+        self._offset = 0
+        self._rewinds = 0
         self._summary = dict[str, dict[str, float]]()
         for name in {axis, "global_step", "rewinds"}:
             run.define_metric(name, hidden=True)
         run.define_metric("*", step_metric=axis)
-        if FAILURE in run.summary.keys():  # noqa: SIM118 (it is no dict): of the start before
-            del run.summary[FAILURE]
+        if FAILURE in run.summary.keys():  # noqa: SIM118 (it is no dict)
+            del run.summary[FAILURE]  # of the start before
 
     def wandb_step(self, step: int) -> int:
-        """W&B's own step, which has to rise, of a global step."""
+        """Return W&B's own step, which has to rise, of a global step."""
         return step + self._offset
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Log one row with its global step. Rows of one step are one there, sent when the next comes."""
+        """Log one row with its global step. Rows of one step are one row of W&B, sent when the next comes."""
         for name, value in row.items():
-            if (best := _best_of(name)) is not None:
-                better = np.fmin if best == "min" else np.fmax  # of a number and NaN the number
+            if (best := best_of(name)) is not None:
+                better = np.fmin if best == "min" else np.fmax  # ignores a NaN
                 so_far = self._summary.get(name, {}).get(best, math.nan)
                 self._summary[name] = {best: float(better(value, so_far)), "last": float(value)}
-        self._global_step, at = step, self.wandb_step(step)
+        at = self.wandb_step(step)
         if at <= self._newest_there:
             return
         if at != self._step:
             self._send()
         self._step = at
-        self._row |= {**row, "global_step": step} | ({"rewinds": self._rewinds} if self._rewinds else {})
+        self._row |= {**row, "global_step": step}
+        if self._rewinds:
+            self._row["rewinds"] = self._rewinds
 
     def repeat(self, record: Mapping[str, Any]) -> None:
-        """Take a row or event of the run's record that was there before."""
+        """Take a row or event that the record has from before."""
         if is_rollback(record):
-            self._rewind(record["step"], int(record["from_step"]))
+            self._send()
+            self._rewinds = int(record["rewinds"])
+            self._offset = int(record["steps_given_up"]) + self._rewinds
         elif record.get("event") == SAMPLE:
             self._add_sample(record["step"], record)
         elif "event" not in record:
             self.write(record["step"], {key: value for key, value in record.items() if key != "step"})
 
     def _add_sample(self, step: int, fields: Mapping[str, Any]) -> None:
-        """The table so far, with one more line, goes with the row of its step."""
+        """Add a line to the table, which is sent with the row of its step."""
         self._samples.append([step, self._rewinds, fields["prompt"], fields["text"]])
         if self.wandb_step(step) == self._step and self._row:
             self._row["samples"] = self._samples[-SAMPLES:]
 
-    def _rewind(self, step: int, from_step: int) -> None:
-        """The steps after `step` come again. One more than they are: so may the evaluation of `step`."""
-        self._send()
-        self._offset += from_step - step + 1
-        self._rewinds += 1
-
     def tell(self, step: int, event: Event) -> None:
-        """Send an alert, by mail or chat as the user's settings there say; W&B holds back repeated ones. How
-        a run failed stands in the summary too, as `failure`."""
+        """Send an alert; W&B holds back repeated ones. A failure is in the summary too, as `failure`."""
         if event.name == ROLLBACK:
-            self._rewind(step, int(event.fields["from_step"]))
+            self._send()
+            self._rewinds += 1
+            # The steps after `step` come again, and so may the evaluation of `step`.
+            self._offset += int(event.fields["from_step"]) - step + 1
         if event.name == SAMPLE:
             self._add_sample(step, event.fields)
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
     def show(self, what: Shown) -> None:
-        """Log the checkpoints that are new, or have histograms go with the row of their step."""
+        """Log new checkpoints, or add histograms to the row of their step."""
         if isinstance(what, Histograms):
             if self.wandb_step(what.step) == self._step and self._row:
                 self._row["histograms"] = what
@@ -226,8 +212,8 @@ class WandbTracker:
     def close(self, exit_code: int) -> None:
         """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
 
-        Of a run that a signal stopped the newest step is kept back: W&B takes no more for a step that it has,
-        and an evaluation of it may still come. When the run goes on it is sent with that.
+        A run that a signal stopped keeps its newest step back, since W&B takes nothing more for a step that
+        it has: an evaluation of it may still come. The resumed run sends both.
         """
         is_stopped = exit_code > 128
         if not is_stopped:
@@ -241,35 +227,34 @@ class WandbTracker:
 
     def _send(self) -> None:
         row, self._row = self._row, {}
-        if row and self._has_room():
-            self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
-
-    def _has_room(self) -> bool:
-        """Whether W&B takes rows; the first time that its disk has no room for them, one line."""
-        if self._is_on and not self._is_full and (lacking := lack_of_room(Path(self._run.dir))) is not None:
-            self._is_full = True
+        if not (row and self._is_on and self._has_room):
+            return
+        if (lacking := lack_of_room(Path(self._run.dir))) is not None:
+            self._has_room = False
             logger.warning(
                 "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all, and once there is "
                 "room, the run fills W&B up when it goes on",
                 self._step,
                 lacking,
             )
-        return self._is_on and not self._is_full
+            return
+        self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
 
     def _log(self, row: dict[str, Any]) -> bool:
-        for name in row.keys() - self._defined:
-            if (best := _best_of(name)) is not None:
-                self._run.define_metric(name, step_metric=self._axis, summary=f"{best},last")
-        self._defined |= row.keys()
-        if (samples := row.pop("samples", None)) is not None:
-            import wandb
+        import wandb
 
+        if (samples := row.pop("samples", None)) is not None:
             table = wandb.Table(columns=["global_step", "rewinds", "prompt", "text"], data=samples)
-            # Bound here: for a table that is not, `log` makes an artifact too, and waits for the server.
+            # Without this, `log` makes an artifact of the table too, and waits for the server.
             table.bind_to_run(self._run, "samples", self._step)
             row["samples"] = table
-        if (histograms := row.pop("histograms", None)) is not None:
-            row |= _drawn(histograms)
+        histograms: Histograms | None = row.pop("histograms", None)
+        if histograms is not None:
+            edges = histograms.edges.tolist()
+            groups = {"parameters": histograms.weights, "gradients": histograms.gradients}
+            for group, counts_of in groups.items():
+                for name, counts in counts_of.items():
+                    row[f"{group}/{name}"] = wandb.Histogram(np_histogram=(counts.tolist(), edges))
         self._run.log(row, step=self._step, commit=True)
         return True
 
@@ -281,39 +266,25 @@ class WandbTracker:
         return True
 
     def _finish(self, exit_code: int) -> None:
-        self._run.summary.update(self._summary)  # wandb knows the best since the last start alone
+        self._run.summary.update(self._summary)
         try:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
-            folder = Path(self._run.dir).parent
-            (folder / NOT_UPLOADED).touch()
             logger.warning(
                 "W&B did not take the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
                 "%s",
                 FINISH_TIMEOUT_SECONDS,
-                own_command("sync", "--upload", folder.parent.parent),
+                upload_command("--include-online", Path(self._run.dir).parent),
             )
 
 
-def _best_of(name: str) -> str | None:
-    """Whether the best value of a metric is its `min` or `max`; None: it has no best."""
-    return next((best for end, best in BEST.items() if name.endswith(end)), None)
-
-
-def _drawn(what: Histograms) -> dict[str, Any]:
-    """As `wandb.watch` names them."""
-    import wandb
-
-    edges = what.edges.tolist()
-    return {
-        f"{group}/{name}": wandb.Histogram(np_histogram=(counts.tolist(), edges))
-        for group, of in (("parameters", what.weights), ("gradients", what.gradients))
-        for name, counts in of.items()
-    }
+def upload_command(*words: str | Path) -> str:
+    """Return the command of wandb's own client that uploads files."""
+    return shell_line(installed_program("wandb") or "wandb", "sync", *words)
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:
-    """The action's result, or None, said in one line, where W&B failed: the record is metrics.jsonl."""
+    """Return the action's result; `None` after a failure of W&B, which one line says."""
     try:
         return action()
     # Everything: wandb talks to another process and over the network, and raises whatever those raise
@@ -332,17 +303,18 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
 
 
 def lack_of_room(folder: Path) -> str | None:
-    """On a full disk W&B's process drops rows without a word, of an online run too; None: there is room."""
+    """Return why W&B gets no rows; `None` if its disk has room.
+
+    W&B's process drops rows on a full disk without a word, also those of an online run.
+    """
     free = shutil.disk_usage(folder).free
-    return (
-        f"{folder} has {free / 2**20:.1f} MiB left, and W&B loses rows on a full disk"
-        if free < ROOM
-        else None
-    )
+    if free >= ROOM:
+        return None
+    return f"{folder} has {free / 2**20:.1f} MiB left, and W&B loses rows on a full disk"
 
 
 def forget_empty_variables() -> None:
-    """Remove W&B's variables that are set to nothing: W&B takes the empty text for a value, or refuses it."""
+    """Remove W&B's variables that are empty: W&B takes the empty text for a value, or refuses it."""
     for name, value in list(os.environ.items()):
         if name.startswith("WANDB_") and not value.strip():
             del os.environ[name]
@@ -382,7 +354,7 @@ def run_arguments(
 
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
-    """`online`, `offline` or `disabled`, and why, where the answer is offline."""
+    """Return `online`, `offline` or `disabled`, and the reason for offline."""
     require("wandb", f"wandb.mode: {config.mode}", "set wandb.mode=disabled")
     import wandb
 
@@ -390,11 +362,6 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
     # With nothing chosen here, wandb's settings hold WANDB_MODE, or what `wandb offline` wrote down.
     settings = wandb.setup(settings=wandb.Settings(silent=True, **chosen)).settings
     mode = _MODES.get(settings.mode, settings.mode)
-    if settings.mode == "shared":
-        logger.warning(
-            "W&B's shared mode is not used: it cannot keep each row once over a kill; the run is online, "
-            "with the system metrics of the main process's node (docs/how-to.md)"
-        )
     if mode != "online":
         return mode, f"mode {settings.mode}"
     try:
@@ -407,10 +374,10 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
 def open_run(
     mode: str, reason: str, arguments: dict[str, Any], run_dir: Path, *, is_resume: bool
 ) -> tuple[Any, int]:
-    """A started wandb run: online if that is the mode and the server answers, offline otherwise.
+    """Start a wandb run: online if that is the mode and the server answers, offline otherwise.
 
     Returns:
-        The run, and the step up to which W&B has its rows; -1: none.
+        The run, and W&B's step up to which it has the rows; -1 if it has none.
     """
     import wandb
 
@@ -432,29 +399,25 @@ def open_run(
         try:
             run_id = _run_id(id_file, is_resume=is_resume, reuse=is_resume)
             run = _init("online", folder, id=run_id, resume=resume, **shared)
-            _forget_unfinished(folder)
             _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
             reason = one_line(error)
-    # Rows that were written offline under this id are uploaded together with those to come: `wandb sync`
-    # sends the files of one run in the order of their starts. A run that the server may know gets a new id:
-    # how many of its rows are there cannot be asked now, so the file begins with all of them.
+    # Offline files of one id are uploaded together, in the order of their starts. A run that the server may
+    # know gets a new id: the number of its rows there is not known now, so the file begins with all of them.
     newest = _newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
-        _forget_unfinished(folder)
         _set_aside(folder.glob("offline-run-*"))
     run_id = _run_id(id_file, is_resume=is_resume, reuse=newest is not None)
     run = _init("offline", folder, id=run_id, resume=resume, **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
-    upload = shell_line(installed_program("wandb") or "wandb", "sync", *paths)
-    logger.warning("W&B is offline (%s); to upload: %s", reason, upload)
+    logger.warning("W&B is offline (%s); to upload: %s", reason, upload_command(*paths))
     return run, -1 if newest is None else newest
 
 
 def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) -> Any:
-    """Start a run; where its files lie elsewhere (WANDB_DIR), `folder` has a link to them."""
+    """Start a run; if its files are elsewhere (WANDB_DIR), `folder` gets a link to them."""
     import wandb
 
     # wandb sends sys.argv on, where overrides of the recipe stand.
@@ -470,22 +433,30 @@ def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) ->
 
 
 def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
-    """The newest step in the offline files of the run whose id is kept; None: there is none.
+    """Return the newest step in the offline files of the run with the kept id; `None` if there is none.
 
     Files without a row, as a kill leaves them, are set aside: `wandb sync` would stop at them.
     """
     if not id_file.exists():
         return None
     for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
-        step = max((row["step"] for row in rows_of(run)), default=None)
-        if step is not None:
-            return step
+        # wandb's own reader prints a record a line; each start's file has only its own rows.
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
+        command += map(str, run.glob("run-*.wandb"))
+        steps = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
+            for line in reader.stdout or ():
+                if b'"type":"history"' in line:
+                    with contextlib.suppress(ValueError):  # the file may end in the middle of a record
+                        steps.append(int(json.loads(line)["history"]["step"]["num"]))
+        if steps:
+            return max(steps)
         _set_aside([run])
     return None
 
 
 def _run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
-    """The id kept in the run directory, or a new one, kept there from now on."""
+    """Return the id that the run directory keeps, or a new one, which it keeps from now on."""
     wanted = os.environ.get("WANDB_RUN_ID")
     if reuse and path.exists():
         run_id = path.read_text().strip()
@@ -499,12 +470,6 @@ def _run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
     return run_id
 
 
-def _forget_unfinished(folder: Path) -> None:
-    """What the server had not taken of an earlier start comes from metrics.jsonl now."""
-    for mark in folder.glob(f"run-*/{NOT_UPLOADED}"):
-        mark.unlink()
-
-
 def _set_aside(runs: Iterable[Path]) -> None:
     """Move offline files out of the way of `wandb sync`, which would double their rows."""
     for old in sorted(runs):
@@ -513,87 +478,34 @@ def _set_aside(runs: Iterable[Path]) -> None:
             each.rename(each.parent / "superseded" / each.name)
 
 
-@contextmanager
-def temporary_files_in_scratch() -> Iterator[None]:
-    """What this process, and those it starts, put into temporary folders goes to this process's own."""
-    before = tempfile.tempdir, os.environ.get("TMPDIR")
-    folder = str(scratch())
-    tempfile.tempdir = folder
-    if len(folder) <= LONGEST_SCRATCH_PATH:
-        os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before[0]
-        if before[1] is None:
-            os.environ.pop("TMPDIR", None)
-        else:
-            os.environ["TMPDIR"] = before[1]
-
-
-@functools.cache
-def scratch() -> Path:
-    """Return the folder that wandb keeps temporary files in; it goes with the process, or at the next start.
-
-    A killed run cannot remove its folder. It is locked for as long as its process lives, so that a free lock
-    says that the run is dead, whatever has become of its process id.
-    """
-    above = Path(tempfile.gettempdir())
-    remove_dead(above)
-    # Under its own name only once it is locked: nobody can take it for a dead run's.
-    new = Path(tempfile.mkdtemp(prefix=f"new-{SCRATCH_PREFIX}"))
-    lock = os.open(new / SCRATCH_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    folder = new.rename(above / new.name.removeprefix("new-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def remove_dead(above: Path) -> None:
-    """Removes the folders of runs that are dead: ours by their name, by their owner, and by a free lock."""
-    for folder in above.glob(f"{SCRATCH_PREFIX}*"):
-        with suppress(OSError):  # of another user, or being removed by another run
-            if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
-                continue
-            lock = os.open(folder / SCRATCH_LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
 class CheckpointArtifacts:
-    """Logs each checkpoint once, and once more where it becomes the newest or the best again: the server
-    knows it by its files, and moves the alias. An artifact refers to the files where they lie.
+    """Logs each checkpoint as an artifact that refers to its files, on a thread of its own.
 
-    Called on a thread of its own: the client asks the server before it takes one, and rows do not wait for
-    that.
-
-    Args:
-        run: Of wandb, started. Artifacts are named by its id.
+    The client asks the server before it takes an artifact. A checkpoint is logged once more if it becomes the
+    newest or the best again: the server knows it by its files, and moves the alias.
     """
 
     def __init__(self, run: Any) -> None:
+        """Take a started run of wandb, whose id names the artifacts."""
         self._run = run
-        self._known: dict[SavedCheckpoint, set[str]] = {}  # with the aliases that it has
+        self._aliases: dict[SavedCheckpoint, set[str]] = {}
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def tell(self, step: int, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def show(self, what: Shown) -> None:
         """Log the checkpoints that are new. Waits for the server."""
         if isinstance(what, Histograms):
             return
-        known, self._known = self._known, {}
+        known, self._aliases = self._aliases, {}
         for each in what.saved:
             aliases = {f"step-{each.step}"}
             aliases |= {"latest"} if each is what.saved[-1] else set()
             aliases |= {"best"} if each is what.best else set()
-            self._known[each] = aliases
+            self._aliases[each] = aliases
             if not aliases <= known.get(each, set()):
                 try:
                     self._run.log_artifact(self._artifact(each), aliases=sorted(aliases))
@@ -602,7 +514,7 @@ class CheckpointArtifacts:
                         raise
 
     def close(self, exit_code: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _artifact(self, checkpoint: SavedCheckpoint) -> Any:
         import wandb
@@ -621,107 +533,3 @@ class CheckpointArtifacts:
             is_hashed = path.suffix == ".json" and path.stat().st_size < MOST_HASHED_BYTES
             artifact.add_reference(path.as_uri(), name=path.name, checksum=is_hashed)
         return artifact
-
-
-@dataclass(frozen=True)
-class WandbFile:
-    """A folder that W&B wrote in one start of a run."""
-
-    folder: Path
-    num_rows: int
-    steps: tuple[int, int] | None
-    """The first and the last global step; None: it has no row, and nothing to upload."""
-    is_uploaded: bool
-
-
-def files_to_upload(run_dir: Path) -> list[WandbFile]:
-    """In the order of their starts. Those that a later start stands for are not among them."""
-    folders = list(run_dir.glob("wandb/offline-run-*"))
-    folders += [path.parent for path in run_dir.glob(f"wandb/run-*/{NOT_UPLOADED}")]
-    return [_read_file(folder) for folder in sorted(folders, key=lambda path: path.name.partition("run-")[2])]
-
-
-def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """What W&B's file in a folder has of the history: `step` is W&B's own, `item` has the metrics."""
-    # wandb's own reader, a line a record; each start's file has its own rows alone.
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-    command += [str(path) for path in folder.glob("run-*.wandb")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
-        for line in reader.stdout or ():
-            if b'"type":"history"' in line:
-                with contextlib.suppress(ValueError):  # of a file that ends in the middle of a record
-                    row = json.loads(line)["history"]
-                    yield {"step": int(row["step"]["num"]), "item": row.get("item", {})}
-
-
-def check_server() -> str:
-    """The server's address, once it has taken the key.
-
-    Raises:
-        PipelineError: there is no key, no server, or it does not take the key.
-    """
-    import wandb
-
-    server = wandb.setup(settings=wandb.Settings(silent=True)).settings.base_url
-    try:
-        has_key = wandb.login(prompt=False, verify=False)
-    except wandb.Error as error:
-        raise PipelineError(f"{server} cannot be used: {one_line(error)}") from None
-    if not has_key:
-        raise PipelineError(f"no API key for {server}: run `wandb login`, or set WANDB_API_KEY")
-    # Asked here, in one call: wandb itself tries again for minutes, and says nothing meanwhile.
-    key = base64.b64encode(f"api:{wandb.setup().settings.api_key}".encode()).decode()
-    headers = {"Authorization": f"Basic {key}", "Content-Type": "application/json"}
-    question = json.dumps({"query": "query Viewer { viewer { id } }", "variables": {}}).encode()
-    try:
-        request = urllib.request.Request(f"{server}/graphql", question, headers)
-        with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as answer:
-            is_known = json.load(answer)["data"]["viewer"] is not None
-    except urllib.error.HTTPError as error:
-        if error.code not in (401, 403):
-            raise PipelineError(f"{server} does not answer as W&B does: {one_line(error)}") from None
-        is_known = False
-    except OSError as error:
-        raise PipelineError(
-            f"{server} is not there ({one_line(error)}); the files stay as they are"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise PipelineError(f"{server} does not answer as W&B does: {one_line(error)}") from None
-    if not is_known:
-        raise PipelineError(f"{server} does not take the API key: run `wandb login --relogin`")
-    return str(server)
-
-
-def upload(files: Sequence[WandbFile]) -> None:
-    """Send the files of one run, in order, and remember that they were sent.
-
-    Raises:
-        PipelineError: some of it was not taken; what was stays there, and a second call sends the rest.
-    """
-    folders = [file.folder for file in files]
-    command = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-online", *map(str, folders)]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    left = [folder for folder in folders if not _is_uploaded(folder)]
-    if done.returncode or left:
-        said = done.stdout.strip().splitlines() or ["it said nothing"]
-        raise PipelineError(f"{left[0] if left else folders[0]} was not uploaded: wandb sync: {said[-1]}")
-    for folder in folders:
-        (folder / NOT_UPLOADED).unlink(missing_ok=True)
-
-
-def _read_file(folder: Path) -> WandbFile:
-    steps = [int(row["item"].get("global_step", row["step"])) for row in rows_of(folder)]
-    bounds = (min(steps), max(steps)) if steps else None
-    return WandbFile(folder, len(steps), bounds, _is_uploaded(folder))
-
-
-def _is_uploaded(folder: Path) -> bool:
-    """By the mark of wandb itself."""
-    return any(folder.glob("run-*.wandb.synced"))

@@ -160,7 +160,7 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
         loop.train()
     parts.loader.close()
     parts.engine.close()
-    return [line for line in lines if " went into " not in line and not line.startswith("plan: ")]
+    return [line for line in lines if "Wall time" not in line and not line.startswith("plan: ")]
 
 
 def events(folder):
@@ -212,12 +212,6 @@ def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
         ),
         *("eval_divergence", "frozen_parameter", "slow_rank"),
     }
-
-
-@pytest.mark.slow
-def test_each_fault_is_told_of_on_one_rank(ranks, tmp_path):
-    ranks(1).run(trained, tmp_path, None, STEPS, True)
-    assert "slow_rank" not in check(events(tmp_path))
 
 
 @pytest.mark.slow

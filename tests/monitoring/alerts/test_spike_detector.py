@@ -169,12 +169,6 @@ def test_a_loss_that_became_0_still_has_spikes_and_a_negative_one_has_none():
     assert spikes(SpikeDetector(LOSS), [0.0] * 40 + [3.0]) == []
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on():
-    band = SpikeDetector(LOSS)
-    band.load_state_dict({"values": [2.0] * 32, "refused": [0.0], "floor": [0.5]})
-    assert spikes(band, [2.0, 2.9, 3.1]) == [2]
-
-
 def test_it_goes_on_from_a_checkpoint():
     values = SERIES["small batches"](np.random.default_rng(1))[:300]
     values[[200, 230, 231, 260]] *= 6

@@ -94,14 +94,14 @@ def test_last_and_best_values(make_run):
     encoded = encode([make_run(lines=[*lines, {"step": 4, "eval/loss": 1.5}, {"step": 4, "own/loss": 1.0}])])
     run = json.loads(encoded)["runs"][0]
     assert run["figures"] == {
-        "train/loss": "last 5, min 4 at step 2",
-        "eval/loss": "last 1.5, min 1.5 at step 4",
-        "train/accuracy": "last 5, max 9 at step 1",
-        "perf/tokens_per_second": "last 2000, max 2000 at step 1",
+        "train/loss": "5 at step 4; lowest 4 at step 2",
+        "eval/loss": "1.5 at step 4, the lowest",
+        "train/accuracy": "5 at step 4; highest 9 at step 1",
+        "perf/tokens_per_second": "2000 at step 4; highest 2000 at step 1",
     }
     assert run["facts"]["not finite"] == "train/loss 1, train/accuracy 1"
     lost = json.loads(encode([make_run("lost", [row(1, loss="Infinity")])]))["runs"][0]
-    assert lost["figures"]["train/loss"] == "last inf"
+    assert lost["figures"]["train/loss"] == "inf at step 1"
 
 
 def test_the_page_of_many_rows_and_columns_is_bounded(make_run):
@@ -222,11 +222,6 @@ def test_the_last_sample_is_shown_once(make_run, step, number):
     """A finished run has it in summary.json, and may have said it as an event too."""
     path = make_run(lines=[row(1), row(2), event(step, "sample", text="it wrote this")])
     assert len(read_run(path).record.samples) == number
-
-
-def test_runs_of_one_name_are_told_apart(make_run):
-    data = json.loads(encode([make_run(name, [row(1)]) for name in ("a/same", "b/same")]))
-    assert [run["name"] for run in data["runs"]] == ["same (1)", "same (2)"]
 
 
 def test_the_report_of_an_ended_run_raises_nothing_and_has_little_time(make_run, monkeypatch, caplog):

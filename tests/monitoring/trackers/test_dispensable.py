@@ -122,18 +122,6 @@ def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog,
     assert len(other.calls) == 2
 
 
-def test_no_rows_wait_for_what_takes_none(gate, caplog, monkeypatch):
-    monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
-    tracker = Gated("tell", gate)
-    with Trackers([threaded(tracker, takes_rows=False)]) as trackers:
-        trackers.tell(0, EVENT)
-        for step in range(9):
-            trackers.write(step, {})
-        gate.set()
-    assert tracker.calls == [("tell", 0, EVENT), ("close", 0)]
-    assert dropped(caplog) == []
-
-
 @pytest.mark.parametrize(
     ("at", "left"), [("write", "did not take its last 2 rows and events"), ("close", "did not close")]
 )
@@ -156,22 +144,6 @@ def test_the_end_says_whom_it_waits_for_and_waits_no_longer_than_it_may(gate, ca
     lines = [each.message for each in caplog.records]
     assert lines[0] == "waiting up to 0 s for a to take the last rows"
     assert [line.split()[0] for line in lines[1:]] == ["a"]
-
-
-def test_sinks_end_side_by_side(gate, caplog):
-    """The second one's close lets the first one's end."""
-
-    class Opens(Recorded):
-        def __init__(self):
-            pass
-
-        def close(self, exit_code):
-            gate.set()
-
-    first = Gated("close", gate)
-    Trackers([threaded(first), TrackerThread(Opens, "second")]).close(0)
-    assert first.calls == [("close", 0)]
-    assert dropped(caplog) == []
 
 
 @pytest.mark.parametrize("raised", [ConnectionError("no answer"), SystemExit(3), asyncio.CancelledError()])

@@ -18,7 +18,6 @@ from support.ranks import free_port
 from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.trackers import interface as dispensable
 from pipeline.monitoring.trackers import notify
 from pipeline.monitoring.trackers.notify import NotifyTracker, post, run_command, tell_at_once, ways_of
 
@@ -150,17 +149,6 @@ def test_of_a_name_one_a_minute_is_told_with_how_many_were_held_back():
     assert len(way.said) == 3 + 6
 
 
-def test_a_server_that_never_answers_holds_nobody_up(tmp_path, server, monkeypatch, caplog):
-    monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setenv("HOOK", server.url)
-    server.may_answer.clear()
-    with build(tmp_path, recipe(notify=NotifyConfig(webhook_env="HOOK"))) as trackers:
-        for number in range(20):
-            trackers.tell(number, Event(f"event_{number}", "it happened"))
-    assert "notify is dropped (it did not take its last 20 rows and events" in caplog.text
-    assert SECRET not in caplog.text
-
-
 def test_one_that_does_not_answer_in_time_is_given_up(server, monkeypatch):
     monkeypatch.setattr(notify, "TIMEOUT", 0.2)
     server.may_answer.clear()
@@ -241,12 +229,9 @@ def test_an_address_in_the_recipe_is_an_error_that_does_not_repeat_it():
     assert SECRET not in caught.value.errors()[0]["ctx"]["error"].args[0]
 
 
-def test_a_program_that_is_not_there_is_an_error():
+def test_a_program_that_is_not_there_is_an_error_and_no_key_tells_nobody():
     with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
         ways_of(NotifyConfig(command="no-such-program --now"))
-
-
-def test_nobody_is_told_where_nothing_is_asked_for():
     assert ways_of(NotifyConfig()) == {}
 
 

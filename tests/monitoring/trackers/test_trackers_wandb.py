@@ -1,6 +1,5 @@
 """Weights & Biases, the real client against a server on this machine: exactly once, never in the way."""
 
-import fcntl
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -175,32 +173,26 @@ def test_wandb_mode_of_the_environment(tmp_path: Path, server: Server, variable,
     assert bool(list(folder.glob("wandb/offline-run-*"))) == (expected == "offline")
     assert (server.folder / "runs.json").exists() == (expected == "online")
     is_overridden = mode == "online"  # a line more
-    assert len(done.said) == {"disabled": 0, "shared": 2}.get(variable, 1 + is_overridden)
+    assert len(done.said) == (0 if variable == "disabled" else 1 + is_overridden)
     if variable == "shared":
-        assert "shared mode is not used" in done.said[0]
         check_rows(server.rows(run_id(folder)), last=12)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 14
 
 
 @pytest.mark.slow
-def test_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, server: Server):
-    (tmp_path / "netrc").write_text(f"machine 127.0.0.1:{server.port} login user password {'n' * 40}\n")
-    (tmp_path / "netrc").chmod(0o600)
-    run(tmp_path / "trial-1", environment(tmp_path, server.url))
-    check_rows(server.rows(run_id(tmp_path / "trial-1")), last=12)
-    done = run(tmp_path / "trial-2", environment(tmp_path, server.url, WANDB_API_KEY="short"))
-    assert "40" in done.said[0]
+@pytest.mark.parametrize(("key", "said"), [("short", "40"), ("wrong" * 8, "401")])
+def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, server: Server, key, said):
+    if key == "short":
+        netrc = f"machine 127.0.0.1:{server.port} login user password {'n' * 40}\n"
+        (tmp_path / "netrc").write_text(netrc)
+        (tmp_path / "netrc").chmod(0o600)
+        run(tmp_path / "trial-1", environment(tmp_path, server.url))
+        check_rows(server.rows(run_id(tmp_path / "trial-1")), last=12)
+    done = run(tmp_path / "trial-2", environment(tmp_path, server.url, WANDB_API_KEY=key))
+    (line,) = done.said
+    assert "W&B is offline" in line
+    assert said in line
     check_rows(offline_rows(tmp_path / "trial-2"), last=12)
-
-
-@pytest.mark.slow
-def test_a_key_that_the_server_refuses_goes_offline(tmp_path: Path, server: Server):
-    folder = tmp_path / "trial-1"
-    done = run(folder, environment(tmp_path, server.url, WANDB_API_KEY="wrong" * 8))
-    (said,) = done.said
-    assert "W&B is offline" in said
-    assert "401" in said
-    check_rows(offline_rows(folder), last=12)
 
 
 @pytest.mark.slow
@@ -255,15 +247,6 @@ def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path,
     check_rows(server.rows(run_id(folder)), last=21)
 
 
-@pytest.mark.slow
-def test_server_down_at_start_goes_offline_soon(tmp_path: Path, server: Server):
-    server.process.kill()
-    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
-    assert done.opened < 80, "wandb's own limit is 90 s"
-    assert "offline" in done.said[0]
-    check_rows(offline_rows(tmp_path / "trial-1"), last=12)
-
-
 @pytest.mark.daily("SIGSTOP")
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
@@ -283,25 +266,6 @@ def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server:
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32
 
 
-@pytest.mark.daily("t")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["t", "long" * 15])  # in the second wandb's sockets do not fit
-def test_what_a_killed_run_leaves_in_the_folder_for_temporary_files_goes_with_the_next(tmp_path, name):
-    with tempfile.TemporaryDirectory(prefix=name) as place:
-        folder = Path(place)
-        (folder / "tmpabcdwandb-media").mkdir()  # of another project
-        env = environment(tmp_path, "http://127.0.0.1:9", TMPDIR=place)
-        run(tmp_path / "trial-1", env, end="kill", mode="offline")
-        (left,) = folder.glob("pipeline-wandb-*")
-        assert {path.name[-10:] for path in left.glob("tmp*")} == {"andb-media", "-artifacts"}
-        living = folder / "pipeline-wandb-living"
-        living.mkdir()
-        with (living / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            run(tmp_path / "trial-2", env, mode="offline")
-        assert {path.name for path in folder.iterdir()} == {"tmpabcdwandb-media", "pipeline-wandb-living"}
-
-
 @pytest.mark.slow
 def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):
     done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY), end="core")
@@ -315,15 +279,11 @@ def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: Server
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     shown = [["rows", 1, 4, 0], ["histograms", 4, [3, 0, 2]], ["rows", 5, 6, 0]]
     wandb_program.run(folder, env, 0, *shown, ["histograms", 5, [9, 9]], ["histograms", 6, [1]])
-    rows = server.rows(run_id(folder))
-    drawn = {row["_step"]: row for row in rows if "parameters/w" in row}
-    assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    drawn = {row["_step"]: row for row in server.rows(run_id(folder)) if "parameters/w" in row}
     assert list(drawn) == [4, 6], "that of 5 came when its row was sent"
-    edges = [0.0, 1.0, 2.0, 3.0]
-    histogram = {"_type": "histogram", "values": [3, 0, 2], "bins": edges}
+    histogram = {"_type": "histogram", "values": [3, 0, 2], "bins": [0.0, 1.0, 2.0, 3.0]}
     assert drawn[4]["parameters/w"] == histogram
     assert drawn[4]["gradients/w"] == histogram | {"values": [6, 0, 4]}
-    assert "parameters/w" not in (folder / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow
