@@ -4,7 +4,7 @@
 #           1.2B Llama beside compiled PyTorch, the Trainer and fp8. Call `second` within 30 s of its end.
 #   second  200 s: kernels and host waits of a step, and each way to compute attention, loss and AdamW
 #   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers; 8b needs 130 GB
-#   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's and Unsloth's
+#   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's
 #   ckpt    what a save costs the training that goes on
 #   overhead  what rows, sinks and clocks cost a step
 # Results go to $OUT, else to benchmarks/results/, a line after every participant: a kill loses nothing.
@@ -42,9 +42,9 @@ run() {
 }
 measure() { # model, further options: a tiny one in its place, and nothing compiled, where there is no GPU
   local small=() model=$1 file=$results/${name:-$1}
-  [ "$tiny" = 1 ] && model=tiny && small=(--sweep 1 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)
-  run benchmarks/throughput.py --model "$model" --precision bf16 --ranks 1 --minutes "$minutes" \
-    --append "$file.jsonl" --logs "$results/logs.txt" "${@:2}" ${small[@]+"${small[@]}"}
+  [ "$tiny" = 1 ] && model=tiny && small=(--micro-batch-size 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)
+  run benchmarks/throughput.py --model "$model" --precision bf16 --ranks 1 --append "$file.jsonl" \
+    --logs "$results/logs.txt" "${@:2}" ${small[@]+"${small[@]}"}
 }
 little=() census=(--model gpt2-124m)
 [ "$tiny" = 1 ] && little=(--tiny) census=(--model tiny --precision fp32)
@@ -52,7 +52,7 @@ little=() census=(--model gpt2-124m)
 
 case $1 in
 first)
-  seconds=25 run benchmarks/gpu_facts.py ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
+  seconds=25 run benchmarks/gpu_ops.py --facts ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
   # Nothing of these is timed: curves and tests share the machine.
   (seconds=${CURVE_SECONDS:-210} run benchmarks/gpu_curve.py ${little[@]+"${little[@]}"} --output "$results/curve.jsonl" &&
     exit $failed) &
@@ -61,25 +61,24 @@ first)
       --show-capture=no --durations=5
   fi
   wait $! || failed=1
-  seconds=145 measure gpt2-124m --start-together --sweep 8 16 32 --largest-first --stages plain --warmup 5 --steps 20 \
+  seconds=145 measure gpt2-124m --start-together --micro-batch-size 32 --stages plain --warmup 5 --steps 20 \
     --rounds 3 --peers pytorch-compiled trainer
-  seconds=170 measure llama-1b --one-at-a-time --sweep 1 2 4 --largest-first --stages plain --warmup 3 --steps 8 \
+  seconds=170 measure llama-1b --one-at-a-time --micro-batch-size 4 --stages plain --warmup 3 --steps 8 \
     --draw-on-device --rounds 2 --peers trainer-liger ours-fp8
   ;;
 second)
   # shellcheck disable=SC2086
   seconds=110 run benchmarks/gpu_census.py "${census[@]}" --engines ${SPLITS:-plain 2 3} --output "$results/census.jsonl"
-  seconds=80 run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --models gpt2-124m llama-1b \
-    --output "$results/ops.jsonl"
+  seconds=80 run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --output "$results/ops.jsonl"
   ;;
 gpt2)
   # shellcheck disable=SC2086
-  measure gpt2-124m --start-together --sweep 16 32 64 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 30 \
+  measure gpt2-124m --start-together --micro-batch-size 32 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 30 \
     --rounds 3 --peers pytorch-compiled deepspeed trainer trainer-liger
   ;;
 1b)
   # shellcheck disable=SC2086
-  measure llama-1b --one-at-a-time --sweep 2 4 8 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 8 --rounds 3 \
+  measure llama-1b --one-at-a-time --micro-batch-size 4 --rows packed unpacked --stages ${SPLITS:-plain 2} --steps 8 --rounds 3 \
     --peers pytorch-compiled trainer trainer-liger ours-fp8
   ;;
 8b)
@@ -88,13 +87,13 @@ gpt2)
     exit 2
   fi
   # shellcheck disable=SC2086
-  measure llama-8b --one-at-a-time --draw-on-device --sweep 1 2 --rows packed unpacked \
+  measure llama-8b --one-at-a-time --draw-on-device --micro-batch-size 1 --rows packed unpacked \
     --stages ${SPLITS:-zero3_one_gpu.json plain} --steps 5 --rounds 2 --peers deepspeed fsdp2-compiled
   ;;
 8b-lora)
   # shellcheck disable=SC2086
-  name=llama-8b-lora measure llama-8b --adapter --one-at-a-time --draw-on-device --sweep 1 --stages ${SPLITS:-plain 2} \
-    --steps 8 --rounds 3 --peers trainer trainer-unsloth
+  name=llama-8b-lora measure llama-8b --adapter --one-at-a-time --draw-on-device --micro-batch-size 1 --stages ${SPLITS:-plain 2} \
+    --steps 8 --rounds 3 --peers trainer
   ;;
 ckpt)
   saved=(--model llama-1b --groups plain-1 2-1 --rounds 3)

@@ -1,7 +1,7 @@
 """What a step costs besides arithmetic: python benchmarks/gpu_census.py --engines plain 2 3 --output FILE
 
-Per engine and peer, after a few steps: how often the host waits for the device, and where; kernels, the
-device's busy share, the longest kernels, gaps and memory. On a CPU operators are counted in place of kernels.
+For each engine, after a few steps: how often the host waits for the device, and where; kernels, the device's
+busy share, the longest kernels, gaps and memory. On a CPU operators are counted in place of kernels.
 """
 
 from __future__ import annotations
@@ -11,23 +11,58 @@ import json
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from host_waits import HostWaits
-from processes import FinishedError, Gate, Participant, ParticipantError, Task
+import torch
+from gpu_ops import is_kernel
+from processes import FinishedError, Gate, Participant, ParticipantError, Task, wait_for_device
 from report import append_line
 from throughput import Group, group_tasks
+from torch.profiler import ProfilerActivity, profile
 from workload import JSON_FILES, MODELS, Workload
 
 WARM, COUNTED = 5, 2  # steps before anything is counted, and steps of each count
-GAP_SECONDS = 100e-6
+GAP_MICROSECONDS = 100
+SYNC = "synchronizing CUDA operation"
 
 
-class Census:
-    """A gate that counts two steps' waits, then profiles two steps, then ends the loop."""
+class HostWaits:
+    """Counts torch's warnings of operations inside a `with` block for which the host waits for the GPU."""
+
+    def __init__(self) -> None:
+        self.stacks: Counter[str] = Counter()
+        """Innermost frames outside torch -> number of waits there."""
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> HostWaits:
+        with ExitStack() as entered:
+            entered.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            warnings.showwarning = self._note  # type: ignore[assignment]
+            if torch.cuda.is_available():
+                torch.cuda.set_sync_debug_mode("warn")
+                entered.callback(torch.cuda.set_sync_debug_mode, "default")
+            self._cleanup = entered.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def _note(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        if SYNC in str(message):
+            frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
+            shown = [f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in frames[-3:]]
+            self.stacks[" < ".join(reversed(shown))] += 1
+
+
+class Census(Gate):
+    """A gate that counts the waits of two steps, then profiles two steps, then ends the loop."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -39,79 +74,56 @@ class Census:
     def __call__(self) -> None:
         self._step += 1
         if self._step == WARM:
-            self._begin_waits()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            self._waits.__enter__()
         elif self._step == WARM + COUNTED:
-            self._end_waits()
-            self._begin_profile()
+            self._waits.__exit__()
+            self._note_waits()
+            on_gpu = torch.cuda.is_available()
+            self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
+            self._profiler.__enter__()
+            self._start = time.perf_counter()
         elif self._step == WARM + 2 * COUNTED:
-            self._end_profile()
+            wait_for_device()
+            seconds = time.perf_counter() - self._start
+            self._profiler.__exit__(None, None, None)
+            self.found |= summary(self._profiler.events(), seconds)
             raise FinishedError
 
-    def _begin_waits(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self._waits.__enter__()
-
-    def _end_waits(self) -> None:
-        import torch
-
-        self._waits.__exit__(None, None, None)
-        self.found["host_waits"] = None if self._waits.count is None else self._waits.count / COUNTED
-        if torch.cuda.is_available():
-            self.found["host_wait_stacks"] = self._waits.stacks.most_common(12)
-            memory = torch.cuda.memory_stats()
-            self.found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            self.found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            self.found["allocation_retries"] = memory.get("num_alloc_retries", 0)
-
-    def _begin_profile(self) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        on_gpu = torch.cuda.is_available()
-        self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
-        self._profiler.__enter__()
-        self._start = time.perf_counter()
-
-    def _end_profile(self) -> None:
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - self._start
-        self._profiler.__exit__(None, None, None)
-        self.found |= summary(self._profiler.events(), seconds)
+    def _note_waits(self) -> None:
+        if not torch.cuda.is_available():
+            self.found["host_waits"] = None
+            return
+        self.found |= {
+            "host_waits": self._waits.stacks.total() / COUNTED,
+            "host_wait_stacks": self._waits.stacks.most_common(12),
+            "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "allocation_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        }
 
 
 def summary(events: Any, seconds: float) -> dict[str, Any]:
-    """A profile of COUNTED steps in numbers a step.
+    """Return a profile of COUNTED steps in numbers a step.
 
     Args:
         events: torch.profiler's.
         seconds: That they took.
     """
-    from torch.autograd import DeviceType
-
-    on_device = [
-        event
-        for event in events
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
+    on_device = sorted(filter(is_kernel, events), key=lambda each: each.time_range.start)
     operators = [event for event in events if event.name.startswith("aten::")]
     spent: Counter[str] = Counter()
-    for event in on_device:
-        spent[event.name] += event.time_range.elapsed_us()
-    if not on_device:
-        for event in operators:
-            spent[event.name] += event.self_cpu_time_total
+    for event in on_device or operators:
+        spent[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
     busy, gaps, end = 0.0, 0, None
-    for event in sorted(on_device, key=lambda each: each.time_range.start):
+    for event in on_device:
         begin, until = event.time_range.start, event.time_range.end
-        gaps += end is not None and begin - end > GAP_SECONDS * 1e6
-        busy += max(0.0, until - max(begin, end if end is not None else begin))
-        end = max(until, end) if end is not None else until
+        if end is not None:
+            gaps += begin - end > GAP_MICROSECONDS
+            begin = max(begin, end)
+        busy += max(0.0, until - begin)
+        end = until if end is None else max(until, end)
     return {
         "operators": len(operators) / COUNTED,
         "host_reads": sum(event.name == "aten::_local_scalar_dense" for event in operators) / COUNTED,
@@ -124,12 +136,11 @@ def summary(events: Any, seconds: float) -> dict[str, Any]:
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
-    """Runs the participant's loop behind a Census; `gate` is not used."""
-    import participants
+    """Run the participant's loop behind a Census; `gate` is not used."""
+    import loops
 
     census = Census()
-    told = participants.take_part(task, census)  # type: ignore[arg-type]
-    return {**told, **census.found}
+    return loops.take_part(task, census) | census.found
 
 
 def main() -> int:
@@ -137,36 +148,25 @@ def main() -> int:
     add = parser.add_argument
     add("--model", choices=MODELS, default="gpt2-124m")
     add("--engines", nargs="+", choices=["plain", *JSON_FILES], default=["plain", *JSON_FILES])
-    add("--peers", nargs="*", default=[], help="participants of throughput.py besides ours")
-    add("--rows", nargs="+", choices=["unpacked", "packed"], default=["packed"])
     add("--precision", choices=["fp32", "bf16"], default="bf16")
-    add("--output", type=Path, help="JSON lines, one a participant, as soon as it is there")
+    add("--output", type=Path, help="JSON lines, one an engine, as soon as it is there")
     arguments = parser.parse_args()
-    arguments.warmup = WARM
-    failed = 0
+    failed = False
     for engine in arguments.engines:
-        for rows in arguments.rows:
-            group = Group(arguments.precision, 1, engine, Workload.of(arguments.model, rows=rows))
-            with tempfile.TemporaryDirectory(prefix="census-") as folder:
-                for task in group_tasks(arguments, group, Path(folder)):
-                    failed += not count(replace(task, loops="gpu_census"), group, arguments.output)
+        group = Group(arguments.precision, 1, engine, Workload.of(arguments.model, rows="packed"))
+        with tempfile.TemporaryDirectory(prefix="census-") as folder:
+            task = replace(next(group_tasks(group, [], WARM, Path(folder))), module="gpu_census")
+            try:
+                with Participant(task) as participant:
+                    (found,) = participant.finish()
+            except ParticipantError as error:
+                print(error, file=sys.stderr)
+                failed = True
+                continue
+        append_line(arguments.output, {"census": task.name, "group": str(group), **found})
+        short = {key: value for key, value in found.items() if not isinstance(value, list)}
+        print(task.name, json.dumps(short), flush=True)
     return 1 if failed else 0
-
-
-def count(task: Task, group: Group, output: Path | None) -> bool:
-    """One participant's census, printed and appended. False: it failed, which is told."""
-    participant = Participant(task)
-    try:
-        found = participant.finish_all()[0]
-    except ParticipantError as error:
-        print(error, file=sys.stderr)
-        return False
-    finally:
-        participant.close()
-    append_line(output, {"census": task.name, "group": str(group), **found})
-    short = {key: value for key, value in found.items() if not isinstance(value, list)}
-    print(task.name, json.dumps(short), flush=True)
-    return True
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import curve_inputs
 import torch
 import transformers
 import yaml
-from host_waits import HostWaits
 from report import append_line, device_name
 from torch import nn
 from torch._dynamo.utils import counters
@@ -39,15 +38,15 @@ from pipeline.data import prepare_data
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
-from pipeline.engine.interface import Engine, mean_loss
+from pipeline.engine.interface import mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.models import build_model
-from pipeline.models.sharding import Whole
-from pipeline.objectives import Objective, build_objective
-from pipeline.training.assemble import build_engine, build_loader, model_request
+from pipeline.models.sharding import Whole, model_request
+from pipeline.objectives import build_objective
+from pipeline.training.assemble import build_engine, build_loader
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
-STEPS, COUNTED_STEPS = 20, 2  # steps of a curve; host waits are counted in the last ones
+STEPS = 20
 # Largest relative difference to the reference in any step: loss, gradient norm. In bf16 about 2.5 times what
 # a CPU showed. Under ZeRO the loss differs more: parameters are bf16, while autocast keeps fp32 ones.
 BANDS = {
@@ -70,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A model with its rows: what has a reference."""
+    """A model with its rows, which has a reference."""
 
     architecture: str
     packed: bool = False
@@ -104,30 +103,17 @@ class Trained:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class PipelineLog(logging.Handler):
-    """Collects the lines that the pipeline logs inside a `with` block."""
+class Notes(logging.Handler):
+    """Collects what the pipeline says of compilation and attention."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
-        self._logger = logging.getLogger("pipeline")
-        self._level = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def starting_with(self, prefix: str) -> list[str]:
-        return [line.removeprefix(prefix).strip() for line in self.lines if line.startswith(prefix)]
-
-    def __enter__(self) -> PipelineLog:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level)
+        line = record.getMessage()
+        if line.startswith(("compile:", "attention:")):
+            self.lines.append(line)
 
 
 def recipe(curve: Curve, size: dict[str, int], weights: Path) -> dict[str, Any]:
@@ -198,21 +184,21 @@ def train(
         skeleton = build_model(config.model, model_request(config, data, Whole(), draws=False), config.seed)
         curve_inputs.write_weights(skeleton, weights)
         resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-        log = cleanup.enter_context(PipelineLog())
+        log, notes = logging.getLogger("pipeline"), Notes()
+        log.setLevel(logging.INFO)
+        log.addHandler(notes)
+        cleanup.callback(log.removeHandler, notes)
         engine = build_engine(config, resolved, job, data)
         cleanup.callback(engine.close)
         objective = build_objective(config, resolved.compile)
         loader = build_loader(config, resolved.plan, data, engine)
         cleanup.callback(loader.close)
-        waits, results = HostWaits(), []
+        results = []
         for step in range(steps):
-            if step == steps - COUNTED_STEPS:
-                cleanup.enter_context(waits)
             seed_step(config.seed, step, engine.seed_rank)
             assert config.optimizer.learning_rate is not None
             rate = config.optimizer.learning_rate * multiplier(config.schedule, step, STEPS)
             results.append(engine.train_step(loader.next_group(), objective, rate, 0))
-        host_waits = None if waits.count is None else waits.count / COUNTED_STEPS
         trained = Trained(inputs=curve_inputs.checksum(data.train, weights))
         for result in results:  # read at the end: each read waits for the device
             trained.losses.append(float(mean_loss(result.loss_sum, result.global_count)))
@@ -220,11 +206,7 @@ def train(
         trained.facts = {
             "compiled": compiled_blocks(engine.module),
             "compilations": counters["stats"]["unique_graphs"],
-            "compile_log": log.starting_with("compile:"),
-            "attention": "; ".join(log.starting_with("attention:")),
-            "loss": describe_loss(objective, engine),
-            "host_waits": host_waits,
-            "host_wait_stacks": waits.stacks.most_common(8),
+            "notes": notes.lines,
         }
         return trained
 
@@ -245,15 +227,6 @@ def compiled_blocks(model: nn.Module) -> int:
         for module in model.modules()
     ]
     return sum(bool(each is not None and each._compiled) for each in shared)
-
-
-def describe_loss(objective: Objective, engine: Engine) -> str:
-    """Return which loss was computed, and by what."""
-    kernels: Any = getattr(objective, "_kernels", None)
-    is_linear = objective._heads.of(engine.module) is not None  # type: ignore[attr-defined]
-    is_fused = kernels is not None and kernels.is_compiled
-    kind = "linear cross entropy without logits" if is_linear else "cross entropy of logits"
-    return f"{kind}, {'fused by torch.compile' if is_fused else 'eager'}"
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float | None:
@@ -303,20 +276,11 @@ def run_case(job: Job, curve: Curve, split: str, arguments: argparse.Namespace) 
         "split": split,
         "precision": arguments.precision,
         "size": size,
-        "steps": arguments.steps,
         "device": device_name() if job.device.type == "cuda" else f"CPU, {platform.machine()}",
     }
     start = time.perf_counter()
     try:
-        trained = train(
-            job,
-            curve,
-            split,
-            arguments.precision,
-            size=size,
-            steps=arguments.steps,
-            compiled=arguments.compile,
-        )
+        trained = train(job, curve, split, arguments.precision, size=size)
         record |= judge(trained, reference_of(curve, size), arguments.precision, split)
         record |= {**trained.facts, "losses": trained.losses, "norms": trained.norms}
     except Exception as error:  # the other cases still tell something
@@ -346,14 +310,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--precision", choices=["fp32", "bf16"], default="bf16")
     add("--cases", nargs="+", choices=list(CURVES), default=list(CURVES), metavar="NAME", help="of these")
     add("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
-    add("--steps", type=int, default=STEPS, help=f"first steps of the curve, {COUNTED_STEPS} to {STEPS}")
-    add("--compile", choices=["auto", "true", "false"], default="auto", help="auto: as a run on this device")
     add("--tiny", action="store_true", help="smaller models, with a reference of their own")
     add("--write-reference", action="store_true", help=f"compute {REFERENCE.name} on this CPU")
-    arguments = parser.parse_args(words)
-    if not COUNTED_STEPS <= arguments.steps <= STEPS:
-        parser.error(f"--steps {arguments.steps}: expected {COUNTED_STEPS} to {STEPS}")
-    return arguments
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -391,7 +350,7 @@ def summary_line(record: dict[str, Any]) -> str:
         return f"FAILED   {case}: {record['failed']} ({record['seconds']} s)"
     differences = record["largest_loss_difference"], record["largest_norm_difference"]
     loss, norm = ("none" if each is None else f"{each:.1e}" for each in differences)
-    shown = {key: record[key] for key in ("compiled", "compilations", "attention", "loss", "host_waits")}
+    shown = {key: record[key] for key in ("compiled", "compilations", "notes")}
     return (
         f"{'holds   ' if record['holds'] else 'DIFFERS '} {case}: loss {loss}, norm {norm}, "
         f"{record['nan']} not finite ({record['seconds']} s) {json.dumps(shown)}"

@@ -1,4 +1,4 @@
-"""A participant: one process a rank, alive through all rounds, that steps only when it is told to.
+"""A participant: one process a rank, alive through all rounds, that steps only when it is asked to.
 
 So all participants meet the same drift of the machine: a burst of one, a burst of the next, and around again.
 """
@@ -8,42 +8,42 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import re
 import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-PATIENCE = 300.0  # seconds a process may stay silent: 8 billion random weights take a core over a minute
-# Lines of a log that are shown beside the numbers.
-NOTED = re.compile(r"^(compile|attention): |warning", re.IGNORECASE)
+import torch
+
+SILENCE_SECONDS = 300.0  # 8 billion random weights take a core over a minute
 GPU_SETTLE = 2  # untimed steps at the head of a burst: the GPU's memory was given back before it
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a participant is."""
+    """What a participant is given."""
 
     peer: str
-    """Key of LOOPS in the module `loops`."""
+    """Key of LOOPS in loops.py."""
     split: str
-    """`plain`, or the ZeRO stage as text."""
+    """`plain`, a ZeRO stage as text, or a file of ds_configs/."""
     precision: str
     world_size: int
     warmup: int
+    """Untimed steps before the first burst."""
     folder: Path
     recipe: Path
     json: Path | None
-    loops: str = "participants"
-    """Module with the training loops; its `take_part` is called in every rank."""
+    module: str = "loops"
+    """Module whose `take_part` is called in every rank."""
     label: str = ""
     """What the name says besides, such as the JSON file where it is not the stage's own."""
+    silence_seconds: float = SILENCE_SECONDS
+    """How long a rank may say nothing before it counts as hung."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Task:
 
 
 class FinishedError(Exception):
-    """The gate's way to end a training loop that is not ours to return from."""
+    """Raised by a gate to end a training loop."""
 
 
 class ParticipantError(Exception):
@@ -72,7 +72,6 @@ class Gate:
         self._steps = 0
         self._timed = self._remaining = task.warmup
         self._start = 0.0
-        self._settle = GPU_SETTLE if _has_gpu() else 0
 
     @property
     def ends_burst(self) -> bool:
@@ -87,84 +86,43 @@ class Gate:
         if self._remaining == 0:
             wait_for_device()
             self._pipe.send((time.monotonic() - self._start, self._first_step_seconds))
-            _release_cached_memory()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the next participant has the GPU's memory
             self._timed = self._pipe.recv()
             if self._timed == 0:
                 raise FinishedError
-            self._remaining = self._timed + self._settle
+            self._remaining = self._timed + (GPU_SETTLE if torch.cuda.is_available() else 0)
         if self._remaining == self._timed:
             wait_for_device()
             self._start = time.monotonic()
         self._remaining -= 1
 
+    def offer_save(self, save: Callable[[Path, int], object], store: Any = None) -> None:
+        """Take a loop's way to save; checkpoint.py calls it between steps, other benchmarks never do.
 
-def on_cuda() -> bool:
-    """Whether participants, which inherit it, compute on a GPU."""
-    from pipeline.distributed.accelerator import choose_accelerator
-
-    return choose_accelerator() == "cuda"
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        Args:
+            save: Called with `<task.folder>/checkpoint-<step>` and the step.
+            store: The pipeline's, which goes on in the background; None: the call ends with the save.
+        """
 
 
 def wait_for_device() -> None:
-    import torch
-
-    if _has_gpu():
+    """Wait until the GPU is idle, if there is one."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _release_cached_memory() -> None:
-    """Lets the next participant have the GPU's memory."""
-    import torch
-
-    if _has_gpu():
-        torch.cuda.empty_cache()
-
-
-class GpuClocks:
-    """Samples the SM clock and the power of the first GPU, where its driver can be asked."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, float]] = []
-        self._nvml: Any = None
-        with suppress(Exception):  # no driver, no package: there are no clocks then
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self._nvml = pynvml
-
-    def sample(self) -> None:
-        """Read the clock and the power once."""
-        if self._nvml is not None:
-            clock = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
-            self._samples.append((clock, self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3))
-
-    def medians(self) -> dict[str, float]:
-        """Return `sm_mhz` and `watts`; empty where nothing was sampled."""
-        if not self._samples:
-            return {}
-        clocks, watts = zip(*self._samples, strict=True)
-        return {"sm_mhz": median(clocks), "watts": median(watts)}
-
-
 class Participant:
-    """The parent's side: starts the ranks, opens their gates, collects what they tell."""
+    """The parent's side: starts the ranks, opens their gates, collects their reports.
+
+    Args:
+        logs: File that the ranks' logs are appended to at the end; None: they go with the folder.
+    """
 
     def __init__(self, task: Task, logs: Path | None = None):
-        """Start the ranks.
-
-        Args:
-            logs: File that the ranks' logs are appended to at the end; None: they go with the folder.
-        """
         self.task = task
         self.round_seconds: list[float] = []
-        self.burst_clocks: list[dict[str, float]] = []
+        self.first_step_seconds = 0.0
         self._logs = logs
         task.folder.mkdir(parents=True)
         context = multiprocessing.get_context("spawn")
@@ -172,6 +130,9 @@ class Participant:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._pipes, self._processes = [], []
+        # cores / ranks for everybody: a peer left alone would start one thread a core in every rank.
+        threads = max(1, len(os.sched_getaffinity(0)) // task.world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # the ranks inherit it before they import torch
         for rank in range(task.world_size):
             ours, theirs = context.Pipe()
             arguments = (theirs, task, rank, port, time.monotonic())
@@ -181,31 +142,24 @@ class Participant:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def __enter__(self) -> Participant:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def warm_up(self) -> None:
-        """Waits for the end of the warm-up."""
+        """Wait for the end of the warm-up."""
         self.first_step_seconds = max(first for _, first in self._receive())
 
     def burst(self, steps: int) -> None:
-        """Runs and times `steps` steps."""
+        """Run and time `steps` steps."""
         for pipe in self._pipes:
             pipe.send(steps)
-        clocks = GpuClocks()
-        self.round_seconds.append(max(seconds for seconds, _ in self._receive(clocks.sample)))
-        self.burst_clocks.append(clocks.medians())
+        self.round_seconds.append(max(seconds for seconds, _ in self._receive()))
 
-    def notes(self) -> list[str]:
-        """Return what rank 0 logged of compilation, attention and problems, each line once."""
-        log = self.task.folder / "rank0.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return list(dict.fromkeys(line[:300] for line in lines if NOTED.search(line)))
-
-    def finish(self) -> dict[str, Any]:
-        """Ends the loop; what rank 0 tells of it, with the largest memory of any rank."""
-        reports = self.finish_all()
-        return {**reports[0], "peak_memory_gib": max(report["peak_memory_gib"] for report in reports)}
-
-    def finish_all(self) -> list[dict[str, Any]]:
-        """Ends the loop; what each rank tells of it."""
+    def finish(self) -> list[dict[str, Any]]:
+        """End the loop and return each rank's report."""
         for pipe in self._pipes:
             pipe.send(0)
         reports = self._receive()
@@ -213,7 +167,7 @@ class Participant:
         return reports
 
     def close(self) -> None:
-        """Ends the processes; politely if they are done."""
+        """End the processes; politely if they are done."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -226,14 +180,12 @@ class Participant:
                     file.write(f"=== {self.task.name}, {log.stem}\n{log.read_text(errors='replace')}\n")
             self._logs = None
 
-    def _receive(self, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
+    def _receive(self) -> list[Any]:
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            deadline = time.monotonic() + PATIENCE
+            seconds = self.task.silence_seconds
             try:
-                while not (is_there := pipe.poll(0.2)) and time.monotonic() < deadline:
-                    meanwhile()
-                answer = pipe.recv() if is_there else f"silent for {PATIENCE} s"
+                answer = pipe.recv() if pipe.poll(seconds) else f"silent for {seconds:g} s"
             except (EOFError, OSError):
                 answer = "died"
             if isinstance(answer, str):
@@ -246,8 +198,7 @@ class Participant:
 
 
 def _serve(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float) -> None:
-    # cores / ranks for everybody: a peer left alone would start one thread a core in every rank.
-    environment: dict[str, Any] = {"OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // task.world_size)}
+    environment: dict[str, Any] = {}
     if task.world_size > 1 or task.json is not None:  # accelerate takes LOCAL_RANK for a wish for DDP
         environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": task.world_size}
         environment |= {"LOCAL_WORLD_SIZE": task.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -257,7 +208,10 @@ def _serve(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
-        pipe.send(importlib.import_module(task.loops).take_part(task, Gate(pipe, task, spawned_at)))
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        pipe.send(importlib.import_module(task.module).take_part(task, Gate(pipe, task, spawned_at)))
         pipe.recv()  # until the parent has heard every rank
     except EOFError:
         pass

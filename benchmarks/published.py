@@ -1,7 +1,7 @@
 """Published speeds of others' runs beside what pipeline/planner predicts: `python benchmarks/published.py`
 
 Prints the tables of docs/performance.md. published_speeds.jsonl has the runs, `fit`: calibrate.py may look at
-them, `test`: it may not. scaled_runs.py has those at several sizes.
+them, `test`: it may not. scaled_runs.py predicts more and more GPUs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rehearse gpu.sh without a GPU, with the versions of a bare GPU machine: benchmarks/rehearsal.py FOLDER
 
 Makes FOLDER/venv from rehearsal.txt (Python 3.12, torch built for CUDA: 6 GB) and a clone of this checkout
-with the wheels that gpu.sh brings along. There: runs of launch/train.py, every recipe in tiny sizes, tests
-of what a GPU computes (those that need one are skipped), and `gpu.sh first` and `second`. It prints the
-time of each part.
+with the wheels that gpu.sh brings along. There: runs of launch/train.py, tests of what a GPU computes (those
+that need one are skipped), and `gpu.sh first` and `second`. It prints the time of each part.
 """
 
 from __future__ import annotations
@@ -22,28 +21,7 @@ TARGET = ["--only-binary=:all:", "--python-version", "3.12", *(f"--platform={tag
 BROUGHT = ["pydantic", "xxhash"]
 BROUGHT_ALONE = ["liger-kernel", "torchao>=0.18,<0.19"]
 BUILT = ["deepspeed>=0.19.8,<0.20", "hjson"]
-
-TINY = [
-    *("model.num_layers=2", "model.num_heads=4", "model.hidden_size=32", "model.intermediate_size=64"),
-    *("data.sequence_length=128", "model.max_sequence_length=128"),
-]
-# Recipe -> what makes it short; those after sft continue from its run.
-RECIPES: dict[str, list[str]] = {
-    "python_stdlib": ["max_steps=3", *TINY],
-    "digits_cnn": ["max_epochs=null", "max_steps=3"],
-    "sft": ["max_steps=3"],
-    "lora": ["max_steps=3"],
-    "dpo": ["max_steps=3"],
-    "reward": ["max_steps=3"],
-    "finetune_chat": [
-        *("max_epochs=null", "max_steps=3", "model.pretrained=exported", "batch.global_batch_size=2"),
-        *("data.paths=[data/signatures.jsonl]", "data.sequence_length=256"),
-    ],
-    "llama_8b": [
-        *("max_steps=3", *TINY, "model.num_key_value_heads=2", "model.vocab_size=8192"),
-        "batch.gradient_accumulation_steps=1",
-    ],
-}
+PARTS = ["train", "tests", "first", "second"]
 
 
 class Rehearsal:
@@ -99,24 +77,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the environment is made, or was")
     parser.add_argument("--python", default="python3.12", help="Python 3.12 of this machine")
-    parser.add_argument("--parts", nargs="+", choices=["train", "recipes", "tests", "first", "second"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     install(folder, arguments.python)
     rehearsal = Rehearsal(folder)
-    parts = arguments.parts or ["train", "recipes", "tests", "first", "second"]
+    parts = arguments.parts
     if "train" in parts:
         rehearsal.run("train", rehearsal.python, "launch/train.py", "max_steps=3")
         zero = ["--deepspeed", "ds_configs/zero2.json", "max_steps=3"]
         rehearsal.run("train, ZeRO 2", rehearsal.python, "launch/train.py", *zero)
-    if "recipes" in parts:
-        rehearsal.run("data of the recipes", rehearsal.python, "launch/recipes/make_data.py", "data")
-        for name, changes in RECIPES.items():
-            if name == "finetune_chat":
-                export = ["-m", "pipeline", "export", "runs/sft", "exported"]
-                rehearsal.run("a model to finetune", rehearsal.python, *export)
-            recipe = ["--config", f"launch/recipes/{name}.yaml", *changes]
-            rehearsal.run(f"recipe {name}", rehearsal.python, "launch/train.py", *recipe)
     if "tests" in parts:
         tests = [
             "tests/gpu",

@@ -10,37 +10,48 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from line_up import LOOPS, choices, files_of, leave_out, on_request, work_of
-from processes import Participant, ParticipantError, Task, on_cuda
-from report import Row, append_line, claims_of, disagreement, machine, print_claims, print_table, ratios
-from rich.console import Console
-from workload import DRAW_ON_DEVICE, JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
+from processes import Participant, ParticipantError, Task
+from report import (
+    Row,
+    append_line,
+    claims_of,
+    disagreement,
+    machine,
+    new_console,
+    print_claims,
+    print_rows,
+    ratios,
+    write_json,
+)
+from workload import DRAW_ON_DEVICE, FP8, FULL, JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
+from pipeline.distributed.accelerator import choose_accelerator
+
+# (plain PyTorch or not, with an adapter or not) -> peers by default. peft's wrapper would have to make logits
+# for our loss.
+DEFAULT = {
+    (True, False): ["pytorch", "pytorch+our-loss", "trainer"],
+    (False, False): ["deepspeed", "deepspeed+our-loss", "trainer"],
+    (True, True): [FULL, "pytorch", "trainer"],
+    (False, True): [FULL, "deepspeed", "trainer"],
+}
+ON_REQUEST = {False: ["pytorch-compiled", "fsdp2-compiled", "trainer-liger", FP8], True: ["trainer-liger"]}
+NEEDS = {"trainer-liger": "liger_kernel", FP8: "torchao"}
 # Largest relative difference of the final losses among participants. With real text or packed rows the peers
 # leave out the last target of each row (transformers shifts labels inside): not quite the same problem.
 LOSS_BANDS = {("random", "unpacked", "fp32"): 1e-4, ("random", "unpacked", "bf16"): 1e-2}
 LOSS_BAND = 2e-2
-
-
-@dataclass
-class Entrant:
-    """A participant with what it was given."""
-
-    participant: Participant
-    work: Workload
 
 
 @dataclass(frozen=True)
@@ -58,241 +69,231 @@ class Group:
         return f"{self.split}, {kind}, {self.precision}, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    on_gpu = on_cuda()
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    about = machine()
-    console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
-    append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
-    deadline = time.monotonic() + 60 * arguments.minutes
-    failures = Failures(arguments.append)
-    read_libraries()
-    work = fastest(arguments, failures)
-    rows: list[Row] = []
-    for precision, ranks in itertools.product(arguments.precision, arguments.ranks):
-        part: list[Row] = []
-        for split, kind in itertools.product(arguments.stages, arguments.rows):
-            group = Group(precision, ranks, split, replace(work, rows=kind))
-            if time.monotonic() > deadline:
-                console.print(f"not measured, out of time: {group}")
-                continue
-            measured = measure_group(arguments, group, failures)
-            if (problem := check_losses(console, measured, group)) is not None:
-                failures.add(str(group), problem)
-            part += measured
-        if part:
-            kind = f"{arguments.model}{', adapter' * arguments.adapter}, {precision}"
-            print_table(console, part, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
-        rows += part
-        if arguments.output is not None:
-            write_results(arguments.output, about, rows, failures.all)
-    print_claims(console, claims_of(rows, on_gpu=on_gpu))
-    return 1 if failures.all else 0
+@dataclass
+class Entrant:
+    """A participant with what it trains."""
+
+    participant: Participant
+    work: Workload
+
+    def tokens_per_second(self, steps: int) -> list[float]:
+        """Return the rate of each burst of so many steps."""
+        each = self.participant
+        size = self.work.sequence_length * self.work.micro_batch_size
+        return [size * each.task.world_size * steps / seconds for seconds in each.round_seconds]
 
 
-class Failures:
-    """Prints and appends each failure when it happens: a kill loses none of them."""
+class Benchmark:
+    """Measures groups as the command line says. A participant that fails is reported and left out."""
 
-    def __init__(self, append: Path | None):
-        self.all: list[str] = []
-        self._append = append
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.failures: list[str] = []
 
-    def add(self, name: str, why: str) -> None:
-        """Record that `name` failed."""
-        self.all.append(why)
+    def fail(self, name: str, why: str) -> None:
+        """Record that `name` failed, on the disk too: a kill afterwards loses nothing of it."""
+        self.failures.append(why)
         print(why, file=sys.stderr, flush=True)
-        append_line(self._append, {"failed": name, "why": why})
+        append_line(self.arguments.append, {"failed": name, "why": why})
 
+    def measure_all(self, work: Workload, precision: str, ranks: int) -> list[Row]:
+        """Return the rows of every split and kind of rows. In each group all must agree in the loss."""
+        rows = []
+        for split, kind in itertools.product(self.arguments.stages, self.arguments.rows):
+            group = Group(precision, ranks, split, replace(work, rows=kind))
+            measured = self.measure(group)
+            if len({row.micro_batch_size for row in measured}) == 1:
+                spread, band = disagreement(measured), loss_band(group)
+                line = f"{group}: losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
+                print(line, flush=True)
+                if not spread <= band:
+                    self.fail(str(group), f"not so: {line}")
+            rows += measured
+        return rows
 
-def read_libraries() -> None:
-    """Brings the libraries' files into the system's cache: the first participant would pay for all."""
-    command = [
-        sys.executable,
-        "-c",
-        "import deepspeed, pipeline.training.api; from transformers import Trainer",
-    ]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    def measure(self, group: Group) -> list[Row]:
+        """Return the rows of all participants of a group, which step in turn or, if asked for, alone."""
+        with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+            tasks = list(group_tasks(group, self.arguments.peers, self.arguments.warmup, Path(folder)))
+            turns = [[task] for task in tasks] if self.arguments.one_at_a_time else [tasks]
+            return [row for together in turns for row in self._measure(group.work, together)]
 
-
-def fastest(arguments: argparse.Namespace, failures: Failures) -> Workload:
-    """The micro batch at which ours is fastest in the first group, of those to sweep."""
-    size = arguments.sequence_length, arguments.micro_batch_size
-    work = Workload(arguments.model, arguments.data, "unpacked", *size, arguments.adapter)
-    if len(arguments.sweep) < 2 or arguments.largest_first:
-        return replace(work, micro_batch_size=max(arguments.sweep)) if arguments.sweep else work
-    alone = argparse.Namespace(**{**vars(arguments), "peers": [], "rounds": 1, "sweep": []})
-    rows: list[Row] = []
-    for size in arguments.sweep:
-        sized = replace(work, micro_batch_size=size)
-        group = Group(arguments.precision[0], arguments.ranks[0], arguments.stages[0], sized)
-        rows += measure_group(alone, group, failures)
-    best = max(rows, key=lambda row: row.tokens_per_second, default=None)
-    return work if best is None else replace(work, micro_batch_size=best.micro_batch_size)
-
-
-def check_losses(console: Console, rows: list[Row], group: Group) -> str | None:
-    """Print how well the participants agree; return what is wrong where they do not."""
-    if len({row.micro_batch_size for row in rows}) != 1:
-        return None
-    band = LOSS_BANDS.get((group.work.data, group.work.rows, group.precision), LOSS_BAND)
-    spread = disagreement(rows)
-    line = f"{group}: losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
-    console.print(line)
-    return None if spread <= band else f"not so: {line}"
-
-
-def write_results(path: Path, about: dict[str, str], rows: list[Row], failures: list[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results = {"machine": about, "command": sys.argv[1:], "failures": failures}
-    claims = claims_of(rows, on_gpu=on_cuda())
-    results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
-    results["claims"] = [vars(claim) for claim in claims]
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def measure_group(arguments: argparse.Namespace, group: Group, failures: Failures) -> list[Row]:
-    """All participants of a group, in turn or one at a time. One that fails is told of and left out."""
-    with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-        tasks = list(group_tasks(arguments, group, Path(folder)))
-        if not arguments.one_at_a_time:
-            return _measure(arguments, group, tasks, failures)
-        return [row for task in tasks for row in _measure(arguments, group, [task], failures)]
-
-
-def _measure(arguments: argparse.Namespace, group: Group, tasks: list[Task], failures: Failures) -> list[Row]:
-    alive: list[Entrant] = []
-    try:
-        for task in tasks:
-            alive.append(Entrant(Participant(task, arguments.logs), group.work))
-            if not arguments.start_together:
-                _warm_up(arguments, alive, alive[-1], failures)
-        for entrant in list(alive) if arguments.start_together else []:
-            _warm_up(arguments, alive, entrant, failures)
-        for turn in range(arguments.rounds):
-            for entrant in alive[:: 1 if turn % 2 == 0 else -1]:
+    def _measure(self, work: Workload, tasks: list[Task]) -> list[Row]:
+        asked = self.arguments
+        alive: list[Entrant] = []
+        rows = []
+        try:
+            for task in tasks:
+                alive.append(Entrant(Participant(task, asked.logs), work))
+                if not asked.start_together:
+                    self._warm_up(alive, alive[-1])
+            for entrant in list(alive) if asked.start_together else []:
+                self._warm_up(alive, entrant)
+            for turn in range(asked.rounds):
+                for entrant in alive[:: 1 if turn % 2 == 0 else -1]:
+                    task = entrant.participant.task
+                    try:
+                        entrant.participant.burst(asked.steps)
+                    except ParticipantError as error:
+                        self.fail(task.name, str(error))
+                        alive.remove(entrant)
+                        continue
+                    rate = entrant.tokens_per_second(asked.steps)[-1]
+                    record = {"burst": task.name, "precision": task.precision, "ranks": task.world_size}
+                    append_line(asked.append, record | vars(entrant.work) | {"tokens_per_second": rate})
+            for entrant in alive:
                 try:
-                    entrant.participant.burst(arguments.steps)
-                    _note_burst(arguments, entrant)
+                    rows.append(self._finished(entrant))
                 except ParticipantError as error:
-                    failures.add(entrant.participant.task.name, str(error))
-                    alive.remove(entrant)
-        return list(_finished(arguments, alive, failures))
-    finally:
-        for entrant in alive:
-            entrant.participant.close()
+                    self.fail(entrant.participant.task.name, str(error))
+            return rows
+        finally:
+            for entrant in alive:
+                entrant.participant.close()
 
-
-def _warm_up(
-    arguments: argparse.Namespace, alive: list[Entrant], entrant: Entrant, failures: Failures
-) -> None:
-    """Until the first burst; at the next smaller micro batch of the sweep where memory did not suffice."""
-    while True:
-        try:
-            return entrant.participant.warm_up()
-        except ParticipantError as error:
-            failures.add(entrant.participant.task.name, str(error))
-            smaller = [size for size in arguments.sweep if size < entrant.work.micro_batch_size]
-            if "out of memory" not in str(error).lower() or not smaller:
-                return alive.remove(entrant)
-            entrant.work = replace(entrant.work, micro_batch_size=max(smaller))
+    def _warm_up(self, alive: list[Entrant], entrant: Entrant) -> None:
+        """Wait for the first burst; where memory is short, start again with half the micro-batch."""
+        while True:
             task = entrant.participant.task
-            folder = task.folder.with_name(f"{task.folder.name}-{max(smaller)}")
-            write_recipe(
-                task.recipe, work_of(task.peer, entrant.work), task.precision, plain=task.json is None
-            )
-            entrant.participant = Participant(replace(task, folder=folder), arguments.logs)
+            try:
+                return entrant.participant.warm_up()
+            except ParticipantError as error:
+                self.fail(task.name, str(error))
+                half = entrant.work.micro_batch_size // 2
+                if "out of memory" not in str(error).lower() or half == 0:
+                    return alive.remove(entrant)
+            entrant.work = replace(entrant.work, micro_batch_size=half)
+            folder = task.folder.with_name(f"{task.folder.name}-{half}")
+            work = work_of(task.peer, entrant.work)
+            write_recipe(task.recipe, work, task.precision, plain=task.json is None)
+            entrant.participant = Participant(replace(task, folder=folder), self.arguments.logs)
 
-
-def _tokens(arguments: argparse.Namespace, entrant: Entrant) -> int:
-    work = entrant.work
-    ranks = entrant.participant.task.world_size
-    return work.sequence_length * work.micro_batch_size * ranks * arguments.steps
-
-
-def _note_burst(arguments: argparse.Namespace, entrant: Entrant) -> None:
-    each = entrant.participant
-    rate = _tokens(arguments, entrant) / each.round_seconds[-1]
-    record = {"burst": each.task.name, "precision": each.task.precision, "ranks": each.task.world_size}
-    record |= {**vars(entrant.work), "tokens_per_second": rate, **each.burst_clocks[-1]}
-    append_line(arguments.append, record)
-
-
-def _finished(arguments: argparse.Namespace, alive: Iterable[Entrant], failures: Failures) -> Iterator[Row]:
-    for entrant in alive:
-        each, work = entrant.participant, entrant.work
-        task, tokens = each.task, _tokens(arguments, entrant)
-        try:
-            told = each.finish()
-        except ParticipantError as error:
-            failures.add(task.name, str(error))
-            continue
-        clocks = [found for found in each.burst_clocks if found]
+    def _finished(self, entrant: Entrant) -> Row:
+        each, task = entrant.participant, entrant.participant.task
+        reports = each.finish()
+        work = {key: value for key, value in vars(entrant.work).items() if key not in ("data", "fp8")}
         row = Row(
             name=task.name,
             peer=task.peer,
             split=task.split,
             precision=task.precision,
             ranks=task.world_size,
-            round_tokens_per_second=[tokens / seconds for seconds in each.round_seconds],
+            round_tokens_per_second=entrant.tokens_per_second(self.arguments.steps),
             first_step_seconds=each.first_step_seconds,
-            sm_mhz=median(found["sm_mhz"] for found in clocks) if clocks else None,
-            watts=median(found["watts"] for found in clocks) if clocks else None,
-            notes=each.notes(),
-            **{key: value for key, value in vars(work).items() if key not in ("data", "fp8")},
-            **told,
+            **work,
+            **reports[0] | {"peak_memory_gib": max(report["peak_memory_gib"] for report in reports)},
         )
-        append_line(arguments.append, row.as_dict())
-        print(
-            f"{row.name}, {row.rows}: {row.tokens_per_second:,.0f} tokens/s",
-            *row.notes,
-            sep="\n  ",
-            flush=True,
-        )
-        yield row
+        append_line(self.arguments.append, row.as_dict())
+        print(f"{row.name}, {row.rows}: {row.tokens_per_second:,.0f} tokens/s", flush=True)
+        return row
 
 
-def group_tasks(arguments: argparse.Namespace, group: Group, folder: Path) -> Iterator[Task]:
-    """The participants of a group, ours first."""
-    files = files_of(arguments.peers, group.split, group.ranks, group.work.adapter)
-    for peer, names in files.items():
+def main() -> int:
+    arguments = parse_arguments()
+    on_gpu = choose_accelerator() == "cuda"
+    console, about = new_console(), machine()
+    console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
+    append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
+    read_libraries()
+    benchmark = Benchmark(arguments)
+    size = arguments.sequence_length, arguments.micro_batch_size
+    work = Workload(arguments.model, arguments.data, "unpacked", *size, arguments.adapter)
+    rows: list[Row] = []
+    try:
+        for precision, ranks in itertools.product(arguments.precision, arguments.ranks):
+            part = benchmark.measure_all(work, precision, ranks)
+            kind = f"{arguments.model}{', adapter' * arguments.adapter}, {precision}"
+            print_rows(console, part, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
+            rows += part
+    except KeyboardInterrupt:
+        benchmark.fail("interrupted", "interrupted: what follows was not measured")
+    claims = claims_of(rows, on_gpu)
+    print_claims(console, claims)
+    results = {"machine": about, "command": sys.argv[1:], "failures": benchmark.failures}
+    results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
+    write_json(arguments.output, results | {"claims": [vars(claim) for claim in claims]})
+    return 1 if benchmark.failures else 0
+
+
+def read_libraries() -> None:
+    """Bring the libraries' files into the system's cache: the first participant would pay for all."""
+    imports = "import deepspeed, pipeline.training.api; from transformers import Trainer"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run([sys.executable, "-c", imports], cwd=REPOSITORY, check=True, **quiet)
+
+
+def loss_band(group: Group) -> float:
+    """Return how far the participants' final losses may differ."""
+    return LOSS_BANDS.get((group.work.data, group.work.rows, group.precision), LOSS_BAND)
+
+
+def work_of(peer: str, work: Workload) -> Workload:
+    """Return what this participant trains of the group's work."""
+    return replace(work, adapter=work.adapter and peer != FULL, fp8=peer == FP8)
+
+
+def files_of(peers: Sequence[str] | None, group: Group) -> dict[str, list[str | None]]:
+    """Return participant -> files of ds_configs/ that it runs with, None: without one. Ours is first.
+
+    At several ranks plain ours is DDP twice, PyTorch's and DeepSpeed's stage 0.
+
+    Args:
+        peers: None: the default ones. Those that the split does not know are left out.
+    """
+    is_plain, adapter = group.split == "plain", group.work.adapter
+    asked = DEFAULT[is_plain, adapter] if peers is None else peers
+    others = ("deepspeed",) if is_plain else ("pytorch", "fsdp2")
+    names = ["ours", *(peer for peer in asked if not peer.startswith(others))]
+    file = None if is_plain else JSON_FILES.get(group.split, group.split)
+    files: dict[str, list[str | None]] = {name: [file] for name in names}
+    if is_plain and group.ranks > 1:
+        files["ours"] = ["torch_ddp.json", "ddp.json"]
+        if FULL in files:
+            files[FULL] = ["torch_ddp.json"]
+    return files
+
+
+def group_tasks(group: Group, peers: Sequence[str] | None, warmup: int, folder: Path) -> Iterator[Task]:
+    """Yield the participants of a group, ours first; their recipes are written to the folder."""
+    for peer, names in files_of(peers, group).items():
         for name in names:
             recipe = folder / f"{peer}-{name}.yaml"
             write_recipe(recipe, work_of(peer, group.work), group.precision, plain=name is None)
             yield Task(
-                peer,
-                group.split,
-                group.precision,
-                group.ranks,
-                arguments.warmup,
-                folder / f"{peer}-{name}",
-                recipe,
-                None if name is None else REPOSITORY / "ds_configs" / name,
-                loops=LOOPS.get(peer, "participants"),
+                peer=peer,
+                split=group.split,
+                precision=group.precision,
+                world_size=group.ranks,
+                warmup=warmup,
+                folder=folder / f"{peer}-{name}",
+                recipe=recipe,
+                json=None if name is None else REPOSITORY / "ds_configs" / name,
                 label=str(name) if len(names) > 1 else "",
             )
 
 
 def parse_arguments() -> argparse.Namespace:
+    choices = {
+        adapter: dict.fromkeys([*DEFAULT[True, adapter], *DEFAULT[False, adapter], *ON_REQUEST[adapter]])
+        for adapter in (False, True)
+    }
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="default")
     add("--data", choices=["stdlib", "random"], help="default: stdlib for the default model")
     add("--rows", choices=["unpacked", "packed"], nargs="+", default=["unpacked"])
     add("--sequence-length", type=int, help="default: the model's own")
-    add("--sweep", type=int, nargs="+", default=[], metavar="SIZE", help="micro batches: ours picks one")
-    add("--largest-first", action="store_true", help="of the sweep, the largest that memory holds")
+    add("--micro-batch-size", type=int, help="default: the model's own; halved where memory is short")
     add("--ranks", type=int, nargs="+", default=[1, 2])
     add("--stages", nargs="+", default=["plain", "2"], help="plain, a ZeRO stage, or a file of ds_configs/")
     add("--precision", choices=["fp32", "bf16"], nargs="+", default=["bf16"])
     add("--adapter", action="store_true", help="LoRA of rank 32 on all linear layers; the peers by peft")
-    add("--peers", choices=choices(), nargs="*", help="beside ours; default: all but " + on_request())
+    add("--peers", choices=choices[False] | choices[True], nargs="*", help="beside ours")
     add("--steps", type=int, default=5, help="timed optimizer steps a burst")
     add("--rounds", type=int, default=5, help="bursts of each participant")
     add("--warmup", type=int, default=5, help="untimed steps before the first burst, at least 2")
     add("--start-together", action="store_true", help="faster on many cores; blurs `first step`")
     add("--one-at-a-time", action="store_true", help="where memory does not hold all participants of a group")
-    add("--minutes", type=float, default=float("inf"), help="start no further group after this")
     add("--output", type=Path, help="JSON file of all numbers, once all are there")
     add("--append", type=Path, help="JSON lines: each burst and each participant as soon as it is there")
     add("--draw-on-device", action="store_true", help="first weights of all participants; not those of a run")
@@ -305,16 +306,17 @@ def parse_arguments() -> argparse.Namespace:
     for split in arguments.stages:
         if split not in {"plain", *JSON_FILES} and not (REPOSITORY / "ds_configs" / split).is_file():
             parser.error(f"--stages {split}: plain, {', '.join(JSON_FILES)} or a file of ds_configs/")
-    if others := sorted(set(arguments.peers or []) - set(choices(arguments.adapter))):
-        parser.error(
-            f"--peers {' '.join(others)}: not {'with' if arguments.adapter else 'without'} --adapter"
-        )
-    leave_out(arguments.peers or [])
+    for peer in list(arguments.peers or []):
+        if peer not in choices[arguments.adapter]:
+            parser.error(f"--peers {peer}: not {'with' if arguments.adapter else 'without'} --adapter")
+        if peer in NEEDS and find_spec(NEEDS[peer]) is None:
+            print(f"left out: {peer}, which needs the package {NEEDS[peer]}", file=sys.stderr)
+            arguments.peers.remove(peer)
     if arguments.data is None:
         arguments.data = "stdlib" if arguments.model == "default" else "random"
     size = MODELS[arguments.model]
     arguments.sequence_length = arguments.sequence_length or size["sequence_length"]
-    arguments.micro_batch_size = size["micro_batch_size"]
+    arguments.micro_batch_size = arguments.micro_batch_size or size["micro_batch_size"]
     return arguments
 
 

@@ -1,6 +1,6 @@
-"""What every participant trains: model, tokens and numbers, as one recipe; and the peers' data set.
+"""Model, tokens and numbers that every participant trains, as one recipe; and the peers' data set.
 
-All is the default recipe's but for what MODELS changes, and a constant learning rate: no schedule needed.
+All is the default recipe's but for what MODELS changes, and a constant learning rate.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
 JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
 FULL = "ours-full"  # beside participants that train an adapter: ours with all weights
-DRAW_ON_DEVICE = "BENCHMARK_DRAW_ON_DEVICE"  # environment variable of participants
 FP8 = "ours-fp8"  # ours, whose linear layers multiply in fp8
+DRAW_ON_DEVICE = "BENCHMARK_DRAW_ON_DEVICE"  # environment variable of participants
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
-MEAN_DOCUMENT = 512  # tokens of a packed row of random ones
+MEAN_DOCUMENT = 512  # tokens of a document in a packed row of random ones
 SAMPLES = 512
 
 RECOMPUTATION = ("activation_checkpointing", "activation_budget_gib")
@@ -33,8 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 300,
         "model": LLAMA | {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64},
     },
-    # The default recipe's, rows and micro-batch too, with the vocabulary that GPT-2 has, and Llama 3 more
-    # than twice.
+    # The default recipe's model, rows and micro-batch with the vocabulary of GPT-2.
     "llama-50k": {
         "sequence_length": 256,
         "micro_batch_size": 8,
@@ -80,9 +79,9 @@ class Workload:
     Attributes:
         model: Key of MODELS.
         data: `stdlib` (the default recipe's text) or `random`.
-        rows: `packed`: several documents to a row, kept apart by position ids; `unpacked`: one, as it were.
-        adapter: A LoRA adapter is trained in place of the weights, without recomputation.
-        fp8: Linear layers of the blocks multiply in fp8.
+        rows: `packed` (documents of a row do not see each other) or `unpacked` (they do).
+        adapter: Whether a LoRA adapter is trained in place of the weights, without recomputation.
+        fp8: Whether linear layers of the blocks multiply in fp8.
     """
 
     model: str
@@ -95,13 +94,17 @@ class Workload:
 
     @staticmethod
     def of(model: str, data: str = "random", rows: str = "unpacked") -> Workload:
-        """With the model's own sequence length and micro batch."""
+        """Return a workload with the model's own sequence length and micro-batch."""
         size = MODELS[model]
         return Workload(model, data, rows, size["sequence_length"], size["micro_batch_size"])
 
 
-def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, save_every: int = 0) -> None:
-    """The recipe of one participant."""
+def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> None:
+    """Write the recipe of one participant.
+
+    Args:
+        plain: Whether it runs without a DeepSpeed JSON, so that the recipe has the precision.
+    """
     tree = yaml.safe_load(RECIPE.read_text())
     size = MODELS[work.model]
     if size["model"] is not None:
@@ -115,6 +118,7 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, sav
             tree["model"].pop(key, None)
     if work.data == "stdlib":
         tree["data"] |= {"sequence_length": work.sequence_length, "separate_documents": work.rows == "packed"}
+        tree["data"]["eval_fraction"] = 0.0  # a run evaluates before its first step
     else:
         shape = {"sequence_length": work.sequence_length, "vocab_size": size["vocab_size"]}
         kind = f"workload:{'packed' if work.rows == 'packed' else 'random'}_tokens"
@@ -125,19 +129,21 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool, sav
     tree["log"] = {"every": LOG_EVERY}
     tree["wandb"] = {"mode": "disabled"}
     tree["eval"] = {"every": 0}
-    tree["checkpoint"] = {"every": save_every, "resume": "never"}
+    tree["checkpoint"] = {"every": 0, "resume": "never"}
+    # Between its bursts a participant makes no step for as long as the others take: that is no hang.
+    tree["distributed"] = {"hang_seconds": 1e6, "timeout_seconds": 1e6}
     if plain:
         tree["engine"] = {"precision": precision}
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
 def random_tokens(split: str, num_samples: int, sequence_length: int, vocab_size: int) -> RandomTokens | None:
-    """`data.kind: workload:random_tokens`: the same tokens in every process; nothing to evaluate on."""
+    """Return the rows of `data.kind: workload:random_tokens`; there are no held-out ones."""
     return RandomTokens(num_samples, sequence_length, vocab_size) if split == "train" else None
 
 
 def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size: int) -> Any:
-    """`data.kind: workload:packed_tokens`: random documents in the pipeline's own packed rows."""
+    """Return the rows of `data.kind: workload:packed_tokens`: random documents, packed by the pipeline."""
     if split != "train":
         return None
     import numpy as np
@@ -156,7 +162,7 @@ def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size
 
 
 class RandomTokens:
-    """Map-style data set of `input_ids` (T,) and `labels` (T,), aligned as transformers has them."""
+    """Map-style data set of `input_ids` (T,) and equal `labels` (T,), which transformers shifts."""
 
     def __init__(self, num_samples: int, sequence_length: int, vocab_size: int):
         import torch
@@ -175,8 +181,7 @@ class RandomTokens:
 class PeerDataset:
     """The pipeline's prepared tokens as a user of the peers writes them: one dict a sample, labels = inputs.
 
-    Packed rows keep their positions. Sample i is the i-th of the pipeline's own order, so reading on from 0
-    sees what the pipeline sees.
+    Packed rows keep their positions. Sample i is the i-th in the pipeline's own order.
     """
 
     def __init__(self, samples: Any, order: Any):

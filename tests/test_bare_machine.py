@@ -35,7 +35,7 @@ def test_the_tests_of_a_gpu_need_no_package_that_is_absent_there():
 @pytest.mark.slow
 @pytest.mark.skipif(find_python("3.12") is None, reason="needs Python 3.12")
 def test_a_call_of_the_gpu_machine_can_be_rehearsed_with_its_versions(tmp_path):
-    """An environment of 6 GB is installed: runs, recipes, tests, and both parts of the call."""
+    """An environment of 6 GB is installed: runs, tests, and both parts of the call."""
     command = [sys.executable, "benchmarks/rehearsal.py", tmp_path, "--python", find_python("3.12")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]

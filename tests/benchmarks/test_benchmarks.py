@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from pipeline.distributed.process_group import describe_device
+from support.benchmarks import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ROOT / "benchmarks" / "throughput.py"
+
+workload = imported("workload")
+throughput = imported("throughput")
 
 
 def measured(folder, *options):
@@ -32,8 +34,8 @@ def measured(folder, *options):
         "2",
         "--start-together",
     ]
-    command += [*options, "--output", folder / "results.json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    command += [*options, "--output", folder / "results.json", "--append", folder / "rows.jsonl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads((folder / "results.json").read_text())
 
@@ -60,16 +62,6 @@ def test_all_participants_train_the_same_adapter(tmp_path):
 @pytest.mark.slow
 def test_all_participants_train_the_same_model(tmp_path):
     results = measured(tmp_path)
-    assert {row["name"] for row in results["participants"]} == {
-        "ours",
-        "pytorch",
-        "pytorch+our-loss",
-        "trainer",
-        "ours stage 2",
-        "deepspeed stage 2",
-        "deepspeed+our-loss stage 2",
-        "trainer stage 2",
-    }
     losses = [row["loss"] for row in results["participants"]]
     assert max(losses) - min(losses) < 1e-4 * min(losses)
     for row in results["participants"]:
@@ -77,90 +69,84 @@ def test_all_participants_train_the_same_model(tmp_path):
         assert min(row["round_tokens_per_second"]) > 0
         assert row["peak_memory_gib"] > 0
         assert row["first_step_seconds"] > 0
-    assert {(pair["ours"], pair["peer"]) for pair in results["ratios"]} == {
-        ("ours", "pytorch"),
-        ("ours", "pytorch+our-loss"),
-        ("ours", "trainer"),
-        ("ours stage 2", "deepspeed stage 2"),
-        ("ours stage 2", "deepspeed+our-loss stage 2"),
-        ("ours stage 2", "trainer stage 2"),
+    pairs = {
+        *(("ours", peer) for peer in ("pytorch", "pytorch+our-loss", "trainer")),
+        *(("ours stage 2", f"{peer} stage 2") for peer in ("deepspeed", "deepspeed+our-loss", "trainer")),
     }
+    assert {(pair["ours"], pair["peer"]) for pair in results["ratios"]} == pairs
+    assert {row["name"] for row in results["participants"]} == {name for pair in pairs for name in pair}
     assert {claim["what"] for claim in results["claims"]} == {
         "tokens/s, ours over pytorch+our-loss",
         "tokens/s, ours stage 2 over deepspeed+our-loss stage 2",
         "first step, ours over trainer",
         "first step, ours stage 2 over trainer stage 2",
     }
+    records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sum("burst" in record for record in records) == 2 * len(losses)
+    assert [record for record in records if "loss" in record] == results["participants"]
 
 
 @pytest.mark.parametrize("rows", ["packed", "unpacked"])
 def test_every_model_has_a_valid_recipe_for_either_kind_of_rows(rows, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
-    from workload import MODELS, Workload, packed_tokens, write_recipe
-
     from pipeline.config.settings import load_settings
 
-    for model in MODELS:
+    recipe = tmp_path / "recipe.yaml"
+    for model, size in workload.MODELS.items():
         data = "stdlib" if model == "default" else "random"
-        write_recipe(tmp_path / "recipe.yaml", Workload.of(model, data, rows), "bf16", plain=True)
-        config = load_settings(tmp_path / "recipe.yaml", None, []).config
-        assert config.batch.micro_batch_size == MODELS[model]["micro_batch_size"]
+        work = workload.Workload.of(model, data, rows)
+        workload.write_recipe(recipe, work, "bf16", plain=True)
+        config = load_settings(recipe, None, []).config
+        assert config.batch.micro_batch_size == size["micro_batch_size"]
+        assert config.distributed.hang_seconds > 86_400  # it waits for the others between its bursts
         if data == "stdlib":
             assert config.data.separate_documents == (rows == "packed")
         else:
             assert config.data.kind == f"workload:{'packed' if rows == 'packed' else 'random'}_tokens"
-        write_recipe(
-            tmp_path / "recipe.yaml",
-            replace(Workload.of(model, data, rows), adapter=True),
-            "bf16",
-            plain=True,
-        )
-        config = load_settings(tmp_path / "recipe.yaml", None, []).config
+        workload.write_recipe(recipe, replace(work, adapter=True), "bf16", plain=True)
+        config = load_settings(recipe, None, []).config
         assert config.adapter.rank == 32
         assert getattr(config.model, "activation_checkpointing", "none") == "none"
-    batch = packed_tokens("train", 8, 64, 100).__getitems__([0, 3])
+    batch = workload.packed_tokens("train", 8, 64, 100).__getitems__([0, 3])
     assert batch["input_ids"].shape == batch["position_ids"].shape == (2, 64)
     assert (batch["position_ids"] == 0).sum() > 2  # more documents than rows
 
 
-def test_at_several_ranks_ours_is_measured_under_both_kinds_of_ddp(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
-    from argparse import Namespace
+BOTH = ["ours (torch_ddp.json)", "ours (ddp.json)"]
 
-    from throughput import Group, group_tasks
-    from workload import Workload
 
-    def names(ranks, split, peers=None, adapter=False):
-        group = Group("bf16", ranks, split, replace(Workload.of("tiny"), adapter=adapter))
-        return [task.name for task in group_tasks(Namespace(peers=peers, warmup=2), group, tmp_path)]
-
-    both = ["ours (torch_ddp.json)", "ours (ddp.json)"]
-    assert names(2, "plain") == [*both, "pytorch", "pytorch+our-loss", "trainer"]
-    assert names(1, "plain", ["pytorch-compiled", "deepspeed"]) == ["ours", "pytorch-compiled"]
-    assert names(1, "2", ["pytorch-compiled", "deepspeed"]) == ["ours stage 2", "deepspeed stage 2"]
-    assert names(2, "plain", adapter=True) == [*both, "ours-full", "pytorch", "trainer"]
-    files = {path.name for path in tmp_path.iterdir() if "adapter:" in path.read_text()}
-    assert files == {
-        f"{name}.yaml" for name in ("ours-torch_ddp.json", "ours-ddp.json", "pytorch-None", "trainer-None")
-    }
-    assert names(1, "2", ["trainer", "trainer-unsloth"], adapter=True) == ["ours stage 2", "trainer stage 2"]
+@pytest.mark.parametrize(
+    ("ranks", "split", "peers", "adapter", "names"),
+    [
+        (2, "plain", None, False, [*BOTH, "pytorch", "pytorch+our-loss", "trainer"]),
+        (1, "plain", ["pytorch-compiled", "deepspeed"], False, ["ours", "pytorch-compiled"]),
+        (1, "2", ["pytorch-compiled", "deepspeed"], False, ["ours stage 2", "deepspeed stage 2"]),
+        (2, "plain", None, True, [*BOTH, "ours-full", "pytorch", "trainer"]),
+        (1, "2", ["trainer"], True, ["ours stage 2", "trainer stage 2"]),
+    ],
+)
+def test_participants_of_a_group(ranks, split, peers, adapter, names, tmp_path):
+    """At several ranks ours is measured under both kinds of DDP; all but `ours-full` train the adapter."""
+    group = throughput.Group("bf16", ranks, split, replace(workload.Workload.of("tiny"), adapter=adapter))
+    tasks = list(throughput.group_tasks(group, peers, 2, tmp_path))
+    assert [task.name for task in tasks] == names
+    for task in tasks:
+        assert ("adapter:" in task.recipe.read_text()) == (adapter and task.peer != "ours-full")
 
 
 def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(THROUGHPUT.parent))
-    from peers import Script
-    from workload import Workload, write_recipe
-
     from pipeline.config.settings import load_settings
-    from pipeline.distributed.process_group import Job
+    from pipeline.distributed.process_group import Job, describe_device
     from pipeline.distributed.ranks import Ranks
     from pipeline.objectives import CausalLM
     from pipeline.training.assemble import build_engine
 
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path / "it.yaml", replace(Workload.of("tiny"), adapter=True), "fp32", plain=True)
+    work = replace(workload.Workload.of("tiny"), adapter=True)
+    workload.write_recipe(tmp_path / "it.yaml", work, "fp32", plain=True)
     settings = load_settings(tmp_path / "it.yaml", None, [])
-    script = Script.of(settings)
+    script = imported("loops").Script(settings)
     job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
     resolved = settings.resolve(1, describe_device(job.device))
     engine = build_engine(settings.config, resolved, job, script.data)
@@ -172,6 +158,16 @@ def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     assert not own
     found = engine.eval_step(probe, CausalLM())
     assert theirs(**probe).loss.item() == pytest.approx(float(found.loss_sum / found.count), rel=1e-6)
+
+
+def test_a_failure_is_on_the_disk_when_it_happens(tmp_path, capsys):
+    import argparse
+
+    file = tmp_path / "made" / "all.jsonl"
+    benchmark = throughput.Benchmark(argparse.Namespace(append=file))
+    benchmark.fail("trainer", "trainer, rank 0: died")
+    assert json.loads(file.read_text()) == {"failed": "trainer", "why": "trainer, rank 0: died"}
+    assert "rank 0: died" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)

@@ -1,4 +1,4 @@
-"""The data benchmarks run, on little data, and write down every number; whether targets hold is not asked."""
+"""The data benchmark runs, on little data, and writes every number down; targets may be missed."""
 
 from __future__ import annotations
 
@@ -9,33 +9,23 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data.py"
 
 
-def run(tmp_path: Path, program: str, *arguments: str) -> dict:
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_preparing_and_loading_are_measured_beside_the_peers(tmp_path):
     output = tmp_path / "results.json"
-    command = [sys.executable, FOLDER / program, *arguments, "--folder", tmp_path, "--output", output]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    sizes = ["--megabytes", "2", "--standard-megabytes", "0.5", "--loader-megabytes", "4"]
+    rounds = ["--prepare-rounds", "2", "--loader-rounds", "2", "--no-wait"]
+    command = [sys.executable, DATA, *sizes, *rounds, "--folder", tmp_path, "--output", output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     results = json.loads(output.read_text())
-    assert done.returncode == bool(results["failures"]), done.stderr + done.stdout
+    holds = [claim["holds"] for claim in results["claims"]]
+    assert len(holds) == 5
+    assert done.returncode == (0 if all(holds) else 1), done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    return results
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_preparing_is_measured_against_the_bare_tokeniser(tmp_path):
-    sizes = ["--megabytes", "2", "--standard-megabytes", "0.5"]
-    results = run(tmp_path, "data.py", *sizes, "--prepare-rounds", "2", "--loader-rounds", "0", "--no-wait")
-    speeds = results["prepare_megabytes_per_second"]
-    assert len(speeds) == 5
-    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in speeds.values())
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_loader_is_measured_against_others(tmp_path):
-    results = run(tmp_path, "data_loader.py", "--megabytes", "4", "--rounds", "2", "--burst", "0.01")
-    assert {"ours", "nanoGPT", "datasets + DataLoader"} < set(results["tokens_per_second"])
-    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in results["tokens_per_second"].values())
-    assert results["claims"]["seek_seconds"] > 0
+    prepared, loaded = results["prepare_megabytes_per_second"], results["loader_tokens_per_second"]
+    assert len(prepared) == 4
+    assert {"ours", "nanoGPT", "datasets + DataLoader"} < set(loaded)
+    assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in [*prepared.values(), *loaded.values()])

@@ -44,30 +44,23 @@ def lines(path):
 def test_every_operation_is_measured_or_says_why_not():
     import gpu_ops
 
-    records = list(gpu_ops.operations(["llama-1b"], tiny=True))
-    measured = {record["way"] for record in records if record.get("ms", 0) > 0}
-    assert {"sdpa, dense mask", "sdpa, causal, MATH", "ours, blockwise", "eager, fp32 logits"} <= measured
-    assert {"ours, linear, blockwise", "ours, linear, compiled"} <= measured
-    assert {"fused, one flat tensor", "foreach, 148 tensors"} <= measured
-    ways = {record["way"]: record for record in records}
-    assert {
-        "varlen",
-        "sdpa, causal, CUDNN_ATTENTION",
-        "DeepSpeed, Triton",
-        "torch, linear",
-        "Liger, linear",
-    } <= set(ways)
+    records = list(gpu_ops.operations(tiny=True))
     assert all("ms" in record or ": " in record["cannot"] for record in records)
-    assert ways["sdpa, causal, MATH"]["tflop_per_second"] > 0
+    ways = {record["way"]: record for record in records}
+    measured = {name for name, record in ways.items() if record.get("ms", 0) > 0}
+    assert {"sdpa, dense mask", "sdpa, causal", "eager, fp32 logits", "fused", "foreach"} <= measured
+    assert {"ours, linear, blockwise", "ours, linear, compiled"} <= measured
+    assert {"varlen", "Liger, linear"} <= set(ways)
+    assert ways["sdpa, causal"]["tflop_per_second"] > 0
 
 
 def test_the_facts_of_the_machine_are_told():
-    import gpu_facts
+    import gpu_ops
 
-    facts = dict(gpu_facts.facts(tiny=True))
+    facts = {record["fact"]: record for record in gpu_ops.facts(tiny=True)}
     assert facts["machine"]["torch"] == torch.__version__
     assert facts["copy"]["gb_per_second"] > 0
-    assert set(gpu_facts.PRODUCTS) <= {name.removeprefix("matmul ") for name in facts}
+    assert set(gpu_ops.PRODUCTS) <= {name.removeprefix("matmul ") for name in facts}
     assert facts["sdpa dense mask"]["kernels"]
 
 
@@ -120,8 +113,9 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
         assert all(record["holds"] for record in curves)
         ended = [record for record in lines(tmp_path / "llama-1b.jsonl") if "loss" in record]
         assert [record["peer"] for record in ended] == ["ours", "trainer"]
-        assert any(line.startswith("attention: ") for line in ended[0]["notes"])
-        assert "=== trainer, rank0" in (tmp_path / "logs.txt").read_text()
+        logs = (tmp_path / "logs.txt").read_text()
+        assert "\nattention: " in logs
+        assert "=== trainer, rank0" in logs
     if subcommand == "second":
         census = {record["census"]: record for record in lines(tmp_path / "census.jsonl")}
         assert set(census) == {"ours", "ours stage 2"}
@@ -133,11 +127,8 @@ def test_a_subcommand_runs_with_a_tiny_model(subcommand, written, tmp_path):
         assert all(record["processor"]["step_seconds_off"] > 0 for record in measured)
     if subcommand in {"gpt2", "1b"}:
         ended = [record for record in lines(tmp_path / written[0]) if "loss" in record]
-        of_sweep, measured = ended[:2], ended[2:]
-        assert [row["micro_batch_size"] for row in of_sweep] == [1, 2]
-        best = max(of_sweep, key=lambda row: row["tokens_per_second"])["micro_batch_size"]
-        assert {row["micro_batch_size"] for row in measured} == {best}
-        assert {(row["peer"], row["rows"], row["split"]) for row in measured} == {
+        assert {row["micro_batch_size"] for row in ended} == {2}
+        assert {(row["peer"], row["rows"], row["split"]) for row in ended} == {
             (peer, rows, split)
             for peer in ("ours", "trainer")
             for rows in ("packed", "unpacked")

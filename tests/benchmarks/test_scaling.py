@@ -1,4 +1,4 @@
-"""Steps on more GPUs are held to published runs, and what is measured here to itself."""
+"""Steps on more GPUs are predicted as the docs say; collectives and engines are measured here."""
 
 from __future__ import annotations
 
@@ -21,23 +21,11 @@ def on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_published_runs_are_met_within_the_stated_band():
-    from scaled_runs import compared
-
-    predicted = [each for each in compared() if not each.is_fit]
-    sharded = [each for each in predicted if each.job.tensor == 1]
-    assert len({each.series for each in sharded}) >= 6
-    assert max(abs(each.error) for each in sharded) < 0.07
-    cut = [each for each in predicted if each.job.tensor > 1]
-    assert len(cut) == 3
-    assert max(abs(each.error) for each in cut) < 0.2
-
-
 def test_more_ranks_never_raise_what_a_gpu_does_where_states_are_whole():
-    from scaled_runs import H100, LLAMA_8B, rates
+    from scaled_runs import LLAMA_8B, h100_rates
 
-    jobs = [replace(LLAMA_8B, data=2**k) for k in range(11)]
-    speeds = [step_time(job, rates(H100)).tokens_per_second for job in jobs]
+    speeds = [step_time(replace(LLAMA_8B, data=2**k), h100_rates()) for k in range(11)]
+    speeds = [step.tokens_per_second for step in speeds]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -69,7 +57,7 @@ def test_the_documentations_tables_are_the_models():
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_engines_are_measured_and_predicted(tmp_path):
+def test_collectives_and_engines_are_measured(tmp_path):
     output = tmp_path / "scaling.json"
     command = [sys.executable, BENCHMARKS / "scaling.py", "--model", "tiny", "--ranks", "1", "2"]
     command += ["--stages", "plain", "3", "--steps", "2", "--rounds", "2", "--output", output]
@@ -82,6 +70,5 @@ def test_engines_are_measured_and_predicted(tmp_path):
         ("plain", 2),
         ("3", 2),
     ]
-    assert all(step["predicted"] > 0 for step in results["steps"])
-    assert results["steps"][0]["error"] == pytest.approx(0, abs=1e-6)
+    assert all(step["seconds"] > 0 for step in results["steps"])
     assert results["bytes_per_second"] > 0

@@ -1,0 +1,360 @@
+"""The training loops that are compared, each as its users write it. All start from the pipeline's weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import FinishedError, Gate, Task
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from workload import DRAW_ON_DEVICE, FP8, FULL, LOG_EVERY, PeerDataset
+
+import pipeline
+from pipeline.config.settings import Settings, load_settings
+from pipeline.data import prepare_data
+from pipeline.data.bundle import DataBundle
+from pipeline.data.sampler import GlobalOrder
+from pipeline.distributed.process_group import describe_device
+from pipeline.models import build_model, huggingface
+from pipeline.models.adapters import ALPHA, RANK, first_values
+from pipeline.models.huggingface import draw_weights
+from pipeline.models.sharding import Sharding, Whole, model_request
+from pipeline.models.sizes import flops_per_token
+from pipeline.objectives import CausalLM
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model at the end of its loop."""
+
+    model: nn.Module
+    probe: Batch
+    loss_of: Callable[[Batch], Tensor]
+    """Collective: the mean loss of a batch, dropout off."""
+
+
+def take_part(task: Task, gate: Gate) -> dict[str, Any]:
+    """Train until the gate has enough; return the loss on one fixed batch, and what the run took."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)  # what is compiled, what computes attention
+    trained = train(task, gate)
+    with torch.no_grad():
+        loss = float(trained.loss_of(trained.probe))
+    if task.peer.startswith("trainer"):
+        # At ZeRO 3 it leaves that on for every model that is made afterwards, also one to count the FLOPs of.
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        if (rows := task.folder / "run" / "metrics.jsonl").exists():  # ours: each row's peak is its own
+            of_rows = (json.loads(line) for line in rows.read_text().splitlines())
+            memory = max([memory, *(row.get("memory/peak_allocated_gib", 0.0) for row in of_rows)])
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    frozen = read_settings(task).config.adapter is not None
+    flops = flops_per_token(trained.model, trained.probe["input_ids"].shape[1], frozen=frozen)
+    return {"loss": loss, "flops_per_token": flops, "peak_memory_gib": memory}
+
+
+def train(task: Task, gate: Gate) -> Trained:
+    """Run the participant's loop until the gate ends it."""
+    if os.environ.get(DRAW_ON_DEVICE):
+        huggingface.draw_weights = draw_on_device
+    return LOOPS[task.peer](task, read_settings(task), gate)
+
+
+def read_settings(task: Task, overrides: tuple[str, ...] = ()) -> Settings:
+    """Read the participant's recipe and JSON, in its precision."""
+    words = [f"run_dir={task.folder / 'run'}", *overrides]
+    if task.json is not None:
+        words += [f"ds.bf16.enabled={str(task.precision == 'bf16').lower()}", "ds.fp16.enabled=false"]
+    return load_settings(task.recipe, task.json, words)
+
+
+@torch.no_grad()
+def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
+    """Draw first weights on the GPU, in seconds where a core takes a minute for 8 billion.
+
+    Every participant has the same ones; they are not those of a run, which are the same on any device.
+    """
+    draw_weights(model, sharding, draws=False)  # what modules with buffers need
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        with sharding.whole([parameter]):
+            if parameter.dim() > 1:
+                drawn = torch.empty(parameter.shape, device=device)
+                parameter.copy_(drawn.normal_(std=0.02, generator=generator))
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    model.tie_weights()
+
+
+def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
+    """The pipeline's own run with everything it has but evaluation and checkpoints."""
+    run = pipeline.Run(settings)
+    engine, store = run._parts.engine, run._parts.checkpoints
+    gate.offer_save(lambda folder, step: store.save(engine, {"global_step": step}), store)
+    with suppress(FinishedError):
+        while True:
+            gate()
+            run.step()
+
+    def loss_of(batch: Batch) -> Tensor:
+        loss = engine.eval_step(batch, CausalLM())
+        return loss.loss_sum / loss.count
+
+    return Trained(run.model, Script(settings).probe(), loss_of)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a peer's script has besides its loop: settings, data, device, model, optimizer."""
+
+    settings: Settings
+
+    @cached_property
+    def data(self) -> DataBundle:
+        return prepare_data(self.settings.config.data)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def dataset(self) -> PeerDataset:
+        samples = self.data.train
+        return PeerDataset(samples, GlobalOrder(len(samples), self.settings.config.seed))
+
+    def model(self) -> nn.Module:
+        """Return the model with the pipeline's weights, on the CPU, under an adapter if one is asked for."""
+        config = self.settings.config
+        model = build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+        if getattr(config.model, "activation_checkpointing", "none") != "none":
+            model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
+        return model if config.adapter is None else self._with_adapter(model)
+
+    def _with_adapter(self, model: nn.Module) -> nn.Module:
+        """Wrap all linear layers but the output layer by peft, with the first values that ours has."""
+        from peft import LoraConfig, get_peft_model
+
+        config, adapter = self.settings.config, self.settings.config.adapter
+        assert adapter is not None
+        if self.settings.deepspeed is None and config.engine.precision == "bf16":
+            model = model.to(torch.bfloat16)  # as ours holds the base
+        how = LoraConfig(
+            r=adapter.rank or RANK,
+            lora_alpha=adapter.alpha or ALPHA,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        wrapped = get_peft_model(model, how)
+        with torch.no_grad():
+            for name, parameter in wrapped.get_base_model().named_parameters():
+                if ".lora_" in name:
+                    parameter.copy_(first_values(name, parameter.shape, adapter, config.seed))
+        return wrapped
+
+    def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        numbers = self.settings.config.optimizer
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": numbers.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=numbers.learning_rate,
+            betas=numbers.betas,
+            eps=numbers.eps,
+            fused=True,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield batches on the device, without end."""
+        dataset = self.dataset()
+        loader = DataLoader(
+            dataset,
+            batch_size=self.settings.config.batch.micro_batch_size,
+            sampler=DistributedSampler(dataset, shuffle=False) if dist.is_initialized() else None,
+            pin_memory=self.device.type == "cuda",
+            drop_last=True,
+        )
+        while True:
+            for batch in loader:
+                yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def probe(self) -> Batch:
+        """Return one fixed batch to compare the trained models on; every rank has the same."""
+        dataset = self.dataset()
+        items = [dataset[i] for i in range(self.settings.config.batch.micro_batch_size or 1)]
+        return {key: torch.stack([item[key] for item in items]).to(self.device) for key in items[0]}
+
+
+def mean_loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
+    """Return transformers' own loss, or the pipeline's for peers named `...+our-loss`."""
+    if not task.peer.endswith("+our-loss"):
+        return model(**batch).loss
+    loss = CausalLM()(model, batch)
+    return loss.loss_sum / loss.count
+
+
+def bare_pytorch(task: Task, settings: Settings, gate: Gate) -> Trained:
+    """PyTorch alone: DDP at several ranks, torch.compile or fully_shard where the peer's name says so."""
+    script = Script(settings)
+    if task.world_size > 1:
+        dist.init_process_group("nccl" if script.device.type == "cuda" else "gloo")
+    module = script.model().to(script.device)
+    if task.peer == "pytorch-compiled":
+        module.compile()  # the whole model, as torch's documentation shows
+    model = module
+    if task.peer == "fsdp2-compiled":
+        model = fully_sharded(module, task.precision)
+    elif task.world_size > 1:
+        model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    optimizer = script.optimizer(model)
+
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.autocast(script.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            return mean_loss(task, model, batch)
+
+    def save(folder: Path, step: int) -> None:
+        folder.mkdir()
+        state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, folder / "checkpoint.pt")
+
+    gate.offer_save(save)
+    model.train()
+    with suppress(FinishedError):
+        for step, batch in enumerate(script.batches(), 1):
+            gate()
+            loss = loss_of(batch)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), settings.config.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % LOG_EVERY == 0:
+                print(f"step {step} loss {loss.item():.4f} norm {float(norm):.4f}", flush=True)
+    model.eval()
+    return Trained(module, script.probe(), loss_of)
+
+
+def fully_sharded(module: nn.Module, precision: str) -> nn.Module:
+    """Compile and shard every block, as torchtitan does: fp32 shards, computed in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    bf16 = torch.bfloat16 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
+    block_names = set(getattr(module, "_no_split_modules", None) or ())
+    for block in [each for each in module.modules() if type(each).__name__ in block_names]:
+        block.compile()
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(module, mp_policy=policy)
+
+
+def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> Trained:
+    """deepspeed.initialize with the same JSON, its "auto"s filled by the pipeline."""
+    import deepspeed
+
+    build_nothing()
+    deepspeed.init_distributed()
+    script = Script(settings)
+    config = settings.resolve(task.world_size, describe_device(script.device)).deepspeed
+    model = script.model()
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=script.optimizer(model), config=config)
+    gate.offer_save(lambda folder, _: engine.save_checkpoint(str(folder.parent), tag=folder.name))
+    with suppress(FinishedError):
+        for step, batch in enumerate(script.batches(), 1):
+            gate()
+            loss = mean_loss(task, engine, batch)
+            engine.backward(loss)
+            engine.step()
+            if step % LOG_EVERY == 0:
+                print(f"step {step} loss {loss.item():.4f} {engine.get_global_grad_norm()}", flush=True)
+    engine.eval()
+    return Trained(engine.module, script.probe(), lambda batch: mean_loss(task, engine, batch))
+
+
+def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
+    """transformers.Trainer, with the same JSON where there is one, and Liger's kernels for trainer-liger."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class GateCallback(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            gate()
+
+    if task.json is not None:
+        build_nothing()
+    script = Script(settings)
+    numbers = settings.config.optimizer
+    arguments = TrainingArguments(
+        output_dir=str(task.folder),
+        max_steps=1_000_000,
+        per_device_train_batch_size=settings.config.batch.micro_batch_size,
+        learning_rate=numbers.learning_rate,
+        adam_beta1=numbers.betas[0],
+        adam_beta2=numbers.betas[1],
+        adam_epsilon=numbers.eps,
+        weight_decay=numbers.weight_decay,
+        max_grad_norm=numbers.max_grad_norm,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        bf16=task.precision == "bf16",
+        logging_steps=LOG_EVERY,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=script.device.type == "cpu",
+        dataloader_pin_memory=script.device.type == "cuda",
+        deepspeed=None if task.json is None else str(task.json),
+        use_liger_kernel=task.peer == "trainer-liger",
+    )
+    model = script.model()
+    trainer = Trainer(model=model, args=arguments, train_dataset=script.dataset(), callbacks=[GateCallback()])
+
+    gate.offer_save(lambda *_: trainer._save_checkpoint(trainer.model_wrapped, None))
+    with suppress(FinishedError):
+        trainer.train()
+    trainer.model_wrapped.eval()
+    return Trained(model, script.probe(), lambda batch: trainer.model_wrapped(**batch).loss)
+
+
+def build_nothing() -> None:
+    """Keep DeepSpeed from compiling a shared-memory all-reduce for a minute, as it does on a CPU."""
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+LOOPS: dict[str, Callable[[Task, Settings, Gate], Trained]] = {
+    "ours": ours,
+    FULL: ours,
+    FP8: ours,
+    "pytorch": bare_pytorch,
+    "pytorch+our-loss": bare_pytorch,
+    "pytorch-compiled": bare_pytorch,
+    "fsdp2-compiled": bare_pytorch,
+    "torch.save": bare_pytorch,
+    "deepspeed": bare_deepspeed,
+    "deepspeed+our-loss": bare_deepspeed,
+    "trainer": hugging_face_trainer,
+    "trainer-liger": hugging_face_trainer,
+}
