@@ -137,7 +137,7 @@ def recipe(curve: Curve, size: dict[str, int], weights: Path) -> dict[str, Any]:
         "data": {"kind": "curve_inputs:rows", "args": {"num_samples": 64, **rows}},
         "batch": {"micro_batch_size": size["micro_batch_size"], "gradient_accumulation_steps": 2},
         "optimizer": {"learning_rate": rate, "max_grad_norm": 1.0},
-        "schedule": {"kind": "cosine", "warmup_steps": 2},
+        "schedule": {"kind": "cosine", "warmup": 2},
         "wandb": {"mode": "disabled"},
     }
     if curve.lora:

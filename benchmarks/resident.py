@@ -80,7 +80,7 @@ def took(run: Run, folder: Path) -> tuple[float, float]:
     given = f"{FAMILIES[family]} model.num_layers={layers} model.hidden_size={hidden} {words}"
     given += f" model.intermediate_size={inner} model.max_sequence_length={length} max_steps=4"
     given += f" data.sequence_length={length} batch.micro_batch_size={rows} checkpoint.every=2 log.every=1"
-    given += f" eval.max_samples=8 sample.max_new_tokens=1 schedule.warmup_steps=1 run_dir={folder}"
+    given += f" eval.max_samples=8 sample.max_new_tokens=1 schedule.warmup=1 run_dir={folder}"
     command = (sys.executable, "launch/train.py", "--deepspeed", f"ds_configs/{split}.json", *given.split())
     (folder.parent / "plans.jsonl").unlink(missing_ok=True)  # what was measured would correct the next
     done = subprocess.run(

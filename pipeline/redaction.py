@@ -7,12 +7,11 @@ and the values of environment variables with such names.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import os
 import re
-from collections.abc import Iterable
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -114,7 +113,7 @@ def strength_of(name: str) -> int:
 
 @lru_cache(maxsize=4096)
 def is_secret_variable(name: str, value: str) -> bool:
-    """Whether the value of this environment variable is to be hidden wherever it stands in a text.
+    """Return whether the value of this environment variable is hidden wherever a text has it.
 
     A short or common word is not: it would be hidden in every sentence.
     """
@@ -130,7 +129,7 @@ def is_secret_variable(name: str, value: str) -> bool:
 
 
 def is_placeholder(value: str, strength: int) -> bool:
-    """Whether a value stands for a secret, or is something else: a variable, a path, a tokenizer's token."""
+    """Return whether a value is no secret: a variable, a path, a tokenizer's token, a word for one."""
     text = value.strip()
     if not any(character.isalnum() for character in text) or "[redacted]" in text:
         return True
@@ -146,7 +145,7 @@ def is_placeholder(value: str, strength: int) -> bool:
 
 
 def looks_random(value: str, least: int) -> bool:
-    """Whether a value looks drawn, not written: letters and digits, symbols, or capitals within a word."""
+    """Return whether a value looks drawn: letters and digits, symbols, or capitals within a word."""
     if len(value) < least or " " in value or not any(character.isalpha() for character in value):
         return False
     if any(character.isdigit() for character in value) or re.search(r"[!$%^*+=~]", value):
@@ -158,24 +157,6 @@ REDACTED = "[redacted]"
 LONGEST_VALUE = 4096
 _declared_variables = set[str]()
 
-# Module of detect-secrets -> a part of its keys: a text without it needs no import. Left out: jwt, openai and
-# npm (quadratic time on a long line), private_key (finds its first line alone), basic_auth, the second
-# expressions of artifactory (words as APACHELICENSE) and aws, and those that hide any value behind `key:`
-# (cloudant, ibm_*, softlayer). discord and telegram_token have no such part. The rules here cover them.
-_PLUGINS = {
-    "artifactory": "AKC",
-    "aws": "A",
-    "azure_storage_key": "AccountKey=",
-    "github_token": "gh",
-    "gitlab_token": "gl",
-    "mailchimp": "-us",
-    "pypi_token": "pypi-",
-    "sendgrid": "SG.",
-    "slack": "xox",
-    "square_oauth": "sq0csp-",
-    "stripe": "k_live_",
-    "twilio": "K",
-}
 # Atomic groups, since Python before 3.11.5 does not match possessive quantifiers of groups as it should.
 _PRIVATE_KEY = re.compile(
     r"""-----BEGIN\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
@@ -211,53 +192,100 @@ _FORMS = re.compile(
     )""",
     re.VERBOSE,
 )
-_URL_PATH = re.compile(
-    r"(?<=\bhooks\.slack\.com/)[\w/-]{20,} | (?<=\bdiscord\.com/api/webhooks/)\d+/[\w-]+"
-    r"| (?<=\bdiscordapp\.com/api/webhooks/)\d+/[\w-]+ | (?<=\.webhook\.office\.com/)[\w/@-]{20,}"
-    r"| (?<=[?&]key=)(?=[A-Za-z_]{0,40}\d)\w{20,}",
+# Keys that a word may stand directly in front of.
+_INSIDE = re.compile(
+    r"""A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16} | gh[opsur]_[A-Za-z0-9_]{36} | SG\.[\w-]{22}\.[\w-]{43}
+    | gl(?:(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[\w-]{20,64}) | GR1348941[\w-]{20,50}
+    | (?<![^\s=:"])AKC(?=[A-Za-z]{0,80}\d)[A-Za-z0-9]{10,} | (?:AC|SK)(?=[a-z]{0,31}\d)[a-z0-9]{32}
+    | pypi-AgE[\w-]{80,} | sq0csp-[\w-]{43} | [rs]k_live_[0-9a-zA-Z]{24}
+    | AccountKey=[a-zA-Z0-9+/=]{88} | xox[abposr]-(?:\d{1,20}-){1,9}[a-z0-9]+""",
     re.VERBOSE,
 )
 # user:password@, and TOKEN@ where it is no name of a user. Behind a colon a number is a port; behind the @ a
 # digest is that of an image.
-_URL_PASSWORD = re.compile(
+_URL_PASSWORD = (
     r"(?<=://)[^\s/:@\[\]\"'<>]{0,256}+:(?!\d{1,5}(?:[/,?#]|$))[^\s\"'<>@]{0,256}+"
     r"(?>(?:@[^\s/\"'<>@]{0,256}+(?=@))*)(?=@)(?!@sha\d)"
 )
-_URL_USER = re.compile(r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)")
-_ORACLE = re.compile(r"(?<=jdbc:oracle:thin:)[^\s/@]{1,128}/[^\s@]{1,256}(?=@)")
-# W&B's older keys look as git's names of commits do: only next to that name.
-_WANDB_KEY = re.compile(r"(?i)(?<=wandb)(\W[^\n]{0,40}?)\b[0-9a-f]{40}\b")
+_URL_PATH = r"""(?x)
+    (?<=\bhooks\.slack\.com/)[\w/-]{20,} | (?<=\bdiscord\.com/api/webhooks/)\d+/[\w-]+
+    | (?<=\bdiscordapp\.com/api/webhooks/)\d+/[\w-]+ | (?<=\.webhook\.office\.com/)[\w/@-]{20,}
+    | (?<=[?&]key=)(?=[A-Za-z_]{0,40}\d)\w{20,}"""
 _COMMIT = re.compile(r"(?i)commit|revision|sha|hash|fingerprint|digest|index")
-_SCHEME = r"(?:Bearer|Basic|Token|ApiKey|Api-Key|Bot|Negotiate|Digest|Splunk|GenieKey|SSWS)"
-_AUTHORIZATION = re.compile(
-    rf"(?i)(authorization\\*[\"']?\s*[:=,]\s*b?\\*[\"']?\s*{_SCHEME}\s+)([^\s\"'\\,;]{{2,}}|[^\s\"'\\]{{2,}})"
+_AUTHORIZATION = (
+    r"(?i)(authorization\\*[\"']?\s*[:=,]\s*b?\\*[\"']?\s*"
+    r"(?:Bearer|Basic|Token|ApiKey|Api-Key|Bot|Negotiate|Digest|Splunk|GenieKey|SSWS)\s+)"
+    r"([^\s\"'\\,;]{2,}|[^\s\"'\\]{2,})"
 )
-_BEARER = re.compile(r"(?i)(\bbearer[ \t]+)(?=[A-Za-z_./+~-]{0,200}\d)([\w.~+/-]{8,}=*)")
-_BASIC = re.compile(r"(\bBasic[ \t]+)([A-Za-z0-9+/]{6,}={0,2})")
-# What a text has somewhere -> in front of what it has a secret.
-_PHRASES = {
-    "uthorization": _AUTHORIZATION,
-    "UTHORIZATION": _AUTHORIZATION,
-    "earer ": _BEARER,
-    "EARER ": _BEARER,
+_PASSWORD_IN_A_SENTENCE = (
+    r"(?i)(\bpass(?:word|phrase|wd)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
+    r"(?=[a-z!$%&*+.-]{0,40}\d)(?=\d{0,40}[a-z])([^\s\"',;=]{6,})"
+)
+_TOKEN_IN_A_SENTENCE = (
+    r"(?i)(\b(?:token|api[ _-]?key|secret)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
+    r"(?=[a-z]{0,80}\d)(?=\d{0,80}[a-z])([a-z0-9]{20,})"
+)
+_BEARER = r"(?i)(\bbearer[ \t]+)(?=[A-Za-z_./+~-]{0,200}\d)([\w.~+/-]{8,}=*)"
+
+
+def _hide(found: re.Match[str]) -> str:
+    """Hide all of it, or what stands behind its first group."""
+    if not found.re.groups:
+        return REDACTED
+    return found[0] if is_placeholder(found[2], PASSWORD) else found[1] + REDACTED
+
+
+def _url_user(found: re.Match[str]) -> str:
+    """Hide the user of `https://TOKEN@host`, not that of `ssh://git@host`."""
+    scheme = found.string[max(0, found.start() - 8) : found.start()].lower()
+    is_web = scheme.endswith(("http://", "https://"))
+    is_token = looks_random(found[1], 8 if is_web else 16) or (is_web and len(found[1]) >= 16)
+    return REDACTED if is_token and not is_placeholder(found[1], PASSWORD) else found[0]
+
+
+def _wandb_key(found: re.Match[str]) -> str:
+    return found[0] if _COMMIT.search(found[1]) else found[1] + REDACTED
+
+
+def _basic(found: re.Match[str]) -> str:
+    try:
+        is_pair = b":" in base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), validate=True)
+    except ValueError:
+        is_pair = False
+    return found[1] + REDACTED if is_pair else found[0]
+
+
+def _element(found: re.Match[str]) -> str:
+    is_secret = strength_of(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
+    return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
+
+
+_TABLE: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
+    ("://", _URL_PATH, _hide),
+    ("://", _URL_PASSWORD, _hide),
+    ("://", r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)", _url_user),
+    ("jdbc:oracle", r"(?<=jdbc:oracle:thin:)[^\s/@]{1,128}/[^\s@]{1,256}(?=@)", _hide),
+    # W&B's older keys look as git's names of commits do: only next to that name.
+    ("wandb", r"(?i)(?<=wandb)(\W[^\n]{0,40}?)\b[0-9a-f]{40}\b", _wandb_key),
+    ("-us", r"[0-9a-z]{32}-us[0-9]{1,2}", _hide),
+    ("Basic ", r"(\bBasic[ \t]+)([A-Za-z0-9+/]{6,}={0,2})", _basic),
+    ("uthorization", _AUTHORIZATION, _hide),
+    ("UTHORIZATION", _AUTHORIZATION, _hide),
+    ("earer ", _BEARER, _hide),
+    ("EARER ", _BEARER, _hide),
     # Programs that take a password as a bare argument.
-    "curl": re.compile(r"(\bcurl\b[^\n]{0,300}?\s(?:-u|--user|-U|--proxy-user)[ =]?[\"']?[^\s:\"']+:)(\S+)"),
-    "docker": re.compile(r"(\bdocker\b[^\n]{0,300}?\s-p[ ]?[\"']?)([^\s\"':]+)(?=[\"']?(?:\s|$))"),
-    "sshpass": re.compile(r"(\bsshpass\s+-p[ ]?[\"']?)([^\s\"']+)"),
-    "mysql": re.compile(r"(\bmysql\w*[^\n]{0,300}?\s-p[\"']?)([^\s\"']+)"),
-    " password ": re.compile(r"(\b(?:login|machine|account)[ \t]+\S{1,256}\s+password[ \t]+)(\S+)"),
-    "auth=(": re.compile(r"(\bauth=\(\s*[\"'][^\"'\n]{0,256}[\"'],\s*[\"'])([^\"'\n]{1,256})"),
-    # In a sentence.
-    "ass": re.compile(
-        r"(?i)(\bpass(?:word|phrase|wd)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
-        r"(?=[a-z!$%&*+.-]{0,40}\d)(?=\d{0,40}[a-z])([^\s\"',;=]{6,})"
-    ),
-    " ": re.compile(
-        r"(?i)(\b(?:token|api[ _-]?key|secret)[ ]+(?:(?:is|was)[ ]+)?[\"']?)"
-        r"(?=[a-z]{0,80}\d)(?=\d{0,80}[a-z])([a-z0-9]{20,})"
-    ),
-}
-_XML = re.compile(r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</")
+    ("curl", r"(\bcurl\b[^\n]{0,300}?\s(?:-u|--user|-U|--proxy-user)[ =]?[\"']?[^\s:\"']+:)(\S+)", _hide),
+    ("docker", r"(\bdocker\b[^\n]{0,300}?\s-p[ ]?[\"']?)([^\s\"':]+)(?=[\"']?(?:\s|$))", _hide),
+    ("sshpass", r"(\bsshpass\s+-p[ ]?[\"']?)([^\s\"']+)", _hide),
+    ("mysql", r"(\bmysql\w*[^\n]{0,300}?\s-p[\"']?)([^\s\"']+)", _hide),
+    (" password ", r"(\b(?:login|machine|account)[ \t]+\S{1,256}\s+password[ \t]+)(\S+)", _hide),
+    ("auth=(", r"(\bauth=\(\s*[\"'][^\"'\n]{0,256}[\"'],\s*[\"'])([^\"'\n]{1,256})", _hide),
+    ("ass", _PASSWORD_IN_A_SENTENCE, _hide),
+    (" ", _TOKEN_IN_A_SENTENCE, _hide),
+    ("</", r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</", _element),
+]
+"""What a text has if it has such a secret; its expression; what takes its place."""
+_COMPILED = [(mark, re.compile(expression), replacement) for mark, expression, replacement in _TABLE]
 # name = value, "name": value, ['name'] = value, --name value; what follows is looked at by _secret_behind.
 _NAMING = re.compile(
     r"pass|pwd|secret|token|key|auth|cred|pat(?![a-z])|cookie|bearer|dsn(?![a-z])|hook|jwt(?![a-z])|otp(?![a-z])"
@@ -279,27 +307,12 @@ def redact_text(text: str) -> str:
     if "PRIVATE KEY" in text or "Private-" in text:
         text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _FORMS.sub(REDACTED, text)
-    for plugin, mark in _PLUGINS.items():
-        if mark in text:
-            for form in _library_forms(plugin):
-                text = form.sub(_without_delimiters, text)
+    text = _INSIDE.sub(REDACTED, text)
     if (values := _values_in_environment()) is not None:
         text = values.sub(REDACTED, text)
-    if "://" in text:
-        text = _URL_PATH.sub(REDACTED, text)
-        text = _URL_PASSWORD.sub(REDACTED, text)
-        text = _URL_USER.sub(_hide_url_user, text)
-    if "jdbc:oracle" in text:
-        text = _ORACLE.sub(REDACTED, text)
-    if "wandb" in text:
-        text = _WANDB_KEY.sub(_hide_wandb_key, text)
-    if "Basic " in text:
-        text = _BASIC.sub(_hide_basic, text)
-    for mark, phrase in _PHRASES.items():
+    for mark, expression, replacement in _COMPILED:
         if mark in text:
-            text = phrase.sub(_behind_prefix, text)
-    if "</" in text:
-        text = _XML.sub(_hide_element, text)
+            text = expression.sub(replacement, text)
     return _redact_assignments(text)
 
 
@@ -339,7 +352,7 @@ def _key(key: Any) -> Any:
 
 
 def _inherited(name: str, parent: str) -> str:
-    """`secrets: {a: x}` hides x; `auth: {user: x, password: y}` hides y."""
+    """Return the name that decides: `secrets: {a: x}` hides x; `auth: {user: x, password: y}` hides y."""
     is_collection = parent and parent.lower().endswith(
         ("secrets", "credentials", "passwords", "keys", "tokens")
     )
@@ -361,21 +374,6 @@ def _is_secret_field(value: str, strength: int, name: str) -> bool:
     if strength == UNCERTAIN:
         return len(value) >= 8 if name.lower() != "token" else looks_random(value, 8) or len(value) >= 20
     return True
-
-
-@cache
-def _library_forms(plugin: str) -> tuple[re.Pattern[str], ...]:
-    """Return expressions of detect-secrets; the first import takes 0.08 s."""
-    module = importlib.import_module(f"detect_secrets.plugins.{plugin}")
-    own = (each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__)
-    (detector,) = (each for each in own if hasattr(each, "denylist"))
-    return tuple(detector.denylist)[: 1 if plugin in ("artifactory", "aws") else None]
-
-
-def _without_delimiters(found: re.Match[str]) -> str:
-    """Some expressions take the quotes or spaces around a key too; a key has a digit."""
-    key = found[0].strip(' \t\r\n\f\v"=:')
-    return found[0].replace(key, REDACTED) if re.search(r"\d|hooks\.", key) else found[0]
 
 
 def _values_in_environment() -> re.Pattern[str] | None:
@@ -406,35 +404,6 @@ def _pattern_of(
         edges = (r"(?<![^\W_])", r"(?![^\W_])") if is_short else ("", "")
         forms |= {f"{edges[0]}{re.escape(form)}{edges[1]}" for form in written}
     return re.compile("|".join(sorted(forms, key=len, reverse=True))) if forms else None
-
-
-def _behind_prefix(found: re.Match[str]) -> str:
-    return found[0] if is_placeholder(found[2], PASSWORD) else found[1] + REDACTED
-
-
-def _hide_url_user(found: re.Match[str]) -> str:
-    """`https://TOKEN@host` has a secret, `ssh://git@host` none."""
-    scheme = found.string[max(0, found.start() - 8) : found.start()].lower()
-    is_web = scheme.endswith(("http://", "https://"))
-    is_token = looks_random(found[1], 8 if is_web else 16) or (is_web and len(found[1]) >= 16)
-    return REDACTED if is_token and not is_placeholder(found[1], PASSWORD) else found[0]
-
-
-def _hide_wandb_key(found: re.Match[str]) -> str:
-    return found[0] if _COMMIT.search(found[1]) else found[1] + REDACTED
-
-
-def _hide_basic(found: re.Match[str]) -> str:
-    try:
-        is_pair = b":" in base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), validate=True)
-    except ValueError:
-        is_pair = False
-    return found[1] + REDACTED if is_pair else found[0]
-
-
-def _hide_element(found: re.Match[str]) -> str:
-    is_secret = strength_of(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
-    return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
 
 
 def _redact_assignments(text: str) -> str:

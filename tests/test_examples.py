@@ -55,7 +55,7 @@ def test_data_that_cannot_be_made_is_one_line(tmp_path, given, said):
 @pytest.mark.slow
 def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
-    some = ["max_steps=15", "schedule.warmup_steps=0", *few[1:]]
+    some = ["max_steps=15", "schedule.warmup=0", *few[1:]]
     run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few, "reward": few[:2]})
     begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
     assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pipeline.config.interval import intervals_in_words
 from pipeline.config.recipe import OPTION
 from pipeline.config.schema import LogLevel
 from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
@@ -203,5 +202,4 @@ def describe(settings: Settings, world_size: int) -> str:
         parts += [line, *filter(None, [remark(config.schedule, config.max_steps)])]
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
-    parts += intervals_in_words(config, None, config.max_steps)
     return "\n".join(parts)

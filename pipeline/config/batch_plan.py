@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step's samples are laid out. All counts are samples, steps or ranks."""
+    """Layout of one optimizer step's samples. All counts are samples, steps or ranks."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
@@ -26,13 +26,13 @@ class BatchPlan:
 
     @property
     def candidates(self) -> list[int]:
-        """What micro_batch_size can be with the same global batch and whole accumulation steps. Ascending."""
+        """Micro-batch sizes that keep the global batch in whole accumulation steps. Ascending."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         low = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
         return [n for n in sorted({*low, *(samples // n for n in low)}) if n <= MOST_SAMPLES_AT_ONCE]
 
     def divided(self, micro_batch_size: int) -> BatchPlan:
-        """The same global batch in micro-batches of another size, one of `candidates`."""
+        """Return the same global batch in micro-batches of another size, one of `candidates`."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         return replace(
             self,
@@ -42,30 +42,22 @@ class BatchPlan:
         )
 
     def __str__(self) -> str:
+        micro, steps = f"{self.micro_batch_size}", f"{self.gradient_accumulation_steps} "
         if self.is_open:
-            sizes = ", ".join(map(str, few(self.candidates)))
-            return (
-                f"auto (micro_batch_size, found at the start: one of {sizes}) x what follows "
-                f"(gradient_accumulation_steps) x {self.dp_world_size} (data-parallel ranks) = "
-                f"{self.global_batch_size} (global_batch_size)"
-            )
+            sizes = self.candidates
+            some = [*sizes] if len(sizes) <= 9 else [*sizes[:5], "...", *sizes[-3:]]
+            micro, steps = f"auto, one of {', '.join(map(str, some))},", ""
         return (
-            f"{self.micro_batch_size} (micro_batch_size) x {self.gradient_accumulation_steps} "
-            f"(gradient_accumulation_steps) x {self.dp_world_size} (data-parallel ranks) = "
-            f"{self.global_batch_size} (global_batch_size)"
+            f"{micro} (micro_batch_size) x {steps}(gradient_accumulation_steps) x {self.dp_world_size} "
+            f"(data-parallel ranks) = {self.global_batch_size} (global_batch_size)"
         )
 
 
-def few(sizes: list[int]) -> list[int | str]:
-    """All of them, or the ends of a long list."""
-    return [*sizes] if len(sizes) <= 9 else [*sizes[:5], "...", *sizes[-3:]]
-
-
 def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
-    """Completes the batch numbers for this many data-parallel ranks.
+    """Complete the batch numbers for this many data-parallel ranks.
 
     Raises:
-        ConfigError: the numbers contradict each other, do not divide, are too few, or one that follows is
+        ConfigError: The numbers contradict each other, do not divide, are too few, or one that follows is
             larger than it may be stated.
     """
     micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size

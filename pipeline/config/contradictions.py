@@ -19,20 +19,14 @@ from pipeline.config.schema import RunConfig
 Contradiction = tuple[tuple[str, ...], str]
 """The dotted keys, the one that the message is about first, and the message."""
 
-# transformers' architectures that cannot be built where the width is no multiple of the heads.
-WHOLE_HEADS = {
-    "biogpt", "bloom", "codegen", "falcon", "gemma2", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "llama",
-    "openai-gpt", "opt", "persimmon", "stablelm", "xglm",
-}  # fmt: skip
-
-# Those whose heads are as wide as hidden_size / num_heads, and turned in pairs of their entries. Others with
-# rotary positions have a width of their own (gemma, qwen3) or turn a part of it (phi, gpt_neox).
+# transformers' architectures whose heads are as wide as hidden_size / num_heads, and turned in pairs of
+# entries. Others have a width of their own (gemma, qwen3) or turn a part of it (phi, gpt_neox).
 ROTARY_HEADS = {
     "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
     "starcoder2",
 }  # fmt: skip
 # Fields of `extra` that make the rotated part another one.
-OTHER_ROTARY = {"head_dim", "partial_rotary_factor", "rope_parameters", "rope_scaling"}
+OTHER_ROTARY = {"partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
 # Objectives on judged answers.
 OF_PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
@@ -52,12 +46,13 @@ METRICS = {
 }
 """Kind of objective -> names of its evaluation's metrics."""
 
+
 LARGEST_MODEL = 10**15
 """Parameters; a thousand times the largest models there are."""
 
 
 def contradictions(config: RunConfig) -> Iterator[Contradiction]:
-    """Every pair of keys that cannot stand together."""
+    """Yield every pair of keys that cannot stand together."""
     if (config.max_steps is None) == (config.max_epochs is None):
         yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
     first, last = config.profile.start_step, config.max_steps
@@ -128,15 +123,16 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.num_heads", "model.num_key_value_heads"),
             f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
         )
-    if width and heads:
-        are_whole = model.architecture in WHOLE_HEADS and "head_dim" not in model.extra
-        are_rotary = model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra)
-        if are_whole and width % heads:
+    if width and heads and "head_dim" not in model.extra:
+        if width % heads:
             yield (
                 ("model.hidden_size", "model.num_heads"),
-                f"model.hidden_size {width} is not a multiple of num_heads {heads}",
+                f"model.hidden_size {width} is not a multiple of num_heads {heads}; change either, or state "
+                "the width of a head: model.extra: {head_dim: ...}",
             )
-        elif are_rotary and width // heads % 2:
+        elif (
+            model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra) and width // heads % 2
+        ):
             yield (
                 ("model.num_heads", "model.hidden_size"),
                 f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
@@ -171,7 +167,7 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
 
 
 def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradiction]:
-    """Of preference data and the kind of objective."""
+    """Check preference data against the kind of objective."""
     if kind in ("auto", "causal_lm", "classification"):
         yield (
             ("objective.kind", "data.kind"),

@@ -126,37 +126,37 @@ class DataSection(Closed):
     @property
     def documents(self) -> DocumentsConfig | None:
         """This section, of text, conversations or preferences."""
-        return None
+        return self if isinstance(self, DocumentsConfig) else None
 
     @property
     def text(self) -> TextDataConfig | None:
         """This section, of text."""
-        return None
+        return self if isinstance(self, TextDataConfig) else None
 
     @property
     def conversations(self) -> ConversationsConfig | None:
         """This section, of chat or preferences, which a chat template writes out."""
-        return None
+        return self if isinstance(self, ConversationsConfig) else None
 
     @property
     def chat(self) -> ChatDataConfig | None:
         """This section, of chat."""
-        return None
+        return self if isinstance(self, ChatDataConfig) else None
 
     @property
     def preferences(self) -> PreferenceDataConfig | None:
         """This section, of judged answers."""
-        return None
+        return self if isinstance(self, PreferenceDataConfig) else None
 
     @property
     def images(self) -> ImagesDataConfig | None:
         """This section, of image files or a dataset of images."""
-        return None
+        return self if isinstance(self, ImagesDataConfig) else None
 
     @property
     def custom(self) -> CustomDataConfig | None:
         """This section, of a user's own data."""
-        return None
+        return self if isinstance(self, CustomDataConfig) else None
 
 
 class DocumentsConfig(DataSection):
@@ -206,7 +206,7 @@ class DocumentsConfig(DataSection):
         return self
 
     def all_sources(self) -> list[SourceConfig]:
-        """Every source of the training data, each with a name."""
+        """Return every source of the training data, each with a name."""
         if self.sources is None:
             return [SourceConfig(name="source1", paths=self.paths, text_field=self._text_field)]
         return [
@@ -222,11 +222,6 @@ class DocumentsConfig(DataSection):
     def tokens_per_row(self) -> int:
         """Number of tokens in a row of the training data."""
         return self.sequence_length
-
-    @property
-    def documents(self) -> DocumentsConfig:
-        """This section."""
-        return self
 
 
 class TextDataConfig(DocumentsConfig):
@@ -244,11 +239,6 @@ class TextDataConfig(DocumentsConfig):
     def _text_field(self) -> str:
         return self.text_field
 
-    @property
-    def text(self) -> TextDataConfig:
-        """This section."""
-        return self
-
 
 class ConversationsConfig(DocumentsConfig):
     """What chat and preference data have in common."""
@@ -262,11 +252,6 @@ class ConversationsConfig(DocumentsConfig):
     append_eos: bool = True
     """Add the end-of-document token behind a conversation that the template ends otherwise. `false`: the
     tokens are what the template writes, and nothing behind an answer's own text counts in the loss."""
-
-    @property
-    def conversations(self) -> ConversationsConfig:
-        """This section."""
-        return self
 
 
 class ChatDataConfig(ConversationsConfig):
@@ -286,11 +271,6 @@ class ChatDataConfig(ConversationsConfig):
     too_long: Literal["shorten", "drop", "error"] = "shorten"
     """A conversation longer than a sequence. `shorten`: its last turns are left out, up to an answer that
     fits whole; where not even the first fits, it is dropped. Both are counted and reported."""
-
-    @property
-    def chat(self) -> ChatDataConfig:
-        """This section."""
-        return self
 
 
 class PreferenceDataConfig(ConversationsConfig):
@@ -337,11 +317,6 @@ class PreferenceDataConfig(ConversationsConfig):
     def is_unpaired(self) -> bool:
         """Whether rows may have one answer alone."""
         return self.examples == "unpaired"
-
-    @property
-    def preferences(self) -> PreferenceDataConfig:
-        """This section."""
-        return self
 
 
 class DigitsDataConfig(DataSection):
@@ -420,11 +395,6 @@ class ImagesDataConfig(DataSection):
         """Channels, height and width of a sample."""
         return self.channels, self.image_size, self.image_size
 
-    @property
-    def images(self) -> ImagesDataConfig:
-        """This section."""
-        return self
-
 
 class CustomDataConfig(DataSection):
     """Data of your own: `kind: package.module:function`, called as `function(split, **args)`."""
@@ -438,11 +408,6 @@ class CustomDataConfig(DataSection):
     collate_fn: str | None = Field(None, pattern=IMPORT_PATH)
     """Import path of a function that makes a batch of a list of samples; it runs as `kind` does. Default: the
     data set's own `collate_fn`, or what stacks samples of one shape."""
-
-    @property
-    def custom(self) -> CustomDataConfig:
-        """This section."""
-        return self
 
 
 DataConfig = Annotated[

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch_plan import BatchPlan
-from pipeline.config.deepspeed_check import check, refuse_conflicts, refuse_half_masters, rules
+from pipeline.config.deepspeed_check import check, rules
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, read_json
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device
@@ -17,25 +17,24 @@ from pipeline.errors import ConfigError
 
 
 def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> ConfigFile:
-    """The file with the command line's `ds.` overrides, every key and value checked.
+    """Return the file with the command line's `ds.` overrides, every key and value checked.
 
     Raises:
-        ConfigError: missing or malformed (line and column), unknown, dropped or misplaced keys, values that
-            DeepSpeed does not take.
+        ConfigError: The file is missing or malformed, a key is unknown or not read here, or DeepSpeed does
+            not take a value.
     """
     file = read_json(path)
     for parts, value in overrides:
         file.override(parts, value)
     check(file)
-    refuse_conflicts(file)
     return file
 
 
 def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
-    """The dict DeepSpeed gets: every "auto" a value, optimizer and schedule left to the recipe's builders.
+    """Return the dict DeepSpeed gets: every "auto" filled, without optimizer and schedule.
 
     Raises:
-        ConfigError: an "auto" that nothing can fill.
+        ConfigError: Nothing can fill an "auto".
     """
     filled = {
         key: copy.deepcopy(value)
@@ -67,14 +66,13 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     for name in ("bf16", "fp16"):
         if name in filled:
             filled[name]["enabled"] = name == precision
-    refuse_half_masters(file, filled, config.optimizer.kind, precision)
     for dotted in _leftover_autos(filled):
         raise ConfigError(f'{file.at(dotted)}: nothing here can fill this "auto"; write a value')
     return filled
 
 
 def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
-    """Bucket sizes in elements.
+    """Return bucket sizes in elements.
 
     At stages 1 and 2 the engine chooses, by the model's size. Hugging Face's rule for stage 3, the square of
     the width, would send a small model in pieces that wait for their latency: not below 50 million.
@@ -96,37 +94,34 @@ def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
 
 
 def decide_precision(file: ConfigFile, device: Device) -> str:
-    """`bf16`, else `fp16`, where asked for, or left open and the device is faster in it; else `fp32`.
+    """Return `bf16`, else `fp16`, if it is asked for, or left open and faster on the device; else `fp32`.
 
     Raises:
-        ConfigError: both half precisions asked for, or one the device does not compute in.
+        ConfigError: Both half precisions are asked for, or one that the device does not compute in.
     """
     bf16 = get_dotted(file.tree, "bf16.enabled") or False
     fp16 = get_dotted(file.tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
         raise ConfigError(f"{file.at('bf16.enabled')} and fp16.enabled are both true; choose one")
-    if fp16 is True and device.kind == "cuda" and not device.fp16:
-        raise ConfigError(
-            f"{file.at('fp16.enabled')}: this device does not compute in fp16; use bf16 "
-            "(ds_configs/zero2.json), or fp32 with ds.fp16.enabled=false"
-        )
-    if bf16 is True and device.kind == "cuda" and not device.bf16:
-        raise ConfigError(
-            f"{file.at('bf16.enabled')}: this device does not compute in bf16; use fp16 "
-            "(ds_configs/zero2_fp16.json), or fp32 with ds.bf16.enabled=false"
-        )
+    others = {"fp16": "bf16 (ds_configs/zero2.json)", "bf16": "fp16 (ds_configs/zero2_fp16.json)"}
+    for name, asked in (("fp16", fp16), ("bf16", bf16)):
+        if asked is True and device.kind == "cuda" and not getattr(device, name):
+            raise ConfigError(
+                f"{file.at(f'{name}.enabled')}: this device does not compute in {name}; use {others[name]}, "
+                f"or fp32 with ds.{name}.enabled=false"
+            )
     if bf16 is True or (bf16 == "auto" and fp16 is not True and device.bf16):
         return "bf16"
     return "fp16" if fp16 is True or (fp16 == "auto" and device.fp16) else "fp32"
 
 
 def precision_of(filled: Tree) -> str:
-    """`fp32`, `bf16` or `fp16`: what a resolved configuration computes in."""
+    """Return what a resolved configuration computes in: `fp32`, `bf16` or `fp16`."""
     return next((name for name in ("bf16", "fp16") if filled.get(name, {}).get("enabled")), "fp32")
 
 
 def lowest_loss_scale(filled: Tree | None) -> float | None:
-    """The fp16 scale DeepSpeed does not go below: the minimum, or the fixed one; None in other precisions."""
+    """Return the fp16 loss scale that DeepSpeed does not go below; `None` in other precisions."""
     if filled is None or precision_of(filled) != "fp16":
         return None
     return float(filled["fp16"].get("loss_scale") or filled["fp16"].get("min_loss_scale", 1))

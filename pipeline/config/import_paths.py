@@ -20,17 +20,17 @@ from pipeline.errors import PipelineError, one_line
 
 
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
-    """The callable at `path`; the current working directory is importable.
+    """Return the callable at `path`. The current working directory is importable.
 
     The directory is put last on `sys.path`, so that nothing in it can hide an installed package.
 
     Args:
         path: `package.module:function`.
-        error: What to raise where the path names nothing that can be called.
+        error: Error to raise if the path names nothing that can be called.
 
     Raises:
-        PipelineError: as `error`, also where the module imports what is not installed or ends the program;
-            any other exception from inside the user's module stays as it is.
+        PipelineError: As `error`, also if the module imports a package that is not installed, or ends the
+            program. Any other exception from inside the user's module stays as it is.
     """
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
@@ -48,29 +48,23 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         if missing.name is None:
             raise
         if not f"{module_name}.".startswith(f"{missing.name}."):
-            raise error(
-                f"{path}: {_place_of(missing)} imports {missing.name!r}, which is not installed"
-            ) from None
-        raise error(
-            f"{path}: there is no module {missing.name!r} in {directory} or installed"
-            f"{_hidden(module_name, directory)}"
-        ) from None
+            what = f"{_place_of(missing)} imports {missing.name!r}, which is not installed"
+        else:
+            hint = _hidden(module_name, directory)
+            what = f"there is no module {missing.name!r} in {directory} or installed{hint}"
+        raise error(f"{path}: {what}") from None
     found = getattr(module, name, None)
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise error(f"{path} is an async function; write def in place of async def")
     if callable(found):
         return found
+    hint = _hidden(module_name, directory)
     where = f"{path}: module {module_name!r} ({getattr(module, '__file__', 'built in')})"
     if found is not None:
-        raise error(
-            f"{where} has {name!r}, but it is a {type(found).__name__}, not something to call"
-            f"{_hidden(module_name, directory)}"
-        )
-    close = difflib.get_close_matches(
-        name, [key for key, value in vars(module).items() if callable(value)], n=1
-    )
-    hint = _hidden(module_name, directory) or (f"; did you mean {close[0]!r}?" if close else "")
-    raise error(f"{where} has no {name!r}{hint}")
+        raise error(f"{where} has {name!r}, but it is a {type(found).__name__}, not something to call{hint}")
+    names = [key for key, value in vars(module).items() if callable(value)]
+    close = difflib.get_close_matches(name, names, n=1)
+    raise error(f"{where} has no {name!r}{hint or (f'; did you mean {close[0]!r}?' if close else '')}")
 
 
 def refuse_misfit(
@@ -80,8 +74,8 @@ def refuse_misfit(
 
     Args:
         function: One without a signature, as some that are written in C, is accepted.
-        message: What the error says before the reason.
-        error: What to raise.
+        message: Text of the error before the reason.
+        error: Error to raise.
     """
     try:
         inspect.signature(function).bind(*args, **named)
@@ -104,11 +98,11 @@ def advice_on_file(given: str) -> str | None:
 
 @contextmanager
 def may_not_exit(what: str, error: type[PipelineError]) -> Iterator[None]:
-    """Around code of the user's own: sys.exit in it, or argparse's, would end the run with the user's code.
+    """Turn sys.exit in code of the user's own into an error: it would end the run with the user's code.
 
     Args:
         what: The code, for the message.
-        error: What to raise in place of SystemExit.
+        error: Error to raise in place of SystemExit.
     """
     try:
         yield
@@ -125,7 +119,7 @@ def told_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
 
     Args:
         what: The code, for the message.
-        error: What to raise in place of what the code raises.
+        error: Error to raise in place of the code's own.
     """
     try:
         with may_not_exit(what, error):
@@ -146,7 +140,7 @@ def _place_of(raised: Exception) -> str:
 
 
 def _hidden(module_name: str, directory: str) -> str:
-    """A hint where a file of that name is here, and an installed or standard module was imported instead."""
+    """Return a hint if an installed or standard module hides a file of the user's that has its name."""
     top = module_name.partition(".")[0]
     module = sys.modules.get(top)
     places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]

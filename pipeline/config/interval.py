@@ -1,4 +1,4 @@
-"""How often something is due and how long a warm-up is, in the units that people think in."""
+"""Intervals and warm-ups, in the units that people think in: steps, epochs, a share of the run."""
 
 from __future__ import annotations
 
@@ -57,26 +57,8 @@ def cadence_contradictions(
         )
 
 
-def intervals_in_words(config: RunConfig, steps_per_epoch: float | None, max_steps: int | None) -> list[str]:
-    """Return a line for each interval that is not written in steps: how many steps it has, if known."""
-    lines = []
-    every = {"log.every": config.log.every, "eval.every": config.eval.every}
-    every["checkpoint.every"] = config.checkpoint.every
-    for (name, written), steps in zip(every.items(), _in_steps(config, steps_per_epoch), strict=True):
-        if Interval.of(written).in_epochs and written:
-            epochs = f"{name} {Interval.of(written).number:g} epochs"
-            counted = "counted when the data is read" if steps is None else f"{steps:,} steps"
-            lines.append(f"{epochs}: {counted}")
-    warmup = config.schedule.warmup
-    if isinstance(warmup, float):
-        steps = None if max_steps is None else config.schedule.warmup_steps(max_steps)
-        counted = "counted when the data is read" if steps is None else f"{steps:,} steps"
-        lines.append(f"schedule.warmup {warmup:g} of the run: {counted}")
-    return lines
-
-
 def _in_steps(config: RunConfig, steps_per_epoch: float | None) -> tuple[int | None, int | None, int | None]:
-    """Steps of the log, evaluations and saves. `None` for epochs that are not counted yet."""
+    """Return steps of the log, evaluations and saves. `None` for epochs that are not counted yet."""
     log, evaluations, saves = (
         Interval.of(section.every) for section in (config.log, config.eval, config.checkpoint)
     )

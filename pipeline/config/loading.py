@@ -1,6 +1,6 @@
-"""A configuration file, YAML or JSON, with the command line's overrides: a tree, and where each key stands.
+"""Reads a configuration file, YAML or JSON, with the command line's overrides.
 
-Every error names the file, the line and the key.
+The result is a tree and the place of each key. Every error names the file, the line and the key.
 """
 
 from __future__ import annotations
@@ -8,45 +8,70 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import math
 import re
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from pipeline.errors import ConfigError
 from pipeline.files import CONFIGURATION_LIMIT, read_plain
 
-MOST_NODES, MOST_LEVELS = 100_000, 64  # of a recipe, aliases written out
+Tree = dict[str, Any]
+
+MOST_VALUES, MOST_LEVELS = 100_000, 64
+"""Bounds of a recipe."""
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that reads numbers as people write them (3e-4, and no octal 010), nothing without bounds."""
+    """SafeLoader with numbers as people write them (3e-4, and no octal 010), and with bounds.
+
+    A few lines with aliases can stand for billions of values, so values are counted with aliases written out.
+    """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._composed = 0
+        self._level = 0
+        self._deepest = 0
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """id of a whole node -> number of values and of levels within it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose one value, and refuse what no recipe needs before seconds are spent on it."""
+        event = self.peek_event()
+        before, deepest_before = self._composed, self._deepest
         self._composed += 1
-        if self._composed > MOST_NODES:  # before seconds are spent on the rest
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MOST_NODES:,} values", problem_mark=self.get_mark()
-            )
-        return super().compose_node(parent, index)
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None:
-            _count_nodes(node, {}, 1)
+        self._level += 1
+        self._deepest = self._level
+        self._refuse(self._composed > MOST_VALUES, f"more than {MOST_VALUES:,} values", event)
+        self._refuse(self._level > MOST_LEVELS, "nested too deeply", event)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse(id(node) not in self._sizes, "the value holds itself", event)
+            values, levels = self._sizes[id(node)]
+            self._composed += values - 1
+            self._deepest += levels
+            self._refuse(self._composed > MOST_VALUES, f"stands for more than {MOST_VALUES:,} values", event)
+            self._refuse(self._deepest > MOST_LEVELS, "nested too deeply", event)
+        elif isinstance(event, yaml.ScalarEvent):
+            self._refuse("\0" in event.value, "a NUL character, which no name and no path can have", event)
+        self._sizes.setdefault(id(node), (self._composed - before, self._deepest - self._level))
+        self._level -= 1
+        self._deepest = max(self._deepest, deepest_before)
         return node
 
+    @staticmethod
+    def _refuse(is_wrong: bool, problem: str, event: Any) -> None:
+        if is_wrong:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
     def construct_yaml_int(self, node: Any) -> int:
-        """An integer of at most 64 bits: nothing here takes more, and Python does not write out all."""
+        """Return an integer of at most 64 bits: Python cannot write out all others."""
         try:
             value = int(super().construct_yaml_int(node))
         except ValueError:  # more digits than Python converts
@@ -55,32 +80,6 @@ class Loader(yaml.SafeLoader):
             problem = f"a number of {len(node.value):,} digits, more than 64 bits hold"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return value
-
-
-def _count_nodes(node: Any, known: dict[int, tuple[int, int]], level: int) -> tuple[int, int]:
-    """How many values a node stands for when its aliases are written out, and how many levels.
-
-    Raises:
-        MarkedYAMLError: too many, or one that holds itself: a few lines can stand for billions.
-    """
-    if id(node) not in known:
-        known[id(node)] = (0, 0)  # while its own values are counted
-        inner = node.value if isinstance(node, yaml.SequenceNode) else []
-        if isinstance(node, yaml.MappingNode):
-            inner = [each for pair in node.value for each in pair]
-        found = [_count_nodes(each, known, level + 1) for each in inner]
-        known[id(node)] = 1 + sum(n for n, _ in found), 1 + max((depth for _, depth in found), default=0)
-    count, levels = known[id(node)]
-    problem = "the value holds itself" if count == 0 else None
-    if isinstance(node, yaml.ScalarNode) and "\0" in node.value:
-        problem = "a NUL character, which no name and no path can have"
-    if count > MOST_NODES:
-        problem = f"stands for more than {MOST_NODES:,} values"
-    elif level + levels > MOST_LEVELS:
-        problem = "nested too deeply"
-    if problem is not None:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return count, levels
 
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
@@ -109,32 +108,27 @@ Dumper.yaml_implicit_resolvers = {
     for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
 }
 
-
-Tree = dict[str, Any]
-
 # Plain words that YAML 1.1 takes for a value: on, off, yes, no, ~
 _NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "nothing"}
 
-# Keys that people write for each other: JSON has no comments.
+# JSON has no comments: keys that people write for each other.
 _COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
-LARGEST = 2**63 - 1
-"""No whole number in a configuration is larger: it counts, or measures memory."""
-
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 @dataclass
 class ConfigFile:
-    """What a file says, and where: `places` has `file:line` or `command line` for each dotted key."""
+    """Tree of a file, and where each key stands."""
 
     path: Path
     tree: Tree
     places: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> `file:line` or `command line`."""
     notes: list[str] = field(default_factory=list)
-    """A line for each key that was taken, and that nobody reads."""
+    """One line for each key that was taken and that nothing reads."""
 
     def place(self, dotted: str) -> str:
-        """`command line`, `file:line` of the key or of the section it is missing in, or the file."""
+        """Return where the key stands, or the section that it is missing in, or the file."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
             if (place := self.places.get(".".join(parts[:length]))) is not None:
@@ -142,16 +136,16 @@ class ConfigFile:
         return str(self.path)
 
     def at(self, dotted: str) -> str:
-        """`file:line: key` or `command line: ds.key`, as errors about the DeepSpeed JSON begin."""
+        """Return `file:line: key` or `command line: ds.key`, as errors about the DeepSpeed JSON begin."""
         place = self.place(dotted)
         return f"{place}: {'ds.' * (place == 'command line')}{dotted}"
 
     def below(self, dotted: str) -> list[str]:
-        """Of the keys whose place is known: this one, and all within it."""
+        """Return this key and those within it, if their place is known."""
         return [at for at in self.places if f"{at}.".startswith(f"{dotted}.")]
 
     def override(self, parts: list[str], value: Any) -> None:
-        """Sets what the command line says, and that it stands there."""
+        """Set what the command line says, and that it says so."""
         dotted = ".".join(parts)
         set_dotted(self.tree, parts, value, "command line")
         for at in self.below(dotted):
@@ -162,10 +156,10 @@ class ConfigFile:
 
 
 def read_yaml(path: Path) -> ConfigFile:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: missing, unreadable, malformed or a key given twice (line and column), not a mapping.
+        ConfigError: The file is missing or malformed, repeats a key (line and column), or is no mapping.
     """
     tree, places = _parsed(path, read_text(path))
     return ConfigFile(path, copy.deepcopy(tree), dict(places))
@@ -184,8 +178,6 @@ def _parsed(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
         raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the 45th day of a month
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -217,88 +209,69 @@ def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
 
 
 def read_json(path: Path) -> ConfigFile:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        ConfigError: missing, malformed, a key given twice, a number that is none (file and line).
+        ConfigError: The file is missing or malformed, repeats a key (file and line), or is no object.
     """
     text = read_text(path)
-
-    def refuse(number: str, what: str) -> NoReturn:
-        line = text.count("\n", 0, text.index(number)) + 1
-        raise ConfigError(f"{path}:{line}: not valid JSON: {what}")
-
-    def whole(number: str) -> int:
-        if len(number) > 40 or abs(int(number)) > LARGEST:
-            refuse(number, f"a number of {len(number.lstrip('-'))} digits; the largest is {LARGEST:,}")
-        return int(number)
-
-    def real(number: str) -> float:
-        if not math.isfinite(float(number)):
-            refuse(number, f"{number[:40]} is more than a number can hold")
-        return float(number)
-
     try:
-        tree = json.loads(
-            text,
-            parse_int=whole,
-            parse_float=real,
-            parse_constant=lambda word: refuse(word, f"{word} is not a number"),
-        )
+        # Python refuses to convert thousands of digits; as a float they are refused as out of range.
+        tree = json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
-        words = _words(text)
-        return ConfigFile(path, tree, dict(_json_places(next(words)[0], words, path)))
+        return ConfigFile(path, tree, dict(_JsonPlaces(path, text).within("")))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
 
 
-def _words(text: str) -> Iterator[tuple[str, int]]:
-    """Each token of a JSON text, and its line."""
-    line, counted = 1, 0
-    for token in _TOKEN.finditer(text):
-        line, counted = line + text.count("\n", counted, token.start()), token.start()
-        yield token[0], line
+class _JsonPlaces:
+    """Finds the line of each key of a valid JSON object."""
 
+    def __init__(self, path: Path, text: str) -> None:
+        self._path = path
+        self._tokens = _TOKEN.finditer(text)
+        self._line_ends = [found.start() for found in re.finditer("\n", text)]
+        next(self._tokens)
 
-def _json_places(
-    opening: str, words: Iterator[tuple[str, int]], path: Path, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """(dotted key, `file:line`) of each key within the value that begins with `opening`, in valid JSON."""
-    if opening == "{":
+    def within(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield each dotted key of the object whose `{` was the last token, and its `file:line`."""
         keys = set()
-        for word, line in words:
-            if word == "}":
+        for token in self._tokens:
+            if token[0] == "}":
                 return
-            if word == ",":
+            if token[0] == ",":
                 continue
-            key = json.loads(word)
+            key = json.loads(token[0])
+            place = f"{self._path}:{bisect(self._line_ends, token.start()) + 1}"
             if key in keys and not is_comment(key):
-                raise ConfigError(f"{path}:{line}: {prefix}{key}: the key {key!r} is given twice")
+                raise ConfigError(f"{place}: {prefix}{key}: the key {key!r} is given twice")
             keys.add(key)
-            yield f"{prefix}{key}", f"{path}:{line}"
-            next(words)  # the colon
-            yield from _json_places(next(words)[0], words, path, f"{prefix}{key}.")
-    elif opening == "[":
-        number = 0
-        for word, _ in words:
-            if word == "]":
-                return
-            if word == ",":
-                number += 1
-            else:
-                yield from _json_places(word, words, path, f"{prefix}{number}.")
+            yield f"{prefix}{key}", place
+            next(self._tokens)  # the colon
+            opened = next(self._tokens)[0]
+            if opened == "{":
+                yield from self.within(f"{prefix}{key}.")
+            elif opened == "[":  # what a list holds has the place of the list's key
+                num_open = 1
+                while num_open:
+                    bracket = next(self._tokens)[0]
+                    num_open += (bracket in "[{") - (bracket in "]}")
 
 
 def is_comment(key: Any) -> bool:
-    """Whether a key is one that people write for each other: `_comment`, `//`, `$schema`."""
+    """Return whether people write such a key for each other: `_comment`, `//`, `$schema`."""
     return isinstance(key, str) and _COMMENT.fullmatch(key) is not None
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a configuration file; a ConfigError names what is near when it is missing."""
+    """Return the UTF-8 text of a configuration file.
+
+    Raises:
+        ConfigError: It cannot be read. The message names what is near if it is missing.
+    """
     try:
         # Some editors begin a file with a byte order mark.
         return read_plain(path, CONFIGURATION_LIMIT).decode("utf-8-sig")
@@ -307,22 +280,19 @@ def read_text(path: Path) -> str:
         hint = did_you_mean(path.name, siblings) if siblings else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
     except IsADirectoryError:
-        inside = sorted(each.name for each in path.glob("*") if each.suffix in (".yaml", ".yml", ".json"))
-        hint = f": {', '.join(inside[:5])}" if inside else ""
-        raise ConfigError(f"{path}: cannot be read: Is a directory; name a file in it{hint}") from None
+        raise ConfigError(f"{path}: cannot be read: Is a directory; name a file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
 def parse_override(argument: str) -> tuple[list[str], Any]:
-    """`model.num_layers=4` -> (["model", "num_layers"], 4). The value is read as YAML.
+    """Return `model.num_layers=4` as (["model", "num_layers"], 4). The value is read as YAML.
 
     Raises:
-        ConfigError: no `=`, an empty part in the key, no value, or one that is not YAML.
+        ConfigError: There is no `=` or no value, a part of the key is empty, or the value is no YAML.
     """
     key, equals, value = argument.partition("=")
     parts = key.split(".")
@@ -334,13 +304,13 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
         if node is None:  # a variable of the shell that was not set, or a comment
             raise ConfigError(f"command line: {argument} has no value; write {key}=null to unset it")
         return parts, loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         reason = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) and error.problem else ""
         raise ConfigError(f"command line: the value of {key} is not valid YAML{reason}: {value!r}") from None
 
 
 def set_dotted(tree: Tree, parts: list[str], value: Any, place: str) -> None:
-    """Sets one value in nested mappings, making those that are missing; errors begin with `place`."""
+    """Set one value in nested mappings, and make those that are missing. Errors begin with `place`."""
     for position, part in enumerate(parts[:-1]):
         if tree.get(part) is None:  # absent, or a section whose keys are all commented out
             tree[part] = {}
@@ -352,7 +322,7 @@ def set_dotted(tree: Tree, parts: list[str], value: Any, place: str) -> None:
 
 
 def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
-    """The value at `a.b.c`, or None where any part is absent."""
+    """Return the value at `a.b.c`, or `None` if any part is absent."""
     value: Any = tree
     for part in dotted.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -362,7 +332,7 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
-    """` (did you mean "..."?)`, or the valid names where none is near."""
+    """Return ` (did you mean "..."?)`, or the valid names if none is near."""
     options = sorted(valid)
     near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
     return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"

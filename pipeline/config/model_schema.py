@@ -29,7 +29,7 @@ class Closed(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
-        """A whole number may be written 1e3, which YAML reads as 1000.0; `None` is no YAML for nothing."""
+        """Take 1e3, which YAML reads as 1000.0, as a whole number, and refuse `None` in the place of null."""
         wanted = cls.model_fields[str(info.field_name)].annotation
         kinds = get_args(wanted) or (wanted,)
         counts = int in kinds and float not in kinds
@@ -64,27 +64,29 @@ class ModelSection(Closed):
     @property
     def language_model(self) -> CausalLMConfig | None:
         """This section, of a language model; `None` of any other kind."""
-        return None
+        return self if isinstance(self, CausalLMConfig) else None
 
     @property
     def cnn(self) -> CNNConfig | None:
         """This section, of the small convolutional network; `None` of any other kind."""
-        return None
+        return self if isinstance(self, CNNConfig) else None
 
     @property
     def custom(self) -> CustomModelConfig | None:
         """This section, of a user's own model; `None` of a built-in kind."""
-        return None
+        return self if isinstance(self, CustomModelConfig) else None
 
     @property
     def default_objective(self) -> str | None:
         """Kind of the objective that `auto` stands for; `None` of a user's own model."""
-        return None
+        if self.language_model is not None:
+            return "causal_lm"
+        return None if self.cnn is None else "classification"
 
     @property
     def pretrained_from(self) -> str | None:
         """Folder or hub name of a pretrained model; `None` of a new one."""
-        return None
+        return None if self.language_model is None else self.language_model.pretrained
 
 
 class CausalLMConfig(ModelSection):
@@ -132,21 +134,6 @@ class CausalLMConfig(ModelSection):
     """Run Python code that ships with the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""
 
-    @property
-    def language_model(self) -> CausalLMConfig:
-        """This section."""
-        return self
-
-    @property
-    def default_objective(self) -> str:
-        """The cross entropy of the next token."""
-        return "causal_lm"
-
-    @property
-    def pretrained_from(self) -> str | None:
-        """Folder or hub name of a pretrained model; `None` of a new one."""
-        return self.pretrained
-
 
 # The recipe's word -> transformers' word.
 FIELDS = {
@@ -171,16 +158,6 @@ class CNNConfig(ModelSection):
     dropout: float = Field(0.1, ge=0, lt=1)
     """Probability of dropping an activation before the last layer."""
 
-    @property
-    def cnn(self) -> CNNConfig:
-        """This section."""
-        return self
-
-    @property
-    def default_objective(self) -> str:
-        """The cross entropy of a sample's class."""
-        return "classification"
-
 
 class CustomModelConfig(ModelSection):
     """A model of your own: `kind: package.module:function`, called with `args`, returns an nn.Module."""
@@ -190,14 +167,9 @@ class CustomModelConfig(ModelSection):
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
-    @property
-    def custom(self) -> CustomModelConfig:
-        """This section."""
-        return self
-
 
 def kind_tag(value: Any) -> str | None:
-    """The union member for a section: a built-in kind, or `custom` for an import path."""
+    """Return the tag of a section's union member: a built-in kind, or `custom` for an import path."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 

@@ -1,4 +1,4 @@
-"""The recipe's sections on how parameters are stepped, and at what rate. See schema.py."""
+"""The recipe's optimizer and schedule sections. See schema.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from pipeline.config.interval import WarmUp
 from pipeline.config.loading import did_you_mean
@@ -16,62 +16,16 @@ ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
 OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
-_OWN = "your own: package.module:function, see docs/extending.md"
-_FEWER_BITS = (
-    "states of fewer bits are not built in; to hold less of them on a GPU, write adamw and divide the states "
-    "by --deepspeed zero2, or keep them in host memory by --deepspeed "
-    "zero2_offload; or write adafactor, with plain PyTorch"
-)
-_POWER = "write linear, which has power 1; another power is a function of yours, see docs/extending.md"
 
-# Names that other trainers and libraries use -> what to do here.
-OTHER_OPTIMIZERS = {
-    "adam": "write adamw, whose weight decay is decoupled from the gradient (without decay the two are the "
-    "same); or torch.optim:Adam, which adds the decay to the gradient",
-    "lion": "copy Lion of docs/extending.md into my_optimizer.py, and write my_optimizer:Lion",
-    "muon": "it steps matrices alone; write adamw here, and for the matrices of the blocks optimizer.groups: "
-    '[{patterns: ["*_proj.weight"], kind: muon}]',
-    **dict.fromkeys(
-        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fusedadam", "fused_adam"),
-        "write adamw, which is torch's, with fused kernels",
-    ),
-    **dict.fromkeys(
-        ("adam8bit", "adam_8bit", "adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_4bit",
-         "adamw_torch_8bit", "lion_8bit", "paged_adamw", "paged_adamw_8bit", "paged_adamw_32bit",
-         "paged_lion_8bit", "paged_lion_32bit"),
-        _FEWER_BITS,
-    ),
-    **{name.lower(): f"write torch.optim:{name}" for name in ("Adamax", "NAdam", "RAdam", "RMSprop")},
-    **dict.fromkeys(
-        ("adan", "apollo", "galore", "lamb", "lomo", "prodigy", "schedule_free", "shampoo", "soap", "sophia",
-         "stable_adamw"),
-        f"it is not built in; {_OWN}",
-    ),
-}  # fmt: skip
-OTHER_SCHEDULES = {
-    "constant_with_warmup": "write constant, and schedule.warmup",
-    "cosine_with_min_lr": "write cosine, and schedule.min_learning_rate_ratio",
-    "cosine_with_restarts": "a function of three lines, restarts in docs/extending.md, is this schedule",
-    "inverse_sqrt": "a function of three lines, inverse_sqrt in docs/extending.md, is this schedule",
-    "polynomial": _POWER,
-    "polynomial_decay": _POWER,
-    "reduce_lr_on_plateau": "the rate follows from the step alone here; write cosine, linear or wsd",
-    "trapezoidal": "write wsd",
-    "warmup_stable_decay": "write wsd, and schedule.decay_steps",
-    "warmupcosinelr": "write cosine",
-    "warmupdecaylr": "write linear",
-    "warmuplr": "write constant",
-}
-
-
-def _known_kind(value: Any, built_in: Any, others: dict[str, str]) -> Any:
-    """Return the kind, or raise a ValueError with what to write in place of a name that is not known here."""
+def _known_kind(value: Any, built_in: Any) -> Any:
+    """Return the kind, or raise a ValueError with the nearest name of a built-in one."""
     kinds = get_args(built_in)
     if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
         return value
-    if (advice := others.get(value.lower().replace("-", "_"))) is not None:
-        raise ValueError(f"{value!r} is no kind of this trainer: {advice}")
-    raise ValueError(f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; {_OWN}")
+    raise ValueError(
+        f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; your own: package.module:function, "
+        "see docs/extending.md"
+    )
 
 
 class ParameterGroupConfig(Closed):
@@ -124,7 +78,7 @@ class OptimizerConfig(Closed):
     @field_validator("kind", mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        return _known_kind(value, OptimizerKind, OTHER_OPTIMIZERS)
+        return _known_kind(value, OptimizerKind)
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -142,7 +96,7 @@ class ScheduleConfig(Closed):
     it."""
     warmup: WarmUp = 0
     """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
-    whole steps. `warmup_steps` is another name of it."""
+    whole steps."""
     decay_steps: int | None = Field(None, gt=0)
     """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
@@ -151,16 +105,7 @@ class ScheduleConfig(Closed):
     @field_validator("kind", mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        return _known_kind(value, ScheduleKind, OTHER_SCHEDULES)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_first_name(cls, section: Any) -> Any:
-        if isinstance(section, dict) and "warmup_steps" in section:
-            if "warmup" in section:
-                raise ValueError("warmup_steps is another name of warmup, which is given too; drop one")
-            section = {("warmup" if key == "warmup_steps" else key): each for key, each in section.items()}
-        return section
+        return _known_kind(value, ScheduleKind)
 
     def warmup_steps(self, max_steps: int) -> int:
         """Return the whole steps of the warm-up in a run of `max_steps`."""

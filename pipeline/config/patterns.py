@@ -10,21 +10,21 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.errors import ConfigError, ModelError
 
 GroupKey = tuple[int, bool]
-"""(0, or the number of the group in optimizer.groups from 1 on; whether it is what of it does not decay)."""
+"""Number of the group in optimizer.groups from 1 on, or 0; whether this part of it does not decay."""
 
 
 def group_keys(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Name -> group of each parameter of a whole model that is trained.
+    """Return name -> group of each parameter of a whole model that is trained.
 
-    Matrices decay; biases, norms and other vectors do not, where their group does not say so.
+    Matrices decay. Biases, norms and other vectors do not, unless their group says so.
 
     Args:
         trained: Name -> number of dimensions.
 
     Raises:
-        ConfigError: a pattern of optimizer.groups matches nothing that is trained, or muon is to step what is
-            no matrix.
-        ModelError: no parameter is trained.
+        ConfigError: A pattern of optimizer.groups matches nothing that is trained, or muon has a parameter
+            that is no matrix.
+        ModelError: No parameter is trained.
     """
     if not trained:
         raise ModelError("the model has no parameter that requires a gradient; nothing can be trained")
@@ -49,32 +49,29 @@ def group_keys(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str,
 
 
 def kind_of(key: GroupKey, config: OptimizerConfig) -> str:
-    """What steps a group: `adamw`, `sgd`, `adafactor` or `muon`."""
+    """Return the optimizer of a group: `adamw`, `sgd`, `adafactor` or `muon`."""
     own = config.groups[key[0] - 1].kind if config.groups and key[0] else None
     return own or config.kind
-
-
-_NEAREST = 3
 
 
 def matching_parts(
     pattern: str, names: Iterable[str], key: str, what: str, others: Iterable[str] = ()
 ) -> list[str]:
-    """The names that a pattern of whole names matches, or whose last parts it is, as peft has it.
+    """Return the names that a pattern matches as a whole, or whose last parts it is, as in peft.
 
     Args:
-        others: Names of modules that are trained whole where they are asked for.
+        key: Where the recipe has the pattern, for the error.
+        others: Names of modules that can be trained whole.
 
     Raises:
-        ConfigError: there are none; says which names are nearest.
+        ConfigError: There are none. The message says which names are nearest.
     """
     names = list(names)
 
     def matches(name: str) -> bool:
         return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
-    found = [name for name in names if matches(name)]
-    if found:
+    if found := [name for name in names if matches(name)]:
         return found
     if any(matches(name) for name in others):
         raise ConfigError(
@@ -82,25 +79,29 @@ def matching_parts(
             f"adapter.modules_to_save=[{pattern}]"
         )
     last = {name.rpartition(".")[2] for name in names}
-    near = difflib.get_close_matches(pattern, [*last, *names], _NEAREST, cutoff=0.0)
-    raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model; nearest: {', '.join(near)}")
+    raise ConfigError(
+        f"{key}: {pattern!r} matches no {what} of the model{_nearest(pattern, [*last, *names])}"
+    )
 
 
 def matching(pattern: str, names: Iterable[str], key: str, of_what: str = "of the model") -> list[str]:
-    """The names that the pattern matches as a whole; `*` also matches dots.
+    """Return the names that the pattern matches as a whole; `*` also matches dots.
 
     Args:
         key: Where the recipe has the pattern, for the error.
         of_what: Which parameters have these names.
 
     Raises:
-        ConfigError: there are none; says which names are nearest.
+        ConfigError: There are none. The message says which names are nearest.
     """
     names = list(names)
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
-    near = difflib.get_close_matches(pattern, names, _NEAREST, cutoff=0.0)
     raise ConfigError(
-        f"{key}: {pattern!r} matches no parameter {of_what}; nearest: {', '.join(near)} (a pattern is "
-        "held against whole names, and * stands for anything)"
+        f"{key}: {pattern!r} matches no parameter {of_what}{_nearest(pattern, names)} (a pattern is "
+        "compared with whole names, and * stands for anything)"
     )
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    return f"; nearest: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"

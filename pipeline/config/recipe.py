@@ -1,4 +1,4 @@
-"""The tree of a recipe -> RunConfig, with an error for each mistake in it; and where it names code to run."""
+"""Turns a recipe's tree into a RunConfig, with an error for each mistake, and finds the code it names."""
 
 from __future__ import annotations
 
@@ -10,102 +10,67 @@ from pydantic import BaseModel, Tag, ValidationError
 
 from pipeline.config.command_lines import shell_line
 from pipeline.config.contradictions import contradictions
-from pipeline.config.data_schema import DocumentsConfig, SourceConfig
 from pipeline.config.import_paths import advice_on_file
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
-# What people look for in the recipe but DeepSpeed's JSON decides.
+# Keys that people look for in the recipe, and that DeepSpeed's JSON decides.
 DEEPSPEED_OWNS = {
     "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
     "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
 }  # fmt: skip
 
-# What other trainers call these keys: Hugging Face, axolotl, LLaMA-Factory, TRL, nanoGPT.
+# Key of the recipe -> what other trainers call it.
 _SAME = {
     "batch.global_batch_size": "train_batch_size total_batch_size",
-    "batch.gradient_accumulation_steps": "gradient_accumulation_steps grad_accum grad_accumulation_steps",
-    "batch.micro_batch_size": "micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "batch.gradient_accumulation_steps": "grad_accum grad_accumulation_steps",
+    "batch.global_batch_size (all ranks) or batch.micro_batch_size (one rank at a time)": "batch_size",
+    "batch.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
     "checkpoint.every": "save_steps save_interval save_every",
-    "checkpoint.keep_best": "load_best_model_at_end",
     "checkpoint.keep_last": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints resume",
-    "data.chat_template": "chat_template template",
-    "data.eval_fraction": "val_set_size val_size test_size validation_split",
-    "data.packing": "sample_packing packing",
-    "data.paths": "train_file train_files data_path data_dir",
-    "data.prepare_workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
-    "data.sequence_length": "sequence_length sequence_len cutoff_len max_seq_length max_seq_len seq_length "
-    "seq_len block_size model_max_length",
-    "data.sources": "dataset datasets dataset_name train_dataset",
-    "data.tokenizer.pretrained": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_config",
-    "distributed.timeout_seconds": "ddp_timeout",
-    "early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
-    "early_stopping.patience": "early_stopping_patience",
-    "engine.compile": "torch_compile",
-    "eval.every": "eval_steps eval_interval evals_per_epoch",
-    "loader.num_workers": "dataloader_num_workers num_workers",
-    "log.console": "log_level logging_level",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "data.eval_fraction": "val_set_size validation_split",
+    "data.paths": "train_file data_path data_dir",
+    "data.sequence_length": "sequence_len cutoff_len max_seq_length max_seq_len seq_length "
+    "seq_len block_size",
+    "data.sources": "dataset datasets dataset_name",
+    "eval.every": "eval_steps eval_interval",
+    "loader.num_workers": "dataloader_num_workers",
     "log.every": "logging_steps log_interval",
-    "log.tensorboard": "tensorboard use_tensorboard",
     "max_epochs": "num_train_epochs num_epochs epochs",
-    "max_steps": "max_iters train_steps num_steps total_steps",
-    "model.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
-    "model.architecture": "model_type",
-    "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
-    "model.freeze": "freeze_layers freeze_parameters frozen_parameters",
-    "model.pretrained": "model_name_or_path model_name base_model model_path pretrained_model_name_or_path",
-    "model.trust_remote_code": "trust_remote_code",
-    "name": "run_name experiment_name",
-    "objective.label_smoothing": "label_smoothing_factor label_smoothing",
-    "optimizer.betas": "betas adam_beta1 adam_beta2 beta1 beta2",
-    "optimizer.eps": "adam_epsilon epsilon",
-    "optimizer.learning_rate": "learning_rate lr",
-    "optimizer.max_grad_norm": "max_grad_norm grad_clip gradient_clipping gradient_clip_val clip_grad",
-    "optimizer.weight_decay": "weight_decay",
-    "run_dir": "output_dir out_dir save_dir",
-    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
-    "schedule.min_learning_rate_ratio": "min_lr_ratio min_lr cosine_min_lr_ratio",
-    "schedule.warmup": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
-    "wandb.mode": "report_to use_wandb wandb_mode",
-    "wandb.project": "wandb_project",
-    "wandb.entity": "wandb_entity",
+    "max_steps": "max_iters train_steps num_steps",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.attention": "flash_attention flash_attn attn_implementation",
+    "model.pretrained or model.architecture": "model.name",
+    "model.pretrained": "model_name_or_path model_name base_model",
+    "name": "run_name",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.learning_rate": "lr",
+    "optimizer.max_grad_norm": "grad_clip gradient_clipping",
+    "run_dir": "output_dir",
+    "schedule.kind": "lr_scheduler_type lr_scheduler",
+    "schedule.min_learning_rate_ratio": "min_lr",
+    "schedule.warmup": "warmup_steps warmup_ratio",
+    "wandb.mode": "report_to",
 }
-_SEVERAL = {
-    "batch_size": "batch.global_batch_size (samples of a step, on all ranks) or batch.micro_batch_size "
-    "(samples that a rank computes at a time)",
-    "model.name": "model.pretrained (a folder or a hub name) or model.architecture (new weights)",
-}
-_FIRST = {
-    "batch": "global_batch_size",
-    "checkpoint": "every",
-    "data": "paths",
-    "eval": "every",
-    "model": "pretrained",
-    "objective": "kind",
-    "optimizer": "kind",
-    "schedule": "kind",
-}
-"""Section -> the key that a single value in its place most likely is for."""
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
 OPTION = "--no-import-paths"
-IMPORTED = (
-    "kind",
-    "iterable",
-    "collate_fn",
-    "curriculum",
-)  # the fields that may hold `package.module:function`
-STARTED = "command"  # the field that names a program
+IMPORTED = ("kind", "iterable", "collate_fn", "curriculum")
+"""Fields that may hold `package.module:function`."""
+STARTED = "command"
+"""Field that names a program."""
+
+Section = type[BaseModel]
 
 
 def validate_recipe(file: ConfigFile) -> RunConfig:
-    """The typed recipe.
+    """Return the typed recipe.
 
     Raises:
-        ConfigError: one line a problem, each with file, line, key, what was given and what is valid.
+        ConfigError: One line a problem, each with file, line, key, what was given and what is valid.
     """
     if file.path.suffix == ".json" and not {"model", "data"} & file.tree.keys():
         option = shell_line("--deepspeed", str(file.path))
@@ -116,8 +81,7 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
         config = RunConfig.model_validate(file.tree)
     except ValidationError as error:
         problems = [_explain(problem, file) for problem in error.errors()]
-        unique = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(unique)) from None
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     for keys, message in contradictions(config):
         found = [file.place(key) for key in keys]
         place = "command line" if "command line" in found else found[0]
@@ -136,7 +100,9 @@ def _explain(problem: Any, file: ConfigFile) -> str:
         at.startswith(f"{dotted}.") and there == "command line" for at, there in file.places.items()
     ):
         place = "command line"  # keys of a section that exclude each other, one of them given there
-    start = f"{place}: {_visible(dotted)}: "
+    # A no-break space, for one, does not show.
+    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in dotted)
+    start = f"{place}: {visible}: "
     if kind == "extra_forbidden":
         return start + _unknown(parts[-1], dotted, section)
     if kind == "union_tag_invalid":
@@ -146,8 +112,7 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        hint = f"; did you mean {dotted}.{_FIRST[dotted]}?" if dotted in _FIRST and given else ""
-        return f"{start}expected a section of keys and values, given {given!r}{hint}"
+        return f"{start}expected a section of keys and values, given {given!r}"
     if kind == "value_error":  # one of our own, which says what was given
         return start + str(problem["ctx"]["error"])
     if kind == "string_pattern_mismatch" and (advice := advice_on_file(given)) is not None:
@@ -156,63 +121,66 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     return f"{start}{message}, given {given!r}"
 
 
-def _unknown(key: str, dotted: str, section: type[BaseModel] | None) -> str:
-    """What is said of a key that its section does not have."""
+def _unknown(key: str, dotted: str, section: Section | None) -> str:
+    """Return what to say of a key that its section does not have."""
     if not key.isprintable():
         return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
     if key in ("deepspeed", "deepspeed_config"):
         return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-    if (several := _SEVERAL.get(key) or _SEVERAL.get(dotted)) is not None:
-        return f"unknown key; here it is {several}"
-    if ALIASES.get(key, dotted) != dotted:  # the same: a key of another kind of this section
-        return f"unknown key; here it is {ALIASES[key]}"
-    if section is not None and issubclass(section, DocumentsConfig) and key in SourceConfig.model_fields:
-        return f"unknown key; it goes with a source: data.sources: [{{paths: [...], {key}: ...}}]"
+    ours = ALIASES.get(dotted) or ALIASES.get(key, dotted)
+    if ours != dotted:  # the same: a key of another kind of this section
+        return f"unknown key; here it is {ours}"
     hint = did_you_mean(key, section.model_fields if section else {})
-    if "did you mean" not in hint and (kinds := _kinds_with(key, dotted)):
-        hint = f"; it goes with kind {' or '.join(kinds)}"
-    return f"unknown key{hint}"
+    if "did you mean" in hint:
+        return f"unknown key{hint}"
+    elsewhere: dict[str, list[str]] = {}
+    for prefix, kind, other in _all_sections("", "", RunConfig):
+        if key in other.model_fields:
+            elsewhere.setdefault(f"{prefix}{key}", []).append(kind)
+    if dotted in elsewhere:
+        return f"unknown key; it goes with kind {' or '.join(elsewhere[dotted])}"
+    return f"unknown key; here it is {' or '.join(elsewhere)}" if elsewhere else f"unknown key{hint}"
 
 
-def _kinds_with(key: str, dotted: str) -> list[str]:
-    """Of a section whose kind chooses its keys: the kinds that have this one."""
-    top = RunConfig.model_fields.get(dotted.removesuffix(f".{key}"))
-    members = _members(top.annotation) if top else {}
-    return [kind for kind, member in members.items() if key in member.model_fields and kind != "auto"]
+def _all_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str, str, Section]]:
+    """Yield the dotted prefix and the kind of each section that an annotation holds, and of those in it."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield prefix, kind, annotation
+        for name, field in annotation.model_fields.items():
+            yield from _all_sections(f"{prefix}{name}.", "", field.annotation)
+        return
+    within = f"{prefix}0." if get_origin(annotation) is list else prefix
+    for member in get_args(annotation) if get_origin(annotation) is not dict else ():
+        tagged = get_args(member)
+        if len(tagged) == 2 and isinstance(tagged[1], Tag):
+            if tagged[1].tag != "auto":
+                yield from _all_sections(prefix, tagged[1].tag, tagged[0])
+        else:
+            yield from _all_sections(within, kind, member)
 
 
-def _visible(text: str) -> str:
-    """The text with what does not show, as a no-break space, written out: `\\xa0`."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _locate(loc: tuple[Any, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """Dotted parts of a pydantic location without the union tags, and the section the last part is in."""
+def _locate(loc: tuple[Any, ...]) -> tuple[list[str], Section | None]:
+    """Return a pydantic location's dotted parts without the union tags, and the section of the last part."""
     parts: list[str] = []
-    section: type[BaseModel] | None = None
+    section: Section | None = None
     annotation: Any = RunConfig
     for item in loc:
         sections = (each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields"))
         section = next(sections, None)  # that of a section that may be left out, too
-        members = _members(annotation)
-        if item in members:
-            annotation = members[item]
+        pairs = [get_args(member) for member in get_args(annotation)]
+        kinds = {pair[1].tag: pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[1], Tag)}
+        if item in kinds:
+            annotation = kinds[item]
         else:
             parts.append(str(item))
             annotation = _annotation_within(annotation, str(item))
     return parts, section
 
 
-def _members(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Of a section whose kind chooses its keys: what there is to choose, by kind."""
-    pairs = [get_args(member) for member in get_args(annotation)]
-    return {pair[1].tag: pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[1], Tag)}
-
-
 def _annotation_within(annotation: Any, key: str) -> Any:
-    """Of a key of a section, or of what a list or a mapping (or None) holds."""
+    """Return the annotation of a section's key, or of what a list or a mapping (or None) holds."""
     fields = getattr(annotation, "model_fields", {})
     if key in fields:
         return fields[key].annotation
@@ -223,7 +191,7 @@ def _annotation_within(annotation: Any, key: str) -> Any:
 
 
 def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of everything in a recipe, or in a section of it, that would run code."""
+    """Yield dotted key and value of everything in a recipe, or in a section of it, that would run code."""
     entries: dict[Any, Any] = {}
     if isinstance(section, BaseModel | dict):
         entries = dict(section)
@@ -238,10 +206,10 @@ def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def refuse_code(config: RunConfig, file: ConfigFile) -> None:
-    """Refuses a recipe that would run code.
+    """Refuse a recipe that would run code.
 
     Raises:
-        ConfigError: the first key that names some.
+        ConfigError: A key names some.
     """
     for dotted, value in named_code(config):
         raise ConfigError(

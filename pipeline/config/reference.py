@@ -1,13 +1,8 @@
-"""Writes docs/configuration.md from the schema: python -m pipeline.config.reference > docs/configuration.md
-
-With --check it writes nothing and fails where the file is not what the schema gives.
-"""
+"""Writes the tables of docs/configuration.md from the schema: python -m pipeline.config.reference"""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,96 +26,47 @@ LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "m
 TYPES = {"interval": "steps or epochs", "steps or share": "steps or a share of the run"}
 TYPES |= {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 
-INTRODUCTION = """\
-# Configuration
-
-*Written by `python -m pipeline.config.reference` from `pipeline/config/schema.py`; a test compares the two.*
-
-A run is described by two files. The **recipe** (YAML, `--config`) says what is trained; its keys are below.
-The **DeepSpeed JSON** (`--deepspeed`, see `ds_configs/`) says how the work is split and in which precision.
-`--dry-run` prints both with everything filled in and starts nothing.
-
-Both can be changed on the command line, after the options. Values are read as YAML:
-
-```
-deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4 'data.paths=[notes, "*.md"]'
-deepspeed launch/train.py --deepspeed ds_configs/zero2.json ds.zero_optimization.stage=3
-```
-
-A key that begins with `ds.` changes the DeepSpeed JSON, any other the recipe. The command line goes before
-the file, the file before the default. In both files an unknown key is an error with file, line and the
-nearest key, or `command line`; so is a key given twice, a value out of its range, and a number of absurd
-size. Two keys that cannot stand together are told before anything is loaded.
-"""
-
 
 def document() -> str:
-    """The whole of docs/configuration.md."""
+    """Return docs/configuration.md with each table between its two marks written anew."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    tables = {
+        "recipe": "\n".join(_recipe()),
+        "adopted": _two("in the recipe", {key: f"`{ours}`" for key, ours in keys.ADOPTED.items()}),
+        "ignored": _two("why", keys.IGNORED),
+        "refused": _two("instead", keys.NOT_HERE),
+    }
+    for name, table in tables.items():
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->\n")
+        text = before + begin + table + end + after
+    return text
+
+
+def _recipe() -> Iterator[str]:
     recipe = RunConfig.model_json_schema()
     defined = recipe["$defs"]
     top = {name: field for name, field in recipe["properties"].items() if not _sections(field)}
-    parts = [INTRODUCTION, "## The run\n", _table("", recipe | {"properties": top}, defined)]
+    yield "## The run\n"
+    yield _table("", recipe | {"properties": top}, defined)
     for name, field in recipe["properties"].items():
         members = [defined[section] for section in _sections(field)]
         if not members:
             continue
-        parts.append(f"## {name}\n")
+        yield f"## {name}\n"
         for section in members:
             if len(members) > 1:
-                parts.append(f"### {_kind(section)}\n")
-            parts += [_paragraph(section["description"]), _table(f"{name}.", section, defined)]
+                yield f"### {_kind(section)}\n"
+            yield _paragraph(section["description"])
+            yield _table(f"{name}.", section, defined)
         for item, holders in _items(name, members).items():
-            parts.append(f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n")
-            parts += [_paragraph(defined[item]["description"]), _table("", defined[item], defined)]
-    return "\n".join([*parts, *_deepspeed()])
+            yield f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n"
+            yield _paragraph(defined[item]["description"])
+            yield _table("", defined[item], defined)
 
 
-def _deepspeed() -> Iterator[str]:
-    kinds = ", ".join(f"`{theirs}` means `{ours}`" for theirs, ours in keys.SCHEDULES.items())
-    optimizers = ", ".join(f"`{theirs}` means `{ours}`" for theirs, ours in keys.OPTIMIZERS.items())
-    types = [("optimizer.type", "optimizer.kind"), ("scheduler.type", "schedule.kind")]
-    owned = [*keys.RECIPE_OWNS.items(), *types]
-    yield "## The DeepSpeed JSON\n"
-    yield _paragraph(
-        "DeepSpeed's own keys, and three more. Every key of every section is checked before anything "
-        "starts, with its value, against what DeepSpeed takes (`pipeline/config/deepspeed_schema.json`, "
-        "written by `python -m pipeline.engine.deepspeed_schema`; a test compares the two). An error names "
-        "the file, the line, the key, and the nearest one where one is near. What DeepSpeed calls by other "
-        "names too (`max_live_parameters`, `cpu_offload`, `bfloat16`) may be called so here. Only what is "
-        "below `optimizer` and `scheduler` is the recipe's and has a table of its own."
-    )
-    yield _paragraph(
-        '`null` is the same as leaving a key out. `"auto"` is filled in here: the batch numbers from the '
-        "recipe, `bf16.enabled` and `fp16.enabled` by what the device computes in (bf16 before fp16), ZeRO's "
-        "bucket sizes by the width of the model or its number of parameters, `overlap_comm` where gradients "
-        'are reduced over several ranks; an `"auto"` that nothing fills is an error. Stages 1 and 2 '
-        "have `parameter_alignment` unless the file says `false`. Keys that people write for each other "
-        "(`_comment`, `//`, `comment`, `$schema`) and sections that are switched off (`enabled: false`) are "
-        "passed over, with a line."
-    )
-    yield "This trainer's own:\n"
-    yield _rows(("key", "meaning"), [(f"`{key}`", text) for key, text in keys.OWN_MEANINGS.items()])
-    yield _paragraph(
-        'These numbers are the recipe\'s. The JSON says `"auto"` or nothing; a file brought from elsewhere '
-        "may state one where the recipe does not. Two different values for one number are an error that "
-        "quotes both. Without `--config` nobody chose the recipe: the JSON's numbers then replace those of "
-        "the default recipe."
-    )
-    yield _rows(("in the JSON", "in the recipe"), [(f"`{theirs}`", f"`{ours}`") for theirs, ours in owned])
-    yield _paragraph(
-        "The JSON's `optimizer.type` (in any case) decides the recipe's `optimizer.kind`: "
-        f"{optimizers}. Its `scheduler.type` decides `schedule.kind`: {kinds}. "
-        "`WarmupDecayLR` ends at 0 and `WarmupCosineLR` at 0.0001 of the peak, as DeepSpeed's do. "
-        "The warm-up is linear here; DeepSpeed's follows a logarithm "
-        "unless `warmup_type` is `linear`, and a line says so. Any other parameter of `optimizer` and "
-        "`scheduler` is refused, unless it says what is done here anyway."
-    )
-    yield "Taken, with a line, and read by nobody:\n"
-    yield _rows(("key", "why"), [(f"`{key}`", text) for key, text in keys.IGNORED.items()])
-    yield "Refused, with what to use instead, unless switched off:\n"
-    yield _rows(("key", "instead"), [(f"`{key}`", text) for key, text in keys.NOT_HERE.items()])
-    yield "No longer in DeepSpeed:\n"
-    yield _rows(("key", "instead"), [(f"`{key}`", text) for key, text in keys.REMOVED.items()])
+def _two(heading: str, table: dict[str, str]) -> str:
+    return _rows(("key", heading), [(f"`{key}`", text) for key, text in table.items()])
 
 
 def _paragraph(text: str) -> str:
@@ -128,19 +74,19 @@ def _paragraph(text: str) -> str:
 
 
 def _sections(field: Schema) -> list[str]:
-    """The section a field holds, or the alternatives where its `kind` chooses one; empty for a value."""
+    """Return the section that a field holds, or the alternatives of its `kind`; empty for a value."""
     return [
         each["$ref"].rpartition("/")[2] for each in field.get("oneOf", _alternatives(field)) if "$ref" in each
     ]
 
 
 def _alternatives(field: Schema) -> list[Schema]:
-    """What a value may be besides null."""
+    """Return what a value may be besides null."""
     return [each for each in field.get("anyOf", [field]) if each.get("type") != "null"]
 
 
 def _items(name: str, members: list[Schema]) -> dict[str, dict[str, None]]:
-    """Sections within lists and mappings of a section, with the keys that hold them."""
+    """Return sections within lists and mappings of a section, with the keys that hold them."""
     found: dict[str, dict[str, None]] = {}
     for section in members:
         for key, field in section["properties"].items():
@@ -203,7 +149,7 @@ def _default(field: Schema) -> str:
 
 
 def _range(field: Schema) -> Iterator[str]:
-    """The limits of a number, the length of a list, the pattern of a text."""
+    """Yield the limits of a number, the length of a list, the pattern of a text."""
     for value in _alternatives(field):
         yield from (f"{sign} {value[name]:,}" for name, sign in LIMITS.items() if name in value)
         if "minItems" in value and "prefixItems" not in value:
@@ -214,20 +160,5 @@ def _range(field: Schema) -> Iterator[str]:
             yield from _range(item)
 
 
-def main() -> int:
-    """Prints the document, or compares it with the file."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.config.reference", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="fail where docs/configuration.md is out of date"
-    )
-    if not parser.parse_args().check:
-        print(document(), end="")
-        return 0
-    if DOCUMENT.read_text(encoding="utf-8") == document():
-        return 0
-    print(f"{DOCUMENT} is out of date: python -m pipeline.config.reference > {DOCUMENT}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    DOCUMENT.write_text(document(), encoding="utf-8")

@@ -400,7 +400,7 @@ class RunConfig(Closed):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_an_adapter(cls, recipe: Any) -> Any:
-        """None where an adapter is trained and nobody says at what rate: it follows from the model."""
+        """Leave an adapter's learning rate open if the recipe does not say it: it follows from the model."""
         if isinstance(recipe, dict) and recipe.get("adapter") is not None:
             optimizer = recipe.get("optimizer", {})
             if isinstance(optimizer, dict) and "learning_rate" not in optimizer:
@@ -415,7 +415,7 @@ class RunConfig(Closed):
 
 
 def cache_folder(config: RunConfig) -> Path:
-    """Where a recipe's runs keep what is made anew if it is lost: beside its prepared data, if it has any."""
+    """Return the folder for what a recipe's runs can make again: that of its prepared data, if it has any."""
     documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default
     return Path(default if documents is None else documents.cache_dir).expanduser()

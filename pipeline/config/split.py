@@ -20,42 +20,40 @@ DEGREES = {
 
 # What Linux calls the instructions, on x86 and on ARM.
 CPU_INFO = Path("/proc/cpuinfo")
-BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "bf16": "Arm's bf16"}  # the fastest first
-FP8_CAPABILITY = 8.9  # of NVIDIA's GPUs: Ada, Hopper and newer
+BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 FP16_FLAGS = {"amx_fp16", "asimdhp"}  # not avx512_fp16, whose products take as long as fp32's
+FP8_CAPABILITY = 8.9  # of NVIDIA's GPUs: Ada, Hopper and newer
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the ranks compute on, and in which half precisions that is faster than in fp32.
+    """What the ranks compute on, and the half precisions in which that is faster than in fp32.
 
-    `auto` chooses among those. A CPU computes in the others too when told to; a GPU does not.
+    `auto` chooses among those. A CPU computes in the others too if it is asked to; a GPU does not.
     """
 
     kind: str
     """`cpu` or `cuda`."""
     bf16: bool
     fp16: bool
-    bf16_by: str = ""
-    """What a CPU has for bf16, in words."""
     fp8: bool = True
     """Whether linear layers can multiply in fp8; a CPU emulates it."""
 
     @classmethod
     def cpu(cls) -> Device:
-        """This machine's, by what Linux says of it."""
+        """Return this machine's CPU, by what Linux says of it."""
         try:
             words = set(CPU_INFO.read_text().split())
         except OSError:
             words = set()
-        bf16_by = next((name for flag, name in BF16_FLAGS.items() if flag in words), "")
-        if bf16_by == BF16_FLAGS["avx512_bf16"] and "GenuineIntel" in words:
-            bf16_by = ""  # products in it take twice as long as fp32's there
-        return cls("cpu", bool(bf16_by), bool(words & FP16_FLAGS), bf16_by)
+        flags = words & BF16_FLAGS
+        if "GenuineIntel" in words:
+            flags -= {"avx512_bf16"}  # products in it take twice as long as fp32's there
+        return cls("cpu", bool(flags), bool(words & FP16_FLAGS))
 
     @classmethod
     def probe(cls) -> Device:
-        """Without torch: by the drivers' word on a GPU, else a CPU; distributed.accelerator decides."""
+        """Return a GPU if the drivers say so, else the CPU. distributed.accelerator decides with torch."""
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
         is_native = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
         is_there = is_native or Path("/dev/dxg").exists()  # Windows gives Linux any maker's GPU by it
@@ -68,11 +66,6 @@ class Device:
             return cls("cuda", bf16=capability >= 8.0, fp16=True, fp8=capability >= FP8_CAPABILITY)
         except (OSError, subprocess.SubprocessError, ValueError):
             return cls("cuda", bf16=True, fp16=True) if is_native else cls.cpu()
-
-    def is_slow_in(self, precision: str) -> bool:
-        """Whether it is a CPU that is as fast in fp32, or faster."""
-        has = {"fp32": True, "bf16": self.bf16, "fp16": self.fp16}
-        return self.kind == "cpu" and not has[precision]
 
 
 @dataclass(frozen=True)
@@ -114,17 +107,12 @@ class Split:
 
 
 def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
-    """The split a DeepSpeed JSON asks for on this many ranks.
+    """Return the split that a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
-        ConfigError: a degree is no positive number, or their product does not divide the ranks.
+        ConfigError: The product of the degrees does not divide the ranks.
     """
-    degrees: dict[str, int] = {}
-    for key, name in DEGREES.items():
-        degree = get_dotted(file.tree, key)
-        if degree is not None and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
-            raise ConfigError(f"{file.at(key)}: expected a positive number of ranks, given {degree!r}")
-        degrees[name] = degree or 1
+    degrees = {name: get_dotted(file.tree, key) or 1 for key, name in DEGREES.items()}
     stage = get_dotted(file.tree, "zero_optimization.stage") or 0
     needed = math.prod(degrees.values())
     if world_size % needed:

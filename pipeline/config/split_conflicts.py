@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.config.deepspeed_check import MASTERS, has_half_masters, has_half_states
 from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
@@ -19,42 +20,45 @@ class Choice:
 
     config: RunConfig
     deepspeed: Tree
-    """The dict DeepSpeed gets; empty for plain PyTorch."""
+    """Dict that DeepSpeed gets; empty for plain PyTorch."""
     split: Split
     device: Device
     compile: bool
 
+    def json(self, dotted: str) -> Any:
+        """Return a value of the DeepSpeed JSON; `None` if it is not given."""
+        return get_dotted(self.deepspeed, dotted)
+
     def zero(self, dotted: str) -> Any:
-        """A key of the zero_optimization section, None where it is not given."""
+        """Return a value of the zero_optimization section; `None` if it is not given."""
         return get_dotted(self.deepspeed, f"zero_optimization.{dotted}")
 
     def offloads(self, what: str) -> bool:
-        """Whether `param` or `optimizer` lies elsewhere than on the device."""
+        """Return whether `param` or `optimizer` is kept elsewhere than on the device."""
         return self.zero(f"offload_{what}.device") in ("cpu", "nvme")
 
     @property
     def has_several_optimizers(self) -> bool:
+        """Whether groups of parameters have optimizers of other kinds."""
         optimizer = self.config.optimizer
         return any(group.kind not in (None, optimizer.kind) for group in optimizer.groups or [])
 
     @property
-    def is_language_model(self) -> bool:
-        return self.config.model.language_model is not None
-
-    @property
     def multiplies_in_fp8(self) -> bool:
+        """Whether linear layers multiply in fp8."""
         return self.model("fp8") not in (None, "none")
 
     @property
     def quantizes_base(self) -> bool:
+        """Whether an adapter's base is held in 4 bits."""
         return self.config.adapter is not None and self.config.adapter.quantize is not None
 
     def model(self, field: str) -> Any:
-        """A number of the recipe's model, None where it is not stated."""
+        """Return a number of the recipe's model; `None` if it is not stated."""
         return getattr(self.config.model, field, None)
 
     def divides(self, degree: int, *fields: str) -> bool:
-        """Whether the degree divides every stated one of the model's numbers."""
+        """Return whether the degree divides every stated one of the model's numbers."""
         return all((self.model(field) or degree) % degree == 0 for field in fields)
 
 
@@ -82,16 +86,10 @@ RULES = [
         lambda c: c.split.pipeline_stages > 1 and c.split.zero_stage >= 2,
     ),
     Rule(
-        "pipeline stages with tensor or sequence parallelism",
-        "DeepSpeed cuts matrices and sequences of whole models only",
-        "pipeline.stages 1, or only pipeline stages",
-        lambda c: c.split.pipeline_stages > 1 and c.split.tensor_parallel * c.split.sequence_parallel > 1,
-    ),
-    Rule(
-        "tensor with sequence parallelism",
-        "DeepSpeed builds the process groups of one or the other",
-        "one of the two, with ZeRO for the rest",
-        lambda c: c.split.tensor_parallel > 1 and c.split.sequence_parallel > 1,
+        "two of pipeline stages, tensor and sequence parallelism",
+        "DeepSpeed cuts blocks, matrices or sequences, and builds the process groups of one",
+        "one of them, with ZeRO for the rest",
+        lambda c: sum(n > 1 for n in (c.split.pipeline_stages, c.split.tensor_parallel, _sequences(c))) > 1,
     ),
     Rule(
         "pipeline stages with offloading",
@@ -103,19 +101,18 @@ RULES = [
         "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
         "those cuts are made for language models",
         "ZeRO 3, which divides any nn.Module",
-        lambda c: c.split.dp_world_size < c.split.world_size and not c.is_language_model,
+        lambda c: c.split.dp_world_size < c.split.world_size and c.config.model.language_model is None,
     ),
     Rule(
-        "tensor parallelism over ranks that do not divide the heads",
-        "each rank computes whole attention heads (num_heads, num_key_value_heads)",
-        "a degree that divides both",
-        lambda c: not c.divides(c.split.tensor_parallel, "num_heads", "num_key_value_heads"),
-    ),
-    Rule(
-        "sequence parallelism over ranks that do not divide the heads",
-        "Ulysses gives each rank whole attention heads (num_heads)",
-        "a degree that divides num_heads",
-        lambda c: not c.divides(c.split.sequence_parallel, "num_heads"),
+        "tensor or sequence parallelism over ranks that do not divide the heads",
+        "each rank has whole attention heads (num_heads, with tensors also num_key_value_heads)",
+        "a degree that divides them",
+        lambda c: (
+            not (
+                c.divides(c.split.tensor_parallel, "num_heads", "num_key_value_heads")
+                and c.divides(_sequences(c), "num_heads")
+            )
+        ),
     ),
     Rule(
         "sequence parallelism over ranks that fit no number of key-value heads",
@@ -173,31 +170,23 @@ RULES = [
         lambda c: c.config.batch.micro_batch_size == "auto" and c.split.parallel == "dp",
     ),
     Rule(
-        "`compile` with tensor or sequence parallelism or with `parallel: dp`",
-        "ranks talk to each other inside of a block there, and nn.DataParallel copies blocks in every step",
-        "ZeRO, ddp or pipeline stages, or no compile",
+        "`compile` with tensor or sequence parallelism, `parallel: dp`, or `offload_param` to NVMe",
+        "ranks talk to each other, parameters are read in, or blocks copied, inside of what is compiled",
+        "ZeRO, ddp, pipeline stages, or offload_param to cpu; or no compile",
         lambda c: (
             c.compile
-            and (c.split.tensor_parallel * c.split.sequence_parallel > 1 or c.split.parallel == "dp")
+            and (
+                c.split.tensor_parallel * _sequences(c) > 1
+                or c.split.parallel == "dp"
+                or c.zero("offload_param.device") == "nvme"
+            )
         ),
     ),
     Rule(
-        "`compile` with `offload_param` to NVMe",
-        "parameters are read in between the modules of a block, a few at a time",
-        "offload_param to cpu, or no compile",
-        lambda c: c.compile and c.zero("offload_param.device") == "nvme",
-    ),
-    Rule(
-        "`model.fp8` with tensor parallelism",
-        "AutoTP puts layers of its own in the place of the linear ones",
-        "ZeRO 3, sequence parallelism or pipeline stages",
-        lambda c: c.multiplies_in_fp8 and c.split.tensor_parallel > 1,
-    ),
-    Rule(
-        "`model.fp8` with an adapter",
-        "torchao would multiply in fp8 by narrow matrices too, and by a base that peft holds",
-        "model.fp8: none",
-        lambda c: c.multiplies_in_fp8 and c.config.adapter is not None,
+        "`model.fp8` with tensor parallelism or an adapter",
+        "AutoTP and peft put layers of their own in the place of the linear ones",
+        "ZeRO 3, sequence parallelism or pipeline stages, and no adapter; or model.fp8: none",
+        lambda c: c.multiplies_in_fp8 and (c.split.tensor_parallel > 1 or c.config.adapter is not None),
     ),
     Rule(
         "`adapter.quantize` with ZeRO 3, tensor parallelism, pipeline stages or `parallel: dp`",
@@ -206,10 +195,12 @@ RULES = [
         lambda c: c.quantizes_base and _cuts_or_copies_weights(c),
     ),
     Rule(
-        "`offload_param` without ZeRO 3",
-        "below it every rank needs every parameter on its device at all times",
-        "zero_optimization.stage 3, or offload_optimizer alone",
-        lambda c: c.offloads("param") and c.split.zero_stage < 3,
+        "`offload_param`, or `offload_optimizer` to NVMe, without ZeRO 3",
+        "below it no part of them is taken away from a device and back in a step",
+        "zero_optimization.stage 3, or offload_optimizer to cpu alone",
+        lambda c: (
+            c.split.zero_stage < 3 and (c.offloads("param") or c.zero("offload_optimizer.device") == "nvme")
+        ),
     ),
     Rule(
         "`offload_optimizer` without ZeRO",
@@ -218,43 +209,80 @@ RULES = [
         lambda c: c.offloads("optimizer") and c.split.zero_stage == 0,
     ),
     Rule(
-        "offloading to NVMe below ZeRO 3",
-        "only ZeRO 3 swaps its parts in and out",
-        "zero_optimization.stage 3, or device cpu",
-        lambda c: c.zero("offload_optimizer.device") == "nvme" and c.split.zero_stage < 3,
-    ),
-    Rule(
-        "`optimizer.kind: adafactor` with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
-        "it looks at the rows and columns of whole matrices, and those are cut up there",
-        "optimizer.kind: sgd, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: c.config.optimizer.kind == "adafactor" and c.split.cuts_matrices,
-    ),
-    Rule(
-        "several kinds of optimizer with ZeRO 1 to 3, tensor parallelism or pipeline stages in bf16",
-        "muon needs whole matrices, and DeepSpeed's cut-up groups have one optimizer",
-        "optimizer.groups without a kind, zero_optimization.stage 0, or plain PyTorch",
-        lambda c: c.has_several_optimizers and c.split.cuts_matrices,
-    ),
-    Rule(
-        "`offload_optimizer.ratio` below 1 with another `optimizer.kind` than adamw",
-        "DeepSpeed steps with Adam there, whatever it was given",
-        "ratio 1.0, or optimizer.kind: adamw",
+        "`optimizer.kind: adafactor`, or several kinds, with ZeRO 1 to 3, tensor parallelism or pipeline "
+        "stages in bf16",
+        "adafactor and muon need whole matrices, and DeepSpeed steps cut-up ones by one optimizer",
+        "one kind (adamw, sgd), zero_optimization.stage 0, or plain PyTorch",
         lambda c: (
-            c.config.optimizer.kind != "adamw"
-            and c.offloads("optimizer")
-            and c.zero("offload_optimizer.ratio") not in (None, 1)
+            c.split.cuts_matrices and (c.config.optimizer.kind == "adafactor" or c.has_several_optimizers)
         ),
+    ),
+    Rule(
+        "`offload_optimizer.ratio` below 1 without ZeRO 3, or with another `optimizer.kind` than adamw",
+        "only ZeRO 3 offloads a part, and DeepSpeed steps it with Adam, whatever it was given",
+        "ratio 1.0, or ZeRO 3 with optimizer.kind: adamw",
+        lambda c: (
+            c.zero("offload_optimizer.ratio") not in (None, 1)
+            and (c.split.zero_stage < 3 or (c.config.optimizer.kind != "adamw" and c.offloads("optimizer")))
+        ),
+    ),
+    Rule(
+        "`offload_optimizer` or `offload_param` with device nvme and without `nvme_path`",
+        "nvme needs a folder on a local NVMe disk",
+        "nvme_path beside device",
+        lambda c: any(
+            c.zero(f"offload_{what}.device") == "nvme" and not c.zero(f"offload_{what}.nvme_path")
+            for what in ("optimizer", "param")
+        ),
+    ),
+    Rule(
+        "`prescale_gradients` or `gradient_predivide_factor` with ZeRO 3, or with ZeRO 2 that scatters",
+        "DeepSpeed does not scale gradients beforehand there",
+        "zero_optimization.stage 1, or stage 2 with zero_optimization.reduce_scatter: false",
+        lambda c: (
+            bool(c.json("prescale_gradients") or c.json("gradient_predivide_factor") not in (None, 1))
+            and (
+                c.split.zero_stage == 3 or (c.split.zero_stage == 2 and c.zero("reduce_scatter") is not False)
+            )
+        ),
+    ),
+    Rule(
+        "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` in another precision, without "
+        "ZeRO, or with pipeline stages",
+        "only ZeRO has master weights that are not fp32, and only in the precision that it computes in",
+        "neither key, or bf16.enabled or fp16.enabled at zero_optimization.stage 1, 2 or 3",
+        lambda c: (
+            has_half_masters(c.deepspeed)
+            and (not _master_key_fits(c) or c.split.zero_stage == 0 or c.split.pipeline_stages > 1)
+        ),
+    ),
+    Rule(
+        "`bf16_master_weights_and_grads` at ZeRO 1 with `data_types.grad_accum_dtype: fp32`",
+        "ZeRO 1 that sums gradients in fp32 keeps its masters in fp32",
+        "zero_optimization.stage 2, or no data_types.grad_accum_dtype",
+        lambda c: bool(c.json(MASTERS[0])) and _sums_in_fp32(c) and c.split.zero_stage == 1,
+    ),
+    Rule(
+        "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` with fp32 states, unless all "
+        "are adamw's and in host memory",
+        "DeepSpeed steps such weights with fp32 states by its CPU Adam alone",
+        "bf16_optimizer_states: true with no offloading, or zero_optimization.offload_optimizer.device: cpu "
+        "with optimizer.kind: adamw",
+        lambda c: has_half_masters(c.deepspeed) and not _steps_half_masters(c),
+    ),
+    Rule(
+        "`bf16_optimizer_states` without `bf16_master_weights_and_grads`",
+        "states are as exact as the weights that they step",
+        "both keys, or neither",
+        lambda c: has_half_states(c.deepspeed) and not c.json(MASTERS[0]),
     ),
     Rule(
         "`flops_profiler` with `compile`, or it or `wall_clock_breakdown` with pipeline stages",
         "a compiled block shows no modules, and stages do the passes of several micro-batches in turns",
         "no compile and no stages for the steps that are profiled",
         lambda c: (
-            (
-                bool(get_dotted(c.deepspeed, "flops_profiler.enabled"))
-                and (c.compile or c.split.pipeline_stages > 1)
-            )
-            or (bool(c.deepspeed.get("wall_clock_breakdown")) and c.split.pipeline_stages > 1)
+            (bool(c.json("flops_profiler.enabled")) and (c.compile or c.split.pipeline_stages > 1))
+            or (bool(c.json("wall_clock_breakdown")) and c.split.pipeline_stages > 1)
         ),
     ),
     Rule(
@@ -302,12 +330,29 @@ RULES = [
 ]
 
 
+def _sequences(choice: Choice) -> int:
+    return choice.split.sequence_parallel
+
+
 def _shares_evenly(degree: int, heads: int | None) -> bool:
     return heads is None or heads % degree == 0 or degree % heads == 0
 
 
 def _sums_in_fp32(choice: Choice) -> bool:
-    return get_dotted(choice.deepspeed, "data_types.grad_accum_dtype") == "fp32"
+    return choice.json("data_types.grad_accum_dtype") == "fp32"
+
+
+def _master_key_fits(choice: Choice) -> bool:
+    others = [key for key in MASTERS if not key.startswith(choice.split.precision)]
+    return not any(map(choice.json, others))
+
+
+def _steps_half_masters(choice: Choice) -> bool:
+    device = choice.zero("offload_optimizer.device")
+    if device == "cpu":
+        is_whole = choice.zero("offload_optimizer.ratio") in (None, 1)
+        return is_whole and choice.config.optimizer.kind == "adamw"
+    return device != "nvme" and has_half_states(choice.deepspeed)
 
 
 def _cuts_or_copies_weights(choice: Choice) -> bool:
@@ -326,10 +371,10 @@ def _quantizes(choice: Choice) -> bool:
 
 
 def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:
-    """Holds a choice to every rule.
+    """Check a choice against every rule.
 
     Raises:
-        ConfigError: one breaks; says which, why, and what to do instead.
+        ConfigError: It breaks a rule. The message says which, why, and what to use instead.
     """
     for rule in RULES:
         if rule.broken(choice):
@@ -338,8 +383,8 @@ def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:
 
 
 def _place(rule: Rule, file: ConfigFile) -> str:
-    """The line of the first key in the rule's words that the file has, or the file."""
-    for word in re.findall(r"[a-z_.]+", rule.what):
+    """Return the place of the first key in the rule's words that the file has, or the file."""
+    for word in re.findall(r"[a-z][a-z0-9_.]{4,}", rule.what):
         for dotted, place in file.places.items():
             if dotted == word or dotted.endswith(f".{word}"):
                 return place
@@ -347,6 +392,6 @@ def _place(rule: Rule, file: ConfigFile) -> str:
 
 
 def as_markdown() -> str:
-    """The rules as the table of docs/splits.md."""
+    """Return the rules as the table of docs/splits.md."""
     rows = [f"| {rule.what} | {rule.reason} | {rule.instead} |" for rule in RULES]
     return "\n".join(["| together | why not | use instead |", "|---|---|---|", *rows])

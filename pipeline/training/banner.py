@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.interval import intervals_in_words
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
@@ -126,10 +125,6 @@ def tell_of_choices(
     device = describe_device(job.device)
     if (slow := resolved.slow_precision(device)) is not None:
         log.warning("%s", slow)
-    if (told := resolved.told_of_bf16(device)) is not None:
-        log.info("%s", told)
-    if intervals := intervals_in_words(config, loader.steps_per_epoch, max_steps):
-        log.info("an epoch has %s steps; %s", f"{loader.steps_per_epoch:,.6g}", "; ".join(intervals))
     for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
         log.warning("%s", line)
 

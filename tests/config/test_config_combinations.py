@@ -25,7 +25,8 @@ QUANTIZED = "ds.zero_optimization.zero_quantized_weights"
 OFFLOAD, KV = "ds.zero_optimization.offload_optimizer", "model.num_key_value_heads"
 KIND, GROUPS = "optimizer.kind", "optimizer.groups"
 ACCUMULATION, BF16 = "ds.data_types.grad_accum_dtype", "ds.bf16.enabled"
-COMPILE, PARAMETERS_ON = "ds.compile.enabled", "ds.zero_optimization.offload_param"
+MASTERS, STATES = "ds.bf16.bf16_master_weights_and_grads", "ds.bf16.bf16_optimizer_states"
+COMPILE = "ds.compile.enabled"
 NVME = {OPTIMIZER: "nvme", f"{OFFLOAD}.nvme_path": "/tmp"}
 CNN = {"model.kind": "cnn", "data.kind": "digits"}
 
@@ -34,11 +35,9 @@ EXAMPLES = [
     (2, {"engine.parallel": "dp"}, {"engine.parallel": "ddp"}),
     (2, {STAGES: 2, STAGE: 2}, {STAGE: 1}),
     (4, {STAGES: 2, TENSOR: 2, STAGE: 1}, {STAGES: 1}),
-    (4, {TENSOR: 2, SEQUENCE: 2, STAGE: 1}, {TENSOR: 1}),
     (2, {STAGES: 2, STAGE: 1, OPTIMIZER: "cpu"}, {STAGES: 1, STAGE: 3}),
     (2, {TENSOR: 2, **CNN}, {TENSOR: 1, STAGE: 3}),
     (3, {TENSOR: 3, STAGE: 1}, {TENSOR: 1}),
-    (3, {SEQUENCE: 3}, {SEQUENCE: 1}),
     (2, {SEQUENCE: 2, KV: 3, "model.num_heads": 6, "model.hidden_size": 96}, {KV: 1}),
     (2, {SEQUENCE: 2, "data.sequence_length": 63}, {"data.sequence_length": 64}),
     (2, {SEQUENCE: 2, "model.attention": "eager"}, {"model.attention": "auto"}),
@@ -52,20 +51,18 @@ EXAMPLES = [
         {"engine.parallel": "ddp"},
     ),
     (2, {COMPILE: True, TENSOR: 2, STAGE: 1}, {TENSOR: 1}),
-    (
-        1,
-        {COMPILE: True, STAGE: 3, PARAMETERS: "nvme", f"{PARAMETERS_ON}.nvme_path": "/tmp"},
-        {COMPILE: "auto"},
-    ),
     (2, {"model.fp8": "tensorwise", TENSOR: 2, STAGE: 1}, {TENSOR: 1, STAGE: 3}),
-    (2, {"model.fp8": "tensorwise", "adapter": "lora", STAGE: 1}, {"model.fp8": "none"}),
     (2, {"adapter.quantize": "nf4", STAGE: 3}, {STAGE: 2}),
     (1, {PARAMETERS: "cpu", STAGE: 2}, {STAGE: 3}),
     (1, {OPTIMIZER: "cpu", STAGE: 0}, {STAGE: 1}),
-    (1, {**NVME, STAGE: 2}, {OPTIMIZER: "cpu"}),
     (1, {KIND: "adafactor", STAGE: 1}, {KIND: "sgd"}),
-    (1, {GROUPS: [{"patterns": ["*_proj.*"], "kind": "muon"}], STAGE: 2}, {STAGE: 0}),
     (1, {KIND: "sgd", OPTIMIZER: "cpu", f"{OFFLOAD}.ratio": 0.5, STAGE: 3}, {f"{OFFLOAD}.ratio": 1.0}),
+    (1, {OPTIMIZER: "nvme", STAGE: 3}, {f"{OFFLOAD}.nvme_path": "/tmp"}),
+    (1, {"ds.prescale_gradients": True, STAGE: 2}, {"ds.zero_optimization.reduce_scatter": False}),
+    (1, {MASTERS: True, STATES: True, BF16: False, STAGE: 2}, {BF16: True}),
+    (1, {MASTERS: True, STATES: True, BF16: True, ACCUMULATION: "fp32", STAGE: 1}, {STAGE: 2}),
+    (1, {MASTERS: True, BF16: True, STAGE: 2}, {OPTIMIZER: "cpu"}),
+    (1, {STATES: True, BF16: True, STAGE: 2}, {MASTERS: True}),
     (
         1,
         {"ds.flops_profiler.enabled": True, "ds.compile.enabled": True, STAGE: 1},
@@ -81,6 +78,24 @@ EXAMPLES = [
     (2, {HPZ: 2, STAGE: 2}, {STAGE: 3}),
     (3, {HPZ: 2, STAGE: 3}, {HPZ: 3}),
     (1, {QUANTIZED: True, STAGE: 3}, {QUANTIZED: False}),
+]
+
+
+# The other ways to break a rule of several parts.
+MORE = [
+    (4, {TENSOR: 2, SEQUENCE: 2, STAGE: 1}, "two of pipeline stages, tensor and sequence"),
+    (3, {SEQUENCE: 3}, "ranks that do not divide the heads"),
+    (1, {COMPILE: True, STAGE: 3, PARAMETERS: "nvme"}, "`compile` with tensor or sequence"),
+    (2, {"model.fp8": "tensorwise", "adapter": "lora", STAGE: 1}, "`model.fp8` with tensor parallelism or"),
+    (1, {**NVME, STAGE: 2}, "`offload_optimizer` to NVMe, without ZeRO 3"),
+    (
+        1,
+        {GROUPS: [{"patterns": ["*_proj.*"], "kind": "muon"}], STAGE: 2},
+        "or several kinds, with ZeRO 1 to 3",
+    ),
+    (1, {"ds.gradient_predivide_factor": 8.0, STAGE: 3}, "or `gradient_predivide_factor` with ZeRO 3"),
+    (1, {f"{OFFLOAD}.ratio": 0.5, OPTIMIZER: "cpu", STAGE: 2}, "`offload_optimizer.ratio` below 1"),
+    (1, {"ds.fp16.fp16_master_weights_and_grads": True, "ds.fp16.enabled": True, STAGE: 0}, "without ZeRO"),
 ]
 
 
@@ -118,6 +133,13 @@ def test_a_rule_refuses_with_its_reason_and_a_way_out_that_works(capsys, tmp_pat
     assert f"{rule.what}: {rule.reason}; use {rule.instead}" in printed.err
     code, printed = dry_run(capsys, tmp_path, ranks, broken | mended)
     assert code == 0, printed.err
+
+
+@pytest.mark.parametrize(("ranks", "choice", "words"), MORE)
+def test_every_part_of_a_rule_refuses(capsys, tmp_path, ranks, choice, words):
+    code, printed = dry_run(capsys, tmp_path, ranks, choice)
+    assert code == 2
+    assert words in printed.err
 
 
 def test_the_document_holds_the_same_table():

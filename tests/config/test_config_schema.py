@@ -12,6 +12,8 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.deepspeed_check import SCHEMA, rules
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override, set_dotted
+from pipeline.config.settings import load_settings
+from pipeline.config.split import Device
 from pipeline.engine.deepspeed_schema import text
 from pipeline.errors import ConfigError
 
@@ -44,6 +46,12 @@ def load(tmp_path):
         return load_deepspeed_json(path, [parse_override(each) for each in overrides])
 
     return function
+
+
+def settings(folder, tree):
+    (folder / "split.json").write_text(json.dumps(tree, indent=2))
+    (folder / "recipe.yaml").write_text("max_steps: 1\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
+    return load_settings(folder / "recipe.yaml", folder / "split.json")
 
 
 def refusal(load, tmp_path, content, *overrides):
@@ -104,7 +112,7 @@ def test_a_value_of_another_type_is_told_with_its_line(load, tmp_path, section):
         for value in wrong:
             message = refusal(load, tmp_path, nested(dotted, value))
             assert message.startswith(f"split.json:{2 + dotted.count('.')}: {dotted}: expected ")
-            assert message.endswith(f", given {value!r}")
+            assert message.partition("; ")[0].endswith(f", given {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -139,29 +147,19 @@ def test_a_value_out_of_its_range_is_told_with_the_range(load, tmp_path, dotted,
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "param.nvme_path"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradients that are not finite"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.5}}}, "only ZeRO 3 offloads a"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "only ZeRO has master weights"),
-        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "only ZeRO has master weights"),
-        ({"bf16": {"bf16_optimizer_states": True}, "zero_optimization": {"stage": 2}}, "needs bf16."),
         ({"zero_optimization.stage": 2}, 'unknown key; write "zero_optimization": {"stage": ...}'),
         ({"bf16": {}, "bfloat16": {}}, "bfloat16: another name of bf16, which is given too; drop one"),
-        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "name of offload_optimizer"),
+        ({"zero_optimization": {"cpu_offload": True}}, "use zero_optimization.offload_optimizer: "),
         ({"pipeline": {"seed_layers": True}}, "of pipeline this trainer reads partition, stages"),
         ({"tensor_parallel": {"dtype": "bf16"}}, "of tensor_parallel this trainer reads autotp"),
         ({"flops_profiler": {"enabled": True, "profile_stepp": 1}}, 'did you mean "profile_step"?'),
-        ({"tensorboard": {"enabled": False, "output_pth": "x"}}, 'tensorboard.output_pth: unknown key (did'),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 1}}}, 'mean "warmup_num_steps"?'),
     ],
 )  # fmt: skip
 def test_what_deepspeed_would_refuse_or_read_otherwise_is_told(tmp_path, tree, message):
-    from pipeline.config.settings import load_settings
-
-    (tmp_path / "split.json").write_text(json.dumps(tree, indent=2))
-    (tmp_path / "recipe.yaml").write_text("max_steps: 1\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
     with pytest.raises(ConfigError) as caught:
-        load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json", [])
+        settings(tmp_path, tree)
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{tmp_path}/split.json:")
 
@@ -171,7 +169,9 @@ def test_what_deepspeed_would_refuse_or_read_otherwise_is_told(tmp_path, tree, m
 )
 def test_a_number_of_absurd_size_is_one_short_line(load, tmp_path, number):
     message = refusal(load, tmp_path, f'{{\n"zero_optimization": {{\n"reduce_bucket_size": {number}}}}}')
-    assert message.startswith("split.json:3: not valid JSON: ")
+    assert message.startswith(
+        "split.json:3: zero_optimization.reduce_bucket_size: expected a whole number abo"
+    )
     assert len(message) < 200
 
 
@@ -225,9 +225,7 @@ def test_what_is_switched_off_is_passed_over_with_a_line(load, tree):
         ({"prefetch_bucket_size": "auto"}, {"stage3_prefetch_bucket_size": "auto"}),
         ({"gather_16bit_weights_on_model_save": True}, {}),
         ({"stage3_gather_fp16_weights_on_model_save": True}, {}),
-        ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}),
-        ({"cpu_offload": False}, {"offload_optimizer": {"device": "none"}}),
-        ({"cpu_offload_param": True}, {"offload_param": {"device": "cpu"}}),
+        ({"cpu_offload": False}, {}),
         ({"cpu_offload_use_pin_memory": True}, {}),
     ],
 )
@@ -269,7 +267,7 @@ UNVALIDATED = {
 
 
 @pytest.mark.parametrize("section", ["", *(name for name in SECTIONS if name not in UNVALIDATED)])
-def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(load, tmp_path, section):
+def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(tmp_path, section):
     """Every key with every odd value: what DeepSpeed's own validation refuses, --dry-run does too."""
     num_refused = 0
     for dotted in PASSED_ON:
@@ -284,6 +282,7 @@ def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(load, tmp_path, s
             if (dotted, value) == ("aio.use_gds", True):
                 continue  # refused on a CPU only
             if refused_by_deepspeed(tree):
-                refusal(load, tmp_path, tree)
+                with pytest.raises(ConfigError):
+                    settings(tmp_path, tree).resolve(1, Device("cpu", bf16=True, fp16=True))
                 num_refused += 1
     assert num_refused > 0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import pytest
 
-from pipeline.config import deepspeed_adoption, deepspeed_json
 from pipeline.config.loading import set_dotted
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError
 
-CPU, OLD_GPU = Device.cpu(), Device("cuda", bf16=False, fp16=True)
+CPU = Device.cpu()
 ODD_GPU = Device("cuda", bf16=True, fp16=False)
 RECIPE = {"max_steps": 10, "model": {"kind": "cnn"}, "data": {"kind": "digits"}}
 
@@ -59,20 +57,10 @@ CASES = {
         HERE,
         lambda said: said.write(LR, "auto"),
     ),
-    "a number differs, dropped": (
-        lambda: Said(optimizer(lr=1e-4), {"optimizer": {"learning_rate": 1e-3}}),
-        "or drop optimizer.learning_rate there",
-        lambda said: said.drop(said.recipe, "optimizer.learning_rate"),
-    ),
     "a number differs from the command line's": (
         lambda: Said({"gradient_clipping": 0.5}, None, "optimizer.max_grad_norm=2"),
         'command line: optimizer.max_grad_norm is 2; write "auto" here, or drop optimizer.max_grad_norm',
         lambda said: said.words.clear(),
-    ),
-    "the command line's ds. differs": (
-        lambda: Said({}, {"optimizer": {"max_grad_norm": 1.0}}, "ds.gradient_clipping=0.5"),
-        f"ds.gradient_clipping is 0.5, recipe.yaml:1: optimizer.max_grad_norm is 1.0; {HERE}",
-        lambda said: said.words.append("ds.gradient_clipping=auto"),
     ),
     "a share of the run as a number of steps": (
         lambda: Said(scheduler("WarmupLR", warmup_num_steps=0.1)),
@@ -82,40 +70,10 @@ CASES = {
             said.recipe.update(schedule={"warmup": 0.1}),
         ),
     ),
-    "a batch differs": (
-        lambda: Said({"train_batch_size": 16}, {"batch": {"global_batch_size": 8}}),
-        HERE,
-        lambda said: said.write("train_batch_size", "auto"),
-    ),
-    "an optimizer differs": (
-        lambda: Said(optimizer(), {"optimizer": {"kind": "sgd"}}),
-        HERE,
-        lambda said: said.write("optimizer.type", "auto"),
-    ),
-    "a schedule differs, auto": (
-        lambda: Said(scheduler("WarmupLR", warmup_num_steps="auto"), {"schedule": {"kind": "cosine"}}),
-        HERE,
-        lambda said: said.write("scheduler.type", "auto"),
-    ),
-    "a schedule differs, dropped": (
-        lambda: Said(scheduler("WarmupLR", warmup_num_steps="auto"), {"schedule": {"kind": "cosine"}}),
-        "or drop schedule.kind there",
-        lambda said: said.drop(said.recipe, "schedule.kind"),
-    ),
-    "a decay ends elsewhere, auto": (
-        lambda: Said(scheduler("WarmupDecayLR"), {"schedule": {"min_learning_rate_ratio": 0.2}}),
-        HERE,
-        lambda said: said.write("scheduler.type", "auto"),
-    ),
     "a decay ends elsewhere, dropped": (
         lambda: Said(scheduler("WarmupDecayLR"), {"schedule": {"min_learning_rate_ratio": 0.2}}),
         "or drop schedule.min_learning_rate_ratio there",
         lambda said: said.drop(said.recipe, "schedule.min_learning_rate_ratio"),
-    ),
-    "steps differ": (
-        lambda: Said(scheduler("WarmupDecayLR", total_num_steps=20)),
-        "or drop max_steps there",
-        lambda said: said.drop(said.recipe, "max_steps"),
     ),
     "epochs beside steps": (
         lambda: Said(scheduler("WarmupDecayLR", total_num_steps=20), {"max_steps": None, "max_epochs": 2}),
@@ -127,50 +85,20 @@ CASES = {
         HERE,
         lambda said: said.write("optimizer.params.max_grad_norm", "auto"),
     ),
-    "a number in quotes": (
-        lambda: Said(optimizer(lr="1e-4")),
-        "write it without quotes",
-        lambda said: said.write(LR, 1e-4),
-    ),
-    "a word for a number": (
-        lambda: Said(optimizer(lr="low")),
-        'expected a number or "auto"',
-        lambda said: said.write(LR, "auto"),
-    ),
     "an optimizer of another type": (
         lambda: Said({"optimizer": {"type": "OneBitAdam"}}),
-        "(drop the section)",
+        "or drop the section, and set optimizer.kind in the recipe",
         lambda said: said.drop(said.split, "optimizer"),
     ),
     "a schedule of another type": (
         lambda: Said(scheduler("OneCycle", cycle_min_lr=1e-5)),
-        "(drop the section, and set schedule.kind in the recipe)",
+        "or drop the section, and set schedule.kind in the recipe",
         lambda said: (said.drop(said.split, "scheduler"), said.recipe.update(schedule={"kind": "linear"})),
-    ),
-    "parameters that nothing reads": (
-        lambda: Said(optimizer(amsgrad=True)),
-        "drop it here",
-        lambda said: said.drop(said.split, "optimizer.params.amsgrad"),
-    ),
-    "a misspelt parameter": (
-        lambda: Said(optimizer(weight_decy=0.1)),
-        'did you mean "weight_decay"?',
-        lambda said: said.split.update(optimizer(weight_decay=0.1)),
-    ),
-    "a section that is none": (
-        lambda: Said({"optimizer": {"type": "AdamW", "params": 1e-4}}),
-        "expected an object",
-        lambda said: said.write("optimizer.params", {"lr": 1e-4}),
     ),
     "torch beside DeepSpeed, dropped": (
         lambda: Said({"torch": {"parallel": "single"}, "zero_optimization": {"stage": 1}}),
         "does not read zero_optimization; drop torch, or drop these",
         lambda said: said.drop(said.split, "torch"),
-    ),
-    "torch beside DeepSpeed, kept": (
-        lambda: Said({"torch": {"parallel": "single"}, "zero_optimization": {"stage": 1}}),
-        "or drop these",
-        lambda said: said.drop(said.split, "zero_optimization"),
     ),
     "torch and an engine": (
         lambda: Said({"torch": {"parallel": "single"}}, {"engine": {"precision": "fp32"}}),
@@ -182,30 +110,15 @@ CASES = {
         "computes in fp32 or bf16; use ds_configs/zero2_fp16.json",
         lambda said: setattr(said, "split", {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}),
     ),
-    "both halves": (
-        lambda: Said({"bf16": {"enabled": True}, "fp16": {"enabled": True}}),
-        "choose one",
-        lambda said: said.write("fp16.enabled", False),
-    ),
     "fp16 where there is none": (
         lambda: Said({"fp16": {"enabled": True}}, device=ODD_GPU),
         "or fp32 with ds.fp16.enabled=false",
         lambda said: said.words.append("ds.fp16.enabled=false"),
     ),
-    "bf16 where there is none": (
-        lambda: Said({"bf16": {"enabled": True}}, device=OLD_GPU),
-        "or fp32 with ds.bf16.enabled=false",
-        lambda said: said.words.append("ds.bf16.enabled=false"),
-    ),
     "an auto that nothing fills": (
         lambda: Said({"zero_optimization": {"stage": 2, "round_robin_gradients": "auto"}}),
         "write a value",
         lambda said: said.write("zero_optimization.round_robin_gradients", True),
-    ),
-    "a curriculum": (
-        lambda: Said({"curriculum_learning": {"enabled": True}}),
-        "drop it",
-        lambda said: said.drop(said.split, "curriculum_learning"),
     ),
 }
 
@@ -221,10 +134,3 @@ def test_advice_that_is_followed_ends_the_refusal(tmp_path, name):
     assert "\n" not in message
     follow(said)
     said.load(tmp_path)
-
-
-def test_every_refusal_has_a_case():
-    """A refusal that comes to these modules needs a case above."""
-    modules = (deepspeed_adoption, deepspeed_json)
-    refusals = sum(inspect.getsource(module).count("raise ConfigError(") for module in modules)
-    assert refusals == 15

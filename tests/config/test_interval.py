@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from pipeline.cli.train import main
 from pipeline.config.interval import Cadences, Interval, resolve_cadences
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.config.settings import load_settings, recipe_yaml
@@ -94,16 +93,6 @@ def test_a_warm_up_without_a_clear_meaning_is_refused(load, written):
     assert str(caught.value).startswith("command line: schedule.warmup: expected steps (a whole number)")
 
 
-def test_a_warm_up_has_two_names(load):
-    assert load("schedule.warmup_steps=7").schedule.warmup == 7
-    assert load(recipe=RECIPE + "schedule: {warmup_steps: 7}\n").schedule.warmup == 7
-    assert load("schedule.warmup=0.1", recipe=RECIPE + "schedule: {warmup_steps: 7}\n").schedule.warmup == 0.1
-    with pytest.raises(
-        ConfigError, match=r"recipe.yaml:4: schedule.warmup_steps is another name of schedule"
-    ):
-        load(recipe=RECIPE + "schedule: {warmup_steps: 7, warmup: 8}\n")
-
-
 def test_the_recipe_of_a_run_keeps_what_was_written(load):
     tree = yaml.safe_load(
         recipe_yaml(
@@ -139,23 +128,6 @@ def test_what_does_not_go_together_in_whole_steps_is_refused(load, overrides, me
     config = load("checkpoint.keep_best=true", *overrides)
     with pytest.raises(ConfigError, match=message):
         resolve_cadences(config, 12.0)
-
-
-def test_the_dry_run_shows_the_steps_that_are_known(load, tmp_path, capsys):
-    load()
-    words = [
-        "--dry-run",
-        "--config",
-        str(tmp_path / "recipe.yaml"),
-        "eval.every=0.25",
-        "schedule.warmup=0.03",
-    ]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "eval.every 0.25 epochs: counted when the data is read" in said
-    assert "schedule.warmup 0.03 of the run: counted when the data is read" in said
-    assert main([*words, "max_steps=150"]) == 0
-    assert "schedule.warmup 0.03 of the run: 5 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

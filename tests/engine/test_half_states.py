@@ -141,29 +141,30 @@ def test_bf16_masters_are_exported_as_they_are(saved_by, tmp_path):
     assert all(torch.equal(values, exported[1][name].float()) for name, values in exported[0].items())
 
 
+ADAM_ALONE = (
+    "DeepSpeed steps such weights with fp32 states by its CPU Adam alone; use bf16_optimizer_states: true"
+)
+NO_MASTERS = "in another precision, without ZeRO, or with pipeline stages: only ZeRO has master weights"
 REFUSED = [
-    (split(2, MASTERS), "bf16.bf16_optimizer_states: true beside it, or"),
-    (split(2, PAIR) | {"bf16": {"enabled": False, **PAIR}}, "this run computes in fp32; set bf16.enabled"),
-    (split(1, PAIR, TWO_STAGES), "pipeline stages keep their masters in fp32"),
+    (split(2, MASTERS), ADAM_ALONE),
+    (split(2, PAIR) | {"bf16": {"enabled": False, **PAIR}}, NO_MASTERS),
+    (split(1, PAIR, TWO_STAGES), NO_MASTERS),
     (
         split(1, PAIR, {"data_types": {"grad_accum_dtype": "fp32"}}),
         "sums gradients in fp32 keeps its masters",
     ),
-    (split(3, PAIR, offload_optimizer=NVME), "swapped to a disk is fp32"),
-    (split(3, PAIR, offload_optimizer=CPU | {"ratio": 0.5}), "has fp32 states; drop zero_optimization.off"),
-    (
-        zero(2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-        "in host memory alone; set zero_optimization.offload_optimizer.device: cpu",
-    ),
+    (split(3, PAIR, offload_optimizer=NVME), ADAM_ALONE),
+    (split(3, PAIR, offload_optimizer=CPU | {"ratio": 0.5}), ADAM_ALONE),
+    (zero(2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ADAM_ALONE),
 ]
 
 
-@pytest.mark.parametrize(("json", "message"), REFUSED, ids=[message[:20] for _, message in REFUSED])
+@pytest.mark.parametrize(("json", "message"), REFUSED)
 def test_where_they_cannot_stand_is_told(json, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(tree(LLAMA), json, 2)
 
 
 def test_sgd_does_not_step_them_in_host_memory():
-    with pytest.raises(ConfigError, match=r"CPU Adam alone; set optimizer\.kind: adamw"):
+    with pytest.raises(ConfigError, match=re.escape(ADAM_ALONE)):
         resolve(tree(LLAMA, kind="sgd"), split(2, PAIR, **OFFLOADED), 2)

@@ -25,9 +25,7 @@ def runs(draw):
     warmup = draw(st.integers(0, max_steps - 1))
     kind = draw(kinds)
     decay = draw(st.integers(1, max_steps - warmup)) if kind == "wsd" else None
-    config = ScheduleConfig(
-        kind=kind, warmup_steps=warmup, decay_steps=decay, min_learning_rate_ratio=draw(ratios)
-    )
+    config = ScheduleConfig(kind=kind, warmup=warmup, decay_steps=decay, min_learning_rate_ratio=draw(ratios))
     return config, max_steps
 
 
@@ -37,7 +35,7 @@ def curve(config, max_steps):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_rises_by_equal_steps_from_above_zero_to_the_peak(kind):
-    config = ScheduleConfig(kind=kind, warmup_steps=4)
+    config = ScheduleConfig(kind=kind, warmup=4)
     rates = curve(config, 100)
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
@@ -50,19 +48,19 @@ def test_without_warm_up_the_first_step_is_at_the_peak(kind):
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
 def test_the_end_of_the_run_is_the_minimum(kind, low):
-    config = ScheduleConfig(kind=kind, warmup_steps=10, min_learning_rate_ratio=low)
+    config = ScheduleConfig(kind=kind, warmup=10, min_learning_rate_ratio=low)
     assert multiplier(config, 100, 100) == pytest.approx(low)
     assert multiplier(config, 99, 100) == pytest.approx(low, abs=0.06)
     assert multiplier(config, 1000, 100) == pytest.approx(low), "past the end it stays there"
 
 
 def test_constant_stays_at_the_peak():
-    assert set(curve(ScheduleConfig(kind="constant", warmup_steps=3), 20)[3:]) == {1.0}
+    assert set(curve(ScheduleConfig(kind="constant", warmup=3), 20)[3:]) == {1.0}
 
 
 def test_cosine_and_linear_are_halfway_in_the_middle():
     for kind in ("cosine", "linear"):
-        config = ScheduleConfig(kind=kind, warmup_steps=20, min_learning_rate_ratio=0.2)
+        config = ScheduleConfig(kind=kind, warmup=20, min_learning_rate_ratio=0.2)
         assert multiplier(config, 60, 100) == pytest.approx(0.6)
 
 
@@ -75,7 +73,7 @@ def test_cosine_is_a_cosine_and_linear_a_line():
 
 
 def test_wsd_is_stable_and_then_decays_over_its_last_steps():
-    config = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, min_learning_rate_ratio=0.0)
+    config = ScheduleConfig(kind="wsd", warmup=10, decay_steps=20, min_learning_rate_ratio=0.0)
     rates = curve(config, 100)
     assert set(rates[10:81]) == {1.0}
     assert rates[81] == pytest.approx(0.95)
@@ -126,7 +124,7 @@ def test_a_step_gives_the_same_rate_in_any_order(run, random):
 def test_a_run_shorter_than_its_schedule_is_remarked_and_has_a_rate_for_every_step(
     kind, warmup, decay, max_steps
 ):
-    config = ScheduleConfig(kind=kind, warmup_steps=warmup, decay_steps=decay)
+    config = ScheduleConfig(kind=kind, warmup=warmup, decay_steps=decay)
     assert all(0.0 < rate <= 1.0 for rate in curve(config, max_steps)[:-1])
     needed = warmup + ((decay or max(1, max_steps // 5)) if kind == "wsd" else 0)
     line = remark(config, max_steps)

@@ -315,7 +315,7 @@ def run(arguments, folder, **extra):
 @pytest.mark.daily("torchrun")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
-    small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup_steps=0"]
+    small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup=0"]
     start = [*TWO, *small]
     if launcher == "deepspeed":
         start = command("--deepspeed", "ds_configs/torch_ddp.json", *small, ranks=2)

@@ -69,7 +69,7 @@ def train(job: Job, split, folder: str, poison: dict[int, float], objective=None
     """
     data = replace(token_bundle(), train=MaskedTokens(512))
     batch = {"micro_batch_size": 2, "global_batch_size": BATCH}
-    schedule = {"warmup_steps": 2}
+    schedule = {"warmup": 2}
     optimizer = {"learning_rate": 1e-3, "max_grad_norm": 1.0}
     tree = recipe(max_steps=STEPS, batch=batch, schedule=schedule, optimizer=optimizer) | changes
     config, resolved = resolve(tree, split, job.ranks.world_size)

@@ -86,7 +86,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
         "data": {"kind": "tests:unused"},
         "batch": {"micro_batch_size": 2, "global_batch_size": 8},
         "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
-        "schedule": {"warmup_steps": 2},
+        "schedule": {"warmup": 2},
         "wandb": {"mode": "disabled"},
     }
     return tree | changes

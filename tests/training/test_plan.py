@@ -243,7 +243,7 @@ def test_evaluation_and_end_can_be_read_in_a_file(told):
 @pytest.mark.slow
 def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     recipe, _, _ = told
-    done = launch("--config", str(recipe), "--quiet", "name=tiny-quiet", "schedule.warmup_steps=50")
+    done = launch("--config", str(recipe), "--quiet", "name=tiny-quiet", "schedule.warmup=50")
     assert done.returncode == 0
     (warning,) = done.stderr.splitlines()
     assert warning.startswith("warning: schedule.warmup 50 is longer")

@@ -105,7 +105,7 @@ def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
 
 
 def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
-    odd = {"log": {"every": 2}, "schedule": {"warmup_steps": 2, "kind": "linear"}}
+    odd = {"log": {"every": 2}, "schedule": {"warmup": 2, "kind": "linear"}}
     before = left(tmp_path, **odd)
     _, lock = open_run_directory(configured(tmp_path, log={"every": 3}), SPLIT)
     lock.release()

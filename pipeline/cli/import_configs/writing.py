@@ -17,7 +17,7 @@ from pipeline.cli.import_configs.trl import TRAINERS
 from pipeline.cli.inputs import reading_a_run
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.command_lines import train_command
-from pipeline.config.deepspeed_check import check, refuse_conflicts
+from pipeline.config.deepspeed_check import check
 from pipeline.config.loading import ConfigFile, Dumper, read_json, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
@@ -222,7 +222,6 @@ def _theirs(draft: Draft, file: ConfigFile) -> dict[str, Any] | None:
         file.tree.pop(dotted.partition(".")[0], None)
     try:
         check(file)
-        refuse_conflicts(file)
     except ConfigError as error:
         draft.drop("deepspeed", str(error))
         return None
