@@ -1,4 +1,4 @@
-"""python -m pipeline import: from a YAML of LLaMA-Factory to a run that trains."""
+"""python -m pipeline import: from a YAML of LLaMA-Factory to a dry run, and to a run that trains."""
 
 from __future__ import annotations
 
@@ -32,15 +32,21 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
         "plot_loss": True,
+        "mask_history": True,
     }
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(theirs))
     assert main(["import", "sft.yaml", "--gpus", "2"]) == 0
     said = capsys.readouterr().out
     assert "batch.global_batch_size: 8 = 2 (a GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
-    assert "not taken: plot_loss: " in said
-    told = [line for line in said.splitlines() if line.startswith(("not taken: ", "fill in: "))]
+    words = ("fill in: ", "left open: ", "without effect: ")
+    told = [line for line in said.splitlines() if line.startswith(words)]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in told] == [
+        "data.chat_template",
+        "mask_history",
+        "plot_loss",
+    ]
     recipe = (tmp_path / "sft" / "recipe.yaml").read_text()
-    comments = [line for line in recipe.splitlines() if line.startswith(("# not taken: ", "# fill in: "))]
+    comments = [line for line in recipe.splitlines() if line.startswith(tuple(f"# {word}" for word in words))]
     assert [f"# {line}" for line in told] == comments
     words = shlex.split(said.splitlines()[-1].removeprefix("train by: "))
     launcher, printed = words[:6], words[6:]
@@ -54,6 +60,11 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     changes = ["max_steps=2", "log.every=1", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert train([*printed, *changes, "--dry-run", "--world-size", "2"]) == 0
+    capsys.readouterr()
+    assert train([*printed[2:], *changes]) == 2
+    assert "data.chat_template: FILL-IN.jinja cannot be read" in capsys.readouterr().err
+    changes.append("data.chat_template=chatml")  # what was to fill in
     assert train([*printed[2:], *changes]) == 0  # without the JSON: plain PyTorch
     lines = (tmp_path / "elsewhere" / "saves" / "sft" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -73,7 +73,8 @@ def test_import_prints_a_command_that_trains(tmp_path, monkeypatch, capsys, run_
     theirs |= {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "saves"), "learning_rate": 1e-3}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(theirs))
     assert main(["import", "sft.yaml"]) == 0
-    done = run_elsewhere(one(r"train by: (.*)", capsys.readouterr().out), f"data.cache_dir={tmp_path}")
+    filled_in = ["data.chat_template=chatml", f"data.cache_dir={tmp_path}"]
+    done = run_elsewhere(one(r"train by: (.*)", capsys.readouterr().out), *filled_in)
     assert done.returncode == 0, done.stderr
     assert "2/2  loss" in done.stdout
 

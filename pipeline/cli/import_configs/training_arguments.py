@@ -1,118 +1,55 @@
-"""transformers' TrainingArguments (4.57 and 5): a file of them, and the keys that other tools share."""
+"""transformers' TrainingArguments (4.57 and 5), whose keys and rules other tools share."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pipeline.cli.import_configs.mapping import (
-    Draft,
-    Key,
-    NotTakenError,
-    Tool,
-    flag,
-    keys,
-    number,
-    optimizer,
-    put_sources,
-    reasons,
-    run_name,
-    settle_batch,
-    settle_betas,
-    settle_cadence,
-    settle_length,
-    settle_precision,
-    settle_recomputing,
-    settle_reports,
-    settle_resume,
-    settle_schedule,
-    text,
-    whole,
-)
+from pipeline.cli.import_configs.conversions import flag, names, number, rows, text, whole
+from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool, put_sources
 
-
-def interval(value: Any) -> int:
-    """Return the steps between two rows."""
-    if 0 < number(value) < 1:
-        raise NotTakenError(f"{value} of a run's steps: write log.every in steps or epochs")
-    return whole(value)
-
-
-# Any trainer's, by these names.
-COMMON = keys("""
-optimizer.betas: adam_beta1 adam_beta2
-max_steps: max_steps
-schedule.min_learning_rate_ratio, schedule.decay_steps: lr_scheduler_kwargs
-schedule.warmup: warmup_steps warmup_ratio
+ROWS = rows("""
+batch.micro_batch_size: per_device_train_batch_size
 batch.global_batch_size: gradient_accumulation_steps
-batch.micro_batch_size: auto_find_batch_size
+max_steps: max_steps
+max_epochs: num_train_epochs
+optimizer.kind as optimizer: optim
+optimizer.learning_rate as number: learning_rate
+optimizer.weight_decay as number: weight_decay
+optimizer.betas: adam_beta1 adam_beta2
+optimizer.eps as number: adam_epsilon
+optimizer.max_grad_norm as number: max_grad_norm
+schedule.kind: lr_scheduler_type
+schedule.min_learning_rate_ratio: lr_scheduler_kwargs.min_lr_rate
+schedule.warmup: warmup_steps warmup_ratio
 checkpoint.every: save_steps save_strategy
+checkpoint.keep_last as whole: save_total_limit
 eval.every: eval_steps eval_strategy
-checkpoint.keep_best: load_best_model_at_end metric_for_best_model greater_is_better
-checkpoint.resume: resume_from_checkpoint
-model.activation_checkpointing: gradient_checkpointing
-optimizer.groups: loraplus_lr_ratio
+log.every as whole: logging_steps
+wandb.mode, log.tensorboard: report_to
+name as name: run_name
+run_dir as text: output_dir
+seed as whole: seed
+model.trust_remote_code as flag: trust_remote_code
+model.neftune_alpha as number: neftune_noise_alpha
+model.activation_checkpointing as recomputing: gradient_checkpointing
 JSON: bf16.enabled: bf16
 JSON: fp16.enabled: fp16
-JSON: tf32.enabled: tf32
-JSON: compile.enabled: torch_compile
-JSON: zero_optimization: deepspeed fsdp
-""") | {
-    "learning_rate": Key("optimizer.learning_rate", number),
-    "weight_decay": Key("optimizer.weight_decay", number),
-    "adam_epsilon": Key("optimizer.eps", number),
-    "max_grad_norm": Key("optimizer.max_grad_norm", number),
-    "logging_steps": Key("log.every", interval),
-    "save_total_limit": Key("checkpoint.keep_last", whole),
-    "seed": Key("seed", whole),
-    "output_dir": Key("run_dir", text),
-    "trust_remote_code": Key("model.trust_remote_code", flag),
-    "neftune_noise_alpha": Key("model.neftune_alpha", number),
-}
-KEYS = COMMON | {
-    "model_name_or_path": Key("model.pretrained", text),
-    "per_device_train_batch_size": Key("batch.micro_batch_size"),
-    "num_train_epochs": Key("max_epochs"),
-    "optim": Key("optimizer.kind", optimizer),
-    "lr_scheduler_type": Key("schedule.kind"),
-    "report_to": Key("wandb.mode, log.tensorboard"),
-    "run_name": Key("name", run_name),
-}
-
-WITHOUT = reasons("""
-a run's folder has all that it leaves, and an existing one is never overwritten: overwrite_output_dir
-  plot_loss save_on_each_node save_only_model save_safetensors
-the command says what is done, the launcher where: config ddp_backend do_eval do_predict do_train env
-  local_rank no_cuda use_cpu
-an evaluation takes micro-batches of the training's size: eval_accumulation_steps eval_batch_size
-  per_device_eval_batch_size
-this trainer's own blockwise loss keeps no logits either: enable_liger_kernel liger_kernel_config
-  use_liger_kernel
-the loss is the mean over tokens: average_tokens_across_devices label_smoothing_factor
-tokenised rows are read from memory (loader.num_workers): dataloader_num_workers
-  dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
-the order of samples is drawn from the seed, and every sample counts: data_seed dataloader_drop_last
-  disable_shuffling full_determinism group_by_length ignore_data_skip length_column_name
-  train_sampling_strategy
-not off: samples are always drawn in random order: shuffle_dataset
-recomputation needs no choice: gradient_checkpointing_kwargs use_reentrant_gc use_unsloth_gc
-distributed.timeout_seconds has a limit of its own: ddp_timeout
-the split's file decides, and names unused parameters: accelerator_config ddp_broadcast_buffers
-  ddp_bucket_cap_mb ddp_find_unused_parameters fsdp_config parallelism_config
-the file that `export` writes can be pushed: hub_model_id hub_private_repo hub_revision hub_strategy
-  hub_token push_to_hub
-the model decides what it is given: label_names remove_unused_columns
-metrics.jsonl has a row each log.every steps, from the first on: disable_tqdm
-  include_effective_tokens_per_second include_num_input_tokens_seen include_tkps include_tokens_per_second
-  log_level logging_dir logging_first_step logging_nan_inf_filter logging_strategy
-every evaluation is of the loss: batch_eval_metrics compute_accuracy eval_delay eval_on_start
-  predict_with_generate prediction_loss_only
-torch.compile's backend and mode are chosen here: torch_compile_backend torch_compile_mode
-the optimizer takes no arguments of another: optim_args optim_target_modules
-write early_stopping.patience (the evaluation before the first step counts here): early_stopping_patience
-  early_stopping_steps
-not done here: bf16_full_eval fp16_full_eval torch_empty_cache_steps
+JSON: tf32.enabled as switch: tf32
+JSON: compile.enabled as switch: torch_compile
+JSON: zero_optimization: deepspeed fsdp fsdp_config
 """)
-
+MODEL_ROWS = rows("""
+model.pretrained as text: model_name_or_path
+adapter.kind: use_rslora use_dora
+adapter.rank as whole: lora_r
+adapter.alpha as number: lora_alpha
+adapter.dropout as number: lora_dropout
+adapter.targets as targets: lora_target_modules
+adapter.modules_to_save as names: lora_modules_to_save
+optimizer.groups as LoRA+: loraplus_lr_ratio
+""")
+"""Keys of the tools that name a model, by TRL's names."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -127,50 +64,162 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
     "optim": "adamw_torch_fused",
 }
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+TEXT_STARTS = (
+    "a tokenizer that begins texts with a token of its own does so there alone; for the same ids write a "
+    "template (docs/data.md, Rows that a template reads)"
+)
 
 
-def settle_arguments(
-    draft: Draft,
-    has_eval: bool,
-    bf16: Any,
-    micro: str = "per_device_train_batch_size",
-    epochs: str = "num_train_epochs",
-    schedule: str = "lr_scheduler_type",
-) -> None:
-    """All of it that several keys make; after the data section, by whose rows steps are counted.
+def renamed(table: Mapping[str, Any], by: Mapping[str, str]) -> dict[str, Any]:
+    """Return a table under a tool's own names of the keys."""
+    return {by.get(key, key): value for key, value in table.items()}
+
+
+def settle_arguments(draft: Draft, has_eval: bool) -> None:
+    """Put what several keys of TrainingArguments make together.
 
     Args:
-        draft: The recipe.
+        draft: The draft.
         has_eval: Whether something is held out.
-        bf16: What holds where neither half precision is named.
-        micro: Their key of a device's batch.
-        epochs: Their key of passes over the data.
-        schedule: Their key of the rate's shape.
     """
-    settle_batch(draft, micro, "gradient_accumulation_steps")
-    settle_length(draft, epochs)
-    settle_betas(draft)
-    settle_schedule(draft, schedule)
-    settle_cadence(draft, has_eval)
-    settle_resume(draft)
-    settle_precision(draft, bf16)
+    _settle_length(draft)
+    draft.put("optimizer.betas", [draft.given(key, number) for key in ("adam_beta1", "adam_beta2")])
+    _settle_schedule(draft)
+    _settle_cadence(draft, "checkpoint.every", "save")
+    if has_eval:
+        _settle_cadence(draft, "eval.every", "eval")
+    where = set(draft.given("report_to", names) or [])
+    draft.put("wandb.mode", "auto" if where & {"wandb", "all"} else "disabled")
+    if where & {"tensorboard", "all"}:
+        draft.put("log.tensorboard", True)
+    if where - {"wandb", "all", "tensorboard", "none"}:
+        draft.leave_open("report_to", "W&B and TensorBoard are; others: docs/your-own-tracker.md")
+    _settle_json(draft)
+
+
+def _settle_length(draft: Draft) -> None:
+    """Put the samples of a step, which are a GPU's there, and the steps or epochs of the run."""
+    micro = "per_device_train_batch_size"
+    size, steps = draft.given(micro, whole), draft.given("gradient_accumulation_steps", whole)
+    told = f"{size} (a GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
+    if min(size, steps) < 1:
+        raise draft.refused(micro, f"{told} is no number of samples")
+    draft.put("batch.micro_batch_size", size)
+    draft.put("batch.global_batch_size", size * steps * draft.gpus, told)
+    limit = draft.given("max_steps", whole)
+    if limit is not None and limit > 0:
+        draft.put("max_steps", limit)
+    else:
+        draft.put("max_epochs", draft.given("num_train_epochs", number))
+
+
+def _settle_schedule(draft: Draft) -> None:
+    given = draft.given("lr_scheduler_type", text)
+    if given not in SCHEDULES:
+        draft.leave_open("lr_scheduler_type", f"{given}: write schedule.kind; until then the default holds")
+    else:
+        draft.put("schedule.kind", SCHEDULES[given])
+        if SCHEDULES[given] != "constant":
+            ratio = draft.given("lr_scheduler_kwargs.min_lr_rate", number)
+            draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
+    if given == "constant":
+        draft.put("schedule.warmup", 0, "transformers' constant schedule has none")
+        return
+    steps, share = draft.given("warmup_steps", number), draft.given("warmup_ratio", number)
+    if draft.said("warmup_steps") is not None and draft.said("warmup_ratio") is None:
+        share = None
+    if steps and steps >= 1:
+        draft.put("schedule.warmup", whole(steps))
+    else:  # transformers 5 has the share in warmup_steps
+        draft.put("schedule.warmup", float(steps or share or 0) or 0)
+
+
+def _settle_cadence(draft: Draft, ours: str, what: str) -> None:
+    """Put when a checkpoint is written, or an evaluation runs."""
+    steps, strategy = draft.given(f"{what}_steps", number), draft.given(f"{what}_strategy")
+    parts = draft.given(f"{what}s_per_epoch", number)
+    if draft.said(f"{what}_strategy") is None:
+        strategy = "steps" if steps else strategy or "no"
+    if parts and "max_epochs" in draft.recipe:
+        draft.put(ours, f"{1 / parts:.12g} epochs")
+    elif strategy == "epoch" and not parts:
+        draft.put(ours, "1 epochs")
+    elif strategy in (False, "no") and not parts:
+        draft.put(ours, 0)
+    elif strategy == "steps" and steps is not None and steps >= 1:
+        draft.put(ours, whole(steps))
+    else:
+        for key in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch"):
+            draft.leave_open(key, f"write {ours} in steps or epochs")
+
+
+def _settle_json(draft: Draft) -> None:
+    """Note precision, their JSON, and how the work is split without one."""
+    bf16, fp16 = draft.given("bf16"), draft.given("fp16") is True
+    if bf16 not in (None, True, False, "auto"):
+        draft.leave_open("bf16", f"{bf16}: write bf16.enabled in the JSON")
+    is_default = draft.said("bf16") is None
+    draft.json["bf16.enabled"] = bf16 if bf16 in (True, "auto") and not (fp16 and is_default) else False
+    if fp16:
+        draft.json["fp16.enabled"] = True
+    cut = [key for key in ("fsdp", "fsdp_config") if draft.given(key)]
+    for key in cut:
+        draft.leave_open(key, "the weights are cut by ZeRO 3, or as their JSON says; see docs/splits.md")
+    draft.base = draft.given("deepspeed") or ("zero3" if cut else "zero2")
+    if not isinstance(draft.base, str | dict):
+        raise draft.refused("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")
+
+
+def settle_adapter(draft: Draft) -> None:
+    """Put the kind of a low-rank adapter; one that is loaded brings its shape."""
+    rs, dora = draft.given("use_rslora", flag), draft.given("use_dora", flag)
+    draft.put("adapter.kind", "dora" if dora else "rslora" if rs else "lora")
+    if rs and dora:
+        draft.leave_open("use_rslora", "with use_dora: multiply adapter.alpha by the root of adapter.rank")
+    if "adapter.weights" in draft.recipe:
+        for key in ("rank", "alpha", "targets"):
+            draft.take_out(f"adapter.{key}", "the adapter that is loaded brings its own")
+
+
+def ask_for_targets(draft: Draft) -> None:
+    """Leave the layers that get an adapter to the user, where peft would choose them."""
+    if draft.said("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
+        what = "theirs names none, and peft chooses by the model: [q_proj, v_proj] of most"
+        draft.ask("adapter.targets", [FILL_IN], what)
+
+
+def put_preferences(draft: Draft, length: int) -> None:
+    """Put what all preference data have: an example is a sample, whole in a sequence."""
+    draft.put("data.sequence_length", 2 * length, f"two answers, each of {length} tokens with its prompt")
+    draft.put("data.answer_length", length)
+    draft.put("data.packing", "none", "a sample is an example, as there")
+
+
+def held_out(draft: Draft, key: str) -> bool:
+    """Put the share that is held out, and return whether anything is."""
+    share = draft.given(key, number) or 0.0
+    if share >= 1:
+        draft.leave_open(key, "a number of rows; write their share as data.eval_fraction")
+    draft.put("data.eval_fraction", share if share < 1 else 0.0)
+    return 0 < share < 1
 
 
 def settle(draft: Draft) -> None:
     """Take the arguments of transformers' Trainer, whose script names model and data."""
     put_sources(draft, "chat", [])
-    settle_arguments(
-        draft, draft.given("do_eval") is True or draft.given("eval_strategy") not in (None, "no"), False
-    )
-    settle_reports(draft)
-    settle_recomputing(draft, False)
+    settle_arguments(draft, draft.given("eval_strategy") not in (None, "no", False))
 
 
 TOOL = Tool(
     title="transformers' Trainer",
-    keys={key: row for key, row in KEYS.items() if key != "model_name_or_path"},
-    without={**WITHOUT, "_n_gpu": "--gpus says it", "evaluation_strategy": "named eval_strategy since 4.46"},
-    marks="per_device_train_batch_size num_train_epochs per_device_eval_batch_size save_strategy logging_dir",
+    rows=ROWS | {"model_name_or_path": MODEL_ROWS["model_name_or_path"]},
+    rule=settle,
     defaults=DEFAULTS,
-    settle=settle,
 )

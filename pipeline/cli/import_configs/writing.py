@@ -5,46 +5,43 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from pipeline.cli.import_configs import accelerate, axolotl, llama_factory, training_arguments, trl
-from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool, listed, meant
-from pipeline.cli.import_configs.trl import TRAINERS
+from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool
 from pipeline.cli.inputs import reading_a_run
-from pipeline.config import deepspeed_keys as keys
+from pipeline.config import deepspeed_keys
 from pipeline.config.command_lines import train_command
 from pipeline.config.deepspeed_check import check
-from pipeline.config.loading import ConfigFile, Dumper, read_json, read_yaml
+from pipeline.config.loading import ConfigFile, Dumper, Tree, read_json, read_yaml, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import DS_CONFIGS
-from pipeline.config.split import Device
 from pipeline.errors import ConfigError, PipelineError, printable, shown
 from pipeline.files import is_path, replace_file
 
 TOOLS: dict[str, Tool] = {
+    "trainer": training_arguments.TOOL,
     "llama-factory": llama_factory.TOOL,
     "axolotl": axolotl.TOOL,
-    "trl": trl.TOOL,
-    "trainer": training_arguments.TOOL,
+    **{f"trl-{trainer}": trl.TOOL for trainer in trl.TRAINERS},
     "accelerate": accelerate.TOOL,
 }
 RECIPE, JSON = "recipe.yaml", "deepspeed.json"
 OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
 
 
-def draft_of(path: Path, origin: str | None, gpus: int, folder: Path) -> Draft:
+def draft_of(path: Path, origin: str | None, gpus: int) -> Draft:
     """Return the draft of a recipe from another trainer's file.
 
     Args:
         path: Their YAML or JSON.
-        origin: A key of TOOLS, or `trl-dpo` and the like; None: by its keys.
+        origin: A key of TOOLS; `None`: by the file's keys.
         gpus: How many theirs ran on.
-        folder: Where the recipe will be.
 
     Raises:
         ConfigError: The file is missing, malformed or of none of the tools, or a value cannot be imported.
@@ -52,217 +49,144 @@ def draft_of(path: Path, origin: str | None, gpus: int, folder: Path) -> Draft:
     file = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if OF_DEEPSPEED & set(file.tree):
         raise ConfigError(f"{path}: a DeepSpeed JSON; give it to --deepspeed as it is")
-    name, _, kind = (origin or "").partition("-") if (origin or "").startswith("trl-") else (origin, "", "")
-    tool = TOOLS[name] if name else _recognised(path, file.tree)
-    draft = Draft(file, tool, gpus, folder.absolute(), kind or None)
+    origin = origin or _recognised(file)
+    draft = Draft(file, TOOLS[origin], gpus, origin.removeprefix("trl-"))
     draft.fill()
     draft.put("model.kind", "causal_lm")
-    if (model := draft.found(draft.recipe.get("model.pretrained", FILL_IN))) is not None and model.is_dir():
-        draft.put("model.pretrained", str(model))
-    if draft.has_recipe and "model.pretrained" not in draft.recipe:
-        draft.put("model.pretrained", FILL_IN)
-        draft.fill_in.append("model.pretrained: the model's folder or name on the hub; theirs names none")
+    model = draft.recipe.get("model.pretrained")
+    if draft.has_recipe and model is None:
+        draft.ask("model.pretrained", FILL_IN, "the model's folder or name on the hub; theirs names none")
+    elif model is not None and (found := draft.found(model)) is not None and found.is_dir():
+        draft.put("model.pretrained", str(found))
+    elif model is not None and is_path(model):
+        draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
     return draft
 
 
-def _recognised(path: Path, tree: dict[str, Any]) -> Tool:
-    """Return the tool whose keys a file has, those of its own before those that others have too."""
-
-    def counts(tool: Tool) -> tuple[int, int]:
-        known = tool.keys.keys() | tool.without.keys()
-        return len(set(tool.marks.split()) & set(tree)), len(known & set(tree))
-
-    best = max(TOOLS.values(), key=counts)
-    if counts(best) > (0, 0) and counts(best)[1] * 2 >= len(tree):
-        return best
-    slips = ((key, meant(str(key), tool)) for key in tree for tool in TOOLS.values())
-    found = next((slip for slip in slips if slip[1]), None)
-    hint = f': {found[0]} (did you mean "{found[1]}"?)' if found else "; --from says which"
-    raise ConfigError(f"{path}: no configuration of {listed(TOOLS.values())}{hint}")
+def _recognised(file: ConfigFile) -> str:
+    """Return the first of the tools that know most of a file's keys."""
+    known = {name: {key.partition(".")[0] for key in tool.rows} for name, tool in TOOLS.items()}
+    best = max(known, key=lambda name: len(known[name] & set(file.tree)))
+    if len(known[best] & set(file.tree)) * 2 < max(len(file.tree), 1):
+        titles = ", ".join(dict.fromkeys(tool.title for tool in TOOLS.values()))
+        raise ConfigError(f"{file.path}: no configuration of {titles}; --from says which")
+    if TOOLS[best] is trl.TOOL:
+        choices = ", ".join(f"trl-{trainer}" for trainer in trl.TRAINERS)
+        raise ConfigError(f"{file.path}: TRL's files do not say for which trainer they are; --from {choices}")
+    return best
 
 
-def write(draft: Draft) -> tuple[str, str | None]:
-    """Write recipe, JSON and further files; take all back if the loader refuses them.
-
-    Returns:
-        Where the JSON comes from, and what this machine would refuse of the plan.
+def write(draft: Draft, folder: Path) -> str:
+    """Write recipe and JSON if this trainer's own loader takes them, and return where the JSON comes from.
 
     Raises:
         ConfigError: The recipe would not be one; names the key of theirs.
     """
-    model = str(draft.recipe.get("model.pretrained", ""))
-    missing = is_path(model) and not Path(model).expanduser().is_dir()
-    if missing:
-        draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
-    text, origin = make_json(draft)
-    made = {draft.folder / JSON: text} | draft.files
+    tree, origin = make_json(draft)
     if draft.has_recipe:
-        made[draft.folder / RECIPE] = recipe_text(draft)
+        made = {JSON: tree_text(tree), RECIPE: recipe_text(draft)}
+        _check(draft, made)
     else:  # JSON has no comments; the key is passed over
-        made[draft.folder / JSON] = json.dumps(
-            {"_comment": [*lines_left(draft)], **json.loads(text)}, indent=2
-        )
-    before = {path: path.read_bytes() if path.is_file() else None for path in made}
-    is_new = not draft.folder.exists()
-    draft.folder.mkdir(parents=True, exist_ok=True)
-    for path, content in made.items():
-        replace_file(path, content)
-    if not draft.has_recipe:
-        return origin, None
-    try:
-        overrides = ["data.tokenizer.pretrained=elsewhere"] if missing else []
-        settings = load_settings(draft.folder / RECIPE, draft.folder / JSON, overrides)
-    except ConfigError as error:
-        for path, old in before.items():
-            path.unlink() if old is None else path.write_bytes(old)
-        if is_new:
-            draft.folder.rmdir()
-        told = re.sub(rf"{re.escape(str(draft.folder))}/\S+:\d+: ", "", str(error))
-        raise ConfigError(
-            f"{draft.file.path}: {_theirs_of(draft, told)}what it says makes no recipe: {told}"
-        ) from None
-    try:
-        settings.resolve(draft.gpus, Device.probe())
-    except ConfigError as error:
-        return origin, str(error)
-    return origin, None
+        made = {JSON: tree_text({"_comment": [*lines_left(draft)], **tree})}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in made.items():
+        replace_file(folder / name, content)
+    return origin
 
 
-def _theirs_of(draft: Draft, told: str) -> str:
-    """Return their key, or keys, behind the key of ours that a message begins with."""
-    ours = told.partition(":")[0]
-    theirs = [
-        key
-        for key, row in draft.tool.keys.items()
-        if ours in row.ours.split(", ") and draft.file.tree.get(key) is not None
-    ]
-    return f"{', '.join(theirs)}: " if theirs else ""
+def _check(draft: Draft, made: dict[str, str]) -> None:
+    """Load recipe and JSON from a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in made.items():
+            (Path(folder) / name).write_text(content)
+        try:  # a model that is not at hand yet has no tokenizer either
+            load_settings(Path(folder) / RECIPE, Path(folder) / JSON, ["data.tokenizer.pretrained=elsewhere"])
+        except ConfigError as error:
+            told = re.sub(rf"{re.escape(folder)}/\S+:\d+: ", "", str(error))
+            theirs = [
+                f"{key}: "
+                for key, row in draft.tool.rows.items()
+                if told.partition(":")[0] in row.ours.split(", ") and draft.theirs.get(key) is not None
+            ]
+            where = "".join(theirs[:1])
+            raise ConfigError(f"{draft.file.path}: {where}what it says makes no recipe: {told}") from None
+
+
+def tree_text(tree: Tree) -> str:
+    """Return JSON as it is written."""
+    return json.dumps(tree, indent=2) + "\n"
 
 
 def lines_left(draft: Draft) -> Iterator[str]:
-    """Yield what is to fill in and what was not taken, one line each."""
+    """Yield what is to fill in, what was left open and what has no effect here, one line each."""
     yield from (f"fill in: {each}" for each in draft.fill_in)
-    yield from (f"not taken: {key}: {why}" for key, why in draft.not_taken.items())
+    yield from (f"left open: {key}: {what_to_do}" for key, what_to_do in draft.left_open.items())
+    for reason in dict.fromkeys(draft.no_effect.values()):
+        keys = ", ".join(key for key, each in draft.no_effect.items() if each == reason)
+        yield f"without effect: {keys}: {reason}"
 
 
 def recipe_text(draft: Draft) -> str:
-    """The recipe as YAML; what was decided, is to fill in and was not taken stands in it as comments."""
-    lines = [_comment(f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import.")]
-    within = ""
-    for dotted in sorted(draft.recipe, key=_order):
-        name, _, key = dotted.partition(".")
-        if key and name != within:
-            lines += ["", f"{name}:"]
-        within = name
-        start, value = f"{'  ' * bool(key)}{key or name}:", draft.recipe[dotted]
-        told = f"  {_comment(draft.remarks[dotted])}" if dotted in draft.remarks else ""
-        if isinstance(value, list) and any(isinstance(each, dict) for each in value):
-            lines += [f"{start}{told}", *(f"{'  ' * bool(key)}- {_flow(each)}" for each in value)]
-        else:
-            lines.append(f"{start} {_flow(value)}{told}")
-    lines += ["", *map(_comment, lines_left(draft))]
-    return "\n".join(lines) + "\n"
+    """Return the recipe as YAML, below comments on what was decided and what is left."""
+    lines = [f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import."]
+    lines += [f"{key}: {remark}" for key, remark in draft.remarks.items() if key in draft.recipe]
+    comments = [f"# {printable(' '.join(line.split()))}" for line in (*lines, *lines_left(draft))]
+    order = list(RunConfig.model_fields)
+    tree: Tree = {}
+    for key in sorted(draft.recipe, key=lambda key: order.index(key.partition(".")[0])):
+        set_dotted(tree, key.split("."), draft.recipe[key], RECIPE)
+    return "\n".join(comments) + "\n" + yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _comment(text: str) -> str:
-    """One line, whatever it repeats of theirs."""
-    return f"# {printable(' '.join(text.split()))}"
-
-
-def _flow(value: Any) -> str:
-    written: str = yaml.dump(
-        [value], Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
-    )
-    return written.strip()[1:-1]
-
-
-def _order(dotted: str) -> tuple[int, bool]:
-    name, _, key = dotted.partition(".")
-    return list(RunConfig.model_fields).index(name), key != "kind"
-
-
-def make_json(draft: Draft) -> tuple[str, str]:
-    """The JSON's text, and where it comes from."""
-    given = draft.json["theirs"]
-    tree, origin = None, ""
-    if isinstance(given, dict):
-        tree, origin = (
-            _theirs(draft, ConfigFile(draft.file.path, json.loads(json.dumps(given)))),
-            "as theirs has it",
-        )
-    elif isinstance(given, str):
-        path = draft.found(given)
-        if path is not None and path.is_file():
-            tree, origin = _theirs(draft, read_json(path)), str(path)
-        else:
-            draft.drop("deepspeed", f"{given} is not here; the JSON is chosen by its name")
+def make_json(draft: Draft) -> tuple[Tree, str]:
+    """Return the DeepSpeed JSON, and where it comes from."""
+    tree, origin = _their_json(draft)
     if tree is None:
-        path = DS_CONFIGS / f"{_nearest(draft, given)}.json"
-        tree, origin = read_json(path).tree, f"ds_configs/{path.name}"
-    tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16", "tf32", "compile")} | {
-        "bf16": _half(tree, "bf16", draft.json["bf16"])
-    }
-    if draft.json["fp16"]:
-        tree["fp16"] = _half(tree, "fp16", True)
-    for name in ("tf32", "compile"):
-        if name in draft.json:
-            tree[name] = {"enabled": draft.json[name]}
-    return json.dumps(tree, indent=2) + "\n", origin
+        is_quantized = "adapter.quantize" in draft.recipe  # weights of 4 bits cannot be cut
+        name = "zero3" if draft.base == "zero3" and not is_quantized else "zero2"
+        tree, origin = read_json(DS_CONFIGS / f"{name}.json").tree, f"ds_configs/{name}.json"
+    if not draft.json.get("fp16.enabled"):
+        tree.pop("fp16", None)
+    for dotted, value in draft.json.items():
+        set_dotted(tree, dotted.split("."), value, str(draft.file.path))
+    return tree, origin
 
 
-def _half(tree: dict[str, Any], name: str, enabled: Any) -> dict[str, Any]:
-    return {key: value for key, value in (tree.get(name) or {}).items() if key != "enabled"} | {
-        "enabled": enabled
-    }
-
-
-def _theirs(draft: Draft, file: ConfigFile) -> dict[str, Any] | None:
-    """Their tree, checked; None where it has what this trainer does not read, which is named then."""
-    for dotted in keys.RECIPE_OWNS:
+def _their_json(draft: Draft) -> tuple[Tree | None, str]:
+    """Return their JSON without what the recipe says; `None` if it is not here, or not read here."""
+    if isinstance(draft.base, dict):
+        file, origin = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base))), "as theirs has it"
+    elif draft.base in ("zero2", "zero3"):
+        return None, ""
+    elif (path := draft.found(draft.base)) is None:
+        draft.left_open["deepspeed"] = (
+            f"{draft.base} is not here; copy it and import again, or choose a split"
+        )
+        return None, ""
+    else:
+        file, origin = read_json(path), str(path)
+    for dotted in deepspeed_keys.RECIPE_OWNS:
         file.tree.pop(dotted.partition(".")[0], None)
     try:
         check(file)
     except ConfigError as error:
-        draft.drop("deepspeed", str(error))
-        return None
-    return file.tree
-
-
-def _nearest(draft: Draft, given: Any) -> str:
-    """Return which of ds_configs/ has the stage that a file's name speaks of."""
-    name = Path(str(given or "")).name.lower()
-    stage = re.search(r"z(?:ero)?_?-?([0-3])", name)
-    split = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}[stage[1]] if stage else draft.json["split"]
-    if "adapter.quantize" in draft.recipe and split == "zero3":
-        draft.not_taken["ZeRO 3 or FSDP"] = "weights of 4 bits cannot be cut; ZeRO 2 is taken"
-        split = "zero2"
-    return split + "_offload" * (split in ("zero2", "zero3") and "offload" in name)
+        draft.left_open["deepspeed"] = str(error)
+        return None, ""
+    return file.tree, origin
 
 
 HELP = "make a recipe of a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = HELP
     add = parser.add_argument
     add("theirs", type=Path, metavar="THEIRS.yaml", help="their configuration")
     add("-o", "--output", type=Path, metavar="FOLDER", help="default: beside theirs, without .yaml")
-    add(
-        "--gpus",
-        type=int,
-        default=1,
-        metavar="N",
-        help="how many theirs ran on: the batch is theirs a GPU (default: 1)",
-    )
-    choices = [*TOOLS, *(f"trl-{name}" for name in TRAINERS)]
-    add(
-        "--from",
-        dest="origin",
-        choices=choices,
-        metavar="TOOL",
-        help=f"{', '.join(choices)}; default: by its keys",
-    )
+    add("--gpus", type=int, default=1, metavar="N", help="how many theirs ran on: the batch is theirs a GPU")
+    told = f"{', '.join(TOOLS)}; default: by its keys"
+    add("--from", dest="origin", choices=list(TOOLS), metavar="TOOL", help=told)
     add("--force", action="store_true", help="write over what is in the folder")
 
 
@@ -273,17 +197,15 @@ def run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:
         raise PipelineError(f"--gpus {arguments.gpus}: expected a positive number")
-    draft = draft_of(theirs, arguments.origin, arguments.gpus, folder.absolute())
+    draft = draft_of(theirs, arguments.origin, arguments.gpus)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not arguments.force:
         raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
-    origin, refused = write(draft)
-    folder = draft.folder
+    origin = write(draft, folder)
     said = [f"{folder / RECIPE}: {draft.tool.title}'s {theirs.name}"] if draft.has_recipe else []
-    said += [f"{folder / JSON}: {origin}", *(f"{path}: for the recipe" for path in draft.files)]
+    said.append(f"{folder / JSON}: {origin}")
     batch = "batch.global_batch_size"
     said += [f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}"] if batch in draft.recipe else []
     said += lines_left(draft)
-    said += [f"to change: {refused}"] if refused else []
     for line in said:
         print(shown(line))
     recipe = folder / RECIPE if draft.has_recipe else "RECIPE.yaml"

@@ -1,22 +1,18 @@
-"""Records what LLaMA-Factory, Axolotl and TRL themselves make of oracle_cases.py: oracles.json.
+"""Records what Axolotl and TRL themselves make of oracle_cases.py: oracles.json.
 
-Run in an environment that has the three trainers, and this repository on the path:
+Run in an environment that has the two trainers, and this repository on the path:
 
-    PYTHONPATH=.:tests:LLaMA-Factory/src:axolotl/src python tests/cli/import_configs/record_oracles.py
+    PYTHONPATH=.:tests:axolotl/src python tests/cli/import_configs/record_oracles.py
 
-Recorded with LLaMA-Factory ff6d4d1 (2026-08-18), Axolotl 067b021 (2026-07-24) and TRL 1.16.0. The texts are
-text alone, so that torchaudio, which LLaMA-Factory imports, is not needed.
+Recorded with Axolotl 067b021 (2026-07-24) and TRL 1.16.0.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-import types
 from importlib import import_module
-from importlib.machinery import ModuleSpec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -41,48 +37,6 @@ def train_tokenizer() -> None:
     core.save(str(TOKENIZER), pretty=False)
 
 
-def llama_factory(config: dict[str, Any], tokenizer: Any) -> list[Any]:
-    """Return rows of LLaMA-Factory's processor of the stage."""
-    os.environ["DISABLE_VERSION_CHECK"] = "1"  # of transformers, whose tokenizers are all that is used
-    sys.modules["torchaudio"] = types.ModuleType("torchaudio")
-    sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
-    from llamafactory.data.converter import get_dataset_converter
-    from llamafactory.data.parser import get_dataset_list
-    from llamafactory.data.processor import (
-        FeedbackDatasetProcessor,
-        PairwiseDatasetProcessor,
-        SupervisedDatasetProcessor,
-    )
-    from llamafactory.data.template import TEMPLATES, get_template_and_fix_tokenizer
-    from llamafactory.hparams import DataArguments
-
-    keys = (
-        "template",
-        "dataset",
-        "dataset_dir",
-        "cutoff_len",
-        "mask_history",
-        "enable_thinking",
-        "train_on_prompt",
-    )
-    arguments = DataArguments(**{key: config[key] for key in keys if key in config})
-    template = get_template_and_fix_tokenizer(tokenizer, arguments)
-    [attributes] = get_dataset_list(arguments.dataset, arguments.dataset_dir)
-    convert = get_dataset_converter(attributes.formatting, attributes, arguments)
-    rows = [convert(row) for row in json.loads(Path(attributes.dataset_name).read_text())]
-    examples = {key: [row[key] for row in rows] for key in rows[0]}
-    of_stage = {
-        "sft": SupervisedDatasetProcessor,
-        "dpo": PairwiseDatasetProcessor,
-        "kto": FeedbackDatasetProcessor,
-    }
-    made = of_stage[config["stage"]](template, tokenizer, None, arguments).preprocess_dataset(examples)
-    assert TEMPLATES
-    sides = ("chosen_", "rejected_") if config["stage"] == "dpo" else ("",)
-    columns = [list(zip(made[f"{side}input_ids"], made[f"{side}labels"], strict=True)) for side in sides]
-    return [[_masked(ids, labels) for ids, labels in answers] for answers in zip(*columns, strict=True)]
-
-
 def axolotl(config: dict[str, Any], tokenizer: Any) -> list[Any]:
     """Return rows of Axolotl's strategy of the type; of preference data, of TRL's trainer behind it."""
     from axolotl.utils.data.wrappers import get_dataset_wrapper
@@ -92,25 +46,25 @@ def axolotl(config: dict[str, Any], tokenizer: Any) -> list[Any]:
     entry = config["datasets"][0]
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     cfg = DictDefault({"train_on_inputs": False, **config})
-    rl = config.get("rl")
-    if rl:
-        named = entry["type"] if isinstance(entry["type"], str) else "user_defined.default"
-        module, _, function = named.partition(".")
-        strategy = getattr(import_module(f"axolotl.prompt_strategies.{rl}.{module}"), function or "default")
-        transform = strategy(cfg)
-        transform = transform[0] if isinstance(transform, tuple) else transform
+    if rl := config.get("rl"):
+        module, _, function = entry["type"].partition(".")
+        strategy = getattr(import_module(f"axolotl.prompt_strategies.{rl}.{module}"), function)(cfg)
+        transform = strategy[0] if isinstance(strategy, tuple) else strategy
         more = {"tokenizer": tokenizer} if "tokenizer" in signature(transform).parameters else {}
         made = [transform(dict(row), **more) for row in rows]
-        names = ("prompt", "completion", "label") if rl == "kto" else ("prompt", "chosen", "rejected")
-        return trl(rl, {}, tokenizer, [{name: row[name] for name in names} for row in made])
-    base, _, style = entry["type"].partition(":") if isinstance(entry["type"], str) else ("", "", "")
+        return trl(
+            rl,
+            {},
+            tokenizer,
+            [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in made],
+        )
     dataset, _ = get_dataset_wrapper(
         dataset_config=DictDefault(entry),
         tokenizer=tokenizer,
         cfg=cfg,
-        dataset_base_type=base,
+        dataset_base_type=entry["type"],
         dataset=Dataset.from_list(rows),
-        dataset_prompt_style=style or None,
+        dataset_prompt_style=None,
     )
     return [[_masked(row["input_ids"], row["labels"])] for row in dataset]
 
@@ -167,10 +121,8 @@ def main() -> None:
             tokenizer = AutoTokenizer.from_pretrained("model")
             assert tokenizer.eos_token == (DEFAULTS | case)["eos"]
             tool, _, trainer = case["tool"].partition("-")
-            if tool == "trl":
-                recorded[name] = trl(trainer, config, tokenizer)
-            else:
-                recorded[name] = (axolotl if tool == "axolotl" else llama_factory)(config, tokenizer)
+            made = trl(trainer, config, tokenizer) if tool == "trl" else axolotl(config, tokenizer)
+            recorded[name] = made
             os.chdir("/")
     lines = (
         f"{json.dumps(name)}: {json.dumps(rows, separators=(',', ':'))}" for name, rows in recorded.items()

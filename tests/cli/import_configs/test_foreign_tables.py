@@ -1,4 +1,4 @@
-"""The tables of other trainers' keys: docs/coming-from.md shows them, and what they name is there."""
+"""The tables of other trainers' keys: docs/coming-from.md shows them, and every key gets a word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.import_configs.mapping import Draft, as_markdown
+from pipeline.cli.import_configs import training_arguments as common
+from pipeline.cli.import_configs.mapping import Draft
+from pipeline.cli.import_configs.words import LEFT_OPEN, NO_EFFECT
 from pipeline.cli.import_configs.writing import TOOLS, make_json, recipe_text
 from pipeline.config.deepspeed_check import rules
 from pipeline.config.loading import ConfigFile
@@ -17,7 +19,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 BASES = {
     "llama-factory": [{}, {"stage": "dpo"}, {"stage": "pt", "finetuning_type": "full"}],
     "axolotl": [{"adapter": "lora", "lora_r": 8, "lora_alpha": 16}, {"rl": "simpo"}],
-    "trl": [{"use_peft": True}, {"loss_type": "sigmoid", "beta": 0.1}],
+    "trl-sft": [{"use_peft": True}],
+    "trl-dpo": [{"loss_type": "sigmoid", "beta": 0.1}],
     "trainer": [{}],
     "accelerate": [{"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}],
 }
@@ -25,21 +28,38 @@ NEEDED = {"axolotl": {"base_model": "a/b", "learning_rate": 1e-4}}
 STRANGE = (-1, "x", [1], {"a": 1}, [{"path": "x", "split": 3, "data_files": 5, "fraction": "q"}])
 
 
-@pytest.mark.parametrize("name", TOOLS)
+def as_markdown(rows):
+    """Return what becomes of keys, as docs/coming-from.md shows it."""
+    ours = {}
+    for key, row in rows.items():
+        ours.setdefault(row.ours, []).append(f"`{key}`")
+    lines = ["| theirs | ours |", "|---|---|"]
+    for mine, theirs in ours.items():
+        start, _, names = mine.rpartition("JSON: ")
+        start = "JSON: " if "JSON: " in mine else start
+        quoted = ", ".join(f"`{name}`" for name in names.split(", "))
+        lines.append(f"| {', '.join(theirs)} | {start}{quoted} |")
+    return "\n".join(lines)
+
+
+def own_rows(name):
+    """Return the rows of a tool that TrainingArguments do not have."""
+    rows = TOOLS[name].rows
+    shared = common.ROWS if name != "trainer" else {}
+    return {key: row for key, row in rows.items() if shared.get(key) != row}
+
+
+@pytest.mark.parametrize("name", BASES)
 def test_the_page_has_the_tables(name):
-    """All of them, and no other: as many keys stand there as the three tables have."""
     page = (DOCS / "coming-from.md").read_text()
-    assert as_markdown(TOOLS[name]) in page
-    section = page.split(f"\n## {TOOLS[name].title}\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    shown = re.findall(r"`(\w+)`", "".join(rows))
-    assert sorted(shown) == sorted([*TOOLS[name].keys, *TOOLS[name].without])
+    assert f"## {TOOLS[name].title}\n" in page
+    assert as_markdown(own_rows(name)) in page
 
 
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", BASES)
 def test_what_keys_become_is_in_the_recipe(name):
     known = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "configuration.md").read_text(), re.M))
-    for key, row in TOOLS[name].keys.items():
+    for key, row in TOOLS[name].rows.items():
         of_json = row.ours.startswith("JSON: ")
         for ours in row.ours.removeprefix("JSON: ").split(", "):
             if of_json:
@@ -48,19 +68,38 @@ def test_what_keys_become_is_in_the_recipe(name):
             assert ours in known or any(each.startswith(f"{ours}.") for each in known), f"{key}: {ours}"
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_no_value_is_a_traceback(name):
-    """Of any key, of any type: a recipe, or one line."""
+def draft_of(name, tree):
+    """Return the draft of a tool's configuration, and all that is written of it."""
+    draft = Draft(ConfigFile(Path("theirs.yaml"), tree), TOOLS[name], 1, name.removeprefix("trl-"))
+    draft.fill()
+    make_json(draft)
+    recipe_text(draft)
+    return draft
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_no_value_is_a_traceback_and_every_key_gets_a_word(name):
+    """Of any key, of any type: one line, or a recipe in which the key was read or is named."""
     for base in BASES[name]:
-        for key in TOOLS[name].keys:
+        for pattern in sorted(TOOLS[name].rows):
+            key, _, below = pattern.partition(".")
             for value in STRANGE:
+                nested = [{"path": "x", below[2:]: value}] if below.startswith("*.") else {below: value}
+                tree = NEEDED.get(name, {}) | base | {key: nested if below else value}
                 said = ""
-                tree = NEEDED.get(name, {}) | base | {key: value}
-                draft = Draft(ConfigFile(Path("theirs.yaml"), tree), TOOLS[name], 1, Path("out"))
                 try:
-                    draft.fill()
-                    make_json(draft)
-                    recipe_text(draft)
+                    draft = draft_of(name, tree)
                 except ConfigError as error:
                     said = str(error)
+                else:
+                    named = draft.read | draft.left_open.keys() | draft.no_effect.keys()
+                    assert draft.theirs.keys() <= named, (key, value)
                 assert "\n" not in said, (key, value)
+
+
+@pytest.mark.parametrize("words", [LEFT_OPEN, NO_EFFECT], ids=["left_open", "no_effect"])
+def test_keys_without_a_counterpart_are_named(words):
+    tree = {key: "given" for key in words if "." not in key and key not in TOOLS["axolotl"].rows}
+    draft = draft_of("axolotl", NEEDED["axolotl"] | tree)
+    named = draft.left_open if words is LEFT_OPEN else draft.no_effect
+    assert {key: named.get(key) for key in tree} == {key: words[key] for key in tree}

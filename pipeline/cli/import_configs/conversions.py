@@ -1,0 +1,138 @@
+"""Rows of the tables of other trainers' keys, and the conversions of values that the rows name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Conversion = Callable[[Any], Any]
+"""Their value -> ours, `None`: nothing. Raises a TypeError with what is expected, or a LeftOpenError."""
+
+
+class LeftOpenError(Exception):
+    """Says what to do about a value that has no exact counterpart here."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of a key of theirs."""
+
+    ours: str
+    """Dotted keys of the recipe with commas between them; `JSON: ...` of the DeepSpeed JSON."""
+    convert: Conversion | None
+    """`None`: the tool's rule reads the key together with others."""
+
+
+def reasons(table: str) -> dict[str, str]:
+    """Read lines `reason: key key` as key -> reason; an indented line goes on."""
+    found: dict[str, str] = {}
+    for line in table.strip().replace("\n  ", " ").splitlines():
+        reason, _, keys = line.rpartition(": ")
+        found |= dict.fromkeys(keys.split(), reason)
+    return found
+
+
+def rows(table: str) -> dict[str, Row]:
+    """Read lines `ours as conversion: key key` as key -> row; without a conversion a rule reads the keys."""
+    found = {}
+    for key, words in reasons(table).items():
+        ours, _, name = words.partition(" as ")
+        found[key] = Row(ours, CONVERSIONS[name] if name else None)
+    return found
+
+
+def number(value: Any) -> float | int:
+    """Return a number, also one that YAML reads as a text."""
+    try:
+        value = float(value) if isinstance(value, str) else value
+    except ValueError:
+        raise TypeError("a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("a number")
+    return value
+
+
+def whole(value: Any) -> int:
+    """Return a whole number."""
+    given = number(value)
+    if not float(given).is_integer():
+        raise TypeError("a whole number")
+    return int(given)
+
+
+def flag(value: Any) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise TypeError("true or false")
+    return value
+
+
+def text(value: Any) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise TypeError("a text")
+    return value
+
+
+def names(value: Any) -> list[str]:
+    """Return a list of names, or names with commas between them."""
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError("names")
+    return value
+
+
+def _optimizer(value: Any) -> str:
+    name = text(value).lower()
+    if name in ("adafactor", "sgd"):
+        return name
+    if re.fullmatch(r"adamw(_torch|_torch_fused|_hf|_apex_fused|_anyprecision)?", name):
+        return "adamw"
+    raise LeftOpenError("the recipe has AdamW in fp32 until you write another optimizer.kind")
+
+
+def _recomputing(value: Any) -> str:
+    if value == "offload":
+        raise LeftOpenError("write model.activation_checkpointing: full and model.activation_offload: true")
+    return "full" if flag(value) else "none"
+
+
+def _four_bits(value: Any) -> str | None:
+    if value not in (False, True, 4):
+        raise LeftOpenError("a base is held in the precision of the run, or in 4 bits: adapter.quantize")
+    return "nf4" if value else None
+
+
+def _targets(value: Any) -> list[str] | None:
+    given = names(value)
+    return None if {"all", "all-linear"} & set(given) else given
+
+
+def _one_adapter(value: Any) -> str:
+    given = names(value)
+    if len(given) != 1:
+        raise TypeError("one adapter (merge the others into the model first)")
+    return given[0]
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    "number": number,
+    "whole": whole,
+    "flag": flag,
+    "text": text,
+    "names": names,
+    "optimizer": _optimizer,
+    "switch": lambda value: value if value == "auto" else flag(value),
+    "name": lambda value: re.sub(r"[^\w.-]+", "-", text(value))[:128],
+    "recomputing": _recomputing,
+    "recomputing unless": lambda value: _recomputing(not flag(value)),
+    "attention": lambda value: "eager" if value in ("eager", "disabled", False) else "auto",
+    "device": lambda value: None if value in (None, "none", False) else {"device": text(value)},
+    "4 bits": _four_bits,
+    "targets": _targets,
+    "one adapter": _one_adapter,
+    "LoRA+": lambda value: [{"patterns": ["*.lora_B.*"], "learning_rate_factor": number(value)}],
+}
