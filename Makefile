@@ -34,7 +34,7 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
 # Extras that the README's commands use.
-EXTRAS := images,zstd
+EXTRAS := images
 
 # pip compiles 18,000 files on one core; a package may have some for other versions of Python. This one's own files
 # are compiled once too, not by each rank.

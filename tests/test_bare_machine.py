@@ -10,7 +10,7 @@ from distributed.launch.test_installation import find_python
 from support.launch import ROOT, environment
 
 ABSENT = (
-    "datasets zstandard kornia gigatoken wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout "
+    "datasets zstandard gigatoken wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout "
     "PIL pandas"
 )
 COLLECT = f"""

@@ -46,9 +46,9 @@ class SourceConfig(Closed):
     name: str | None = Field(None, pattern=SOURCE_NAME)
     """What metrics and messages call it. Default: `source1`, `source2`, ..."""
     paths: list[str] | None = Field(None, min_length=1)
-    """Files, folders or globs: .txt, .md, .rst and source code (a document a file), .jsonl, .csv, .parquet
-    and .arrow (a document a row), each also as .gz or .zst; `python_stdlib` is the Python standard library's
-    own source and documentation, which every machine has."""
+    """Files, folders or globs: .txt, .md, .rst and source code (a document a file), .jsonl and .csv (a
+    document a row), each also as .gz or .zst, .parquet and .arrow; `python_stdlib` is the Python standard
+    library's own source and documentation, which every machine has."""
     dataset: str | None = None
     """A Hugging Face dataset: hub name, or a folder that `save_to_disk` wrote."""
     subset: str | None = None
@@ -150,7 +150,7 @@ class DataSection(Closed):
 
     @property
     def images(self) -> ImagesDataConfig | None:
-        """This section, of image files or a dataset of images."""
+        """This section, of image files."""
         return self if isinstance(self, ImagesDataConfig) else None
 
     @property
@@ -333,27 +333,15 @@ class DigitsDataConfig(DataSection):
 
 
 class ImagesDataConfig(DataSection):
-    """Images to classify: a folder of one folder a class, or a Hugging Face dataset."""
+    """Images to classify: a folder of one folder a class."""
 
     kind: Literal["images"]
-    path: str | None = None
-    """Folder with one folder of images for each class. Exactly one of this and `dataset`."""
-    dataset: str | None = None
-    """Hub name, or a folder that `save_to_disk` wrote; with a column of images and one of labels."""
-    subset: str | None = None
-    """Configuration of the `dataset`, where it has several."""
-    split: str = "train"
-    """Split of the `dataset` to train on."""
+    path: str
+    """Folder with one folder of images for each class."""
     eval_path: str | None = None
     """Folder of held-out images, by class. Default: `eval_fraction` of the training images."""
-    eval_split: str | None = None
-    """Split of the `dataset` to evaluate on. Default: `eval_fraction` of the training images."""
     eval_fraction: float = Field(0.1, ge=0, lt=1)
     """Share of the images held out for evaluation, chosen by a hash of the image."""
-    image_field: str = "image"
-    """Column of images."""
-    label_field: str = "label"
-    """Column of labels."""
     image_size: int = Field(224, gt=0, le=2**14)
     """Pixels a side: the shorter side is resized to it and the middle cut out."""
     channels: Literal[1, 3] = 3
@@ -363,20 +351,11 @@ class ImagesDataConfig(DataSection):
     std: list[float] | None = None
     """Each channel is divided by it. Default: ImageNet's; 0.5 for grey."""
     augmentations: dict[str, dict[str, Any]] = Field({})
-    """Random changes to training images, in order: kornia.augmentation's classes by name, each with its
-    keyword arguments, as `RandomHorizontalFlip: {p: 0.5}`."""
+    """Random changes to training images, in order, by name and each with its arguments (docs/data.md), as
+    `RandomHorizontalFlip: {p: 0.5}`."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> ImagesDataConfig:
-        if (self.path is None) == (self.dataset is None):
-            raise ValueError("give exactly one of path and dataset")
-        if self.path is None and self.eval_path is not None:
-            raise ValueError("eval_path goes with path; with a dataset write eval_split")
-        if self.dataset is None and self.eval_split is not None:
-            raise ValueError("eval_split goes with dataset; with a path write eval_path")
-        for name in ("subset", "split"):
-            if self.dataset is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} goes with dataset, which is not given; drop it")
+    def _one_number_a_channel(self) -> ImagesDataConfig:
         for name in ("mean", "std"):
             given = getattr(self, name)
             if given is not None and len(given) != self.channels:

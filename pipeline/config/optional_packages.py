@@ -10,11 +10,9 @@ from pipeline.errors import ConfigError
 EXTRAS = {
     "PIL": "images",
     "bitsandbytes": "qlora",
-    "kornia": "images",
     "sklearn": "images",
     "tensorboard": "tensorboard",
     "torchao": "fp8",
-    "zstandard": "zstd",
 }
 """Module -> the extra of pyproject.toml that installs it."""
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}

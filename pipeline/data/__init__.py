@@ -28,7 +28,7 @@ PREPARERS = {
 
 @phase(Phase.DATA)
 def prepare_data(config: DataConfig) -> DataBundle:
-    """The data a recipe names, prepared or read back from the cache.
+    """Return the data a recipe names, prepared or read back from the cache.
 
     Raises:
         DataError: a path, file, tokenizer or function the recipe names cannot be used.

@@ -1,11 +1,11 @@
-"""What a data set or a collate may give, and the one form that loaders, engines and objectives know: a dict.
+"""Forms of samples and batches, and the one form that loaders, engines and objectives know: a dict.
 
 A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a named tuple or a plain tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,23 +28,13 @@ class MissingEntryError(DataError, KeyError):
     __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
 
 
-class Extent(NamedTuple):
-    """Of the whole numbers of one entry."""
-
-    lowest: int
-    lowest_counted: int
-    """Without IGNORE_INDEX; 0 where nothing is below."""
-    highest: int
-
-
 class Reading(NamedTuple):
-    """What was seen of a batch as it was read; see note_extents."""
+    """Samples of a batch as it was read."""
 
-    extents: Mapping[str, Extent]
     indices: Sequence[int]
-    """Of its samples, in their data set."""
+    """Indices in the data set."""
     sources: Sequence[tuple[str, int]]
-    """(name, samples) of what the data set consists of."""
+    """(name, samples) of each source of the data set, one behind the other."""
 
 
 class LoadedBatch(Batch):
@@ -56,7 +46,7 @@ class LoadedBatch(Batch):
         num_samples: None where it was not loaded.
         host: Where it was moved to a device: what it was on the host, so that a look at a value there waits
             for no device.
-        reading: What was seen of it as it was read, where it was.
+        reading: Its samples, where it was loaded.
     """
 
     num_samples: int | None = None
@@ -64,7 +54,7 @@ class LoadedBatch(Batch):
     reading: Reading | None = None
 
     def known_as(self, other: Mapping[str, Any]) -> LoadedBatch:
-        """This one, with what is known of the other."""
+        """Return this batch, with what is known of the other."""
         for name in ("num_samples", "host", "reading"):
             setattr(self, name, getattr(other, name, None))
         return self
@@ -74,18 +64,18 @@ class LoadedBatch(Batch):
 
 
 def on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch as it was before it went to a device, where that is known."""
+    """Return the batch as it was before it went to a device, where that is known."""
     return getattr(batch, "host", None) or batch
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Samples of the batch: as it was loaded, or the length of its first tensor."""
+    """Return the number of samples: as it was loaded, or the length of its first tensor."""
     known = getattr(on_host(batch), "num_samples", None)
     return known if known is not None else next((len(t) for t in tensors(batch) if t.dim()), 1)
 
 
 def moved(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
-    """The batch with `move(key, tensor)` in place of each tensor; it remembers the host's."""
+    """Return the batch with `move(key, tensor)` for each tensor; it remembers the host's."""
     result = LoadedBatch(
         {
             key: move(key, value) if isinstance(value, Tensor) else _mapped(value, key, move)
@@ -107,7 +97,7 @@ def _mapped(value: Any, key: str, move: Callable[[str, Tensor], Tensor]) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in it, in order."""
+    """Yield all tensors in a value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
@@ -119,13 +109,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def shown(batch: Mapping[str, Any]) -> str:
-    """`inputs (8, 3) float32, names (list of str)`: what a batch holds, for a message."""
+    """Return `inputs (8, 3) float32, names (list of str)`: entries of a batch, for a message."""
     parts = [f"{key} {described(value)}" for key, value in list(batch.items())[:SHOWN]]
     return ", ".join(parts) + ", ..." * (len(batch) > SHOWN) or "nothing"
 
 
 def described(value: Any) -> str:
-    """Its shape and type, or what it is instead of a tensor."""
+    """Return the shape and type of a tensor, or the type of anything else."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)) and value:
@@ -134,7 +124,7 @@ def described(value: Any) -> str:
 
 
 def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
-    """A batch in the one form.
+    """Return a batch in the one form.
 
     Args:
         collated: A dict, or a tuple or list whose first entry is the model's (`inputs`, or the entries of a
@@ -181,10 +171,10 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
 
 
 def usable(batch: Any) -> Batch:
-    """What a loader gave.
+    """Return a batch of a loader.
 
     Raises:
-        PipelineError: what it gave in place of a batch.
+        PipelineError: the loader gave it in place of a batch.
     """
     if isinstance(batch, PipelineError):
         raise batch
@@ -203,9 +193,7 @@ def _name(place: int) -> str:
 
 
 def _tensors_in(value: Any) -> Any:
-    """The value with tensors in place of arrays and numbers."""
-    if isinstance(value, Tensor):
-        return value
+    """Return a value with tensors in place of arrays and numbers."""
     if isinstance(value, PackedSequence):
         raise DataError(_NO_PACKED)
     if isinstance(value, Mapping):
@@ -220,7 +208,9 @@ def _tensors_in(value: Any) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    """A number, an array of numbers, or lists of them of one length."""
+    """Return whether it is a number, a tensor, an array of numbers, or lists of numbers of one length."""
+    if isinstance(value, Tensor):
+        return True
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype.kind in "biuf"
     if isinstance(value, list) and value:
@@ -232,71 +222,58 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _tensor_of(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(value) if value.flags.writeable else value.copy())
     return torch.as_tensor(np.array(value) if isinstance(value, np.generic) else value)
 
 
 def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
-    """Samples of one form made into a batch: tensors and numbers along a new first axis, others listed.
+    """Make samples of one form a batch: tensors and numbers along a new first axis, others listed.
 
     Raises:
-        DataError: they differ in form or shape, or are None; the message names both.
+        DataError: they differ in form or shape, or are nothing of that; the message names both.
     """
     first = samples[0]
-    kinds = {type(sample).__name__: None for sample in samples}
-    if first is None and where == "samples":
-        raise DataError("the data set gave None for a sample; expected a dict, a tuple or a tensor")
+    if where == "samples" and not _is_sample(first):
+        what = "None" if first is None else f"a {type(first).__name__}{' without entries' * (not first)}"
+        raise DataError(
+            f"the data set gave {what} for a sample; expected a dict, a tuple or a tensor with entries"
+        )
     if isinstance(first, PackedSequence):
         raise DataError(_NO_PACKED)
-    if where == "samples" and not _is_sample(first):
-        what = f"an empty {type(first).__name__}" if isinstance(first, Sized) and not len(first) else None
-        raise DataError(
-            f"the data set gave {what or f'a {type(first).__name__}'} for a sample; expected a dict, a tuple "
-            "or a tensor"
-        )
-    if any(isinstance(sample, (Mapping, tuple, Tensor, np.ndarray)) for sample in samples) and len(kinds) > 1:
+    kinds = list(dict.fromkeys(type(sample).__name__ for sample in samples))
+    forms = [isinstance(sample, (Mapping, tuple)) + 2 * _is_numeric(sample) for sample in samples]
+    if any(forms) and (len(set(forms)) > 1 or (1 in forms and len(kinds) > 1)):
         raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
+    inside = "" if where == "samples" else f"{where}."
     if isinstance(first, Mapping):
         keys = [set(sample) for sample in samples]
         if differing := set.union(*keys) - set.intersection(*keys):
             lacking = ", ".join(sorted(map(str, differing)))
             raise DataError(f"{where} of one batch differ in their entries: some lack {lacking}")
-        return {key: stacked([s[key] for s in samples], _inside(where, key)) for key in first}
-    is_row = isinstance(first, list) and where != "samples" and all(map(_is_numeric, samples))
+        return {key: stacked([sample[key] for sample in samples], f"{inside}{key}") for key in first}
+    is_row = where != "samples" and set(forms) == {2}
     if isinstance(first, (tuple, list)) and not is_row:
         if len({len(sample) for sample in samples}) > 1:
             raise DataError(_uneven(where, [len(sample) for sample in samples]))
         names: Sequence[str] = getattr(first, "_fields", [_name(place) for place in range(len(first))])
-        columns = [
-            stacked(column, _inside(where, name))
-            for name, column in zip(names, zip(*samples, strict=True), strict=True)
-        ]
+        pairs = zip(names, zip(*samples, strict=True), strict=True)
+        columns = [stacked(column, f"{inside}{name}") for name, column in pairs]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    are_numbers = [isinstance(sample, Tensor) or _is_numeric(sample) for sample in samples]
-    if any(are_numbers) and not all(are_numbers):
-        raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
-    if all(are_numbers):
-        values = [sample if isinstance(sample, Tensor) else _tensor_of(sample) for sample in samples]
-        if len(shapes := {tuple(value.shape): None for value in values}) > 1:
-            raise DataError(_uneven(where, list(shapes)))
-        return torch.stack(values) if isinstance(first, (Tensor, np.ndarray, list)) else _numbers(samples)
-    return list(samples)
+    if not all(forms):
+        return list(samples)
+    values = [_tensor_of(sample) for sample in samples]
+    shapes = list(dict.fromkeys(tuple(value.shape) for value in values))
+    if len(shapes) > 1:
+        raise DataError(_uneven(where, shapes))
+    return torch.stack(values)
 
 
 def _is_sample(value: Any) -> bool:
-    """Something with entries, or a tensor, an array of numbers or a number."""
-    if isinstance(value, (Mapping, tuple, list)):
-        return len(value) > 0
-    return isinstance(value, Tensor) or _is_numeric(value)
-
-
-def _numbers(samples: Sequence[Any]) -> Tensor:
-    return torch.as_tensor(np.array(samples) if isinstance(samples[0], np.generic) else list(samples))
-
-
-def _inside(where: str, key: Any) -> str:
-    return str(key) if where == "samples" else f"{where}.{key}"
+    """Return whether it has entries, or is a tensor, an array of numbers or a number."""
+    return len(value) > 0 if isinstance(value, (Mapping, tuple, list)) else _is_numeric(value)
 
 
 def _uneven(where: str, shapes: list[Any]) -> str:
@@ -307,12 +284,6 @@ def _uneven(where: str, shapes: list[Any]) -> str:
 
 
 WHOLE = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
-UNREAD = (
-    "position_ids",
-    "attention_mask",
-    "segments",
-    "segment_kinds",
-)  # made by the data pipeline itself, or no indices
 
 
 class Wrong(NamedTuple):
@@ -323,76 +294,40 @@ class Wrong(NamedTuple):
     """` (sample 7 of wiki)`, or empty: not known."""
 
 
-def note_extents(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> None:
-    """Has the batch remember its extents and samples.
-
-    Args:
-        indices: Of the samples, in their data set.
-        sources: (name, samples) of what the data set consists of, one behind the other.
-    """
-    extents = {
-        name: extent
-        for name, value in batch.items()
-        if name not in UNREAD and (extent := _extent(value)) is not None
-    }
-    batch.reading = Reading(extents, indices, sources)
-
-
-def _extent(value: Any) -> Extent | None:
-    if not _is_looked_at(value):
-        return None
-    values = value.numpy()  # torch would wake all its threads for a few kB
-    lowest = counted = int(values.min())
-    if lowest < 0:
-        below = values[values < 0]
-        counted = int(below[below != IGNORE_INDEX].min(initial=0))
-    return Extent(lowest, counted, int(values.max()))
-
-
-def _is_looked_at(value: Any) -> bool:
-    is_whole = isinstance(value, Tensor) and value.dtype in WHOLE
-    return is_whole and value.device.type == "cpu" and value.numel() > 0
-
-
 def first_wrong(
     batch: Mapping[str, Any], name: str, below: int, ignored: int | None = IGNORE_INDEX
 ) -> Wrong | None:
-    """The first number of an entry that is not in [0, below), where there is one.
+    """Return the first number of an entry that is not in [0, below), where there is one.
 
-    Looks at the host's alone: never waits for a device. At nothing else where the extents are known, and fit.
+    Looks at the host's alone: never waits for a device.
 
     Args:
         ignored: One that may stand there besides; None: none.
     """
     host = on_host(batch)
-    reading = getattr(host, "reading", None)
-    extent = reading.extents.get(name) if reading is not None else None
-    if extent is not None:
-        lowest = extent.lowest_counted if ignored == IGNORE_INDEX else extent.lowest
-        if lowest >= 0 and extent.highest < below:
-            return None
     value = host.get(name)
-    if not isinstance(value, Tensor) or not _is_looked_at(value):
+    if not isinstance(value, Tensor) or value.dtype not in WHOLE:
         return None
-    values = value.numpy()
+    if value.device.type != "cpu" or not value.numel():
+        return None
+    values = value.numpy()  # torch would wake all its threads for a few kB
     wrong = (values < 0) | (values >= below)
     if ignored is not None:
         wrong &= values != ignored
     if not wrong.any():
         return None
     place = np.argwhere(wrong)[0].tolist()
-    return Wrong(int(values[tuple(place)]), _sample(reading, place, len(values) if values.ndim else 1))
-
-
-def _sample(reading: Reading | None, place: Sequence[int], rows: int) -> str:
-    if reading is None or rows != len(reading.indices):  # a collate made other rows
-        return ""
-    source, own = place_of(reading.indices[place[0] if place else 0], reading.sources)
-    return f" (sample {own} of {source})" if source else f" (sample {own})"
+    reading: Reading | None = getattr(host, "reading", None)
+    sample = ""
+    # A collate may have made other rows.
+    if reading is not None and (len(values) if values.ndim else 1) == len(reading.indices):
+        source, own = place_of(reading.indices[place[0] if place else 0], reading.sources)
+        sample = f" (sample {own} of {source})" if source else f" (sample {own})"
+    return Wrong(int(values[tuple(place)]), sample)
 
 
 def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """Source of a sample, and its index there; an empty name: not known.
+    """Return the source of a sample, and its index there; an empty name: not known.
 
     Args:
         index: In the data set of all sources.
@@ -407,5 +342,5 @@ def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
 
 
 def collate_items(items: Any) -> Any:
-    """A batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
+    """Return a batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
     return stacked(items) if isinstance(items, list) and items else items

@@ -85,7 +85,7 @@ class JoinedDataset(Dataset[Batch]):
         return {key: tensor[0] for key, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch: each tensor (B, ...)."""
+        """Return a whole batch: each tensor (B, ...)."""
         rows = np.asarray(indices)
         owners = np.searchsorted(self._ends, rows, side="right")
         batch: dict[str, Tensor] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.documents.records import Record, type_name
@@ -36,9 +36,9 @@ ROLES = {
 CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT's turns whose text is a call, as JSON
 # Other tools' names for whether an answer is learned: OpenAI's, ms-swift's, Mistral's and Axolotl's.
 WEIGHTS = ("weight", "loss", "loss_mask", "train")
-UNLEARNED = "\0unlearned"  # key of a turn for what of it is not learned, until its conversation is made
+UNLEARNED = "\0unlearned"  # key of a turn that is not learned, until its conversation is made
 ROW = "row"  # the layout whose template reads the row itself, and the field of a turn that holds the row
-DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned
+DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned; refused
 # What a template may read of a turn besides its role and content.
 FURTHER_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
@@ -51,42 +51,41 @@ class Conversation:
         turns: Each with its `role`, one of ROLES' values, and its text as `content`, and what there is of
             FURTHER_FIELDS. Arguments of tool calls are objects.
         tools: Functions that the assistant may call, each wrapped in an object with its type; None: none.
-        unlearned: For a turn of the assistant (its number, from 0) the stretches of its content that are
-            context and not learned, (start, end) in characters; None: all of the turn.
+        unlearned: Numbers, from 0, of the assistant's turns that are context and not learned.
     """
 
     turns: list[Turn]
     tools: list[Any] | None = None
-    unlearned: dict[int, Spans | None] = field(default_factory=dict)
+    unlearned: frozenset[int] = frozenset()
 
     @property
     def answers(self) -> list[int]:
-        """The numbers of the assistant's turns, from 0."""
+        """Return the numbers of the assistant's turns, from 0."""
         return [number for number, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]
 
     @property
     def learned_answers(self) -> list[int]:
-        """The numbers of the turns that are learned, in whole or in part."""
-        return [number for number in self.answers if self.unlearned.get(number, []) is not None]
+        """Return the numbers of the turns that are learned."""
+        return [number for number in self.answers if number not in self.unlearned]
 
     @property
     def key(self) -> bytes:
-        """Equal for equal conversations, whatever the row, the template and the tokenizer look like."""
+        """Return bytes that are equal for equal conversations, whatever row, template and tokenizer."""
         content: Any = self.turns if self.tools is None else [self.turns, self.tools]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
         return text.encode()
 
     def texts(self) -> Iterator[str]:
-        """What is said, turn by turn."""
+        """Return the text of each turn."""
         return (turn["content"] for turn in self.turns)
 
     def first(self, count: int) -> Conversation:
-        """Its first turns alone."""
+        """Return its first turns alone."""
         return replace(self, turns=self.turns[:count])
 
 
 def read_conversation(where: str, record: Record, layout: str) -> Conversation:
-    """The conversation of a row.
+    """Return the conversation of a row.
 
     Args:
         where: File and line, for messages.
@@ -99,7 +98,9 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
             role.
     """
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is text; expected a row with a conversation (kind: text reads text)")
+        raise DataError(
+            f"{where}: got a plain string, expected a conversation; for plain text use data.kind: text"
+        )
     row: dict[str, Any] = without_nulls(record)
     if layout == ROW:
         return Conversation([{"role": ASSISTANT, "content": "", "row": row}])
@@ -113,7 +114,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     turns = LAYOUTS[name][1](where, row)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
-    unlearned = {number: turn.pop(UNLEARNED) for number, turn in enumerate(turns) if UNLEARNED in turn}
+    unlearned = frozenset(number for number, turn in enumerate(turns) if turn.pop(UNLEARNED, False))
     conversation = Conversation(turns, read_tools(where, row), unlearned)
     try:
         _ = conversation.key
@@ -192,7 +193,7 @@ def _sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
 
 
 def read_instruction(where: str, record: dict[str, Any]) -> str:
-    """Alpaca's instruction, and its input where there is one."""
+    """Return Alpaca's instruction, and its input where there is one."""
     question = read_text(where, "field 'instruction'", record["instruction"])
     if record.get("input"):
         question += "\n\n" + read_text(where, "field 'input'", record["input"])
@@ -219,7 +220,7 @@ def _prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
 
 
 def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
-    """The turn of a row's own `system` field."""
+    """Return the turn of a row's own `system` field, in a list."""
     if not record.get("system"):
         return []
     return [{"role": "system", "content": read_text(where, "field 'system'", record["system"])}]
@@ -235,7 +236,7 @@ def read_turns(where: str, name: str, value: Any) -> list[Turn]:
 
 
 def _turn(where: str, what: str, turn: Any) -> Turn:
-    """A turn of role and content, or of from and value."""
+    """Return a turn of role and content, or of from and value."""
     if not isinstance(turn, dict):
         raise DataError(f"{where}: {what} is a {type_name(turn)}; expected an object of role and content")
     given = turn["role"] if "role" in turn else turn.get("from")
@@ -257,7 +258,7 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
 
 
 def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
-    """Note in `read`, under UNLEARNED, what of a turn is not to be learned."""
+    """Note in `read`, under UNLEARNED, that a turn is not to be learned."""
     for name in WEIGHTS:
         weight = turn.get(name)
         if weight is None:
@@ -268,18 +269,13 @@ def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
                 "learned or not"
             )
         if not weight:
-            read[UNLEARNED] = None
+            read[UNLEARNED] = True
             return
-    stretches = []
-    for detail in turn.get(DETAIL) or []:
-        if not isinstance(detail, dict) or not {"begin_offset", "end_offset", "train"} <= detail.keys():
-            raise DataError(
-                f"{where}: {what} has a {DETAIL} without begin_offset, end_offset and train: {detail!r}"
-            )
-        if not detail["train"]:
-            stretches.append((int(detail["begin_offset"]), int(detail["end_offset"]) + 1))
-    if stretches:
-        read[UNLEARNED] = stretches
+    if turn.get(DETAIL):
+        raise DataError(
+            f"{where}: {what} has {DETAIL}, for parts of an answer; an answer is learned whole or, with "
+            "weight 0, not at all"
+        )
 
 
 def without_nulls(value: Any) -> Any:
@@ -290,7 +286,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_text(where: str, what: str, content: Any) -> str:
-    """A string, or a list of pieces of text, put together."""
+    """Return a string, or a list of pieces of text, put together."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -329,7 +325,7 @@ def unwritten_fields(record: Any, text: str) -> list[str]:
 
     Args:
         record: The row, as it was read.
-        text: What the model is given of it.
+        text: Tokens of the row, as text.
 
     Returns:
         Names such as `messages[].tool_calls[].id`, each once, in the row's order.
@@ -344,12 +340,14 @@ def unwritten_fields(record: Any, text: str) -> list[str]:
 def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
     """Yield field and string; None is a number, or true or false, in a field of a turn that nothing reads."""
     if isinstance(value, str):
-        inside = _json_inside(value)
+        try:
+            inside = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
+        except (ValueError, RecursionError):
+            inside = None
         if inside is None:
             yield name, value
-            return
-        found = list(_strings(inside, name))
-        yield from found or ((name, key) for key in _keys(inside))
+        else:
+            yield from list(_strings(inside, name)) or ((name, key) for key in inside)
     elif isinstance(value, list):
         for each in value:
             yield from _strings(each, f"{name}[]")
@@ -363,41 +361,15 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
                 yield from _strings(each, place)
 
 
-def _keys(value: Any) -> Iterator[str]:
-    inside: list[Any] = []
-    if isinstance(value, dict):
-        yield from value
-        inside = list(value.values())
-    elif isinstance(value, list):
-        inside = value
-    for each in inside:
-        yield from _keys(each)
-
-
-def _json_inside(value: str) -> Any:
-    """Return the list or object that a string of JSON holds; None for any other string."""
-    if not value.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_written(value: str, text: str) -> bool:
-    return value.strip() in text or all(_is_there(line, text) for line in value.splitlines())
+def _is_written(value: Any, text: str) -> bool:
+    return not isinstance(value, str) or all(_is_there(line.strip(), text) for line in value.splitlines())
 
 
 def _is_there(line: str, text: str) -> bool:
-    line = line.strip()
     if line in text:
         return True
+    forms = []
     for is_ascii in (False, True):
-        once = _escaped(line, is_ascii)
-        if once in text or _escaped(once, is_ascii) in text:  # twice: arguments as text in a call
-            return True
-    return False
-
-
-def _escaped(line: str, is_ascii: bool) -> str:
-    return json.dumps(line, ensure_ascii=is_ascii)[1:-1]
+        once = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
+        forms += [once, json.dumps(once, ensure_ascii=is_ascii)[1:-1]]  # twice: arguments as text in a call
+    return any(form in text for form in forms)

@@ -42,7 +42,7 @@ FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, R
 
 
 def find_template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str:
-    """The Jinja text of the recipe's template: built in, a file, or the tokenizer's own.
+    """Return the Jinja text of the recipe's template: built in, a file, or the tokenizer's own.
 
     Args:
         config: The recipe's data section.
@@ -76,7 +76,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
 
 
 def special_tokens_of(config: ConversationsConfig) -> tuple[str, ...]:
-    """Tokens that a tokenizer trained for the recipe's template needs; else they are text like any other."""
+    """Return tokens that a tokenizer trained for the recipe's template needs; else they are plain text."""
     return SPECIAL_TOKENS.get(config.chat_template or "", ())
 
 
@@ -204,9 +204,6 @@ class ChatTemplate:
         """Return a text with the marks around special tokens that Python escapes where it writes a list."""
         return self._escaped_mark.sub(f"{BEGIN}\\1{END}", text) if "ud800" in text else text
 
-    def _write(self, turns: list[dict[str, Any]], tools: Any = None, prompt: bool = False) -> str:
-        return self._restore_marks(self._write_marked(turns, tools, prompt, marks=False)[0])
-
     def _write_marked(
         self, turns: list[dict[str, Any]], tools: Any, prompt: bool, marks: bool
     ) -> tuple[str, Spans]:
@@ -223,32 +220,31 @@ class ChatTemplate:
         return texts[0], spans[0] if marks else []
 
     def write(self, where: str, conversation: Conversation) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
         Raises:
             DataError: the template refuses it.
         """
-        from jinja2 import TemplateError
-
-        try:
-            return self._write(self._turns(conversation.turns), conversation.tools)
-        except (TemplateError, *FAULTS) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{where}: the chat template refuses the conversation: {reason}") from None
+        return self._say(f"{where}: the chat template refuses the conversation", conversation)
 
     def ask(self, question: str) -> str:
-        """A user's question as text, up to where the assistant begins.
+        """Return a user's question as text, up to where the assistant begins.
 
         Raises:
             DataError: the template refuses it.
         """
+        asked = Conversation([{"role": "user", "content": question}])
+        return self._say("the chat template refuses the question", asked, prompt=True)
+
+    def _say(self, refusal: str, conversation: Conversation, prompt: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._write(self._turns([{"role": "user", "content": question}]), prompt=True)
+            turns = self._turns(conversation.turns)
+            text, _ = self._write_marked(turns, conversation.tools, prompt, marks=False)
         except (TemplateError, *FAULTS) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"the chat template refuses the question: {reason}") from None
+            raise DataError(f"{refusal}: {' '.join(str(error).split())}") from None
+        return self._restore_marks(text)
 
     def find_answers(self, where: str, conversation: Conversation, text: str) -> list[Spans]:
         """Return where in `text`, which `write` gave, the assistant speaks.

@@ -21,7 +21,7 @@ BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Param
 
 
 def prepare_custom(config: CustomDataConfig) -> DataBundle:
-    """Calls `function("train", **args)` and `function("eval", **args)`.
+    """Call `function("train", **args)` and `function("eval", **args)`.
 
     For `"eval"` it may return a dict of data sets by name; `eval/loss` is then the mean over all of them.
     `collate_fn` (or `collate`), `vocab_size`, `num_classes` and `num_channels` of the training set, or of
@@ -59,7 +59,7 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
 
 
 def call_for_split(function: Callable[..., Any], split: str, config: CustomDataConfig) -> Any:
-    """What the function returns for `split`."""
+    """Return what the function returns for `split`."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a callable written in C may have none
@@ -87,33 +87,21 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
 
 
 def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
-    """Whether it can be loaded.
+    """Check that a data set can be loaded.
 
     Raises:
-        DataError: no map-style data set, or one without a sample.
+        DataError: it is no map-style data set, or has no sample.
     """
+    start = f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}"
+    expected = "expected a map-style torch Dataset: samples by index, and their number"
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    told = None
     if missing:
-        told = f", which has no {' and no '.join(missing)}; expected a map-style torch Dataset"
-        if isinstance(dataset, DataLoader):
-            told += ": return the data set, and the batches are made for you"
-    elif isinstance(dataset, IterableDataset):
-        told = ", which can only be iterated over; expected a map-style torch Dataset, with samples by index"
-    elif type(dataset).__name__ == "DataFrame":
-        told = ', whose [0] is no row; return e.g. a list of its rows (frame.to_dict("records"))'
-    elif isinstance(dataset, (Mapping, tuple, str)):
-        named = f" of {', '.join(map(str, dataset))}" if isinstance(dataset, Mapping) else ""
-        told = f"{named}; expected one map-style torch Dataset (of tensors: TensorDataset(x, y))"
-    if told is not None:
-        raise DataError(f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}{told}")
-    if _length(dataset, role, config) == 0:
-        raise DataError(f"data.kind {config.kind}: the data set for {role} is empty")
-
-
-def _length(dataset: Any, role: str, config: CustomDataConfig) -> int:
+        hint = ": return the data set, and the batches are made for you" * isinstance(dataset, DataLoader)
+        raise DataError(f"{start}, which has no {' and no '.join(missing)}; {expected}{hint}")
+    if isinstance(dataset, (IterableDataset, Mapping, tuple, str)) or type(dataset).__name__ == "DataFrame":
+        raise DataError(f"{start}; {expected} (of tensors: TensorDataset(x, y); or a list of samples)")
     try:
-        return len(dataset)
+        length = len(dataset)
     except (TypeError, ValueError, OverflowError) as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             raise  # from inside of __len__
@@ -121,17 +109,19 @@ def _length(dataset: Any, role: str, config: CustomDataConfig) -> int:
             f"data.kind {config.kind}: len() of the data set for {role}: {error}; its __len__ has to "
             "return the number of samples"
         ) from None
+    if length == 0:
+        raise DataError(f"data.kind {config.kind}: the data set for {role} is empty")
 
 
 def _stated(dataset: Any, name: str) -> Any:
-    """An attribute of the data set, or of what it is a part of."""
+    """Return an attribute of the data set, or of what it is a part of."""
     while not hasattr(dataset, name) and isinstance(dataset, Subset):
         dataset = dataset.dataset
     return getattr(dataset, name, None)
 
 
 def _collate_of(dataset: Any, config: CustomDataConfig) -> Collate:
-    """The data set's own, or what stacks samples.
+    """Return the data set's own collate, or what stacks samples.
 
     Raises:
         DataError: its own does not take a list of samples.

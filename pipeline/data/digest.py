@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same data set: a few samples of each, compared.
+"""Compares the data sets of all ranks by a few samples of each.
 
 Data that is prepared here has a fingerprint of its content. Of a data set of the user's own only arguments
 are known, and two machines may hold different files under the same path.
@@ -26,7 +26,7 @@ PLACES = 5  # samples of a data set that are read: the first, and others drawn b
 
 
 def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
-    """Whether every rank has rank 0's data. Collective.
+    """Check that every rank has rank 0's data. Collective.
 
     Args:
         is_custom: It is a data set of the user's own: some samples are read and compared, but for one that
@@ -55,81 +55,61 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
 
 
 class Look(NamedTuple):
-    """One sample: what must be the same to the last bit, and what may differ by a machine's rounding."""
+    """One sample: a hash of what must be equal, and numbers that may differ by a machine's rounding."""
 
     where: str
     exact: str
-    """Hash of structure, names, shapes, types, text and whole numbers."""
     moments: tuple[float, ...]
     """Mean and root mean square of each array of floating-point numbers or of 8-bit ones (decoded images)."""
 
-    def is_like(self, other: Look) -> bool:
-        return (
-            self.exact == other.exact
-            and len(self.moments) == len(other.moments)
-            and np.allclose(self.moments, other.moments, rtol=1e-3, atol=1e-6, equal_nan=True)
-        )
-
 
 def look_at(data: DataBundle) -> list[Look]:
-    """The sizes of all data sets, and samples of each: of the same places on every rank.
+    """Return the sizes of all data sets, and samples of each: of the same places on every rank.
 
-    What a sample draws from the generators of torch, numpy and Python is the same on every rank.
+    Numbers that a sample draws from the generators of torch, numpy and Python are the same on every rank.
     """
     datasets: dict[str, Any] = {"train": data.train, **data.eval, **data.eval_sets}
     sizes = {name: len(dataset) for name, dataset in datasets.items()}
     looks = [Look("the number of samples", repr(sizes), ())]
     for name, dataset in datasets.items():
-        size = sizes[name]
-        drawn = np.random.default_rng(size).integers(size, size=PLACES - 1).tolist()
+        drawn = np.random.default_rng(sizes[name]).integers(sizes[name], size=PLACES - 1).tolist()
         for index in dict.fromkeys([0, *drawn]):
             with own_random_numbers(index):
-                sample = dataset[index]
-            exact, moments = hashlib.blake2b(digest_size=16), list[float]()
-            _take(sample, exact, moments)
-            looks.append(Look(f"sample {index} of {name!r}", exact.hexdigest(), tuple(moments)))
+                exact, moments = _look(dataset[index])
+            digest = hashlib.blake2b(repr(exact).encode(), digest_size=16).hexdigest()
+            looks.append(Look(f"sample {index} of {name!r}", digest, tuple(moments)))
     return looks
 
 
 def first_difference(ours: Sequence[Look], theirs: Sequence[Look]) -> str | None:
-    """Where two ranks' looks part; None: they are of the same data."""
-    if len(ours) != len(theirs):
-        return ours[0].where
-    return next((one.where for one, other in zip(ours, theirs, strict=True) if not one.is_like(other)), None)
+    """Return where the looks of two ranks differ first; `None`: they are of the same data."""
+    for one, other in zip(ours, theirs, strict=False):
+        if one.exact != other.exact or len(one.moments) != len(other.moments):
+            return one.where
+        if not np.allclose(one.moments, other.moments, rtol=1e-3, atol=1e-6, equal_nan=True):
+            return one.where
+    return None
 
 
-def _take(value: Any, exact: Any, moments: list[float]) -> None:
-    """Adds a part of a sample; of an object that is neither numbers, text nor a container, only its type."""
+def _look(value: Any) -> tuple[Any, list[float]]:
+    """Return what must be equal of a part of a sample, and moments; of an unknown object only its type."""
+    if isinstance(value, (str, bytes, int, type(None))):
+        return value, []
     if isinstance(value, Mapping):
-        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
-            exact.update(repr(key).encode())
-            _take(item, exact, moments)
-    elif isinstance(value, (str, bytes, int, type(None))):
-        exact.update(repr(value).encode())
-    elif isinstance(value, (list, tuple)):
-        exact.update(f"{len(value)} items".encode())
-        for item in value:
-            _take(item, exact, moments)
-    else:
-        array = _array(value)
-        exact.update(
-            f"{type(value).__name__}{None if array is None else (array.shape, array.dtype)}".encode()
-        )
-        if array is None:
-            return
-        if array.dtype.kind == "f" or array.dtype == np.uint8:
-            numbers = array.astype(np.float64)
-            numbers = numbers[np.isfinite(numbers)]
-            exact.update(f"{numbers.size} finite".encode())
-            moments += [float(numbers.mean()), float(np.sqrt((numbers**2).mean()))] if numbers.size else []
-        else:
-            exact.update(np.ascontiguousarray(array).tobytes())
-
-
-def _array(value: Any) -> Any:
-    """As numpy sees it: a tensor, an image, a number; None where it sees nothing but an object."""
+        value = sorted(value.items(), key=lambda pair: repr(pair[0]))
+    if isinstance(value, (list, tuple)):
+        inside = [_look(each) for each in value]
+        return [exact for exact, _ in inside], [moment for _, moments in inside for moment in moments]
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value  # numpy has no bf16
     array = np.asarray(value)
-    return None if array.dtype == object else array
+    if array.dtype == object:
+        return type(value).__name__, []
+    form = (type(value).__name__, array.shape, str(array.dtype))
+    if array.dtype.kind != "f" and array.dtype != np.uint8:
+        return (form, array.tobytes()), []
+    numbers = array.astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    moments = [float(numbers.mean()), float(np.sqrt((numbers**2).mean()))] if numbers.size else []
+    return (form, numbers.size), moments

@@ -35,7 +35,7 @@ class ImageDataset(Dataset[Batch]):
         return {"inputs": self.images[index], "labels": self.labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch at once: `inputs` (B, 1, H, W), `labels` (B,)."""
+        """Return a whole batch at once: `inputs` (B, 1, H, W), `labels` (B,)."""
         rows = torch.as_tensor(indices)
         return {"inputs": self.images[rows], "labels": self.labels[rows]}
 
@@ -68,7 +68,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
 def stratified_split(
     labels: NDArray[np.int64], eval_fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sorted row numbers of train and eval; each class has at least one row on either side."""
+    """Return sorted row numbers of train and eval; each class has at least one row on either side."""
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):

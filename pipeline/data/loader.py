@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from pipeline.data.batches import (
     Batch,
     LoadedBatch,
+    Reading,
     as_batch,
     first_wrong,
     moved,
-    note_extents,
     place_of,
     tensors,
     usable,
@@ -55,7 +55,7 @@ class Fetch(Dataset[Any]):
         sources: Sequence[Sequence[tuple[str, int]]] | None = None,
         num_words: int | None = None,
     ) -> None:
-        """Sources: (name, samples) of what each data set consists of."""
+        """Make a reader; sources: (name, samples) of each part of each data set."""
         self._datasets = datasets
         self._collate = collate
         self._seed = seed
@@ -66,7 +66,7 @@ class Fetch(Dataset[Any]):
     def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
         try:
             batch = as_batch(self._collated(draw), len(draw.indices))
-            note_extents(batch, draw.indices, self._sources[draw.dataset])
+            batch.reading = Reading(draw.indices, self._sources[draw.dataset])
             if self._num_words is not None:
                 check_ids(batch, self._num_words)
             return batch
@@ -86,7 +86,7 @@ class Fetch(Dataset[Any]):
             return self._read(dataset, draw.indices, draw.position)
 
     def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
-        """Position: of the first one; None: nothing is drawn."""
+        """Read samples; position: of the first one; `None`: nothing is drawn."""
         source = dataset
         while isinstance(source, Subset):  # it has __getitems__ whatever it is a part of
             source = source.dataset
@@ -103,7 +103,7 @@ class Fetch(Dataset[Any]):
 
 
 def check_ids(batch: LoadedBatch, num_words: int) -> None:
-    """Looks at the ids of every batch where it is read.
+    """Check the ids of a batch where it is read.
 
     Args:
         num_words: Rows of the model's table of words.
@@ -118,34 +118,16 @@ def check_ids(batch: LoadedBatch, num_words: int) -> None:
         )
 
 
-class _InProcess:
-    """Batches read in this process, when they are asked for: 20 us faster a batch than torch's DataLoader."""
-
-    def __init__(self, fetch: Fetch, draws: Iterable[Draw], pin_memory: bool) -> None:
-        self._fetch = fetch
-        self._draws = draws
-        self._pin_memory = pin_memory
-
-    def __iter__(self) -> Iterator[LoadedBatch | PipelineError]:
-        for draw in self._draws:
-            batch = self._fetch.__getitems__(draw)
-            if self._pin_memory and isinstance(batch, LoadedBatch):
-                batch = moved(batch, lambda _, tensor: tensor.pin_memory()).known_as(batch)
-            yield batch
-
-
 def read_batches(
     fetch: Fetch, draws: Iterable[Draw], num_workers: int, *, pin_memory: bool, persistent: bool
 ) -> Iterable[LoadedBatch | PipelineError]:
-    """The batches of these draws, anew each time it is iterated over where `draws` can be.
+    """Return the batches of these draws, to be iterated over as often as `draws` can be.
 
     Args:
         num_workers: Processes that fetch ahead; 0 fetches in this one.
         pin_memory: Copy batches to page-locked memory.
         persistent: The workers stay between two passes.
     """
-    if num_workers == 0:
-        return _InProcess(fetch, draws, pin_memory)
     # Its own generator: by default each iteration draws from torch's global one, and dropout would differ.
     generator = torch.Generator()
     generator.manual_seed(0)
@@ -154,8 +136,8 @@ def read_batches(
         batch_sampler=draws,  # type: ignore[arg-type]  # one Draw for a list of indices
         collate_fn=_as_it_is,
         num_workers=num_workers,
-        prefetch_factor=PREFETCH,
-        persistent_workers=persistent,
+        prefetch_factor=PREFETCH if num_workers else None,
+        persistent_workers=persistent and num_workers > 0,
         pin_memory=pin_memory,
         generator=generator,
     )
@@ -326,7 +308,7 @@ class TrainLoader:
 
     @phase(Phase.DATA)
     def fetch_ahead(self) -> None:
-        """Starts to bring the next group to the device; waits until it is read, not for the device."""
+        """Begin to bring the next group to the device; wait until it is read, not for the device."""
         if not self.is_ahead or self._ahead is not None:
             return
         group = self._read()
@@ -358,7 +340,7 @@ class TrainLoader:
         return group
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data is: what was handed out, not what was fetched ahead."""
+        """Return where the data is: what was handed out, not what was fetched ahead."""
         return {
             "samples_seen": self.samples_seen,
             "source_samples": self.source_samples(),
@@ -398,9 +380,9 @@ class TrainLoader:
         return f"{named}{' ...' if last - first > SHOWN else ''}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, also one of another number of ranks or another batch size.
+        """Resume from a `state_dict`, also one of another number of ranks or another batch size.
 
-        `source_samples` and `left_out` may be missing: checkpoints of an earlier version have none.
+        The state of a source of the user's own may have `samples_seen` alone.
         """
         self.leave_out(state.get("left_out", ()))
         self.seek(int(state["samples_seen"]), state.get("source_samples"))
@@ -413,7 +395,7 @@ class TrainLoader:
         self._counts.seek(samples_seen, source_samples)
 
     def close(self) -> None:
-        """Ends the workers and drops what was fetched ahead; a next group is read anew."""
+        """End the workers and drop what was fetched ahead; a next group is read anew."""
         self._ahead = None
         self._batches = None  # the iterator's destructor stops its workers
 
@@ -474,7 +456,7 @@ class EvalLoader:
             self._sampler,
             num_workers,
             pin_memory=pin_memory,
-            persistent=num_workers > 0,
+            persistent=True,
         )
 
     def __iter__(self) -> Iterator[tuple[str, Batch, bool]]:
@@ -501,7 +483,7 @@ def training_draws(
     samples_seen: int,
     left_out: LeftOut = NONE_LEFT_OUT,
 ) -> Iterator[Draw]:
-    """What one rank's micro-batches are made of, without end, from `samples_seen` on.
+    """Yield what one rank's micro-batches are made of, without end, from `samples_seen` on.
 
     Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
     + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.

@@ -46,7 +46,7 @@ class Pieces:
 
 
 def joined(several: Sequence[Pieces]) -> Pieces:
-    """The pieces of all, one behind the other."""
+    """Return the pieces of all, one behind the other."""
     return Pieces(
         starts=np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in several)]),
         lengths=np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in several)]),
@@ -56,7 +56,7 @@ def joined(several: Sequence[Pieces]) -> Pieces:
 
 
 def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:
-    """The documents that end at `ends` (offsets, increasing), in pieces of at most `size` tokens.
+    """Return the documents that end at `ends` (offsets, increasing), in pieces of at most `size` tokens.
 
     A single last token is left out: nothing is predicted from it. So is a document of one token.
 
@@ -79,7 +79,7 @@ def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:
 
 
 def best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
-    """The bin (N,) that each length goes to; the bins hold `size` each and are numbered by their first item.
+    """Return the bin (N,) of each length; bins hold `size` each and are numbered by their first item.
 
     Every item, the longest first, goes to the fullest bin it fits in. All items of a length and all bins with
     the same room are one step, so millions take seconds; the result depends on the lengths alone.
@@ -122,7 +122,7 @@ def best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
 
 
 def _by_first_item(bins: Ints, order: Ints, num_bins: int) -> Ints:
-    """The bins in the order of the items again. Else the first rows would hold the longest documents."""
+    """Return the bins in the order of the items. Else the first rows would hold the longest documents."""
     of_item = np.empty_like(bins)
     of_item[order] = bins
     first = np.full(num_bins, len(bins))
@@ -136,7 +136,7 @@ MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
 
 
 def parts_kept_open() -> int:
-    """How many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
+    """Return how many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
     return max(8, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
 
 
@@ -174,7 +174,7 @@ class PackedDataset(Dataset[Batch]):
         self._open = lru_cache(parts_kept_open())(self._open_part)
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """Tokens and loss mask of a part, mapped."""
+        """Return tokens and loss mask of a part, mapped."""
         part = self._parts[number]
         mask = part.loss_mask
         # Plain arrays: slices of numpy's memmap class are slow.
@@ -182,14 +182,14 @@ class PackedDataset(Dataset[Batch]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A batch of these rows."""
+        """Return a batch of these rows."""
 
     def __getitem__(self, index: int) -> Batch:
-        """One row: each (T,)."""
+        """Return one row: each (T,)."""
         return {key: rows[0] for key, rows in self.__getitems__([index]).items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class PackedDataset(Dataset[Batch]):
         self._map()
 
     def _batch(self, pair: NDArray[np.int64], begins: Ints | None) -> Batch:
-        """pair (2, B, T): inputs and labels; begins: of documents in the B * T places, besides the rows'."""
+        """Make a batch of inputs and labels (2, B, T); begins: of documents in the B * T places."""
         inputs, labels = torch.from_numpy(pair)
         batch = {"input_ids": inputs, "shift_labels": labels}
         if begins is not None:
@@ -213,7 +213,7 @@ class PackedDataset(Dataset[Batch]):
 
 
 def offsets(sizes: Any) -> Ints:
-    """Where each of several things one behind the other starts, and where the last one ends."""
+    """Return where each of several things one behind the other starts, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
@@ -240,7 +240,7 @@ class PieceRows(PackedDataset):
     """
 
     def _arrange(self, pieces: Pieces, share_rows: bool, units: Ints | None = None) -> Ints:
-        """Puts pieces in rows; to be called once. Returns their new order.
+        """Put pieces in rows, once; return their new order.
 
         Args:
             share_rows: Several units to a row where they fit, else each has one of its own.
@@ -288,7 +288,7 @@ class PieceRows(PackedDataset):
         )
 
     def _fill(self, placed: Placed) -> NDArray[np.int64]:
-        """(2, B, T): inputs and labels."""
+        """Return inputs and labels (2, B, T)."""
         starts = self._starts[placed.pieces]
         parts = self._first.searchsorted(starts, side="right") - 1
         starts -= self._first[parts]
@@ -325,7 +325,7 @@ class Stream(PackedDataset):
         self._first = offsets(counts)  # row of each part
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """As above, in windows (rows of the part, T + 1) that overlap by one; no copy."""
+        """Return both in windows (rows of the part, T + 1) that overlap by one; no copy."""
         tokens, mask = super()._open_part(number)
         return self._windows(tokens), None if mask is None else self._windows(mask)
 
@@ -338,7 +338,7 @@ class Stream(PackedDataset):
         return int(self._first[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A batch of these rows."""
+        """Return a batch of these rows."""
         size = self.sequence_length
         rows = np.array(indices, dtype=np.int64)
         parts = self._first.searchsorted(rows, side="right") - 1
@@ -356,7 +356,7 @@ class Stream(PackedDataset):
         return self._batch(pair, ends + 1)
 
     def _rows(self, parts: Ints, rows: Ints) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """Copies: a batch of rows of as many parts keeps none of them open."""
+        """Return copies: a batch of rows of as many parts keeps none of them open."""
         tokens, mask = self._open(int(parts[0]))
         if len(self._parts) == 1:
             return tokens[rows], None if mask is None else mask[rows]
@@ -368,16 +368,6 @@ class Stream(PackedDataset):
             if in_loss is not None and mask is not None:
                 in_loss[index] = mask[row]
         return windows, in_loss
-
-
-class JoinedStream(Stream):
-    """Streams of one kind, one behind the other (`datasets`), and fetched as one: their parts are."""
-
-    def __init__(self, datasets: Sequence[Stream]) -> None:
-        self.datasets = datasets
-        first = datasets[0]
-        stores = [store for dataset in datasets for store in dataset.stores]
-        super().__init__(stores, first.sequence_length, first.separate_documents, first.end_id)
 
 
 class Bins(PieceRows):
@@ -405,7 +395,7 @@ class Bins(PieceRows):
         self._arrange(joined(cut), share_rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A batch of these rows."""
+        """Return a batch of these rows."""
         placed = self._place(indices)
         pair = self._fill(placed)
         if not self.separate_documents:
@@ -416,7 +406,7 @@ class Bins(PieceRows):
 def pack(
     store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, end_id: int
 ) -> PackedDataset:
-    """The rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
+    """Return the rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
 
     Args:
         end_id: The end-of-document token.
@@ -428,8 +418,5 @@ def pack(
 
 
 def join(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
-    """The rows of all, one behind the other; several have the attribute `datasets`."""
-    if len(datasets) == 1:
-        return datasets[0]
-    streams = [dataset for dataset in datasets if isinstance(dataset, Stream)]
-    return JoinedStream(streams) if len(streams) == len(datasets) else JoinedDataset(datasets)
+    """Return the rows of all, one behind the other; several have the attribute `datasets`."""
+    return datasets[0] if len(datasets) == 1 else JoinedDataset(datasets)

@@ -84,21 +84,21 @@ class Example:
         return text.encode()
 
     def texts(self) -> Iterator[str]:
-        """All that is said in it, the prompt once."""
+        """Return all that is said in it, the prompt once."""
         for said in (self.prompt, *(answer.said for answer in self.answers)):
             yield from [said] if isinstance(said, str) else (turn["content"] for turn in said)
 
     def conversation(self, answer: Answer) -> Conversation:
-        """Prompt and answer, where they are turns."""
+        """Return prompt and answer, where they are turns."""
         assert not isinstance(self.prompt, str)
         assert not isinstance(answer.said, str)
         turns = [*self.prompt, *answer.said]
-        unlearned = {number: turn[UNLEARNED] for number, turn in enumerate(turns) if UNLEARNED in turn}
+        unlearned = frozenset(number for number, turn in enumerate(turns) if UNLEARNED in turn)
         return Conversation(_without_weights(turns), self.tools, unlearned)
 
 
 def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> Example:
-    """The example of a row.
+    """Return the example of a row.
 
     Args:
         where: File and line, for messages.
@@ -111,7 +111,10 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
             the prompt is not that of both.
     """
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is text; expected a row with a prompt and answers (kind: text reads text)")
+        raise DataError(
+            f"{where}: got a plain string, expected a row with a prompt and answers; for plain text use "
+            "data.kind: text"
+        )
     row: dict[str, Any] = without_nulls(record)
     if layout == ROW:
         return _read_row(where, row, unpaired)
@@ -135,7 +138,7 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
 
 
 def _find_prompt(where: str, record: dict[str, Any], layout: str) -> tuple[str | None, bool]:
-    """The field of the prompt (None: the answers are whole conversations), and whether strings are plain."""
+    """Return the prompt's field (None: answers are whole conversations), and whether strings are plain."""
     has_pair = any(has_field(record, side) for pair in PAIRS for side in pair)
     fields = PROMPTS if layout == "auto" else LAYOUTS[layout]
     field = next((field for field in fields if has_field(record, field)), None)
@@ -223,7 +226,7 @@ def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> Example:
 
 
 def _read_said(where: str, field: str, value: Any) -> Said:
-    """A string, a turn or several."""
+    """Return a string, a turn or several."""
     if isinstance(value, str):
         return value
     return read_turns(where, field, [value] if isinstance(value, dict) else value)
@@ -234,7 +237,7 @@ def _without_weights(said: list[Turn]) -> list[Turn]: ...
 @overload
 def _without_weights(said: Said) -> Said: ...
 def _without_weights(said: Said) -> Said:
-    """Return turns without the note of what of them is not learned."""
+    """Return turns without the note that they are not learned."""
     if isinstance(said, str):
         return said
     return [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in said]
@@ -245,7 +248,7 @@ def _as_answer(said: Said) -> list[Turn]:
 
 
 def _with_system(where: str, record: dict[str, Any], prompt: Said) -> list[Turn]:
-    """The prompt as turns, behind the row's own `system` where it does not begin with another."""
+    """Return the prompt as turns, behind the row's own `system` where it does not begin with another."""
     if not prompt:
         return []
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -255,7 +258,7 @@ def _with_system(where: str, record: dict[str, Any], prompt: Said) -> list[Turn]
 def _split_turns(
     where: str, pair: tuple[str, str], chosen: list[Turn], rejected: list[Turn]
 ) -> tuple[list[Turn], list[Turn], list[Turn]]:
-    """The turns that both begin with, and what each goes on with."""
+    """Return the turns that both begin with, and what each goes on with."""
     count = common_start(_without_weights(chosen), _without_weights(rejected))
     if count == len(chosen) == len(rejected):
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
@@ -268,7 +271,7 @@ def _split_turns(
 
 
 def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The text that both begin with, up to a space, and what each goes on with."""
+    """Return the text that both begin with, up to a space, and what each goes on with."""
     count = common_start(chosen, rejected)
     if count and count < max(len(chosen), len(rejected)) and chosen[count - 1] == " ":
         count -= 1  # a word and the space before it are one token
@@ -280,7 +283,7 @@ def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -
 
 
 def _refuse_other_prompt(where: str, field: str | None, prompt: Said | None, shared: list[Turn]) -> None:
-    """Raises DataError where the row's prompt is not what both conversations begin with."""
+    """Raise DataError where the row's prompt is not what both conversations begin with."""
     if isinstance(prompt, str):
         is_same = any(turn["content"].strip() == prompt.strip() for turn in shared)
     else:

@@ -17,12 +17,12 @@ from pipeline.errors import DataError
 
 
 def derive_seed(*key: int) -> int:
-    """64 random bits that stand for the key."""
+    """Return 64 random bits that stand for the key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
 def seed_step(seed: int, step: int, seed_rank: int) -> None:
-    """Makes a step's random numbers (dropout) a pure function of seed, step and rank.
+    """Make a step's random numbers (dropout) a pure function of seed, step and rank.
 
     No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
     """
@@ -33,7 +33,7 @@ def seed_step(seed: int, step: int, seed_rank: int) -> None:
 
 
 def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea & Flood 2014), of each; arithmetic is modulo 2**64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea & Flood 2014) to each, modulo 2**64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,13 +41,13 @@ def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def seeds_at(seed: int, position: int, count: int) -> list[int]:
-    """64 random bits for each of the positions from `position` on: a call for a batch, not for a sample."""
+    """Return 64 random bits for each position from `position` on: one call for a batch."""
     positions = np.arange(position, position + count, dtype=np.uint64)
     return scrambled(positions ^ np.uint64(derive_seed(seed))).tolist()
 
 
 def seed_all(bits: int) -> None:
-    """Every generator that a data set may draw from on the host, by these random bits."""
+    """Seed every generator that a data set may draw from on the host."""
     seed = bits % 2**32  # numpy takes no more
     # torch.manual_seed would seed the GPUs' generators too, which dropout draws from.
     torch.default_generator.manual_seed(seed)
@@ -57,7 +57,7 @@ def seed_all(bits: int) -> None:
 
 @contextmanager
 def own_random_numbers(*key: int) -> Iterator[None]:
-    """What is drawn inside depends on `key` alone, and leaves a step's dropout outside as it is."""
+    """Let numbers drawn inside depend on `key` alone, and leave a step's dropout outside as it is."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     seed_all(derive_seed(*key))
     try:
@@ -69,7 +69,7 @@ def own_random_numbers(*key: int) -> Iterator[None]:
 
 
 def token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
-    """32 random bits of each token, and of how many tokens its document consists.
+    """Return 32 random bits of each token, and of how many tokens its document consists.
 
     The bits follow from `key`, from all ids of the document and from the place in it: a document has the same
     ones on any rank, in any row and micro-batch, with or without padding. Two equal documents have the same.
@@ -102,7 +102,7 @@ def token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
 
 
 def _documents(seen: Mapping[str, Any], ids: Tensor) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """(B * T,): 1 where a token is one of its document's, else 0; (B, T): whether a document begins there."""
+    """Return (B * T,) 1 where a token is its document's, else 0; (B, T) whether a document begins."""
     begins = np.zeros(tuple(ids.shape), np.bool_)
     begins[:, 0] = True
     mask, positions = seen.get("attention_mask"), seen.get("position_ids")

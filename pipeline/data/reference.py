@@ -30,7 +30,7 @@ Keys = NDArray[np.uint64]
 
 
 def keys_of(batch: Batch) -> Keys:
-    """(B, S): digests of the tokens and labels of each segment; 0 where there is none."""
+    """Return (B, S): digests of the tokens and labels of each segment; 0 where there is none."""
     ids, segments, kinds = (batch[name].numpy() for name in ("input_ids", "segments", "segment_kinds"))
     labels = batch["shift_labels" if "shift_labels" in batch else "labels"].numpy()
     keys = np.zeros(kinds.shape, dtype=np.uint64)
@@ -54,17 +54,16 @@ class ReferenceTable:
 
     @staticmethod
     def of(keys: Keys, logps: NDArray[np.float32]) -> ReferenceTable:
-        """Of answers in any order, of which some may be there several times."""
+        """Return the table of answers in any order, some of them several times."""
         unique, places = np.unique(keys, return_index=True)
         is_answer = unique != 0
         return ReferenceTable(unique[is_answer], logps[places][is_answer])
 
     def look_up(self, keys: Keys) -> NDArray[np.float32]:
-        """Of keys (B, S), 0 where there is no segment; NaN of an answer that is not there."""
-        places = np.minimum(self.keys.searchsorted(keys), max(0, len(self.keys) - 1))
-        if not len(self.keys):
-            return np.where(keys == 0, 0.0, np.nan).astype(np.float32)
-        found = np.where(self.keys[places] == keys, self.logps[places], np.nan)
+        """Return values of keys (B, S), 0 where there is no segment; NaN of an answer that is not there."""
+        known, logps = np.append(self.keys, np.uint64(0)), np.append(self.logps, np.float32(np.nan))
+        places = self.keys.searchsorted(keys)
+        found = np.where(known[places] == keys, logps[places], np.nan)
         return np.where(keys == 0, 0.0, found).astype(np.float32)
 
 
@@ -75,7 +74,7 @@ class OfZeros(ReferenceTable):
         super().__init__(np.zeros(0, np.uint64), np.zeros(0, np.float32))
 
     def look_up(self, keys: Keys) -> NDArray[np.float32]:
-        """Of keys (B, S): zeros."""
+        """Return zeros of the shape of the keys."""
         return np.zeros(keys.shape, np.float32)
 
 
@@ -87,7 +86,7 @@ class WithReference:
         self._table = table
 
     def __call__(self, items: Any) -> Batch:
-        """As the collate.
+        """Return a batch of the collate with the log-probabilities.
 
         Raises:
             DataError: an answer is in no table.

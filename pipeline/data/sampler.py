@@ -24,7 +24,7 @@ class Order(Protocol):
     """Which sample stands at which position of the run."""
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices into the data set at `positions` (any shape)."""
+        """Return indices into the data set at `positions` (any shape)."""
         ...
 
 
@@ -65,7 +65,7 @@ class GlobalOrder:
         return samples.astype(np.int64).reshape(positions.shape)
 
     def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """One pass of the network over [0, base * base)."""
+        """Return one pass of the network over [0, base * base)."""
         left, right = np.divmod(values, self._base)
         for turn in range(ROUNDS):
             drawn = scrambled(right ^ (keys + np.uint64(turn))) % self._base
@@ -84,14 +84,14 @@ class LeftOut:
         self.stretches = tuple(sorted({(int(first), int(last)) for first, last in stretches}))
 
     def start(self, position: int, size: int) -> int:
-        """Where the next `size` samples begin, from `position` on."""
+        """Return where the next `size` samples begin, from `position` on."""
         for first, last in self.stretches:
             if position + size > first and position < last:
                 position = last
         return position
 
     def starts(self, position: int, size: int, count: int) -> NDArray[np.int64]:
-        """Where the next `count` steps of `size` samples begin: (count,)."""
+        """Return where the next `count` steps of `size` samples begin: (count,)."""
         if not any(last > position for _, last in self.stretches):
             return position + np.arange(count) * size
         found = []
@@ -188,7 +188,7 @@ class MixtureOrder:
         self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices into the data set of all sources, at `positions` (any shape) of the run."""
+        """Return indices into the data set of all sources, at `positions` (any shape) of the run."""
         if self._slot_order is None:
             (number,) = self._active
             return self._orders[number].samples_at(positions) + self._offsets[number]
@@ -204,7 +204,7 @@ class MixtureOrder:
         return samples.reshape(positions.shape)
 
     def count(self, first: int, last: int) -> NDArray[np.int64]:
-        """How many of the positions in [first, last) draw from each source: (sources,).
+        """Count the positions in [first, last) that draw from each source: (sources,).
 
         Whole epochs are known; the rest is looked at, some 10 million positions a second.
         """
@@ -237,7 +237,7 @@ class MixtureOrder:
 
 
 def drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
-    """Samples each source gives to an epoch: as its `epochs` say, or of all samples together as its weight.
+    """Return samples of each source in an epoch: by its `epochs`, or its weight's share of all.
 
     Shares of a weighted mixture are rounded by largest remainder: they add up, and weight 0 draws nothing.
 
@@ -288,7 +288,7 @@ class SourceCounts:
             self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
 
     def up_to(self, samples_seen: int) -> dict[str, int]:
-        """By name, of the first `samples_seen` samples of the run; never fewer than at the last call."""
+        """Return counts by name of the first `samples_seen` samples; never fewer than at the last call."""
         self._counts = self._counts + self._order.count(self._counted, samples_seen)
         self._counted = samples_seen
         return dict(zip(self._order.names, self._counts.tolist(), strict=True))

@@ -1,6 +1,6 @@
 """Runs a chat template in a process that can be ended: a template is a program, and may be a stranger's.
 
-It has limits of time and of memory for each conversation, and what it writes has one of size.
+It has limits of time and of memory for each conversation, and its text has one of size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MEND = "mend data.chat_template, or the template that the tokenizer brings"
 
 
 class TemplateProcess:
-    """A ChatTemplate in a child of this process.
+    """A ChatTemplate in a child of this process, which ends with it.
 
     Args:
-        given: What ChatTemplate takes.
+        given: Arguments of ChatTemplate.
 
     Attributes:
         turn_stop: As of ChatTemplate.
@@ -50,33 +50,27 @@ class TemplateProcess:
         from transformers.utils import chat_template_utils  # noqa: F401
 
         self._connection, theirs = Pipe()
-        parent = os.getpid()
-        self._process = os.fork()
+        self._process = os.fork()  # multiprocessing refuses it to a daemon, such as a rank of a pool
         if self._process == 0:
-            _live(theirs, given)
+            try:
+                self._connection.close()
+                _serve(theirs, given)
+            finally:
+                os._exit(0)
         theirs.close()
-        self.close = weakref.finalize(self, _end, self._connection, self._process, parent)
+        self.close = weakref.finalize(self, _end, self._connection, self._process, os.getpid())
         self.turn_stop: str | None = self._ask("turn_stop", [("the chat template",)])[0]
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[str]:
-        """As ChatTemplate.write, for each of the conversations.
-
-        Raises:
-            DataError: the template refuses one.
-            ConfigError: as above.
-        """
+        """Return the text of each conversation; see ChatTemplate.write."""
         return self._ask("write", given)
 
     def ask(self, question: str) -> str:
-        """As ChatTemplate.ask."""
+        """Return a question as text; see ChatTemplate.ask."""
         return str(self._ask("ask", [(question,)])[0])
 
     def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
-        """As ChatTemplate.find_answers, for each of the conversations.
-
-        Raises:
-            ConfigError: it cannot be found out; or as above.
-        """
+        """Return where the assistant speaks in each conversation; see ChatTemplate.find_answers."""
         return self._ask("find_answers", given)
 
     def _ask(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -114,27 +108,23 @@ def _end(connection: Connection, process: int, parent: int) -> None:
         os.waitpid(process, 0)
 
 
-def _live(connection: Connection, given: tuple[Any, ...]) -> None:
-    """The child's life: answers until the parent closes its end, or is gone. Does not return."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent sees to it
-        for number in (signal.SIGTERM, signal.SIGPROF):
-            signal.signal(number, signal.SIG_DFL)
-        for descriptor in map(int, os.listdir("/dev/fd")):
-            if descriptor > 2 and descriptor != connection.fileno():
-                with suppress(OSError):
-                    os.close(descriptor)  # a lock or a pipe of the parent's
-        _limit_memory()
-        template: ChatTemplate | None = None
-        failure: Exception | None
+def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
+    """Answer until the parent closes its end, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent sees to it
+    for number in (signal.SIGTERM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
+    _limit_memory()
+    template: ChatTemplate | None = None
+    with suppress(EOFError, ConnectionError):
         while True:
             what, items = connection.recv()
             for item in items:
-                answer, failure = None, None
+                failure: Exception | None = None
+                answer = None
                 # By default its signal ends the process, whatever that does.
                 signal.setitimer(signal.ITIMER_PROF, SECONDS)
                 try:
-                    template = ChatTemplate(*given) if template is None else template
+                    template = template or ChatTemplate(*given)
                     asked = getattr(template, what)
                     answer = _bounded(asked(*item), item) if callable(asked) else asked
                 except PipelineError as error:
@@ -147,10 +137,6 @@ def _live(connection: Connection, given: tuple[Any, ...]) -> None:
                 connection.send((failure, answer))
                 if failure is not None:
                     break
-    except (EOFError, ConnectionError, KeyboardInterrupt):
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 def _limit_memory() -> None:

@@ -89,7 +89,7 @@ class SegmentRows(PieceRows):
         return Counter(self._kinds[self._kinds > 0].tolist())
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A batch of these rows."""
+        """Return a batch of these rows."""
         placed = self._place(indices)
         pair = self._fill(placed)
         kinds = self._kinds[placed.pieces]
@@ -118,7 +118,7 @@ class SegmentRows(PieceRows):
 
 
 def agree(datasets: Sequence[SegmentRows]) -> int | None:
-    """Gives the batches of all the same entries and shapes. Tells which mismatched answers are not whole.
+    """Give the batches of all the same entries and shapes. Log how many mismatched answers are not whole.
 
     Returns:
         Tokens of the longest segment; `None` if there are no data sets.
@@ -169,7 +169,7 @@ class _Examples(NamedTuple):
         return _Found(self.starts[there], self.lengths[there], self.kinds[there], examples, places)
 
     def mismatched(self, size: int, longest: int | None) -> tuple[tuple[_Found, _Found], int]:
-        """Prompts, and the answers of the next examples (of the last one: the first); how many are cut.
+        """Return prompts and answers of the next examples (of the last: the first); how many are cut.
 
         Each answer has a token at least: examples are prepared so that there is room.
         """
@@ -210,7 +210,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig) -> DataBundle:
-    """Rows of tokens of every source and eval set; what the cache does not hold is tokenised first.
+    """Return rows of tokens of every source and eval set; tokenise first what the cache does not have.
 
     Raises:
         DataError: a source, the tokenizer or the cache cannot be used, or there is too little text.
@@ -272,20 +272,9 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
 def _usable(
     rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: DocumentsConfig
 ) -> dict[str, PackedDataset]:
-    """Without those that fill no row, which are named: whole documents are held out, by their hash."""
-    usable = {name: dataset for name, dataset in rows.items() if len(dataset)}
+    """Return the data sets that have a row; name the others: whole documents are held out, by their hash."""
     for source in sources:
-        if source.name in usable:
-            continue
-        if config.preferences is not None:
-            log.warning(
-                "no evaluation on %s: %d of its examples are held out (data.eval_fraction %g); a larger "
-                "data.eval_fraction or more examples give some to evaluate on",
-                source.name,
-                source.eval.num_documents,
-                config.eval_fraction,
-            )
-        else:
+        if not len(rows[source.name]):
             log.warning(
                 "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one "
                 "sequence takes %d; a larger data.eval_fraction or more documents give some to evaluate on",
@@ -295,7 +284,7 @@ def _usable(
                 config.eval_fraction,
                 config.sequence_length + 1,
             )
-    return usable
+    return {name: dataset for name, dataset in rows.items() if len(dataset)}
 
 
 def _too_little(prepared: Prepared, config: DocumentsConfig) -> DataError:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,136 +17,53 @@ from pipeline.files import is_path, unsafe_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-
 PIECE = 100_000  # characters
-# Between a letter or digit and the space, or the punctuation mark, behind it. What stands before a mark is
-# kept to characters that no normalizer turns into several.
-SPACE = r"(?<=[^\W_])(?= )"
-MARK = r'(?<=[0-9A-Za-z\u3400-\u4dbf\u4e00-\u9fff])(?=[,.;:!?")\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f])'
-BOTH, NONE = frozenset({SPACE, MARK}), frozenset[str]()
-LOCAL_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents")
-
-WHITE_SPACE = r"\s+"
-MARKS = (
-    r" ?[^\s\p{L}\p{N}]+",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-    r" ?[\p{P}\p{S}]+[\r\n]*",
-)
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# The alternatives that the patterns of GPT-2, GPT-4, GPT-4o, Llama 3, Qwen 2 and DeepSeek 3 are made of. None
-# matches a letter or digit together with a space or mark behind it, or looks at what is left of its match;
-# the one look to the right is that of white space at what follows it.
-ALTERNATIVES = {
-    *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'(?:[sdmt]|ll|ve|re)"),
-    *(CONTRACTIONS, "(?i:'s|'t|'re|'ve|'m|'ll|'d|'ll)", "'(?i:[sdmt]|ll|ve|re)"),
-    *(r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{L}+"),
-    *(r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\p{N}{1,3}+"),
-    *(rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"),
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?",
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?",
-    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s*[\r\n]++", r"\s+(?!\S)", WHITE_SPACE, r"\s++"),
-    *MARKS,
-}
-
-
-def find_places(tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
-    """What matches (nothing) wherever a text can be cut; None: nowhere that is certain.
-
-    Args:
-        tokenizer: The content of its `tokenizer.json`; special tokens are taken for text.
-    """
-    pre_tokenizer = tokenizer.get("pre_tokenizer")
-    if pre_tokenizer is None or not _is_local(tokenizer.get("normalizer")):
-        return None
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    judged = [_judge(step, is_last=step is steps[-1]) for step in steps]
-    divided = NONE.union(*(divides for divides, _ in judged)).intersection(*(keeps for _, keeps in judged))
-    if not divided:
-        return None
-    places = re.compile("|".join(sorted(divided)))
-    for token in tokenizer.get("added_tokens") or []:
-        is_wide = token["lstrip"] or token["rstrip"] or token["single_word"]
-        contents = (token["content"], unicodedata.normalize("NFKC", token["content"]))
-        if not token["special"] and (is_wide or any(map(places.search, contents))):
-            return None
-    return places
-
-
-def cut_text(text: str, places: re.Pattern[str] | None, size: int = PIECE) -> Iterator[str]:
-    """The text in pieces of `size` characters, at least 1, and what there is up to the next place."""
-    start = 0
-    while places is not None and (found := places.search(text, start + size)) is not None:
-        yield text[start : found.start()]
-        start = found.start()
-    yield text[start:] if start else text
-
-
-def _is_local(normalizer: dict[str, Any] | None) -> bool:
-    """Whether it does the same to two pieces as to the whole. That of BERT puts spaces around ideographs."""
-    if normalizer is None:
-        return True
-    if normalizer["type"] == "Sequence":
-        return all(map(_is_local, normalizer["normalizers"]))
-    return normalizer["type"] in LOCAL_NORMALIZERS
-
-
-def _judge(step: dict[str, Any], is_last: bool) -> tuple[frozenset[str], frozenset[str]]:
-    """At which places a step of a pre-tokenizer surely divides; and at which a cut changes nothing for it."""
-    kind = step["type"]
-    if kind in ("BertPreTokenizer", "Whitespace"):
-        return BOTH, BOTH
-    if kind == "WhitespaceSplit":
-        return frozenset({SPACE}), BOTH
-    if kind == "Digits" or (kind == "Punctuation" and step["behavior"] in ("Isolated", "Contiguous")):
-        return NONE, BOTH
-    if kind == "Split" and step["behavior"] in ("Isolated", "Removed"):
-        alternatives = _alternatives(step["pattern"].get("Regex", ""))
-        if not alternatives <= ALTERNATIVES:
-            return NONE, NONE
-        takes_all = not alternatives.isdisjoint((WHITE_SPACE, r"\s++")) and not alternatives.isdisjoint(MARKS)
-        return (BOTH if takes_all else NONE), BOTH
-    # These write other characters, by which a step behind them would go.
-    if kind == "ByteLevel" and is_last:  # it may put a space before a text that begins with none
-        keeps = frozenset({SPACE}) if step["add_prefix_space"] else BOTH
-        return (BOTH if step.get("use_regex", True) else NONE), keeps
-    if kind == "Metaspace" and is_last:
-        return (frozenset({SPACE}) if step.get("split", True) else NONE), frozenset({SPACE})
-    return NONE, NONE
-
-
-def _alternatives(pattern: str) -> set[str]:
-    """What stands between the bars of a pattern that are in no bracket."""
-    found, depth, in_class, escaped, start = set(), 0, False, False, 0
-    for place, character in enumerate(pattern):
-        if escaped or character == "\\":
-            escaped = not escaped
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character == "|" and depth == 0:
-            found.add(pattern[start:place])
-            start = place + 1
-    return found | {pattern[start:]}
-
-
+CONTEXT = 1_000  # characters on both sides of a cut by which it is judged
+TRIES = 50  # cuts that are tried before a text is taken whole
+WORD_END = re.compile(r"\w(?=\W)")
 END_OF_DOCUMENT = "<|endoftext|>"
 # A bare tokenizer.json does not say which of its special tokens ends a document.
 USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
+def cut_text(core: Any, text: str, size: int = PIECE) -> Iterator[str]:
+    """Yield a text in pieces of about `size` characters that have the ids of the whole.
+
+    A text is cut only between two words of the tokenizer's pre-tokenizer. Without one, or where nothing is
+    certain, the rest of the text comes in one piece.
+
+    Args:
+        core: The `tokenizers.Tokenizer`; special tokens are taken for text.
+    """
+    start = 0
+    while core.pre_tokenizer is not None and len(text) - start > size:
+        ends = islice(WORD_END.finditer(text, start + size), TRIES)
+        cut = next((end.end() for end in ends if _is_divided(core, text, end.end())), None)
+        if cut is None:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _is_divided(core: Any, text: str, cut: int) -> bool:
+    """Return whether the text around a cut is divided there, into the words that each side has alone."""
+    before, behind = text[max(0, cut - CONTEXT) : cut], text[cut : cut + CONTEXT]
+    added = [token.content for token in core.get_added_tokens_decoder().values() if not token.special]
+    if any(token in before + behind for token in added):
+        return False
+    return bool(_words(core, before) + _words(core, behind) == _words(core, before + behind))
+
+
+def _words(core: Any, text: str) -> list[str]:
+    normal = text if core.normalizer is None else core.normalizer.normalize_str(text)
+    return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(normal)]
+
+
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE as in GPT-2 (Radford et al. 2019): any text can be encoded, and comes back unchanged.
+    """Train a byte-level BPE as in GPT-2 (Radford et al. 2019): any text comes back unchanged.
 
     The same documents give the same ids. There are fewer entries than `vocab_size` where the text has no more
     pairs that occur twice. `special_tokens` are among them, behind the end-of-document token.
@@ -164,18 +80,18 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    places = find_places(json.loads(core.to_str()))
-    core.train_from_iterator((piece for text in documents for piece in cut_text(text, places)), trainer)
+    divider = Tokenizer.from_str(core.to_str())  # a tokenizer is locked while it is trained
+    core.train_from_iterator((piece for text in documents for piece in cut_text(divider, text)), trainer)
     return _wrap(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
+    """Return the `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
     return _wrap(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
 
 
 def load_pretrained(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
+    """Return the tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
 
     Raises:
         DataError: nothing there, not a (fast) tokenizer, or one without an end-of-document token.
@@ -235,11 +151,11 @@ def _wrap(**given: Any) -> PreTrainedTokenizerFast:
 
 
 def token_ids_end(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest token id; more than `len(tokenizer)` where the ids have gaps."""
+    """Return one more than the largest token id; more than `len(tokenizer)` where the ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A hash of all that decides the ids of a text."""
+    """Return a hash of all that decides the ids of a text."""
     content = f"{tokenizer.eos_token_id} {tokenizer.backend_tokenizer.to_str()}"
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

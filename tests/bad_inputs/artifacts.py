@@ -363,35 +363,6 @@ IMAGES = [
         recipe={"data.eval_path": "{here}/e"},
         files={"e/bird/a.png": "x", "e/cat/a.png": "x"},
     ),
-    Case(
-        "a data set of images that is not there",
-        ["data.dataset", "{here}/d"],
-        base="images",
-        recipe={"data.path": None, "data.dataset": "{here}/d"},
-    ),
-    Case(
-        "a data set without images",
-        ["no column 'image'", "data.image_field"],
-        base="images",
-        recipe={"data.path": None, "data.dataset": "{home}/saved"},
-    ),
-    Case(
-        "images of a state that points elsewhere",
-        ["state.json: points outside of its folder"],
-        base="images",
-        recipe={"data.path": None, "data.dataset": "{here}/d"},
-        files={"d/state.json": json.dumps({"_data_files": [{"filename": "/etc/passwd"}]})},
-    ),
-    Case(
-        "images of a card that points elsewhere",
-        ["README.md: points outside of its folder"],
-        base="images",
-        recipe={"data.path": None, "data.dataset": "{here}/d"},
-        files={
-            "d/README.md": "---\nconfigs:\n- config_name: default\n  data_files: {here}/secret.jsonl\n---\n",
-            "secret.jsonl": "{}",
-        },
-    ),
 ]
 
 

@@ -223,16 +223,10 @@ TOGETHER = [
         },
     ),
     Case(
-        "images from two places",
-        ["recipe.yaml:", "exactly one of path and dataset"],
+        "images from nowhere",
+        ["recipe.yaml:", "data.path: missing"],
         base="images",
-        recipe={"data.dataset": "x"},
-    ),
-    Case(
-        "an evaluation folder of a data set",
-        ["recipe.yaml:", "eval_path goes with path"],
-        base="images",
-        recipe={"data.path": None, "data.dataset": "x", "data.eval_path": "y"},
+        recipe={"data.path": None},
     ),
     Case(
         "the best of other steps",

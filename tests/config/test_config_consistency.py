@@ -153,7 +153,7 @@ def test_an_engine_from_the_command_line_is_blamed_there(tmp_path, text, overrid
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data={kind: images}", "command line: data.images: give exactly one of path and dataset"),
+        ("data={kind: images}", "command line: data.path: missing"),
         ("data.weight=3", "command line: data.weight: unknown key"),
         ("model={kind: causal_lm, hiden_size: 3}", "command line: model.hiden_size: unknown key"),
         ("optimizer={betas: [0.9]}", "command line: optimizer.betas"),

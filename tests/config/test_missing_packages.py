@@ -24,7 +24,7 @@ from pipeline.monitoring.trackers import check_trackers
 
 HIDING = ROOT / "tests" / "support" / "hidden_packages"
 OPTIONAL = (
-    "zstandard wandb plotly datasets pyarrow kornia sklearn PIL peft accelerate jinja2 ninja "
+    "wandb plotly datasets pyarrow sklearn PIL peft accelerate jinja2 ninja "
     "tensorboard torchao bitsandbytes gigatoken pynvml kubernetes_validate"
 )
 
@@ -85,12 +85,6 @@ def text_data(tmp_path, **given):
     return {"kind": "text", "sequence_length": 32, "tokenizer": tokenizer, "cache_dir": str(tmp_path)} | given
 
 
-def files(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"content that nothing reads")
-    return text_data(tmp_path, paths=[str(path)])
-
-
 def chat(tmp_path):
     path = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
@@ -100,30 +94,6 @@ def chat(tmp_path):
 
 # (hidden module, data section, message)
 DATA = {
-    "zst": (
-        "zstandard",
-        lambda path: files(path, "a.jsonl.zst"),
-        "data.paths: {path}/a.jsonl.zst needs zstandard, which is not installed: "
-        "pip install 'deepspeed-pipeline[zstd]', or decompress the file",
-    ),
-    "parquet": (
-        "pyarrow",
-        lambda path: files(path, "a.parquet"),
-        "data.paths: {path}/a.parquet needs pyarrow, which is not installed: pip install pyarrow, "
-        "or convert the file to .jsonl",
-    ),
-    "arrow": (
-        "pyarrow",
-        lambda path: files(path, "a.arrow"),
-        "data.paths: {path}/a.arrow needs pyarrow, which is not installed: pip install pyarrow, "
-        "or convert the file to .jsonl",
-    ),
-    "hub": (
-        "datasets",
-        lambda path: text_data(path, sources=[{"name": "web", "dataset": "owner/name"}]),
-        "data.sources: dataset owner/name needs datasets, which is not installed: pip install datasets, "
-        "or give files in paths",
-    ),
     "chat": ("jinja2", chat, "the chat template needs jinja2, which is not installed: pip install jinja2"),
 }
 
@@ -150,18 +120,6 @@ INSPECTED = {
         "PIL",
         IMAGES | {"data": {"kind": "images", "path": ".", "image_size": 8}},
         "data.kind: images needs pillow, which is not installed: pip install 'deepspeed-pipeline[images]'",
-    ),
-    "augmentations": (
-        "kornia",
-        IMAGES | {"data": {"kind": "images", "path": ".", "augmentations": {"RandomHorizontalFlip": {}}}},
-        "data.augmentations needs kornia, which is not installed: "
-        "pip install 'deepspeed-pipeline[images]', or leave data.augmentations out",
-    ),
-    "images from the hub": (
-        "datasets",
-        IMAGES | {"data": {"kind": "images", "dataset": "owner/name"}},
-        "data.dataset: owner/name needs datasets, which is not installed: pip install datasets, "
-        "or give a folder of images in data.path",
     ),
 }
 

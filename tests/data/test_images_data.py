@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shutil
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from pipeline.data.images import prepare_images
 from pipeline.data.images.dataset import Augmentation, decode_image
 from pipeline.errors import DataError
 
-FLIPS = {"RandomHorizontalFlip": {"p": 0.5}, "ColorJitter": {"brightness": [0.5, 1.5], "p": 1.0}}
+FLIPS = {"RandomHorizontalFlip": {"p": 0.5}, "ColorJitter": {"brightness": 0.5}}
 
 
 def picture(seed: int, size: tuple[int, int] = (12, 10), mode: str = "RGB") -> Image.Image:
@@ -43,29 +42,6 @@ def folder(tmp_path):
         for i in range(20):
             (tmp_path / "train" / name / f"{i}.png").write_bytes(encode(picture(100 * number + i)))
     return tmp_path / "train"
-
-
-@pytest.fixture
-def rows(folder):
-    """The same images as a Hugging Face dataset, in another order of classes."""
-    from datasets import ClassLabel, Dataset, Features, Value
-    from datasets import Image as ImageFeature
-
-    files = sorted(folder.rglob("*.png"))
-    return Dataset.from_dict(
-        {
-            "image": [{"bytes": file.read_bytes(), "path": None} for file in files],
-            "label": [["owl", "cat", "bee"].index(file.parent.name) for file in files],
-            "name": [file.parent.name for file in files],
-        },
-        features=Features(
-            {
-                "image": ImageFeature(),
-                "label": ClassLabel(names=["owl", "cat", "bee"]),
-                "name": Value("string"),
-            }
-        ),
-    )
 
 
 def prepare(path, **given):
@@ -129,25 +105,7 @@ def test_what_is_held_out_stays_held_out(folder):
     assert prepare(folder, eval_fraction=0.3).fingerprint == after.fingerprint
 
 
-def test_a_folder_and_a_dataset_hold_out_the_same_images(folder, rows, tmp_path):
-    rows.save_to_disk(str(tmp_path / "saved"))
-    config = {"kind": "images", "image_size": 8, "eval_fraction": 0.3}
-    by_number = prepare_images(ImagesDataConfig(dataset=str(tmp_path / "saved"), **config))
-    by_name = prepare_images(ImagesDataConfig(dataset=str(tmp_path / "saved"), label_field="name", **config))
-    of_folder = prepare(folder, eval_fraction=0.3)
-    assert by_number.train.class_names == ("owl", "cat", "bee")
-    assert by_name.train.class_names == ("bee", "cat", "owl")
-    for bundle in (by_number, by_name):
-        assert contents(bundle, "eval") == contents(of_folder, "eval")
-        for index in range(len(bundle.train)):
-            assert torch.equal(bundle.train[index]["inputs"], of_folder.train[index]["inputs"])
-            name = bundle.train.class_names[int(bundle.train.labels[index])]
-            assert name == of_folder.train.class_names[int(of_folder.train.labels[index])]
-
-
-def test_held_out_images_of_their_own(folder, rows, tmp_path):
-    from datasets import DatasetDict
-
+def test_held_out_images_of_their_own(folder, tmp_path):
     held = tmp_path / "held"
     (held / "owl").mkdir(parents=True)
     (held / "owl" / "a.png").write_bytes(encode(picture(7)))
@@ -158,21 +116,6 @@ def test_held_out_images_of_their_own(folder, rows, tmp_path):
     assert "'oul' is not among the training images' 3 classes (did you mean \"owl\"?)" in error_of(
         folder, eval_path=str(held)
     )
-    splits = DatasetDict(train=rows, test=rows.select(range(5)))
-    splits.save_to_disk(str(tmp_path / "splits"))
-    given = {"kind": "images", "dataset": str(tmp_path / "splits"), "image_size": 8}
-    bundle = prepare_images(ImagesDataConfig(**given, eval_split="test"))
-    assert (len(bundle.train), len(bundle.eval["images"])) == (60, 5)
-    for wrong, message in (
-        ({"eval_split": "tset"}, "no split 'tset' (did you mean \"test\"?)"),
-        ({"image_field": "img"}, "no column 'img'"),
-        ({"label_field": "lable"}, 'did you mean "label"?'),
-        ({"image_field": "name"}, "holds no images"),
-        ({"label_field": "image"}, "expected class names or numbers"),
-    ):
-        with pytest.raises(DataError) as caught:
-            prepare_images(ImagesDataConfig(**given, **wrong))
-        assert message in str(caught.value)
 
 
 def test_folders_that_cannot_be_used(folder, tmp_path):
@@ -264,17 +207,6 @@ def test_pixels_without_a_rule_are_refused_by_name(values, message):
         decode_image(encode(image, "TIFF"), "dark.tif", 4, 3)
 
 
-def test_images_of_one_colour_are_counted(folder, caplog):
-    caplog.set_level(logging.WARNING)
-    prepare(folder, eval_fraction=0)
-    assert "one colour" not in caplog.text
-    for name, level in (("3.png", 0), ("5.png", 200)):
-        (folder / "bee" / name).write_bytes(encode(Image.new("L", (12, 10), level)))
-    prepare(folder, eval_fraction=0)
-    assert "2 of 60 images that were looked at are of one colour" in caplog.text
-    assert f"the first: {folder}/bee/3.png" in caplog.text
-
-
 def test_the_camera_was_held_sideways():
     upright = picture(1, (16, 8))
     exif = Image.Exif()
@@ -345,28 +277,26 @@ def test_workers_give_what_one_process_gives(folder):
 
 
 USUAL = [
-    {"RandomResizedCrop": {"size": [8, 8], "scale": [0.3, 1.0]}},
-    {"RandomCrop": {"size": [8, 8], "padding": 2}},
-    {"RandomAffine": {"degrees": 20.0, "translate": [0.1, 0.1]}},
-    {"RandomPerspective": {}},
-    {"RandomGaussianBlur": {"kernel_size": [3, 3], "sigma": [0.1, 2.0]}},
+    {"RandomHorizontalFlip": {}},
+    {"RandomVerticalFlip": {}},
+    {"RandomResizedCrop": {"scale": [0.3, 1.0]}},
+    {"RandomCrop": {"padding": 2}},
+    {"RandomRotation": {"degrees": 20.0}},
+    {"ColorJitter": {"brightness": 0.5, "contrast": 0.5, "saturation": 0.5}},
     {"RandomGrayscale": {"p": 0.5}},
     {"RandomErasing": {}},
-    {"RandAugment": {"n": 2, "m": 10}},
-    {"TrivialAugment": {}},
-    {"RandomElasticTransform": {}},
-    {"RandomGaussianNoise": {}},
 ]
 
 
 @pytest.mark.parametrize("augmentations", USUAL, ids=lambda given: next(iter(given)))
 def test_the_usual_ones(augmentations):
-    augment = Augmentation(augmentations, (3, 8, 8))
+    augment = Augmentation(augmentations)
     image = decode_image(encode(picture(5)), "it", 8, 3)
     first = [augment(image, draw) for draw in range(12)]
     again = [augment(image, draw) for draw in reversed(range(12))]
     assert all(torch.equal(a, b) for a, b in zip(first, reversed(again), strict=True))
     assert len({a.numpy().tobytes() for a in first}) > 1
+    assert all(a.shape == image.shape and a.min() >= 0 and a.max() <= 1 for a in first)
     assert torch.equal(image, decode_image(encode(picture(5)), "it", 8, 3))
 
 
@@ -374,12 +304,11 @@ def test_the_usual_ones(augmentations):
     ("augmentations", "message"),
     [
         ({"RandomHorizontalflip": {}}, 'did you mean "RandomHorizontalFlip"?'),
-        ({"RandomMixUpV2": {}}, "none of kornia.augmentation's for single images"),
         ({"RandomHorizontalFlip": {"prob": 0.5}}, "RandomHorizontalFlip: no argument 'prob'"),
-        ({"RandomResizedCrop": {}}, "missing 1 required positional argument: 'size'"),
-        ({"RandomHorizontalFlip": {"p": "often"}}, "data.augmentations.RandomHorizontalFlip: "),
-        ({"ColorJitter": {"brightness": -3.0}}, "data.augmentations.ColorJitter: "),
-        ({"RandomCrop": {"size": [4, 4]}}, "changes the size (made and expected: 3x4x4 and 3x8x8)"),
+        ({"RandomHorizontalFlip": {"p": "often"}}, "RandomHorizontalFlip.p: 'often'; expected a number"),
+        ({"ColorJitter": {"brightness": -3.0}}, "ColorJitter.brightness: -3.0; expected a number from 0 on"),
+        ({"RandomErasing": {"scale": [0.5, 0.1]}}, "scale: [0.5, 0.1]; expected two numbers from 0 on"),
+        ({"RandomErasing": {"scale": 0.5}}, "scale: 0.5; expected two numbers from 0 on"),
     ],
 )
 def test_augmentations_that_cannot_be(folder, augmentations, message):

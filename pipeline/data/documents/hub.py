@@ -6,88 +6,101 @@ Never runs code that comes with a data set.
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.config.optional_packages import require
 from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.readers import ROWS_AT_ONCE, records_of
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.streams import DigestCache, hash_of
 from pipeline.errors import DataError, one_line
-from pipeline.files import DESCRIPTION_LIMIT, inside, read_plain
+from pipeline.files import DESCRIPTION_LIMIT, inside, is_path, read_plain
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-
-def read_entry(path: Path, key: str) -> list[Any]:
-    """The list at `key` of a JSON file that `save_to_disk` wrote.
-
-    Raises:
-        DataError: there is none.
-    """
-    found: list[Any] = _read(path, lambda tree: list(tree[key]))
-    return found
+SPLITS, STATE = "dataset_dict.json", "state.json"  # files that `save_to_disk` writes
 
 
-def own_split(folder: Path) -> str:
-    """The split that a single data set was part of when it was saved; `train` where it was of none.
+def load_split(
+    name: str, split: str, *, subset: str | None = None, revision: str | None = None, streaming: bool = False
+) -> Dataset | IterableDataset:
+    """Return a split of a folder that `save_to_disk` wrote, of a folder of data files, or of a hub's name.
+
+    Where the hub does not answer, `datasets` takes its cache on this machine.
 
     Raises:
-        DataError: state.json cannot be read.
+        DataError: it cannot be found or loaded, has no such split, or leads out of its folder.
     """
-    name = _read(folder / "state.json", lambda tree: str(tree.get("_split") or "train"))
-    return str(name).partition("[")[0]  # of train[:1000]
+    import datasets
 
-
-def _read(path: Path, entry: Callable[[Any], Any]) -> Any:
+    folder = Path(name).expanduser()
+    if is_path(name) and not folder.exists():
+        raise DataError(f"data dataset {name}: there is no such folder")
+    saved = _saved_split(folder, split)
     try:
-        return entry(json.loads(read_plain(path, DESCRIPTION_LIMIT)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if saved is not None:
+            return datasets.load_from_disk(str(saved))
+        if folder.is_dir():
+            _check_data_files(folder, subset)
+        return datasets.load_dataset(
+            str(folder) if folder.is_dir() else name,
+            subset,
+            split=split,
+            revision=None if folder.is_dir() else revision,
+            streaming=streaming,
+        )
+    except DataError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions as well
+        where = "" if folder.is_dir() else ", and there is no folder of that name"
+        raise DataError(
+            f"data dataset {name}: cannot be loaded{' from the hub' if where else ''}: "
+            f"{one_line(error, 300)}{where}"
+        ) from error
+
+
+def _saved_split(folder: Path, split: str) -> Path | None:
+    """Return the folder of one split that `save_to_disk` wrote; `None` where it did not write `folder`."""
+    if (folder / SPLITS).is_file():
+        splits = [str(name) for name in _read_list(folder / SPLITS, "splits")[0]]
+        if split not in splits:
+            raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
+        folder = _inside(folder, split, SPLITS)
+    elif not (folder / STATE).is_file():
+        return None
+    else:
+        # `train[:1000]` was part of train; what was part of no split is train.
+        own = str(_read_list(folder / STATE, "_data_files")[1].get("_split") or "train").partition("[")[0]
+        if own != split:
+            raise DataError(f"data dataset {folder}: holds the split {own!r} alone; write split: {own}")
+    files, _ = _read_list(folder / STATE, "_data_files")
+    if not files:
+        raise DataError(f"data dataset {folder}: has no rows")
+    for entry in files:
+        name = entry.get("filename") if isinstance(entry, dict) else entry
+        if not _inside(folder, str(name), STATE).is_file():
+            raise DataError(f"{folder / STATE}: names {str(name)[:100]!r}, which is no file there")
+    return folder
+
+
+def _read_list(path: Path, key: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return the list at a key of a JSON file, and all that is in the file."""
+    try:
+        tree = json.loads(read_plain(path, DESCRIPTION_LIMIT))
+        return list(tree[key]), tree
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or repr(error)
         raise DataError(f"{path}: cannot be read: {reason}; write the data set again") from None
 
 
-def check_saved(folder: Path) -> None:
-    """Whether all files of a folder that `save_to_disk` wrote lie in it; nothing of any other folder.
-
-    Raises:
-        DataError: an index leads out of the folder, or names something else than plain files.
-    """
-    splits: list[Any] = []
-    if (folder / "dataset_dict.json").exists():
-        splits = read_entry(folder / "dataset_dict.json", "splits")
-    for split in splits:
-        part = inside(folder, str(split))
-        if part is None:
-            raise _outside(folder / "dataset_dict.json", split)
-        check_saved(part)
-    if splits or not (folder / "state.json").exists():
-        return
-    for entry in read_entry(folder / "state.json", "_data_files"):
-        name = entry.get("filename") if isinstance(entry, dict) else entry
-        path = inside(folder, str(name))
-        if path is None:
-            raise _outside(folder / "state.json", name)
-        if not path.is_file():
-            raise DataError(f"{folder / 'state.json'}: names {str(name)[:100]!r}, which is no file there")
-
-
-def check_data_files(folder: Path, subset: str | None) -> None:
-    """Whether the files that `datasets` finds for a folder lie in it: its README.md may name others.
-
-    Raises:
-        DataError: one does not.
-        Exception: what `datasets` raises for a folder that it cannot use.
-    """
+def _check_data_files(folder: Path, subset: str | None) -> None:
+    """Raise DataError if a file that `datasets` finds for a folder is elsewhere, as its README.md may say."""
     import datasets
 
     files = datasets.load_dataset_builder(str(folder), subset).config.data_files or {}
@@ -97,14 +110,17 @@ def check_data_files(folder: Path, subset: str | None) -> None:
             raise _outside(folder / "README.md", path)
 
 
+def _inside(folder: Path, name: str, index: str) -> Path:
+    path = inside(folder, name)
+    if path is None:
+        raise _outside(folder / index, name)
+    return path
+
+
 def _outside(index: Path, name: object) -> DataError:
     return DataError(
         f"{index}: points outside of its folder: {str(name)[:100]!r}; only what lies in it is read"
     )
-
-
-HUB_SECONDS = 10.0  # for the hub to answer; without the question an unreachable one takes half a minute
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class RowsPiece:
     size: int
 
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """A dict for each row; values stay as they are stored (an image is its bytes)."""
+        """Yield a dict for each row; values stay as they are stored (an image is its bytes)."""
         rows = self.dataset.with_format("arrow").select(range(self.start, self.end))
         if field is not None and field in rows.column_names:
             rows = rows.select_columns([field])
@@ -139,7 +155,7 @@ class ShardPiece:
     size: int
 
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """A dict for each row.
+        """Yield a dict for each row.
 
         Raises:
             DataError: the network or a file of the data set fails.
@@ -159,7 +175,7 @@ class ShardPiece:
 
 
 def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Sequence[Piece]:
-    """The source's data set in rows of about `size` bytes; where it streams, in the shards it has.
+    """Return the source's data set in rows of about `size` bytes; where it streams, in the shards it has.
 
     A digest is of the data set's files and the piece's place among them. Of one that streams from the hub it
     is of the commit.
@@ -167,7 +183,14 @@ def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Seq
     Raises:
         DataError: it cannot be found or loaded, has no such split, or has no rows.
     """
-    dataset = load_split(source)
+    assert source.dataset is not None
+    dataset = load_split(
+        source.dataset,
+        source.split,
+        subset=source.subset,
+        revision=source.revision,
+        streaming=source.streaming,
+    )
     name = f"{source.dataset} ({source.split})"
     if hasattr(dataset, "num_rows"):
         return _rows(name, dataset, digests, size)
@@ -197,7 +220,7 @@ def _shards(
         files = sorted(str(file) for file in folder.rglob("*") if file.is_file())
         content = _content(files, digests)
     else:
-        content = [str(source.dataset), _ask_hub(str(source.dataset), source.revision)]
+        content = [str(source.dataset), _commit(str(source.dataset), source.revision)]
     length = dataset.info.dataset_size or 0
     shards = dataset.num_shards
     return [
@@ -216,103 +239,10 @@ def _content(files: list[str], digests: DigestCache) -> list[str]:
     return [found[file][1][1] for file in files]
 
 
-def load_split(source: SourceConfig) -> Dataset | IterableDataset:
-    """One split of a data set: of a folder that `save_to_disk` wrote (streaming or not), of a folder of data
-    files, or of a name on the hub; from its cache on this machine where the hub does not answer.
-
-    Raises:
-        DataError: it cannot be found or loaded, or has no such split.
-        ConfigError: datasets is not installed.
-    """
-    assert source.dataset is not None
-    name, folder = source.dataset, Path(source.dataset).expanduser()
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise DataError(f"data dataset {name}: there is no such folder")
-    saved = _saved_split(folder, source.split)
-    require("datasets", f"data.sources: dataset {name}", "give files in paths")
-    import datasets
-
-    is_folder = folder.is_dir()
-    offline: Any = nullcontext()
-    failed = f"data dataset {name}: cannot be loaded"
-    if not is_folder:
-        try:
-            _ask_hub(name, source.revision)
-        except _HubAwayError as away:
-            if source.streaming:
-                raise
-            offline, failed = _offline(), f"{away}; in the cache on this machine"
-    try:
-        if saved is not None:
-            return datasets.load_from_disk(str(saved))
-        with offline:
-            if is_folder:
-                check_data_files(folder, source.subset)
-            return datasets.load_dataset(
-                str(folder) if is_folder else name,
-                source.subset,
-                split=source.split,
-                revision=None if is_folder else source.revision,
-                streaming=source.streaming,
-            )
-    except DataError:
-        raise
-    except Exception as error:  # the library raises bare Exceptions as well
-        raise DataError(f"{failed}: {one_line(error, 300)}") from error
-
-
-def _saved_split(folder: Path, split: str) -> Path | None:
-    """The folder of one split that `save_to_disk` wrote; None where it did not write `folder`."""
-    check_saved(folder)
-    if (folder / "dataset_dict.json").is_file():
-        splits = read_entry(folder / "dataset_dict.json", "splits")
-        if split not in splits:
-            raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
-        folder /= split
-    elif not (folder / "state.json").is_file():
-        return None
-    elif (own := own_split(folder)) != split:
-        raise DataError(f"data dataset {folder}: holds the split {own!r} alone; write split: {own}")
-    if not read_entry(folder / "state.json", "_data_files"):
-        raise DataError(f"data dataset {folder}: has no rows")
-    return folder
-
-
-class _HubAwayError(DataError):
-    """The hub does not answer."""
-
-
-def _ask_hub(name: str, revision: str | None) -> str:
-    """The commit of a data set on the hub.
-
-    Raises:
-        DataError: the hub has no such data set or revision, does not give it to this user or does not answer.
-    """
+def _commit(name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return str(HfApi().dataset_info(name, revision=revision, timeout=HUB_SECONDS).sha)
-    except RevisionNotFoundError:
-        raise DataError(f"data dataset {name}: the hub has no revision {revision!r} of it") from None
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise DataError(
-            f"data dataset {name}: no folder here, and none that the hub gives: {one_line(error, 300)}"
-        ) from None
+        return str(HfApi().dataset_info(name, revision=revision).sha)
     except Exception as error:  # whatever the network, a proxy or a certificate can do
-        raise _HubAwayError(
-            f"data dataset {name}: no folder here, and the hub does not answer ({one_line(error, 300)})"
-        ) from None
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """datasets looks into its cache alone; the setting has no other way in once the library is imported."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
+        raise DataError(f"data dataset {name}: the hub does not answer: {one_line(error, 300)}") from None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import codecs
 import difflib
 import glob
-import hashlib
 import inspect
 import json
 import os
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -37,13 +35,13 @@ from pipeline.errors import DataError
 
 @dataclass(frozen=True)
 class IterablePiece:
-    """All that the function returns.
+    """All texts and dicts that a function of the user's returns.
 
     Attributes:
         import_path: `package.module:function`.
         args: Its keyword arguments, as JSON.
-        digest: Of import path, arguments and the text of the function's module. What the function reads is
-            not in it: an argument that says which version it is makes a change known.
+        digest: Of import path, arguments and the text of the function's module. An argument that names a
+            version tells of a change in what the function reads.
         size: 0: not known.
     """
 
@@ -52,20 +50,38 @@ class IterablePiece:
     digest: str
     size: int = 0
 
+    @staticmethod
+    def of(import_path: str, args: dict[str, Any]) -> IterablePiece:
+        """Return the one piece: how the function's items could be divided is not known.
+
+        Raises:
+            DataError: there is no such function, it does not take `args`, or they are no plain values.
+        """
+        function = import_object(import_path, DataError)
+        start = f"data iterable {import_path}: "
+        try:
+            inspect.signature(function).bind(**args)
+        except TypeError as mismatch:
+            call = f"{import_path.partition(':')[2]}{inspect.signature(function)}"
+            raise DataError(
+                f"{start}{call} cannot be called with ({', '.join(args)}): {mismatch}; change args"
+            ) from None
+        except ValueError:
+            pass  # a callable written in C may have no signature
+        try:
+            written = json.dumps(args, sort_keys=True)
+        except TypeError as error:
+            raise DataError(f"{start}args hold no plain value: {error}") from None
+        file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
+        source = Path(file).read_text("utf-8") if file is not None and Path(file).is_file() else ""
+        return IterablePiece(import_path, written, hash_of([import_path, written, source]))
+
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """Each text or dict that the function yields.
+        """Yield each text or dict of the function.
 
         Raises:
             DataError: it returns nothing that can be iterated, or something else than texts and dicts.
         """
-        for number, record in enumerate(self._call(), start=1):
-            where = f"{self.import_path}: item {number}"
-            if isinstance(record, str | dict):
-                yield where, record
-            else:
-                bad.refuse(f"{where} is a {type_name(record)}; expected a string or a dict")
-
-    def _call(self) -> Iterable[Any]:
         function = import_object(self.import_path, DataError)
         with may_not_exit(f"data iterable {self.import_path}", DataError):
             given = function(**json.loads(self.args))
@@ -74,45 +90,12 @@ class IterablePiece:
                 f"data iterable {self.import_path}: returned a {type_name(given)}; expected an iterable of "
                 "texts or dicts"
             )
-        return given
-
-
-def iterable_pieces(import_path: str, args: dict[str, Any]) -> list[IterablePiece]:
-    """One piece: how the function's items could be divided is not known.
-
-    Raises:
-        DataError: there is no such function, it does not take `args`, or they are no plain values.
-    """
-    function = import_object(import_path, DataError)
-    _check_arguments(import_path, function, args)
-    try:
-        written = json.dumps(args, sort_keys=True)
-    except TypeError as error:
-        raise DataError(f"data iterable {import_path}: args hold no plain value: {error}") from None
-    content = f"{import_path} {written} ".encode() + _source(function)
-    return [IterablePiece(import_path, written, hashlib.blake2b(content, digest_size=16).hexdigest())]
-
-
-def _check_arguments(import_path: str, function: Callable[..., Any], args: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a callable written in C may have none
-        return
-    try:
-        signature.bind(**args)
-    except TypeError as mismatch:
-        name = import_path.partition(":")[2]
-        raise DataError(
-            f"data iterable {import_path}: {name}{signature} cannot be called with "
-            f"({', '.join(args)}): {mismatch}; change args"
-        ) from None
-
-
-def _source(function: Callable[..., Any]) -> bytes:
-    """The text of the module that defines `function`; nothing where it has none (what is built in)."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    path = getattr(module, "__file__", None)
-    return Path(path).read_bytes() if path is not None and Path(path).is_file() else b""
+        for number, record in enumerate(given, start=1):
+            where = f"{self.import_path}: item {number}"
+            if isinstance(record, str | dict):
+                yield where, record
+            else:
+                bad.refuse(f"{where} is a {type_name(record)}; expected a string or a dict")
 
 
 PYTHON_STDLIB = "python_stdlib"
@@ -135,15 +118,16 @@ SUFFIX_KINDS = {
     ".feather": "arrow",
 }
 EXPECTED = (
-    ".txt .md .rst, source code, .jsonl .json .csv .tsv .parquet .arrow .feather, or these with .gz or .zst"
+    ".txt .md .rst, source code, .jsonl .json .csv .tsv (also with .gz or .zst), .parquet .arrow .feather"
 )
+TABLES = ("parquet", "arrow")  # which have compression of their own
 # Tests say little that the rest does not; the others belong to one installation, not to a version of Python.
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 STDLIB_TOPICS = "pydoc_data/topics.py"
 
 
 def find_files(paths: Sequence[str]) -> list[Span]:
-    """The files that `paths` name, each once, sorted within each entry.
+    """Return the files that `paths` name, each once, sorted within each entry.
 
     Names that begin with a dot, and links to folders inside a folder, are left out: links cannot lead in
     circles.
@@ -163,25 +147,27 @@ def find_files(paths: Sequence[str]) -> list[Span]:
 
 
 def whole_file(path: Path) -> Span | None:
-    """The file, with what its suffixes say; None where they say nothing."""
+    """Return the file, with what its suffixes say; `None` where they say nothing."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     if compression:
         suffixes.pop()
     kind = SUFFIX_KINDS.get(suffixes[-1]) if suffixes else None
-    return None if kind is None else Span(str(path), kind, compression)
+    return None if kind is None or (compression and kind in TABLES) else Span(str(path), kind, compression)
 
 
 def _find_entry(entry: str) -> list[Span]:
-    """The files of a file, a folder or a glob."""
+    """Return the files of a file, a folder or a glob."""
     path = Path(entry).expanduser()
-    if entry.strip() and path.is_file():
+    if entry.strip() and path.exists() and not path.is_dir():
         span = whole_file(path)
+        if not path.is_file():
+            raise DataError(
+                f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file"
+            )
         if span is None:
             raise DataError(f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}")
         return [span]
-    if entry.strip() and path.exists() and not path.is_dir():
-        raise DataError(f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file")
     if entry.strip() and path.is_dir():
         matches, what = [path], "folder"
     elif glob.has_magic(entry):
@@ -189,42 +175,31 @@ def _find_entry(entry: str) -> list[Span]:
     else:
         raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggestion(path)}")
     named = {match for match in matches if not match.is_dir()}
-    files = named | {file for match in matches if match.is_dir() for file in _walk(match)}
-    spans = [
-        span
-        for file in sorted(files)
-        if (span := whole_file(file)) is not None and (file in named or not _is_description(span))
-    ]
-    dangling = next((span.path for span in spans if not os.path.exists(span.path)), None)
-    if dangling is not None:
-        raise DataError(f"data.paths: {dangling} is a link to something that is not there; remove or mend it")
-    usable = [span for span in spans if os.path.isfile(span.path)]
+    files = sorted(named | {file for match in matches if match.is_dir() for file in _walk(match)})
+    usable = []
+    for file in files:
+        span = whole_file(file)
+        if span is not None and not file.exists():
+            raise DataError(f"data.paths: {file} is a link to something that is not there; remove or mend it")
+        if span is not None and file.is_file() and (file in named or not _is_description(span)):
+            usable.append(span)
     if not usable:
-        raise DataError(
-            f"data.paths: the {what} {entry} holds {_seen(files)}; expected files that end in {EXPECTED}"
-        )
+        suffixes = sorted({file.suffix.lower() or "without a suffix" for file in files})
+        seen = f"only {len(files)} other files ({', '.join(suffixes[:5])})" if files else "nothing"
+        raise DataError(f"data.paths: the {what} {entry} holds {seen}; expected files that end in {EXPECTED}")
     return usable
 
 
 def _is_description(span: Span) -> bool:
     """Return whether a file of JSON that was found in a folder holds no list of rows: settings, an index."""
-    if span.kind != "json" or not os.path.isfile(span.path):
+    if span.kind != "json":
         return False
     with open_stream(span.path, span.compression) as stream:
         return not stream.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _seen(files: set[Path]) -> str:
-    """`only 3 other files (.json, .pdf)`."""
-    if not files:
-        return "nothing"
-    suffixes = Counter(file.suffix.lower() or "without a suffix" for file in sorted(files))
-    common = ", ".join(suffix for suffix, _ in suffixes.most_common(4))
-    return f"only {len(files)} other files ({common}{', ...' if len(suffixes) > 4 else ''})"
-
-
 def _glob(entry: str) -> list[Path]:
-    """Matches without hidden ones. pathlib's `**` follows no links; the glob module's goes in circles."""
+    """Return matches without hidden ones. Unlike the glob module's, pathlib's `**` follows no links."""
     parts = Path(entry).expanduser().parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root, pattern = Path(*parts[:fixed]), parts[fixed:]
@@ -247,7 +222,7 @@ def _walk(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> It
 
 
 def _find_stdlib() -> list[Span]:
-    """The standard library's own source, and the topics of its documentation."""
+    """Return the standard library's own source, and the topics of its documentation."""
     root = Path(sysconfig.get_path("stdlib"))
     machine = [path.name for path in root.glob("config-*")]  # says how this Python was built
     files = sorted(
@@ -262,22 +237,19 @@ def _find_stdlib() -> list[Span]:
 
 
 def _suggestion(path: Path) -> str:
-    """` (...; did you mean ...?)` for the first part of `path` that does not exist."""
+    """Return `; did you mean ...?` for the first part of a path that does not exist."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
-    names = os.listdir(missing.parent) if missing.parent.is_dir() else []
-    if path.parent == Path("."):
-        names.append(PYTHON_STDLIB)
-    close = difflib.get_close_matches(missing.name, names, n=1)
-    where = f" ({missing.parent.resolve()} has no {missing.name!r})"
+    names = [*os.listdir(missing.parent)] if missing.parent.is_dir() else []
+    close = difflib.get_close_matches(missing.name, [*names, PYTHON_STDLIB], n=1)
     if not close:
-        return where
-    return f"{where}; did you mean {close[0] if close[0] == PYTHON_STDLIB else missing.parent / close[0]}?"
+        return ""
+    return f"; did you mean {close[0] if close[0] == PYTHON_STDLIB else missing.parent / close[0]}?"
 
 
 PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost with a process
-READING_VERSION = 1  # part of every digest: raise it when documents would come out differently
+READING_VERSION = 2  # part of every digest: raise it when documents would come out differently
 
 
 @dataclass(frozen=True)
@@ -287,8 +259,6 @@ class Part:
     Attributes:
         source: Name of the source.
         digest: Of the content and of how it is read. Two parts with equal content have the same one.
-        digest_without_skips: The digest this part has with `bad_records: error`. Something prepared under it
-            met no bad record, so it serves for this part too, whatever `bad_records` says now.
         size: Bytes of input; 0 where it is not known.
         pieces: What it is made of, in order.
         text_field: Field of a row that holds the text.
@@ -299,7 +269,6 @@ class Part:
 
     source: str
     digest: str
-    digest_without_skips: str
     size: int
     pieces: tuple[Piece, ...]
     text_field: str
@@ -309,10 +278,10 @@ class Part:
 
 
 def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[Part]:
-    """The parts of a source, in order: together they hold each of its documents once.
+    """Return the parts of a source, in order: together they hold each of its documents once.
 
     Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether
-    any document has text shows only when all are read: whoever does so raises `no_text`.
+    any document has text shows only when all are read: see `no_text`.
 
     Args:
         source: Of the recipe.
@@ -335,7 +304,7 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
             pieces = dataset_pieces(source, digests, part_size)
         else:
             assert source.iterable is not None  # the schema: exactly one of the three
-            pieces = iterable_pieces(source.iterable, source.args)
+            pieces = [IterablePiece.of(source.iterable, source.args)]
         groups = [(piece,) for piece in pieces]
     if source.max_documents is not None:
         groups = [tuple(pieces)]  # which are the first ones shows only in one go
@@ -343,7 +312,7 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
 
 
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piece, ...]]:
-    """Neighbours put together. A file's own digest ends a group: after a change they end where they did."""
+    """Group neighbours. A file's own digest ends a group: after a change groups end where they did."""
     groups: list[list[Piece]] = [[]]
     for piece in pieces:
         if piece.size >= mean_size:
@@ -356,16 +325,11 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piec
 
 
 def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
-    def digest(skip: bool) -> str:
-        content: list[Any] = [READING_VERSION, source.text_field, source.max_documents, skip]
-        content += [source.fields] if source.fields else []
-        return hash_of([*content, *(piece.digest for piece in pieces)])
-
     skip = source.bad_records == "skip"
+    reading = [READING_VERSION, source.text_field, source.max_documents, skip, source.fields]
     return Part(
         source=source.name or "source",
-        digest=digest(skip),
-        digest_without_skips=digest(False),
+        digest=hash_of([*reading, *(piece.digest for piece in pieces)]),
         size=sum(piece.size for piece in pieces),
         pieces=pieces,
         text_field=source.text_field,
@@ -376,7 +340,7 @@ def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
 
 
 def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
-    """(where, record) of a part, one by one. Texts of white space are left out, rows of it are not.
+    """Yield (where, record) of a part. Texts of white space are left out, rows of it are not.
 
     Args:
         part: What to read.
@@ -391,25 +355,17 @@ def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
 
 
 def read_texts(part: Part, tally: Tally) -> Iterator[tuple[str, str]]:
-    """(where, text) of a part, one by one; no text is empty or all white space.
+    """Yield (where, text) of a part; no text is empty or all white space. See `read_records`.
 
     A row without its text is a bad record like any other. Reads no column but that of the text.
-
-    Args:
-        part: What to read.
-        tally: `bad records` counts those that were skipped.
-
-    Raises:
-        DataError: as `read_records`, and a row without the text.
     """
-    bad = BadRecords(part.skip_bad_records, tally)
-    return islice(_texts(part, bad), part.max_documents)
+    return islice(_texts(part, BadRecords(part.skip_bad_records, tally)), part.max_documents)
 
 
 def _records(part: Part, bad: BadRecords, column: str | None) -> Iterator[tuple[str, Record]]:
     for piece in part.pieces:
         for where, record in piece.read(bad, column):
-            if not isinstance(record, str) or _has_text(record):
+            if not isinstance(record, str) or (record and not record.isspace()):
                 yield where, record
 
 
@@ -428,23 +384,17 @@ def _texts(part: Part, bad: BadRecords) -> Iterator[tuple[str, str]]:
         except DataError as error:
             bad.refuse(str(error))
             continue
-        if _has_text(text):
+        if text and not text.isspace():
             yield where, text
 
 
-def _has_text(text: str) -> bool:
-    return bool(text) and not text.isspace()
-
-
 def no_text(source: SourceConfig, tally: Tally) -> DataError:
-    """The error for a source of which every part was read and no document has text."""
+    """Return the error for a source of which every part was read and no document has text."""
     given = source.dataset or source.iterable or ", ".join(source.paths or [])
     bad = tally[BAD_RECORDS]
     left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""
     dropped = "".join(f"; {count:,} {what}" for what, count in sorted(tally.items()) if what != BAD_RECORDS)
-    if dropped:
-        cure = "; data.too_long=error names the first and the length it needs" * ("longer than" in dropped)
-        return DataError(
-            f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}{cure}"
-        )
-    return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
+    if not dropped:
+        return DataError(f"data source {source.name}: no document of {given} has any text{left_out}")
+    cure = "; data.too_long=error names the first and the length it needs" * ("longer than" in dropped)
+    return DataError(f"data source {source.name}: nothing of {given} can be used{dropped}{left_out}{cure}")

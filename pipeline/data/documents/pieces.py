@@ -1,6 +1,6 @@
 """Files as pieces that can be read by themselves: a whole file, a range of lines, a range of row groups.
 
-Ranges of lines follow from the first one, so what is added at a file's end changes only its last range.
+Ranges of lines follow from the first one, so lines added at a file's end change only its last range.
 """
 
 from __future__ import annotations
@@ -10,25 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.config.optional_packages import require
 from pipeline.data.documents.readers import READERS, row_groups
 from pipeline.data.documents.records import BadRecords, Record
 from pipeline.data.documents.streams import BUFFER_SIZE, DigestCache, Span, Stamp, open_stream, stamp_of
 from pipeline.errors import DataError
 
 Found = list[tuple[int, int | None, int, int, str]]  # start, end and first of a Span, size in bytes, digest
-NEEDED = {
-    "zstd": ("zstandard", "decompress the file"),
-    "parquet": ("pyarrow", "convert the file to .jsonl"),
-    "arrow": ("pyarrow", "convert the file to .jsonl"),
-}
-"""Kind or compression of a file -> the package that reads it, and how to avoid that package."""
 LOOK_VERSION = 1  # raise it when the looks below find something else
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A stretch of a file, and what was known of it when it was found.
+    """A stretch of a file.
 
     Attributes:
         span: Where it is.
@@ -43,7 +36,7 @@ class FilePiece:
     stamp: Stamp
 
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """(where, record) one by one.
+        """Yield (where, record) one by one.
 
         Raises:
             DataError: a bad record, a file that cannot be read, or one that changed after it was found (seen
@@ -61,19 +54,16 @@ class FilePiece:
 
 
 def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[FilePiece]:
-    """The pieces of all files in order, of about `size` bytes where a file can be cut. Empty files have none.
+    """Return the pieces of all files in order, of about `size` bytes where a file can be cut.
 
-    Reads files that are new to `digests`: about 1 GB/s a core.
+    Empty files have none. Files that are new to `digests` are read: about 1 GB/s a core.
 
     Raises:
         DataError: a file cannot be read, or is no parquet.
-        ConfigError: A package that reads one of the files is not installed.
     """
     found: dict[str, tuple[Stamp, Found]] = {}
     for kind, compression in sorted({(file.kind, file.compression) for file in files}):
         paths = [file.path for file in files if (file.kind, file.compression) == (kind, compression)]
-        for module, alternative in [NEEDED[each] for each in (compression, kind) if each in NEEDED]:
-            require(module, f"data.paths: {paths[0]}", alternative)
         look = partial(_look, kind=kind, compression=compression, size=size)
         found |= digests.recall(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
     return [
@@ -90,7 +80,7 @@ def _look(path: str, kind: str, compression: str, size: int) -> Found:
     if kind == "parquet":
         return [
             (start, end, first, held, _digest("parquet", content, start, end))
-            for start, end, first, held in row_groups(path, compression, size)
+            for start, end, first, held in row_groups(path, size)
         ]
     if length == 0 and (compression or kind == "arrow"):
         raise DataError(f"{path}: is empty, so no {compression or 'Arrow'} file; fetch or write it again")
@@ -114,7 +104,7 @@ def _ranges_of_lines(path: str, size: int) -> Found:
 
 
 def hash_file(path: str) -> tuple[int, str]:
-    """Length in bytes and blake2b (16 bytes) of a file's content.
+    """Return length in bytes and blake2b (16 bytes) of a file's content.
 
     Raises:
         DataError: it cannot be read.

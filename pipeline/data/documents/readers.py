@@ -1,36 +1,39 @@
-"""Reads (where, record) from files of text: whole files, lines of JSON, rows of CSV; one at a time."""
+"""Reads (where, record) from files, one at a time: whole texts, lines of JSON, rows of CSV and of tables."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from pipeline.data.documents.records import BadRecords, Record, type_name
-from pipeline.data.documents.streams import Span, decode, open_file, open_stream
+from pipeline.data.documents.streams import Span, decode, open_stream
 from pipeline.errors import DataError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-ROWS_AT_ONCE = 256  # documents held as Python objects
-ARROW_FILE, OLD_FEATHER = b"ARROW1", b"FEA1"
+ROWS_AT_ONCE = 256  # documents that are Python objects together
+BYTE_ORDER_MARK = "\ufeff"
+NO_UTF8 = re.compile("[\udc80-\udcff]")  # how Python reads other bytes with `surrogateescape`
+Reader = Callable[[Span, BadRecords, str | None], Iterator[tuple[str, Record]]]
 
 
 def read_parquet(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """The rows of row groups `start` to `end`; only the column `field` where there is one."""
+    """Yield the rows of row groups `start` to `end`; only the column `field` where there is one."""
+    import pyarrow.parquet as pq
+
     number = span.first
-    with open_parquet(span.path, span.compression) as file:
-        end = file.num_row_groups if span.end is None else span.end
+    # Read ahead, it would hold all its row groups together.
+    with table_errors(span.path, "parquet"), pq.ParquetFile(span.path, pre_buffer=False) as file:
         batches = file.iter_batches(
             ROWS_AT_ONCE,
-            row_groups=list(range(span.start, end)),
+            row_groups=list(range(span.start, file.num_row_groups if span.end is None else span.end)),
             columns=[field] if field is not None and field in file.schema_arrow.names else None,
         )
         for batch in batches:
@@ -38,14 +41,16 @@ def read_parquet(span: Span, bad: BadRecords, field: str | None) -> Iterator[tup
             number += batch.num_rows
 
 
-def row_groups(path: str, compression: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Row groups put together to about `size` bytes: (start, end, first row from 1, bytes uncompressed).
+def row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
+    """Return row groups put together to about `size` bytes: start, end, first row from 1, bytes uncompressed.
 
     Raises:
         DataError: the file is no parquet.
     """
+    import pyarrow.parquet as pq
+
     found: list[tuple[int, int, int, int]] = []
-    with open_parquet(path, compression) as file:
+    with table_errors(path, "parquet"), pq.ParquetFile(path, pre_buffer=False) as file:
         start, first, rows, held = 0, 1, 0, 0
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
@@ -57,125 +62,71 @@ def row_groups(path: str, compression: str, size: int) -> list[tuple[int, int, i
     return found
 
 
-@contextmanager
-def open_parquet(path: str, compression: str) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`, which lives as long as the context.
-
-    Raises:
-        DataError: the file cannot be read, or is damaged.
-    """
-    import pyarrow.parquet as pq
-
-    with (
-        open_file(path, compression) as stream,
-        table_errors(path, "parquet"),
-        # Read ahead, it would hold all its row groups at once.
-        pq.ParquetFile(stream if compression else path, pre_buffer=False) as file,
-    ):
-        yield file
-
-
 def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """The rows of an Arrow file or an Arrow stream, as its first bytes say."""
+    """Yield the rows of an Arrow file or an Arrow stream, as its first bytes say."""
+    import pyarrow as pa
+
     number = span.first
-    with open_file(span.path, span.compression) as stream, table_errors(span.path, "Arrow"):
-        for batch in _record_batches(stream, span.path):
+    with table_errors(span.path, "Arrow"), pa.OSFile(span.path) as stream:
+        is_file = stream.read(6) == b"ARROW1"
+        stream.seek(0)
+        reader: Any = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
             is_there = field is not None and field in batch.schema.names
             yield from records_of(batch.select([field]) if is_there else batch, span.path, number)
             number += batch.num_rows
 
 
-def _record_batches(stream: BinaryIO, path: str) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    magic = stream.read(len(ARROW_FILE))
-    stream.seek(0)
-    if magic.startswith(OLD_FEATHER):
-        raise DataError(f"{path}: version 1 of Feather; write it again with pyarrow.feather.write_feather")
-    if magic == ARROW_FILE:
-        reader = pa.ipc.open_file(stream)
-        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
-    else:
-        yield from pa.ipc.open_stream(stream)
-
-
 def records_of(batch: pa.RecordBatch | pa.Table, path: str, first: int) -> Iterator[tuple[str, Record]]:
-    """Return a dict for each row, with `path: row N` counted from `first`.
+    """Yield a dict for each row, with `path: row N` counted from `first`.
+
+    Columns of JSON are decoded: `datasets` stores fields so that have no common type, such as tool calls
+    whose arguments differ.
 
     Raises:
         DataError: A column of JSON holds something else.
     """
-    decoders = {column.name: decode for column in batch.schema if (decode := _json_decoder(column.type))}
+    of_json = {column.name: column.type for column in batch.schema if "extension<arrow.json>" in str(column)}
     for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-        rows = batch.slice(start, ROWS_AT_ONCE).to_pylist()
-        for number, row in enumerate(rows, start=first + start):
+        for number, row in enumerate(batch.slice(start, ROWS_AT_ONCE).to_pylist(), start=first + start):
             where = f"{path}: row {number}"
-            for name, decode in decoders.items():
+            for name, kind in of_json.items():
                 try:
-                    row[name] = decode(row[name])
+                    row[name] = _decode_json(row[name], kind)
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{where}: column {name!r} is of JSON, and holds none: {error}") from None
             yield where, row
 
 
-def _json_decoder(column: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what makes values out of the JSON text in a column; None if it has none.
-
-    `datasets` stores fields as JSON that have no common type, such as tool calls whose arguments differ.
-    """
+def _decode_json(value: Any, kind: pa.DataType) -> Any:
     import pyarrow as pa
 
-    if isinstance(column, pa.BaseExtensionType):
-        return _decode_json if column.extension_name == "arrow.json" else None
-    if pa.types.is_list(column) or pa.types.is_large_list(column) or pa.types.is_fixed_size_list(column):
-        decode = _json_decoder(column.value_type)
-        return None if decode is None else partial(_decode_list, decode)
-    if pa.types.is_struct(column):
-        inside = {each.name: decode for each in column if (decode := _json_decoder(each.type))}
-        return partial(_decode_struct, inside) if inside else None
-    return None
-
-
-def _decode_json(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
-
-
-def _decode_list(decode: Callable[[Any], Any], values: list[Any] | None) -> list[Any] | None:
-    return None if values is None else [decode(value) for value in values]
-
-
-def _decode_struct(
-    inside: dict[str, Callable[[Any], Any]], value: dict[str, Any] | None
-) -> dict[str, Any] | None:
     if value is None:
         return None
-    return value | {name: decode(value[name]) for name, decode in inside.items()}
+    if isinstance(kind, pa.BaseExtensionType):
+        return json.loads(value) if kind.extension_name == "arrow.json" else value
+    if pa.types.is_struct(kind):
+        return {each.name: _decode_json(value[each.name], each.type) for each in kind}
+    return [_decode_json(each, kind.value_type) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager
 def table_errors(path: str, what: str) -> Iterator[None]:
-    """pyarrow's errors as one line."""
+    """Turn pyarrow's errors into one line."""
     import pyarrow as pa
 
     try:
         yield
-    except FileNotFoundError:
-        raise
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
         raise DataError(f"{path}: cannot be read as {what}: {one_line(error)}; is it whole?") from None
 
 
-BYTE_ORDER_MARK = "\ufeff"
-SPACE = re.compile(r"[ \t\r\n]*")
-Reader = Callable[[Span, BadRecords, str | None], Iterator[tuple[str, Record]]]
-
-
 def read_text(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """The whole file is one document."""
+    """Yield the whole file as one document."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:
-        text = decode(content, span.path, span.path, 0)
+        text = decode(content, span.path, 0)
     except DataError as error:
         bad.refuse(str(error))
         return
@@ -183,7 +134,7 @@ def read_text(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[
 
 
 def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """An object a line; lines of white space are left out."""
+    """Yield an object a line; lines of white space are left out."""
     with open_stream(span.path, span.compression) as stream:
         if span.start:
             stream.seek(span.start)
@@ -193,7 +144,7 @@ def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
                 return
             where = f"{span.path}:{number}"
             try:
-                record = _object_of_line(line, where, span.path, offset)
+                record = _object_of_line(line, where, offset)
             except DataError as error:
                 bad.refuse(str(error))
             else:
@@ -202,71 +153,8 @@ def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
             offset += len(line)
 
 
-def read_json(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """A list of objects. Many tools give lines of objects this name too: such a file is read as them."""
-    with open_stream(span.path, span.compression) as stream:
-        content = stream.read()
-    text = decode(content, span.path, span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
-    if text.startswith("{") and _is_one_object(text):
-        raise DataError(
-            f"{span.path}: is one JSON object; expected a list of rows, [...], or an object a line"
-        )
-    if not text.startswith("["):
-        yield from read_jsonl(span, bad, field)
-        return
-    for number, record in enumerate(_elements(text, span.path), start=1):
-        where = f"{span.path}: row {number}"
-        if isinstance(record, dict):
-            yield where, record
-        else:
-            bad.refuse(f"{where}: is a {type_name(record)}; expected an object with fields")
-
-
-def _is_one_object(text: str) -> bool:
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return False
-    return end == len(text)
-
-
-def _elements(text: str, path: str) -> Iterator[Any]:
-    """The elements of a JSON list, one at a time.
-
-    Raises:
-        DataError: The text is no such list. What stands behind the fault cannot be read.
-    """
-    decoder = json.JSONDecoder()
-    number = 1
-    place = _skip_space(text, 1)
-    is_last = text[place : place + 1] == "]"
-    while not is_last:
-        try:
-            element, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: row {number}: not JSON: {error}") from None
-        place = _skip_space(text, place)
-        separator = text[place : place + 1]
-        if separator not in (",", "]"):
-            raise DataError(
-                f"{path}: row {number}: not JSON: expected ',' or ']' behind it, got {separator!r}"
-            )
-        yield element
-        is_last = separator == "]"
-        place = place if is_last else _skip_space(text, place + 1)
-        number += 1
-    if place + 1 < len(text):
-        raise DataError(f"{path}: there is more text behind the end of its list")
-
-
-def _skip_space(text: str, place: int) -> int:
-    found = SPACE.match(text, place)
-    assert found is not None  # it matches nothing, too
-    return found.end()
-
-
-def _object_of_line(line: bytes, where: str, path: str, offset: int) -> dict[str, Any] | None:
-    content = decode(line, where, path, offset)
+def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
+    content = decode(line, where, offset)
     if offset == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
     if content.isspace():
@@ -280,27 +168,64 @@ def _object_of_line(line: bytes, where: str, path: str, offset: int) -> dict[str
     return record
 
 
+def read_json(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    """Yield a list's objects. Many tools give lines of objects this name too: such a file is read as them."""
+    with open_stream(span.path, span.compression) as stream:
+        text = decode(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.startswith("["):
+            raise DataError(f"{span.path}: not JSON: {error}") from None
+        yield from read_jsonl(span, bad, field)
+        return
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{span.path}: is one JSON {type_name(rows)}; expected a list of rows, [...], or an object a line"
+        )
+    for number, record in enumerate(rows, start=1):
+        where = f"{span.path}: row {number}"
+        if isinstance(record, dict):
+            yield where, record
+        else:
+            bad.refuse(f"{where}: is a {type_name(record)}; expected an object with fields")
+
+
 def read_csv(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """A row each; the first one names the fields. Quoted fields may hold line breaks.
+    """Yield the rows; the first one names the fields. Quoted fields may hold line breaks.
 
     Unless the row's one `field` is wanted, a cell with a conversation's turns as JSON becomes these turns.
     """
     csv.field_size_limit(sys.maxsize)  # the csv module's limit of 128 KiB holds for the whole process
     with open_stream(span.path, span.compression) as stream:
-        damaged: list[str] = []
-        delimiter = "\t" if span.kind == "tsv" else ","
-        rows = csv.reader(_lines(stream, span.path, damaged), delimiter=delimiter, strict=True)
-        names: list[str] | None = None
-        for where, row, fault in _numbered(rows, span.path, damaged):
-            if names is None:
-                names = _field_names(where, row, fault)
-            elif fault is not None:
+        lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(lines, delimiter="\t" if span.kind == "tsv" else ",", strict=True)
+        names: list[str] = []
+        while True:
+            where = f"{span.path}:{rows.line_num + 1}"
+            row: list[str] | None = []
+            fault = None
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                fault = f"{where}: not a row of CSV: {error}"
+            if row is None:
+                return
+            if NO_UTF8.search("".join(row)):
+                fault = f"{where}: not UTF-8; convert the file (iconv -t UTF-8) or leave it out"
+            twice = [name for name in row if not names and row.count(name) > 1]
+            if twice:
+                fault = f"{where}: the first row names the field {twice[0]!r} twice"
+            elif names and row and len(row) != len(names):
+                fault = f"{where}: {len(row)} fields, where the first row names {len(names)}"
+            if fault is not None and not names:
+                raise DataError(fault)  # without names no other row can be used
+            if fault is not None:
                 bad.refuse(fault)
-            elif len(row) != len(names):
-                bad.refuse(f"{where}: {len(row)} fields, where the first row names {len(names)}")
-            else:
+            elif row and names:
                 cells = row if field is not None else map(_turns_or_text, row)
                 yield where, dict(zip(names, cells, strict=True))
+            names = names or row
 
 
 def _turns_or_text(cell: str) -> Any:
@@ -319,49 +244,8 @@ def _turns_or_text(cell: str) -> Any:
     return value if turns and is_turns else cell
 
 
-def _field_names(where: str, row: list[str], fault: str | None) -> list[str]:
-    if fault is not None:
-        raise DataError(fault)  # without names no other row can be used
-    twice = sorted({name for name in row if row.count(name) > 1})
-    if twice:
-        raise DataError(f"{where}: the first row names the field {twice[0]!r} twice")
-    return row
-
-
-def _numbered(rows: Any, path: str, damaged: list[str]) -> Iterator[tuple[str, list[str], str | None]]:
-    """(where, row, what is wrong with it). An empty row is no row."""
-    while True:
-        where = f"{path}:{rows.line_num + 1}"
-        fault = None
-        row: list[str] = []
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            fault = f"{where}: not a row of CSV: {error}"
-        if damaged:
-            fault = damaged[0]
-            damaged.clear()
-        if row or fault is not None:
-            yield where, row, fault
-
-
-def _lines(stream: BinaryIO, path: str, damaged: list[str]) -> Iterator[str]:
-    """Lines as text. What is wrong with one is put in `damaged`: only its row is known to be bad."""
-    offset = 0
-    for number, line in enumerate(stream, start=1):
-        try:
-            text = decode(line, f"{path}:{number}", path, offset)
-        except DataError as error:
-            damaged.append(str(error))
-            text = line.decode("utf-8", errors="replace")
-        yield text.removeprefix(BYTE_ORDER_MARK) if offset == 0 else text
-        offset += len(line)
-
-
 def read_stdlib_source(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """A module of the standard library; a few declare another encoding and are left out."""
+    """Yield a module of the standard library; a few declare another encoding and are left out."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:
@@ -371,7 +255,7 @@ def read_stdlib_source(span: Span, bad: BadRecords, field: str | None) -> Iterat
 
 
 def read_stdlib_topics(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-    """The topics of Python's documentation, in the order of their names."""
+    """Yield the topics of Python's documentation, in the order of their names."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

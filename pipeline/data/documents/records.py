@@ -59,7 +59,7 @@ class BadRecords:
         self.tally = tally
 
     def refuse(self, message: str) -> None:
-        """Returns where bad records are skipped.
+        """Return where bad records are skipped.
 
         Raises:
             DataError: with `message`, where they are not.
@@ -82,11 +82,11 @@ class Piece(Protocol):
     @property
     def size(self) -> int: ...
     def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
-        """(where, record) one by one. Where `field` is given, a row may come without its others."""
+        """Yield (where, record). Where `field` is given, a row may come without its others."""
 
 
 def text_of(where: str, record: Record, field: str) -> str:
-    """The text of a record: the record itself, or its `field`.
+    """Return the text of a record: the record itself, or its `field`.
 
     Raises:
         DataError: there is no such field, or it holds no text.
@@ -111,5 +111,5 @@ def text_of(where: str, record: Record, field: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls the type of `value`."""
+    """Return what JSON calls the type of `value`."""
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)

@@ -1,19 +1,15 @@
-"""Opens files as streams of bytes, decompressed on the way; every way that fails is one line."""
+"""Opens files as streams of bytes, decompressed on the way, and remembers what was found in them."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import json
 import logging
 import os
-import shutil
 import sqlite3
-import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -25,9 +21,6 @@ from pipeline.files import format_bytes
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_SIZE = 1 << 20
-LARGEST_RATIO = 200  # text rarely shrinks to a tenth
-HARMLESS_SIZE = 1 << 30  # bytes that a file may decompress to whatever its ratio
-LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` asks for; a frame takes only what it was written with
 
 
 @dataclass(frozen=True)
@@ -53,112 +46,39 @@ class Span:
 
 @contextmanager
 def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
-    """The decompressed content, to be read once from its beginning (and sought where nothing is compressed).
+    """Open the decompressed content, to be read once from its beginning; a plain file can be sought.
 
     Raises:
         DataError: the file cannot be read, or its compression is damaged or cut short.
     """
-    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-    if compression == "zstd":
-        import zstandard
-
-        damages += (zstandard.ZstdError,)
     try:
         with open(path, "rb", buffering=BUFFER_SIZE) as file:
             if not compression:
                 yield file
                 return
-            blocks = _gzip_blocks(file) if compression == "gzip" else _zstd_blocks(file)
-            yield io.BufferedReader(_Decompressed(path, file, blocks), BUFFER_SIZE)
-    except damages as error:
-        raise DataError(
-            f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
-        ) from None
+            import pyarrow as pa
+
+            stream: Any = pa.CompressedInputStream(pa.PythonFile(file), compression)
+            yield cast(BinaryIO, io.BufferedReader(stream, BUFFER_SIZE))
     except OSError as error:
+        if compression and error.errno is None:  # pyarrow's own
+            raise DataError(
+                f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
+            ) from None
         raise unreadable(path, error) from None
 
 
-class _Decompressed(io.RawIOBase):
-    """Blocks as a stream, unless a small file holds endless amounts: one line of it may fill the memory."""
-
-    def __init__(self, path: str, file: BinaryIO, blocks: Iterator[bytes]) -> None:
-        self._path, self._blocks = path, blocks
-        self._left = max(HARMLESS_SIZE, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        while not self._ready:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._ready = memoryview(block)
-        size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        self._left -= size
-        if self._left < 0:
-            raise DataError(
-                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
-                "decompress it yourself if it is to be trusted"
-            )
-        return size
-
-
-def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
-    content = gzip.GzipFile(fileobj=file)
-    while block := content.read(BUFFER_SIZE):
-        yield block
-
-
-def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """One frame after the other. zstandard's own stream takes a file cut short for a whole one."""
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW)
-    frame: zstandard.ZstdDecompressionObj | None = None
-    rest = b""
-    while block := rest or file.read(1 << 14):  # up to 32,768 times as much comes out
-        frame = frame or decompressor.decompressobj()
-        yield frame.decompress(block)
-        rest = b""
-        if frame.eof:
-            rest, frame = frame.unused_data, None
-    if frame is not None:
-        raise EOFError("the last frame is not complete")
-
-
-@contextmanager
-def open_file(path: str, compression: str) -> Iterator[BinaryIO]:
-    """Like `open_stream`, for formats that are read from their end: decompressed to a temporary file first.
-
-    Raises:
-        DataError: as in `open_stream`.
-    """
-    with open_stream(path, compression) as stream:
-        if not compression:
-            yield stream
-            return
-        with tempfile.TemporaryFile() as copy:
-            shutil.copyfileobj(stream, copy, BUFFER_SIZE)
-            copy.seek(0)
-            yield cast(BinaryIO, copy)
-
-
 def unreadable(path: str | os.PathLike[str], error: OSError) -> DataError:
-    """The error for a file the system does not give."""
+    """Return the error for a file the system does not give."""
     return DataError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}")
 
 
-def decode(content: bytes, where: str, path: str, offset: int) -> str:
-    """`content` as text.
+def decode(content: bytes, where: str, offset: int) -> str:
+    """Return bytes as text.
 
     Args:
         content: Bytes at `offset` of the (decompressed) file.
-        where: What the message begins with: the file, or file and line.
-        path: The file, to know whether the offset is into what was decompressed.
+        where: Beginning of the message: the file, or file and line.
         offset: In bytes.
 
     Raises:
@@ -167,21 +87,20 @@ def decode(content: bytes, where: str, path: str, offset: int) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        of_what = " of what it decompresses to" if path.lower().endswith(tuple(COMPRESSIONS)) else ""
         raise DataError(
-            f"{where}: not UTF-8: byte 0x{content[error.start]:02x} at byte offset "
-            f"{offset + error.start}{of_what}; convert the file (iconv -t UTF-8) or leave it out"
+            f"{where}: not UTF-8: byte 0x{content[error.start]:02x} at byte offset {offset + error.start}; "
+            "convert the file (iconv -t UTF-8) or leave it out"
         ) from None
 
 
 FILE_NAME = "digests.sqlite"
-WRITE_SECONDS = 5.0  # between writes: a job that is killed loses no more than that
 WAIT_SECONDS = 60.0  # for other processes that write
 SETTLED_NANOSECONDS = 2_000_000_000  # a file may change twice within one tick of its file system's clock
 TABLE = (
     "CREATE TABLE IF NOT EXISTS found (path TEXT, what TEXT, size INTEGER, mtime_ns INTEGER, inode INTEGER,"
     " value TEXT, PRIMARY KEY (path, what)) WITHOUT ROWID"
 )
+KNOWN = "SELECT value FROM found WHERE path=? AND what=? AND size=? AND mtime_ns=? AND inode=?"
 log = logging.getLogger(__name__)
 
 
@@ -194,7 +113,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: str | Path) -> Stamp:
-    """The stamp of a file as it is now.
+    """Return the stamp of a file as it is now.
 
     Raises:
         DataError: it is gone, or cannot be read.
@@ -207,12 +126,12 @@ def stamp_of(path: str | Path) -> Stamp:
 
 
 def hash_of(content: Any) -> str:
-    """32 hexadecimal digits that stand for what JSON can hold; the order of keys does not count."""
+    """Return 32 hexadecimal digits that stand for a JSON value; the order of keys does not count."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class DigestCache:
-    """In `cache_dir`; any number of processes may use it at once.
+    """Values found in files, by path and stamp, in `cache_dir`; any number of processes may use it.
 
     Args:
         folder: The `cache_dir` of the recipe; made where it is missing.
@@ -224,7 +143,7 @@ class DigestCache:
     def recall(
         self, paths: Sequence[str], what: str, look: Callable[[str], Any]
     ) -> dict[str, tuple[Stamp, Any]]:
-        """What `look` finds in each file; it is called for files that are new or changed, in threads.
+        """Return the value that `look` finds in each file; only new and changed files are read, in threads.
 
         Args:
             paths: Files.
@@ -235,63 +154,36 @@ class DigestCache:
             DataError: a file is gone, cannot be read, or changes meanwhile; and what `look` raises.
         """
         stamps = {path: stamp_of(path) for path in paths}
-        found = self._known(stamps, what)
+        keys = {path: (os.path.abspath(path), what, *stamp) for path, stamp in stamps.items()}
+        found = {path: json.loads(rows[0][0]) for path, rows in self._run(KNOWN, keys) if rows}
         missing = [path for path in stamps if path not in found]
         size = sum(stamps[path].size for path in missing)
         if size > 1e9:
             message = "reading %d files of %s to know them by their content"
             log.info(message, len(missing), format_bytes(size))
-        news: list[tuple[Any, ...]] = []
-        written = time.monotonic()
+        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))  # hashing leaves Python's lock alone
+        news: dict[str, tuple[Any, ...]] = {}
         try:
-            for path, value in zip(missing, _in_threads(look, missing), strict=True):
-                stamp = stamps[path]
-                if stamp_of(path) != stamp:
+            for path, value in zip(missing, pool.map(look, missing), strict=True):
+                if stamp_of(path) != stamps[path]:
                     raise DataError(f"{path}: changed while it was read; start again when it is finished")
                 found[path] = value
-                if time.time_ns() - stamp.mtime_ns > SETTLED_NANOSECONDS:
-                    news.append((os.path.abspath(path), what, *stamp, json.dumps(value)))
-                if time.monotonic() - written > WRITE_SECONDS:
-                    self._write(news)
-                    news, written = [], time.monotonic()
+                if time.time_ns() - stamps[path].mtime_ns > SETTLED_NANOSECONDS:
+                    news[path] = (*keys[path], json.dumps(value))
         finally:
-            self._write(news)
+            pool.shutdown(cancel_futures=True)
+            self._run("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", news)
         return {path: (stamps[path], found[path]) for path in paths}
 
-    def _known(self, stamps: dict[str, Stamp], what: str) -> dict[str, Any]:
-        if not self.path.exists():
-            return {}
-        query = "SELECT value FROM found WHERE path=? AND what=? AND size=? AND mtime_ns=? AND inode=?"
-        found = {}
-        try:
-            with closing(sqlite3.connect(self.path, timeout=WAIT_SECONDS)) as database:
-                for path, stamp in stamps.items():
-                    row = database.execute(query, (os.path.abspath(path), what, *stamp)).fetchone()
-                    if row is not None:
-                        found[path] = json.loads(row[0])
-        except sqlite3.Error as error:
-            log.warning("%s cannot be used (%s): files are read again; delete it", self.path, error)
-        return found
-
-    def _write(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        if not rows:
-            return
+    def _run(self, command: str, values: dict[str, tuple[Any, ...]]) -> list[tuple[str, list[Any]]]:
+        """Return what the database answers to a command for each path; nothing where it cannot be used."""
+        if not values:
+            return []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.path, timeout=WAIT_SECONDS)) as database, database:
                 database.execute(TABLE)
-                database.executemany("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", rows)
+                return [(path, database.execute(command, each).fetchall()) for path, each in values.items()]
         except (sqlite3.Error, OSError) as error:
-            log.warning("%s cannot be written (%s): files are read again next time", self.path, error)
-
-
-def _in_threads(look: Callable[[str], Any], paths: Sequence[str]) -> Iterator[Any]:
-    """`look` of each path in order; hashing leaves Python's lock alone."""
-    if len(paths) <= 1:
-        yield from map(look, paths)
-        return
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
-    try:
-        yield from pool.map(look, paths)
-    finally:
-        pool.shutdown(cancel_futures=True)
+            log.warning("%s cannot be used (%s): files are read again; delete it", self.path, error)
+            return []

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.chat_layouts import DETAIL, Conversation, Spans, Turn, read_conversation, unwritten_fields
+from pipeline.data.chat_layouts import Conversation, Spans, Turn, read_conversation, unwritten_fields
 from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.prepared.encoder import Document, EncoderSettings, Records, plain_text_tokenizer
 from pipeline.data.template_process import TemplateProcess
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
 MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
 MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
@@ -62,27 +62,6 @@ def _are_written(calls: list[Any], text: str) -> bool:
     return all(name is None or str(name) in text for name in names)
 
 
-def _without(written: Written, content: str, spans: Spans, left_out: Spans) -> Spans:
-    """Return the stretches of an answer without some of the characters of its content."""
-    start, end = spans[0][0], spans[-1][1]
-    place = written.text.find(content, start, end)
-    if place < 0:
-        raise DataError(
-            f"{written.where}: a part of an answer is not to be learned ({DETAIL}), and the chat template "
-            "does not write the answer as it is"
-        )
-    # Marks around special tokens count in the text, and not in what the row says.
-    places = [at for at, letter in enumerate(content, start=place) if letter not in (BEGIN, END)]
-    kept = spans
-    for first, last in left_out:
-        if not 0 <= first < last <= len(places):
-            raise DataError(f"{written.where}: {DETAIL} is outside of its answer of {len(places)} characters")
-        low, high = places[first], places[last - 1] + 1
-        pieces = [[(a, min(b, low)), (max(a, high), b)] for a, b in kept]
-        kept = [piece for each in pieces for piece in each if piece[0] < piece[1]]
-    return kept
-
-
 class ConversationWriter:
     """Writes conversations as tokens: the template's, and the end-of-document token where they do not end so.
 
@@ -119,7 +98,7 @@ class ConversationWriter:
         return TemplateProcess(template, variables, self._special_tokens)
 
     def escape(self, conversation: Conversation) -> Conversation:
-        """With marks around the special tokens that somebody wrote."""
+        """Return a conversation with marks around the special tokens that somebody wrote."""
 
         def escape(value: Any) -> Any:
             if isinstance(value, str):
@@ -149,7 +128,6 @@ class ConversationWriter:
 
         Raises:
             ConfigError: The template does not show it.
-            DataError: A part of an answer is not to be learned, and the template does not write it as it is.
         """
         found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
         return [self._learned(each, answers, tally) for each, answers in zip(written, found, strict=True)]
@@ -159,8 +137,7 @@ class ConversationWriter:
         learned: list[Spans] = []
         for number, spans in zip(conversation.answers, answers, strict=True):
             turn = conversation.turns[number]
-            left_out = conversation.unlearned.get(number, [])
-            if left_out is None:
+            if number in conversation.unlearned:
                 learned.append([])
                 continue
             own = "".join(written.text[start:end] for start, end in spans)
@@ -172,9 +149,7 @@ class ConversationWriter:
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
                 continue
-            own_spans = self._content(written, turn, spans) if self._learns_content else spans
-            is_whole = not left_out or not own_spans
-            learned.append(own_spans if is_whole else _without(written, turn["content"], own_spans, left_out))
+            learned.append(self._content(written, turn, spans) if self._learns_content else spans)
         return learned
 
     def _content(self, written: Written, turn: Turn, spans: Spans) -> Spans:
@@ -203,7 +178,7 @@ class ConversationWriter:
         return str(self._core.id_to_token(self._settings.end_of_document))
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
-        """Each (where, conversation that `escape` gave) as the template has it.
+        """Return each (where, conversation that `escape` gave) as the template writes it.
 
         Raises:
             DataError: the template refuses one.
@@ -283,11 +258,11 @@ class ConversationWriter:
         return not others
 
     def length(self, written: Written) -> int:
-        """Tokens, the end-of-document token included."""
+        """Return the number of tokens, the end-of-document token included."""
         return len(written.ids) + (not self.is_ended(written))
 
     def tokens(self, written: Written, spans: Spans | None) -> Tokens:
-        """What counts is in `spans` of the text; None: all of it.
+        """Return the tokens; those in `spans` of the text count. `None`: all count.
 
         The end counts with the last answer it follows, and so does white space between the two: a model whose
         turns have no end of their own learns to stop.
@@ -335,7 +310,7 @@ class ChatEncoder:
         _ = self._writer.template  # what is wrong with it shows before a record is read
 
     def __call__(self, records: Records, tally: Tally) -> list[Document]:
-        """A document for each conversation that is kept, in order.
+        """Return a document for each conversation that is kept, in order.
 
         Raises:
             DataError: a record holds no conversation, or one the template refuses.
@@ -374,11 +349,11 @@ class ChatEncoder:
         return documents
 
     def _fits(self, written: Written) -> bool:
-        """In a sequence and the token behind it, which is only predicted."""
+        """Return whether it fits in a sequence and the token behind it, which is only predicted."""
         return self._writer.length(written) <= self._config.sequence_length + 1
 
     def _shorten(self, written: list[Written], tally: Tally) -> list[Written | None]:
-        """What each becomes that is too long: its first turns up to an answer, or None.
+        """Return the first turns, up to an answer, of each that is too long, or None.
 
         As many turns as fit, found by halving: with so many conversations at once, in a few rounds.
         """

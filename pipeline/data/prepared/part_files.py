@@ -1,6 +1,6 @@
 """The files of a prepared part: little-endian arrays and an index, written batch by batch, mapped from disk.
 
-Nothing is kept open here: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
+No file stays open here: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,18 @@ from numpy.typing import NDArray
 
 from pipeline.data.prepared.encoder import Document
 from pipeline.errors import DataError
-from pipeline.files import format_bytes, publish_folder, replace_file
+from pipeline.files import format_bytes, publish_folder
 
-CHECKED = "checked.json"  # times of last change for which the content is known to be right
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-log = logging.getLogger(__name__)
+FORMAT_VERSION = 2  # part of every key: raise it when the files would come out differently
+INDEX = "part.json"
+SPLITS = ("train", "eval")
+MOST_SEGMENTS = 2  # of a document
 
 
 @contextmanager
 def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
-    """Turns a failure to write into one line that says where, how much is free, and what to do.
+    """Turn a failure to write into one line that says where, how much is free, and what to do.
 
     Raises:
         DataError: the disk is full, or `cache_dir` cannot be written.
@@ -54,7 +55,7 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> Iterator[bool]:
-    """Holds the lock `name` of the cache; no other process then has it, however that one ended.
+    """Hold the lock `name` of the cache; no other process then has it, however that one ended.
 
     Args:
         alive: None: do not wait. Otherwise called about every second while another process holds the lock.
@@ -66,10 +67,9 @@ def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> I
     with writing_to(cache_dir, "a lock file"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
-        while True:
+        while not lock.is_locked:
             try:
                 lock.acquire(timeout=0 if alive is None else 1)
-                break
             except Timeout:
                 if alive is None:
                     break
@@ -80,127 +80,90 @@ def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> I
         lock.release()
 
 
-def begin_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, to be filled. What a killed writer left there is removed.
+@contextmanager
+def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
+    """Yield an empty folder, which gets the name `folder` in one rename once all of it is on the disk.
 
-    Only with a lock held that is this folder's own.
+    Only with a lock held that is this folder's own. If the body raises, nothing is left behind.
+
+    Args:
+        what: Name of the folder in the error of `writing_to`.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
-    abandon_folder(temporary)
-    temporary.mkdir(parents=True)
-    return temporary
-
-
-def finish_folder(temporary: Path, folder: Path, names: Iterable[str]) -> None:
-    """Gives a filled folder its name, in one rename, once all of it is on the disk.
-
-    Notes that the files `names` have the right content as they are now.
-    """
-    write_json(temporary / CHECKED, {name: (temporary / name).stat().st_mtime_ns for name in names})
-    if folder.exists():  # damaged
-        shutil.rmtree(folder)
-    publish_folder(temporary, folder, temporary.iterdir())
-
-
-def abandon_folder(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with writing_to(cache_dir, what):
+            shutil.rmtree(temporary, ignore_errors=True)  # of a killed writer
+            temporary.mkdir(parents=True)
+        yield temporary
+        with writing_to(cache_dir, what):
+            if folder.exists():  # damaged
+                shutil.rmtree(folder)
+            publish_folder(temporary, folder, temporary.iterdir())
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:
-    path.write_text(_json(content), "utf-8")
+    """Write a value as JSON."""
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
-def replace_json(path: Path, content: Any) -> None:
-    """Replace a file that others may be reading. If it cannot be written, do nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, _json(content))
-    except OSError as error:
-        log.debug("%s is not written: %s", path, error)
-
-
-def _json(content: Any) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def find_damage(folder: Path, files: dict[str, dict[str, Any]], verify: bool) -> str | None:
-    """What is wrong with the files of a folder; None: nothing.
-
-    Sizes are compared at once. Content is read where a file was touched since it was last known to be right.
+def find_damage(folder: Path, index: str, verify: bool) -> str | None:
+    """Return what is wrong with the files that the index of a folder lists; `None`: nothing.
 
     Args:
-        files: By name: `bytes`, and the checksum under `xxh3_128`.
-        verify: Read all content.
+        index: Name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
+        verify: Whether to compare the content as well as the sizes.
     """
-    times: dict[str, int] = {}
+    files = (read_json(folder / index) or {}).get("files")
+    if not files:
+        return f"{index} cannot be read"
     for name, expected in files.items():
         try:
-            stat = (folder / name).stat()
+            size = (folder / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes, {expected['bytes']} were written"
+            if verify and checksum_of(folder / name) != expected["xxh3_128"]:
+                return f"the content of {name} is not what was written, by its checksum"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
-        if stat.st_size != expected["bytes"]:
-            return f"{name} has {stat.st_size} bytes, {expected['bytes']} were written"
-        times[name] = stat.st_mtime_ns
-    known = _checked_times(folder)
-    if not verify and known == times:
-        return None
-    for name, expected in files.items():
-        try:
-            checksum = checksum_of(folder / name)
-        except OSError as error:
-            return f"{name}: {error.strerror or error}"
-        if checksum != expected["xxh3_128"]:
-            return f"the content of {name} is not what was written, by its checksum"
-    if known != times:
-        replace_json(folder / CHECKED, times)
     return None
 
 
-def _checked_times(folder: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object of a JSON file; `None` where there is none."""
     try:
-        return json.loads((folder / CHECKED).read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def checksum_of(path: Path) -> str:
+    """Return the checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-FORMAT_VERSION = 1  # part of every key: raise it when the files would come out differently
-INDEX = "part.json"
-SPLITS = ("train", "eval")
-MOST_SEGMENTS = 2  # of a document
-
-
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a prepared part: counts, and files with their checksums; None where there is none."""
-    try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text("utf-8"))
-        return index if index["identity"]["format"] == FORMAT_VERSION and index["files"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def damage_of(folder: Path, verify: bool) -> str | None:
-    """What is wrong with a prepared part that is there; None: nothing."""
-    index = read_index(folder)
-    return f"{INDEX} cannot be read" if index is None else find_damage(folder, index["files"], verify)
+    """Return what is wrong with a prepared part that is there; `None`: nothing."""
+    return find_damage(folder, INDEX, verify)
 
 
 def is_prepared(folder: Path) -> bool:
+    """Return whether a part is there, and whole."""
     return folder.is_dir() and damage_of(folder, verify=False) is None
 
 
 def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
-    """(documents,) of 64 bits: blake2b of each key, big-endian. Tells what is held out, and duplicates."""
+    """Return 64 bits of each key (documents,): they tell what is held out, and duplicates."""
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     return np.frombuffer(digests, dtype=">u8").astype("<u8")
 
 
 def is_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
-    """(documents,) whether each belongs to eval: by its own hash, so it stays there whatever is added."""
+    """Return (documents,) whether each belongs to eval: by its own hash, so it stays whatever is added."""
     bound = math.ceil(eval_fraction * 2**64)
     if bound >= 2**64:
         return np.ones(len(hashes), dtype=bool)
@@ -223,20 +186,19 @@ class _File:
         self.bytes += len(content)
 
     def close(self) -> dict[str, Any]:
-        """Its size and checksum, as `find_damage` compares them."""
+        """Close the file; return its size and checksum, as `find_damage` compares them."""
         self._file.close()
         return {"bytes": self.bytes, "xxh3_128": self._checksum.hexdigest()}
 
 
 class PartWriter:
-    """Fills the folder of a part: `append` batches, then `finish`, or `abandon` at any time.
+    """Writes the files of a part: `append` batches, then `finish`.
 
     `tokens` are ids, `ends` int64 the offset behind each document, `hashes` uint64, `learned` uint8
-    the loss mask, which has kept the name that it has on disks. Of judged answers `segments` int32, and
-    `margins` float32 (NaN: not known), see Document.
+    the loss mask. Of judged answers `segments` int32, and `margins` float32 (NaN: not known), see Document.
 
     Args:
-        folder: Where the part will be; its lock is held.
+        folder: To be filled.
         dtype: Of the ids.
         has_loss_mask: There is a file `learned` too.
         has_segments: There are files `segments` and `margins` too.
@@ -249,17 +211,15 @@ class PartWriter:
         self._dtype = dtype
         self._has_loss_mask = has_loss_mask
         self._has_segments = has_segments
-        self._temporary = begin_folder(folder)
         self._documents = dict.fromkeys(SPLITS, 0)
         self._tokens = dict.fromkeys(SPLITS, 0)
         arrays = ["tokens", "ends", "hashes"] + ["learned"] * has_loss_mask
         arrays += ["segments", "margins"] * has_segments
-        self._files: dict[str, _File] = {}
-        for name in (f"{split}.{array}" for split in SPLITS for array in arrays):
-            self._files[name] = _File(self._temporary / name)
+        names = [f"{split}.{array}" for split in SPLITS for array in arrays]
+        self._files = {name: _File(folder / name) for name in names}
 
     def append(self, documents: Sequence[Document], eval_fraction: float) -> None:
-        """Adds documents, each to the split that its hash says."""
+        """Add documents, each to the split that its hash says."""
         hashes = hash_keys(document.key for document in documents)
         held_out = is_held_out(hashes, eval_fraction)
         for split, chosen in (("train", ~held_out), ("eval", held_out)):
@@ -294,25 +254,16 @@ class PartWriter:
         self._files[f"{split}.margins"].append(np.array(margins, dtype="<f4"))
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Puts the folder in its place, with counts, checksums and `facts` in its index."""
-        files = {name: file.close() for name, file in self._files.items()}
+        """Close the files, and write an index with counts, checksums and `facts`."""
         index = {
             **facts,
             "dtype": self._dtype.str,
             "documents": self._documents,
             "tokens": self._tokens,
             "has_learned": self._has_loss_mask,
-            "files": files,
+            "files": {name: file.close() for name, file in self._files.items()},
         }
-        write_json(self._temporary / INDEX, index)
-        finish_folder(self._temporary, self._folder, files)
-
-    def abandon(self) -> None:
-        """Leaves nothing behind."""
-        for file in self._files.values():
-            with suppress(OSError):  # a full disk fails again when buffers are flushed
-                file.close()
-        abandon_folder(self._temporary)
+        write_json(self._folder / INDEX, index)
 
 
 class TokenPart:
@@ -327,7 +278,7 @@ class TokenPart:
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        index = read_index(folder)
+        index = read_json(folder / INDEX)
         if index is None:
             raise DataError(f"prepared data {folder} cannot be read; start again")
         self.folder = folder

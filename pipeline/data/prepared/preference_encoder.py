@@ -41,6 +41,11 @@ class _Judged:
     example: Example
     answer: Answer
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether prompt and answer are plain text."""
+        return isinstance(self.example.prompt, str)
+
 
 class PreferenceEncoder:
     """Records with judged answers -> documents of a segment each.
@@ -63,7 +68,7 @@ class PreferenceEncoder:
         self._writer = ConversationWriter(settings)
 
     def __call__(self, records: Records, tally: Tally) -> list[Document]:
-        """A document for each example that is kept, in order.
+        """Return a document for each example that is kept, in order.
 
         Raises:
             DataError: a record holds no example, or one whose answers have no difference in tokens.
@@ -77,14 +82,9 @@ class PreferenceEncoder:
         judged = [
             _Judged(where, example, answer) for where, example in examples for answer in example.answers
         ]
-        are_plain = [isinstance(each.example.prompt, str) for each in judged]
-        plain = self._write_plain(
-            [each for each, is_plain in zip(judged, are_plain, strict=True) if is_plain]
-        )
-        turns = self._write_turns(
-            [each for each, is_plain in zip(judged, are_plain, strict=True) if not is_plain], tally
-        )
-        found = iter([next(plain if is_plain else turns) for is_plain in are_plain])
+        plain = self._write_plain([each for each in judged if each.is_plain])
+        turns = self._write_turns([each for each in judged if not each.is_plain], tally)
+        found = iter([next(plain if each.is_plain else turns) for each in judged])
         documents = []
         for (where, example), (_, record) in zip(examples, records, strict=True):
             segments = [next(found) for _ in example.answers]
@@ -163,7 +163,7 @@ class PreferenceEncoder:
             yield (ids, mask), text.said
 
     def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
-        """None: it does not fit."""
+        """Return the document of an example; `None`: it does not fit."""
         masks = []
         for answer, (_, mask) in zip(example.answers, segments, strict=True):
             assert mask is not None  # some of it is the prompt's

@@ -5,16 +5,14 @@ Everything is known by its content, so what did not change is there already, who
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +30,13 @@ from pipeline.data.prepared.encoder import (
     plain_text_tokenizer,
 )
 from pipeline.data.prepared.part_files import (
-    CHECKED,
     FORMAT_VERSION,
+    INDEX,
     TokenStore,
     damage_of,
     held_lock,
     is_prepared,
-    read_index,
-    replace_json,
+    read_json,
 )
 from pipeline.data.prepared.pool import PartTask, PrepareProgress, prepare_here, prepare_in_pool
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
@@ -59,122 +56,76 @@ class FoundSource:
 
 
 def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
-    """Every source, then every eval set. Files that are known are not read.
+    """Return every source, then every eval set. Files that are known are not read.
 
     Raises:
         DataError: a source cannot be read, or there is nothing in it.
     """
     digests = DigestCache(cache_dir)
+    sets = [source.model_copy(update={"name": name}) for name, source in config.eval_sets.items()]
     found = [FoundSource(source, find_parts(source, digests), False) for source in config.all_sources()]
-    for name, given in config.eval_sets.items():
-        source = given.model_copy(update={"name": name})
-        found.append(FoundSource(source, find_parts(source, digests), True))
-    return found
+    return found + [FoundSource(source, find_parts(source, digests), True) for source in sets]
 
 
 def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
-    """A line for each eval set whose files are training data too: they are trained on nevertheless.
+    """Yield a line for each eval set whose files are training data too: they are trained on.
 
     Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
     """
+    pieces = [[piece.digest for part in found.parts for piece in part.pieces] for found in sources]
     trained = {
-        piece.digest: found.source.name
-        for found in sources
+        digest: found.source.name
+        for found, own in zip(sources, pieces, strict=True)
         if not found.is_eval_set
-        for part in found.parts
-        for piece in part.pieces
+        for digest in own
     }
-    for found in sources:
-        pieces = [piece.digest for part in found.parts for piece in part.pieces]
-        shared = [digest for digest in pieces if digest in trained]
+    for found, own in zip(sources, pieces, strict=True):
+        shared = [digest for digest in own if digest in trained]
         if found.is_eval_set and shared:
             yield (
-                f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(pieces)} files are also in "
+                f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(own)} files are also in "
                 f"{trained[shared[0]]} and trained on, so its loss is not that of unseen text; take them out "
                 "of one of the two"
             )
 
 
 def plan_tasks(
-    config: DocumentsConfig,
-    sources: Sequence[FoundSource],
-    tokenizer: TokenizerFolder,
-    cache_dir: Path,
-) -> list[list[PartTask]]:
-    """The tasks of each source, in order. Every part is named by all that decides its bytes."""
-    encoding = _describe_encoding(config, tokenizer)
-
-    def task_of(part: Part, eval_fraction: float, digest: str) -> PartTask:
+    config: DocumentsConfig, found: FoundSource, tokenizer: TokenizerFolder, cache_dir: Path
+) -> list[PartTask]:
+    """Return the tasks of a source, in order. Every part is named by all that decides its bytes."""
+    eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
+    tasks = []
+    for part in found.parts:
         identity = {
             "format": FORMAT_VERSION,
-            "source": digest,
+            "source": part.digest,
             "tokenizer": tokenizer.digest,
             "eval_fraction": eval_fraction,
-            "encoding": encoding,
+            "encoding": _describe_encoding(config, tokenizer),
         }
-        return PartTask(part, hash_of(identity), eval_fraction, identity, cache_dir)
-
-    def choose(part: Part, eval_fraction: float) -> PartTask:
-        task = task_of(part, eval_fraction, part.digest)
-        if part.skip_bad_records and not task.folder.is_dir():
-            other = task_of(part, eval_fraction, part.digest_without_skips)
-            if is_prepared(other.folder):
-                return other
-        return task
-
-    planned = []
-    for found in sources:
-        eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
-        planned.append([choose(part, eval_fraction) for part in found.parts])
-    return planned
+        tasks.append(PartTask(part, hash_of(identity), eval_fraction, identity, cache_dir))
+    return tasks
 
 
 # Part of the key of chat and preference data: raise it when a row would get other ids, another loss mask, or
 # another entry in the tally. Text, which has no such entry, keeps its parts then.
-CONVERSATIONS_VERSION = 2
+CONVERSATIONS_VERSION = 3
+# Settings of chat and preference data that decide ids, loss mask or tally.
+ENCODING_SETTINGS = {
+    *("kind", "layout", "examples", "learn_from", "append_eos"),
+    *("too_long", "sequence_length", "answer_length"),
+}
 
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
-    """What decides a document's ids besides its record and the tokenizer."""
-    if (preferences := config.preferences) is not None:
-        return {
-            "kind": "preference",
-            "version": CONVERSATIONS_VERSION,
-            "layout": preferences.layout,
-            "unpaired": preferences.is_unpaired,
-            "too_long": preferences.too_long,
-            "sequence_length": preferences.sequence_length,
-            "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-            **({} if preferences.answer_length is None else {"answer_length": preferences.answer_length}),
-            **({} if preferences.append_eos else {"append_eos": False}),
-            **({} if preferences.learn_from == "assistant" else {"learn_from": preferences.learn_from}),
-        }
-    if (chat := config.chat) is None:
+    """Return what decides a document's ids besides its record and the tokenizer."""
+    if config.conversations is None:
         return {"kind": "text"}
     return {
-        "kind": "chat",
         "version": CONVERSATIONS_VERSION,
-        "layout": chat.layout,
-        "learn_from": chat.learn_from,
-        "too_long": chat.too_long,
-        "sequence_length": chat.sequence_length,
         "chat_template": hash_of(tokenizer.tokenizer.chat_template),
-        **({} if chat.append_eos else {"append_eos": False}),
+        **config.model_dump(include=ENCODING_SETTINGS),
     }
-
-
-def unique_tasks(planned: list[list[PartTask]], shard: tuple[int, int] | None) -> list[PartTask]:
-    """Every part once, in order; of a shard (index, count) every count-th."""
-    tasks = list({task.key: task for tasks in planned for task in tasks}.values())
-    return tasks if shard is None else tasks[shard[0] :: shard[1]]
-
-
-def record_path(config: DocumentsConfig, cache_dir: Path) -> Path:
-    """The file that notes with which tokenizer these sources were last prepared."""
-    sources = [
-        source.model_dump(mode="json") for source in (*config.all_sources(), *config.eval_sets.values())
-    ]
-    return cache_dir / "sets" / f"{hash_of(sources)}.json"
 
 
 SMALL_BYTES = 8_000_000  # tokenised in the time it takes to start workers
@@ -221,7 +172,7 @@ class Prepared:
 def prepare_documents(
     config: DocumentsConfig, shard: tuple[int, int] | None = None, verify: bool = False
 ) -> Prepared:
-    """All documents of a recipe as tokens; what is not in the cache is tokenised first.
+    """Return all documents of a recipe as tokens; what is not in the cache is tokenised first.
 
     Any number of processes may call this at once: each part is made by one of them. On one machine a single
     process at a time works on the same data, with all cores.
@@ -229,7 +180,7 @@ def prepare_documents(
     Args:
         config: The recipe's data section.
         shard: (index, count): prepare only every count-th part, and return only those.
-        verify: Compare all that is there with its checksums, not only what was touched.
+        verify: Compare the content of all that is there with its checksums, not only the sizes.
 
     Raises:
         DataError: a source, a document, the tokenizer or the cache cannot be used; a worker was killed.
@@ -240,57 +191,37 @@ def prepare_documents(
         log.info("%s", line)  # every rank finds it; one shows it
     to_train_on = [part for found in sources if not found.is_eval_set for part in found.parts]
     tokenizer = find_tokenizer(config, to_train_on, cache_dir)
-    planned = plan_tasks(config, sources, tokenizer, cache_dir)
-    tasks = unique_tasks(planned, shard)
+    planned = [plan_tasks(config, found, tokenizer, cache_dir) for found in sources]
+    unique = list({task.key: task for tasks in planned for task in tasks}.values())
+    tasks = unique if shard is None else unique[shard[0] :: shard[1]]
     missing = _missing(tasks, verify)
     if missing:
-        _explain(config, tokenizer, cache_dir, len(missing), len(tasks))
+        if len(missing) < len(tasks):
+            log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
         lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
         say_once = cache(partial(log.info, "another process prepares this data: waiting for it"))
         with held_lock(cache_dir, lock, say_once):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
     prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)
-    if shard is None:
-        replace_json(record_path(config, cache_dir), {"tokenizer": tokenizer.digest})
     _summarise(prepared, cache_dir)
     return prepared
 
 
 def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
-    """Tasks whose part is missing or damaged; damage is logged."""
+    """Return tasks whose part is missing or damaged; damage is logged, and the damaged part removed."""
 
-    def examine(task: PartTask) -> tuple[bool, str | None]:
-        there = task.folder.is_dir()
-        return there, damage_of(task.folder, verify) if there else None
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        results = list(pool.map(examine, tasks))
-    missing = []
-    for task, (there, damage) in zip(tasks, results, strict=True):
+    def is_missing(task: PartTask) -> bool:
+        if not task.folder.is_dir():
+            return True
+        damage = damage_of(task.folder, verify)
         if damage is not None:
             log.warning("%s is damaged (%s): it is prepared again", task.folder, damage)
-            with suppress(OSError):  # whoever looks next reads the content
-                (task.folder / CHECKED).unlink(missing_ok=True)
-        if not there or damage is not None:
-            missing.append(task)
-    return missing
+            (task.folder / INDEX).unlink(missing_ok=True)
+        return damage is not None
 
-
-def _explain(
-    config: DocumentsConfig, tokenizer: TokenizerFolder, cache_dir: Path, missing: int, total: int
-) -> None:
-    """Why data that was prepared once is prepared again, or how much of it is there."""
-    before: Any = None
-    with suppress(OSError, ValueError):
-        before = json.loads(record_path(config, cache_dir).read_text("utf-8"))
-    if isinstance(before, dict) and before.get("tokenizer") not in (None, tokenizer.digest):
-        change = "not the one this data was prepared with"
-        if config.tokenizer.pretrained is None:
-            change = "trained on the data, which changed"
-        log.info("the tokenizer is %s: all of it is prepared again", change)
-    elif missing < total:
-        log.info("%d of %d parts are prepared already", total - missing, total)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(compress(tasks, pool.map(is_missing, tasks)))
 
 
 def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
@@ -321,18 +252,11 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
             if not tasks:
                 break
             log.info("another process is at %d more: waiting for it", len(tasks))
-    log.info(
-        "tokenised %s documents, %s tokens, %s of text in %.1f s: %s",
-        f"{progress.documents:,}",
-        f"{progress.tokens:,}",
-        format_bytes(progress.text_bytes),
-        progress.seconds,
-        progress.rates(),
-    )
+    log.info("tokenised %s", progress)
 
 
 def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
-    """Whether gigatoken can take the place of tokenizers: tried on the first documents of parts all over."""
+    """Return whether gigatoken can take the place of tokenizers, tried on documents of parts all over."""
     if config.conversations is not None:
         return False
     chosen = tasks[:: max(1, len(tasks) // 30)]
@@ -348,7 +272,7 @@ def _gather(
     tokenizer: TokenizerFolder,
     complete: bool,
 ) -> Prepared:
-    """What is there now.
+    """Return all that is prepared now.
 
     Raises:
         DataError: no document of a source has any text.
@@ -363,7 +287,7 @@ def _gather(
         train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
         tally = Tally()
         for folder in folders:
-            index = read_index(folder) or {}
+            index = read_json(folder / INDEX) or {}
             tally.add(Tally(index.get("tally", {}), index.get("first", {})))
             content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
         if complete and train.num_documents + held_out.num_documents == 0:
@@ -389,5 +313,5 @@ def _summarise(prepared: Prepared, cache_dir: Path) -> None:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

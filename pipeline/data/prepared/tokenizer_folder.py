@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -20,11 +19,9 @@ from pipeline.data.documents.records import Tally
 from pipeline.data.documents.streams import hash_of
 from pipeline.data.preference_layouts import Example, read_example
 from pipeline.data.prepared.part_files import (
-    abandon_folder,
-    begin_folder,
     checksum_of,
+    filling,
     find_damage,
-    finish_folder,
     hash_keys,
     held_lock,
     is_held_out,
@@ -44,7 +41,7 @@ from pipeline.files import format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TRAINING_VERSION = 1  # part of the key: raise it when another tokenizer would come out
+TRAINING_VERSION = 2  # part of the key: raise it when another tokenizer would come out
 TRAINING_BYTES = 1_000_000_000  # of text: more changes hardly an entry, and takes minutes for each further GB
 INDEX = "index.json"
 MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
@@ -68,7 +65,7 @@ class TokenizerFolder:
 
 
 def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
-    """The recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
+    """Return the recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
     conversations, with a template.
 
     One process trains it; others that need the same one wait.
@@ -104,7 +101,7 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
 
 
 def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
-    """The Jinja text; None where rows may do without and there is none."""
+    """Return the Jinja text; None where rows may do without and there is none."""
     if config.preferences is not None and config.chat_template is None and not own:
         return None
     return find_template(config, own)
@@ -137,43 +134,29 @@ def _warn_once(message: str) -> None:
 
 
 def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
-    """The folder of this key, made by one process unless it is there."""
+    """Return the folder of this key, made by one process unless it is there."""
     folder = cache_dir / "tokenizers" / key
-    if _is_whole(folder):
+    if find_damage(folder, INDEX, verify=False) is None:
         return folder
     say_once = cache(partial(log.info, "another process is making the tokenizer: waiting for it"))
     with held_lock(cache_dir, f"tokenizer-{key}", say_once):
-        if not _is_whole(folder):
+        if find_damage(folder, INDEX, verify=False) is not None:
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)
-            _write(cache_dir, folder, make())
+            tokenizer = make()
+            with (
+                filling(folder, cache_dir, "the tokenizer") as temporary,
+                writing_to(cache_dir, "the tokenizer"),
+            ):
+                tokenizer.save_pretrained(str(temporary))
+                # Worker processes read ids out of this one: as it is now, whatever saving made of it.
+                (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+                files = {
+                    file.name: {"bytes": file.stat().st_size, "xxh3_128": checksum_of(file)}
+                    for file in sorted(temporary.iterdir())
+                }
+                write_json(temporary / INDEX, {"files": files})
     return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        files = json.loads((folder / INDEX).read_text("utf-8"))
-        return find_damage(folder, files, verify=False) is None
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _write(cache_dir: Path, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with writing_to(cache_dir, "the tokenizer"):
-        temporary = begin_folder(folder)
-        try:
-            tokenizer.save_pretrained(str(temporary))
-            # Worker processes read ids out of this one: as it is now, whatever saving made of it.
-            (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
-            files = {
-                file.name: {"bytes": file.stat().st_size, "xxh3_128": checksum_of(file)}
-                for file in sorted(temporary.iterdir())
-            }
-            write_json(temporary / INDEX, files)
-            finish_folder(temporary, folder, files)
-        except BaseException:
-            abandon_folder(temporary)
-            raise
 
 
 def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
@@ -188,7 +171,7 @@ def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenize
 
 
 def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Iterator[str]:
-    """Texts of the training split, TRAINING_BYTES of them at most.
+    """Yield texts of the training split, TRAINING_BYTES of them at most.
 
     Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
     """
@@ -204,7 +187,7 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
 
 
 def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
-    """(what the hash of a document is made of, its text) of a part; of a conversation what is said in it."""
+    """Yield (content of its hash, text) of each document; of a conversation what is said in it."""
     conversations = config.conversations
     preferences = config.preferences
     if conversations is None:

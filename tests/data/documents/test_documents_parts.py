@@ -155,13 +155,6 @@ def test_the_digest_is_of_content_order_and_reading(tmp_path):
     assert len(set(others)) == len(others)
 
 
-def test_what_was_prepared_without_skips_can_be_found_when_skipping(tmp_path):
-    write(tmp_path / "a.txt", "one")
-    [strict] = parts_of(source(tmp_path), tmp_path / "cache")
-    [skipping] = parts_of(source(tmp_path, bad_records="skip"), tmp_path / "cache")
-    assert strict.digest == strict.digest_without_skips == skipping.digest_without_skips != skipping.digest
-
-
 @pytest.mark.parametrize("count", [1, 7, 99])
 def test_max_documents_are_the_first_ones(tmp_path, count):
     content = [str(number) * 20 for number in range(50)]

@@ -83,14 +83,14 @@ def corpus(make_corpus, tmp_path):
 
 @pytest.fixture(scope="session")
 def content_of():
-    """Every prepared byte in a cache, by path; not the notes on when it was last looked at."""
+    """Every prepared byte in a cache, by path."""
 
     def content(cache_dir: Path) -> dict[str, bytes]:
         parts = cache_dir / "parts"
         return {
             str(path.relative_to(parts)): path.read_bytes()
             for path in sorted(parts.rglob("*"))
-            if path.is_file() and path.name != "checked.json"
+            if path.is_file()
         }
 
     return content

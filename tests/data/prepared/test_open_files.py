@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.cli.inspect_view import hashes_of, lengths_of
-from pipeline.data.packing import JoinedStream, pack
+from pipeline.data.packing import join, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
 
@@ -25,6 +25,7 @@ def folders(tmp_path_factory):
     made = []
     for number in range(PARTS):
         ids = np.arange(number, number + 40, dtype=np.uint16)
+        (root / str(number)).mkdir()
         writer = PartWriter(root / str(number), np.dtype("<u2"), has_loss_mask=True)
         writer.append([Document(ids, ids % 3 != 0, str(number).encode())], 0.0)
         writer.finish({"identity": {"format": 1}})
@@ -40,7 +41,7 @@ def everything_of(folders) -> list[int]:
         pack(TokenStore(half, "train"), "concatenate", 8, True, 9) for half in (folders[::2], folders[1::2])
     ]
     datasets = [pack(store, packing, 8, True, 9) for packing in ("concatenate", "best_fit", "none")]
-    for dataset in [*datasets, JoinedStream(streams), pickle.loads(pickle.dumps(datasets[0]))]:
+    for dataset in [*datasets, join(streams), pickle.loads(pickle.dumps(datasets[0]))]:
         order = np.random.default_rng(0).permutation(len(dataset)).tolist()
         for start in range(0, len(order), 50):
             batch = dataset.__getitems__(order[start : start + 50])

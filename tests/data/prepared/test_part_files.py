@@ -17,6 +17,7 @@ from pipeline.data.prepared.part_files import (
     FORMAT_VERSION,
     PartWriter,
     TokenStore,
+    filling,
     hash_keys,
     held_lock,
     is_held_out,
@@ -34,12 +35,13 @@ def document(key: bytes, with_loss_mask: bool) -> Document:
 
 
 def write(folder: Path, documents: list[Document], cuts: list[int], with_mask: bool) -> dict[str, bytes]:
-    writer = PartWriter(folder, np.dtype("<u2"), with_mask)
     bounds = [0, *sorted(cut % (len(documents) + 1) for cut in cuts), len(documents)]
-    for start, end in itertools.pairwise(bounds):
-        writer.append(documents[start:end], 0.5)
-    writer.finish(FACTS)
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checked.json"}
+    with filling(folder, folder.parent, "a part") as temporary:
+        writer = PartWriter(temporary, np.dtype("<u2"), with_mask)
+        for start, end in itertools.pairwise(bounds):
+            writer.append(documents[start:end], 0.5)
+        writer.finish(FACTS)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,9 +93,14 @@ def test_a_full_disk_is_one_line_with_where_and_what_to_do(tmp_path):
 
 
 def test_what_is_abandoned_leaves_nothing(tmp_path):
-    writer = PartWriter(tmp_path / "a", np.dtype("<u2"), False)
-    writer.append([document(b"x", False)], 0.5)
-    writer.abandon()
+    def fail():
+        with filling(tmp_path / "a", tmp_path, "a part") as temporary:
+            writer = PartWriter(temporary, np.dtype("<u2"), False)
+            writer.append([document(b"x", False)], 0.5)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -165,7 +165,6 @@ def alter(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    os.utime(path, ns=(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -187,24 +186,13 @@ def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, m
     content, made = content_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
     told()
     damage(folder / name)
-    prepare_documents(config)
+    prepare_documents(config, verify=damage is alter)  # a file of the right size is not read without
     text = told()
     assert text.count("is damaged") == 1
     assert name in text
     assert content_of(tmp_path / "cache") == content
     changed = {key for key, inode in made_parts(tmp_path / "cache").items() if made[key] != inode}
     assert changed == {folder.name}
-
-
-def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_config, told):
-    config = make_config(corpus[:1], tmp_path / "cache")
-    folder = prepare_documents(config).sources[0].train.parts[0].folder
-    for path in folder.iterdir():
-        os.utime(path)
-    prepare_documents(config)
-    assert "damaged" not in told()
-    noted = json.loads((folder / "checked.json").read_text())
-    assert noted["train.tokens"] == (folder / "train.tokens").stat().st_mtime_ns
 
 
 def test_a_damaged_part_whose_source_is_gone_is_an_error(corpus, tmp_path, make_config):
@@ -231,7 +219,7 @@ def test_only_what_changed_is_made_again(corpus, tmp_path, make_config, told):
     assert len(made_parts(tmp_path / "cache")) == 8
 
 
-def test_another_tokenizer_is_another_set_and_is_said(corpus, tmp_path, make_config, tokenizer_json, told):
+def test_another_tokenizer_is_another_set(corpus, tmp_path, make_config, tokenizer_json):
     tokenizer = tmp_path / "mine.json"
     tokenizer.write_bytes(tokenizer_json.read_bytes())
     config = make_config(corpus, tmp_path / "cache", tokenizer={"pretrained": str(tokenizer)})
@@ -239,13 +227,9 @@ def test_another_tokenizer_is_another_set_and_is_said(corpus, tmp_path, make_con
     description = json.loads(tokenizer.read_text())
     description["model"]["merges"].pop()
     tokenizer.write_text(json.dumps(description))
-    told()
     second = prepare_documents(config)
-    assert told().count("the tokenizer is not the one this data was prepared with") == 1
     assert second.fingerprint != first.fingerprint
     assert len(made_parts(tmp_path / "cache")) == 8
-    prepare_documents(config)
-    assert "the tokenizer" not in told()
 
 
 def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_held_out(
@@ -261,7 +245,7 @@ def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_
     other = prepare_documents(config.model_copy(update={"cache_dir": str(tmp_path / "other")}))
     assert other.fingerprint == first.fingerprint
     (folder,) = (tmp_path / "cache" / "tokenizers").iterdir()
-    alter(folder / "tokenizer.json")
+    truncate(folder / "tokenizer.json")
     told()
     assert prepare_documents(config).fingerprint == first.fingerprint
     assert told().count("the tokenizer in") == 1
@@ -303,15 +287,6 @@ def test_bad_records_stop_with_their_place_or_are_counted(corpus, tmp_path, make
     sources = [{"name": path.stem, "paths": [str(path)], "bad_records": "skip"} for path in corpus]
     prepared = prepare_documents(make_config(corpus, tmp_path / "cache", sources=sources))
     assert [source.tally for source in prepared.sources] == [{}, {"bad records": 2}, {}, {}]
-
-
-def test_what_met_no_bad_record_serves_where_they_are_skipped(corpus, tmp_path, make_config):
-    first = prepare_documents(make_config(corpus, tmp_path / "cache"))
-    made = made_parts(tmp_path / "cache")
-    sources = [{"name": path.stem, "paths": [str(path)], "bad_records": "skip"} for path in corpus]
-    second = prepare_documents(make_config(corpus, tmp_path / "cache", sources=sources))
-    assert made_parts(tmp_path / "cache") == made
-    assert first.fingerprint == second.fingerprint
 
 
 def test_no_text_at_all_is_an_error(tmp_path, make_config):

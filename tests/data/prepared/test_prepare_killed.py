@@ -118,12 +118,14 @@ def disturb(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_one_line_with_its_part(recipe_for, corpus, tmp_path, tokenizer_json):
+def test_a_killed_worker_is_one_line(recipe_for, corpus, tmp_path, tokenizer_json):
     command = Command(recipe_for(tmp_path, corpus, tokenizer={"pretrained": str(tokenizer_json)}))
     command.wait_for_part()
     assert command.kill_worker()
     line = command.end().error
-    assert re.match(r"error: a worker process was ended by SIGKILL while it prepared part \w+ of [0-7]", line)
+    assert line.startswith(
+        "error: a worker process was ended by SIGKILL while parts were prepared; most often"
+    )
     assert line.endswith("what is finished is kept, and the same command goes on")
 
 
