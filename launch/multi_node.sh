@@ -12,8 +12,7 @@
 #   --export NAME    send this variable to the nodes too; may be given several times. By themselves go WANDB_*,
 #                    HF_*, NCCL_*, GLOO_*, TORCH_*, OMP_*, CUDA_* and the like (docs/multi_node.md)
 # Launcher options, which are deepspeed's: --include --exclude --num_nodes --num_gpus --master_addr --master_port
-#   --launcher pdsh|openmpi --launcher_args --ssh_port --bind_cores_to_rank --venv_script --log_level --quiet
-#   --enable_each_rank_log --save_pid
+#   --launcher pdsh|openmpi --launcher_args --bind_cores_to_rank --log_level
 # train.py's arguments begin at --deepspeed, --config, a key=value, or after --.
 #
 # Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach every rank: a checkpoint, then the end. A third one ends all at once.

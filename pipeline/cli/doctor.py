@@ -11,9 +11,8 @@ from pathlib import Path
 from pipeline.config.command_lines import own_command
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE
-from pipeline.distributed.doctor.examination import examine, this_machine
-from pipeline.distributed.doctor.rows import Row, Wanted, is_red, show
-from pipeline.distributed.doctor.slurm import examine_step, in_step
+from pipeline.distributed.doctor.examination import Wanted, examine, examine_step, in_step, this_machine
+from pipeline.distributed.doctor.rows import Row, is_red, show
 from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.distributed.op_builds import needed_ops
 from pipeline.errors import LaunchError
@@ -22,42 +21,36 @@ HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = (
         f"{HELP}. Without --hostfile: under srun each task's machine, else this one. Exit code 2: a fault."
     )
-    parser.add_argument(
-        "--hostfile", "-H", type=Path, metavar="FILE", help="the machines, as the launcher has them"
-    )
-    parser.add_argument(
-        "--include", "-i", default="", metavar="NAME:0,1@NAME", help="only these of the hostfile"
-    )
+    parser.add_argument("--hostfile", "-H", type=Path, metavar="FILE", help="the machines of the launcher")
+    parser.add_argument("--include", "-i", default="", metavar="NAME:0,1@NAME", help="only these of the file")
     parser.add_argument("--exclude", "-e", default="", metavar="NAME:0,1@NAME", help="all but these")
     parser.add_argument("--num_nodes", type=int, metavar="N", help="only the first N machines")
     parser.add_argument("--num_gpus", type=int, metavar="N", help="only the first N devices of each")
     parser.add_argument(
-        "--force_multi", action="store_true", help="the launcher will use ssh for one machine too"
+        "--force_multi", action="store_true", help="as the launcher's: ssh for one machine too"
     )
     parser.add_argument("--quick", action="store_true", help="no all-reduce: torch is not loaded")
     parser.add_argument(
-        "--deepspeed", type=Path, metavar="FILE.json", help="the run's: only what it needs is asked for"
+        "--deepspeed", type=Path, metavar="FILE.json", help="the run's: what it needs is asked"
     )
-    parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help="the run's")
+    parser.add_argument(
+        "--config", type=Path, metavar="RECIPE.yaml", help="the run's: its folders are asked for"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="the run's")
     parser.add_argument("--no-import-paths", action="store_true", help="the run's")
-    # Launchers hand over the run's arguments as they are; of these nothing is asked here.
+    # Launchers hand over the run's arguments as they are; these change nothing here.
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--world-size", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--log-level", help=argparse.SUPPRESS)
-    parser.add_argument("--runs-dir", metavar="DIR", help="default: the recipe's, or runs")
-    parser.add_argument(
-        "--cache-dir", metavar="DIR", help="default: the recipe's, or ~/.cache/deepspeed-pipeline"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 all is well or only warned of, 2 a fault was found."""
+    """Return the exit code: 0 if all is well or only warned of, 2 if a fault was found."""
     started = time.monotonic()
     rows = _rows(arguments)
     if rows is None:
@@ -67,31 +60,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
-    """For no machine yet. Of a run that is given: what it writes to, and which native ops it needs."""
-    runs, cache, ops = "runs", "~/.cache/deepspeed-pipeline", None
-    if arguments.deepspeed or arguments.config or arguments.overrides:
-        settings = load_settings(
-            arguments.config or DEFAULT_RECIPE,
-            arguments.deepspeed,
-            arguments.overrides,
-            import_paths=not arguments.no_import_paths,
-            is_default=arguments.config is None,
-        )
-        runs = str(settings.config.runs_dir)
-        documents = settings.config.data.documents
-        cache = cache if documents is None else documents.cache_dir
-        ops = needed_ops(settings.deepspeed or {})
-    return Wanted(
-        devices={},
-        quick=arguments.quick,
-        folders=(arguments.runs_dir or runs, arguments.cache_dir or cache),
-        force_multi=arguments.force_multi,
-        ops=ops,
+    """Return what to examine, for no machine yet: of a run that is given its folders and native ops."""
+    wanted = Wanted(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
+    if not (arguments.deepspeed or arguments.config or arguments.overrides):
+        return wanted
+    settings = load_settings(
+        arguments.config or DEFAULT_RECIPE,
+        arguments.deepspeed,
+        arguments.overrides,
+        import_paths=not arguments.no_import_paths,
+        is_default=arguments.config is None,
     )
+    documents = settings.config.data.documents
+    cache = wanted.folders[1] if documents is None else str(documents.cache_dir)
+    ops = needed_ops(settings.deepspeed or {})
+    return replace(wanted, folders=(str(settings.config.runs_dir), cache), ops=ops)
 
 
 def _rows(arguments: argparse.Namespace) -> list[Row] | None:
-    """None: another task of srun shows the table."""
+    """Return the rows; None if another task of srun shows the table."""
     wanted = _wanted(arguments)
     selection = Selection(
         arguments.include,

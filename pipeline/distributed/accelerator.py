@@ -1,4 +1,4 @@
-"""What this process computes on: the one place that decides, and that tells DeepSpeed. Makes no CUDA context.
+"""The device of this process: the one place that decides it, for DeepSpeed too. Makes no CUDA context.
 
 CUDA is what torch calls so: NVIDIA's cards, under WSL2 too, and AMD's. A CUDA build of torch without a card,
 or with none left visible (CUDA_VISIBLE_DEVICES=""), computes on the CPU.
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 def choose_accelerator(*, tells: bool = False) -> str:
-    """`cuda` or `cpu`: DS_ACCELERATOR where the user has set it, else by what torch sees; then it is set.
+    """Return `cuda` or `cpu`: DS_ACCELERATOR if the user has set it, else what torch sees. Sets the variable.
 
-    To be called before DeepSpeed is imported, which goes by the variable. torch is made to ask the driver's
+    Call it before DeepSpeed is imported, which goes by the variable. torch is made to ask the driver's
     management library, so that a process may still fork.
 
     Args:
-        tells: Warn of a GPU that torch leaves idle.
+        tells: Whether to warn of a GPU that torch leaves idle.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if "DS_ACCELERATOR" not in os.environ:
@@ -42,19 +42,19 @@ def choose_accelerator(*, tells: bool = False) -> str:
 
 
 def choose_allocation(environment: MutableMapping[str, str]) -> None:
-    """Segments that grow, where the user chose nothing: blocks of changing sizes leave no holes in them.
+    """Choose segments that grow, unless the user chose: blocks of changing sizes leave no holes in them.
 
-    Before the first allocation on the device, when torch reads it.
+    Call it before the first allocation on the device, when torch reads the variable.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def find_device(ranks: Ranks) -> torch.device:
-    """This rank's device.
+    """Return this rank's device.
 
     Raises:
-        LaunchError: see check_accelerator and device_index.
+        LaunchError: See check_accelerator and device_index.
     """
     check_accelerator(os.environ)
     if choose_accelerator(tells=ranks.is_main_process) == "cpu":
@@ -65,12 +65,12 @@ def find_device(ranks: Ranks) -> torch.device:
 
 
 def device_index(ranks: Ranks, visible: int, environment: Mapping[str, str]) -> int:
-    """The rank's device among those it sees: that of its local rank, or the only one.
+    """Return the rank's device among those it sees: that of its local rank, or the only one.
 
     A scheduler may show each task a GPU of its own (srun --gpus-per-task=1): see check_own_devices.
 
     Raises:
-        LaunchError: there is none, or there are fewer than ranks on this machine.
+        LaunchError: There is none, or there are fewer than ranks on this machine.
     """
     shown = f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', 'unset')}"
     if visible == 0:
@@ -87,19 +87,19 @@ def device_index(ranks: Ranks, visible: int, environment: Mapping[str, str]) -> 
 
 
 def device_id(device: torch.device) -> str:
-    """By what a GPU is known among all processes of its machine."""
+    """Return the name of a GPU that all processes of its machine agree on."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_own_devices(store: Store, everyone: Sequence[RankProcess], rank: int, own: str) -> None:
-    """Whether each rank has a device to itself. Waits until all have said which.
+    """Check that each rank has a device to itself. Waits until all ranks have said which.
 
     Args:
         everyone: All ranks, in order.
         own: This rank's device, by `device_id`.
 
     Raises:
-        LaunchError: ranks of one machine have the same one; on every rank, and the same.
+        LaunchError: Ranks of one machine have the same device; raised on every rank alike.
     """
     keys = [f"device/{each.rank}" for each in everyone]
     store.set(keys[rank], own)

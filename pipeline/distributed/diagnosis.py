@@ -1,4 +1,4 @@
-"""From what the ranks say of themselves to the one sentence that names who holds up the job. Pure."""
+"""Makes the one sentence that names who holds up the job from the reports of the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank that is alive reports of itself."""
+    """The report of a rank that is alive."""
 
     process: RankProcess
     doing: str
@@ -40,9 +40,9 @@ class RankReport:
     place: str
     """A line of ours or of the user's."""
     collective: str | None = None
-    """The one it waits in; None: it is busy with something else."""
+    """Collective that it waits in; None if it is busy with something else."""
     number: int | None = None
-    """Of the collective in its group, where the flight recorder knows it."""
+    """Number of the collective in its group, if the flight recorder knows it."""
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,31 @@ class LostRank:
     """Seconds since its last heartbeat."""
     step: int | None
     state: str | None
-    """Of its process, seen from its own machine: `gone`, `stopped`, `there`; None: nobody looked."""
+    """State of its process on its own machine: `gone`, `stopped`, `there`; None if nobody looked."""
     memory: Memory | None
     num_kills: int = 0
-    """Processes that its cgroup lost for want of memory since its last heartbeat."""
+    """Processes that the kernel killed for memory in its cgroup since its last heartbeat."""
     ranks_there: int = 1
-    """On its machine, itself among them."""
+    """Number of ranks on its machine, with itself."""
 
 
 def advise() -> str:
-    """What helps a rank that was killed for memory, of whatever run."""
+    """Return what helps a rank that was killed for memory, whatever the run."""
     return ADVICE
 
 
 def describe_lost(lost: Sequence[LostRank], advise: Callable[[], str] = advise) -> str:
-    """Who is gone, since when, and why as far as it shows.
+    """Return who is gone, since when, and why as far as it is known.
 
     Args:
-        advise: What helps, where memory is why; is asked then alone.
+        advise: Gives the advice if memory is why; called only then.
     """
     parties = _by(lost, lambda each: (each.process.host, each.state))
     return "; ".join(_of_party(party, advise) for party in parties.values())
 
 
 def _of_party(party: Sequence[LostRank], advise: Callable[[], str]) -> str:
-    """One rank, or several that a machine took with it: what is said of them is said of the first."""
+    """Describe one rank, or several that a machine took with it, by the first of them."""
     lost = party[0]
     who, are, send = str(lost.process), "is", "sends"
     if len(party) > 1:
@@ -109,12 +109,12 @@ def describe_hang(
     silent: Sequence[LostRank] = (),
     advise: Callable[[], str] = advise,
 ) -> str:
-    """Who is behind, where, and where the others wait for them.
+    """Return who is behind, where, and where the others wait for them.
 
     Args:
-        reports: Of the ranks that answered, in any order; one at least.
-        seconds: Without progress.
-        silent: The ranks that sent no heartbeat while this was asked.
+        reports: Reports of the ranks that answered, in any order; at least one.
+        seconds: Seconds without progress.
+        silent: Ranks that sent no heartbeat while the others reported.
     """
     everyone = sorted(reports, key=lambda w: w.process.rank)
     doing = max(everyone, key=lambda w: w.step).doing
@@ -180,7 +180,7 @@ def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Ite
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1`, `ranks 0-6, 8`."""
+    """Return `rank 3`, `ranks 0, 1` or `ranks 0-6, 8`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def machine_id() -> str:
-    """The same for two processes that see each other's pids, whatever their host is called."""
+    """Return a text that is equal for two processes that see each other's pids, whatever the host's name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -48,7 +48,7 @@ def machine_id() -> str:
 
 
 def process_age() -> float:
-    """Seconds since this process began."""
+    """Return the seconds since this process began."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -58,7 +58,7 @@ def process_age() -> float:
 
 
 def process_state(pid: int) -> str:
-    """`gone` (dead, or waiting to be reaped), `stopped` (SIGSTOP, a debugger) or `there`."""
+    """Return `gone` (dead, or waiting to be reaped), `stopped` (SIGSTOP, a debugger) or `there`."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -109,7 +109,7 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
 
 
 def memory_now(root: Path = ROOT) -> Memory:
-    """As it is now. A few small files are read, below `root`."""
+    """Return the memory as it is now, from a few small files below `root`."""
     machine = psutil.virtual_memory()
     tightest = _Limit(machine.total, machine.total - machine.available)
     by_cgroup = False
@@ -121,7 +121,7 @@ def memory_now(root: Path = ROOT) -> Memory:
 
 
 def own_limit() -> str | None:
-    """What this process alone may take, where its shell or its launcher set that (`ulimit`)."""
+    """Return the limit of this process alone, if its shell or its launcher set one (`ulimit`)."""
     flags = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
     limits = {flag: resource.getrlimit(each)[0] for flag, each in flags.items()}
     found = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
@@ -132,9 +132,9 @@ def own_limit() -> str | None:
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that processes here may still take: the machine's, or what the fullest cgroup leaves.
+    """Return the bytes that processes here may still take: the machine's, or what the fullest cgroup leaves.
 
-    What cannot be read sets no limit: a save does not fail for it.
+    What cannot be read sets no limit: a save must not fail for it.
     """
     free = [sys.maxsize, *(max(0, group.limit - group.used) for group in _limits(root))]
     with suppress(OSError):
@@ -143,7 +143,7 @@ def available_memory(root: Path = ROOT) -> int:
 
 
 def kills(root: Path = ROOT) -> int:
-    """Processes that were killed for memory in this process's cgroup so far."""
+    """Return how many processes were killed for memory in this process's cgroup so far."""
     for folder, names in _cgroups(root):
         with suppress(OSError, ValueError, KeyError):
             return _table(folder / names.kills)["oom_kill"]
@@ -158,7 +158,7 @@ def _limits(root: Path) -> Iterator[_Limit]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """This process's cgroups and those around them, innermost first.
+    """Yield this process's cgroups and those around them, innermost first.
 
     In a container the path may be the host's, of which only the root, the container's own, is there.
     """
@@ -183,7 +183,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
-    """Raises the soft limit to the hard one; children inherit it. Warns beforehand where that is too few.
+    """Raise the soft limit to the hard one, for children too. Warns if that is too few for the ranks.
 
     Args:
         is_told: Whether this is the rank that warns.
@@ -207,12 +207,12 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
 
 
 def killed_for_memory(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
-    """Process id -> bytes that it had resident, as the kernel numbers processes: a container may not.
+    """Return process id -> resident bytes of what the kernel killed. A container may have other ids.
 
-    Empty where nothing was killed, or the log is not to be read (another user's, most containers).
+    Empty if nothing was killed, or the log cannot be read (another user's, most containers).
 
     Args:
-        since: Seconds of `time.monotonic()`: older numbers may have been another process's.
+        since: Seconds of `time.monotonic()`: older ids may have been another process's.
     """
     found: dict[int, int] = {}
     try:
@@ -232,7 +232,7 @@ def killed_for_memory(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
 
 
 def _next_record(log: int) -> str:
-    """The next record; empty: there is none yet."""
+    """Return the next record; empty if there is none yet."""
     while True:
         try:
             return os.read(log, _RECORD).decode(errors="replace")
@@ -245,6 +245,7 @@ def _next_record(log: int) -> str:
 NVIDIA, AMD = "0x10de", "0x1002"
 # By CUDA's major version: the oldest driver for Linux (CUDA's release notes, "minor version compatibility").
 OLDEST = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+GIVE_A_CARD = "docker run --gpus all, srun --gpus; under WSL2, NVIDIA's driver in Windows"
 
 
 class Torch(NamedTuple):
@@ -256,32 +257,33 @@ class Torch(NamedTuple):
     hip: str | None
 
 
+class CardFault(NamedTuple):
+    """Why torch cannot compute on the cards of a machine."""
+
+    found: str
+    fix: str
+    is_fatal: bool
+    """Whether a card is there that a run would expect to use."""
+
+
 def driver_version(root: Path = ROOT) -> str | None:
-    """Of NVIDIA's kernel module: `570.86.15`; None: it is not loaded, or Windows has it (WSL2)."""
+    """Return the version of NVIDIA's kernel module, `570.86.15`; None if it is not loaded, as under WSL2."""
     with suppress(OSError):
         found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))
         return found[1] if found else None
     return None
 
 
-def is_wsl(root: Path = ROOT) -> bool:
-    """Whether this is Linux inside of Windows, which has the driver."""
-    with suppress(OSError):
-        return "microsoft" in _read(root / "proc/version").lower()
-    return False
-
-
 def is_reachable(vendor: str, root: Path = ROOT) -> bool:
-    """Whether this machine, or container, was given a device of NVIDIA's or AMD's with its driver."""
+    """Return whether this machine, or container, was given a device of NVIDIA's or AMD's with its driver."""
     if vendor == AMD:
         return (root / "dev/kfd").exists()
-    if is_wsl(root):
-        return (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
-    return any((root / "dev").glob("nvidia[0-9]*"))
+    under_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    return under_wsl or any((root / "dev").glob("nvidia[0-9]*"))
 
 
 def count_cards(vendor: str, root: Path = ROOT) -> int:
-    """Those on the PCI bus, with or without a driver."""
+    """Return how many cards of a vendor are on the PCI bus, with or without a driver."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
@@ -291,40 +293,76 @@ def count_cards(vendor: str, root: Path = ROOT) -> int:
     return found
 
 
+def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
+    """Return how many GPUs of NVIDIA's this process may use, without torch."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([word for word in visible.split(",") if word.strip()])
+    return len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+
+
 def too_old(driver: str, cuda: str) -> str | None:
-    """The oldest driver that this CUDA runs on, where the driver is older."""
+    """Return the oldest driver that this CUDA runs on; None if the driver is new enough."""
     oldest = OLDEST.get(int(cuda.partition(".")[0]))
     numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
     return None if oldest is None or numbers >= oldest else str(oldest[0])
 
 
-def idle_card(torch: Torch, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """What to say where torch sees no GPU although there is one, and nobody asked for that."""
-    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in hiding):
-        return None
-    for vendor, own, kind in ((NVIDIA, torch.cuda, "CUDA"), (AMD, torch.hip, "ROCm")):
-        if not is_reachable(vendor, root):
-            continue
-        if own is None:
-            built = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {kind}"
-            return f"this torch ({torch.version}) is {built}: {reinstall(torch.version, kind)}"
-        driver = driver_version(root)
-        if vendor == NVIDIA and driver is not None and (oldest := too_old(driver, own)) is not None:
-            return (
-                f"the driver {driver} is too old for torch's CUDA {own}: install driver {oldest} or newer, "
-                "or torch's build of an earlier CUDA"
-            )
-        return f"torch ({torch.version}) sees none; what is found here: {own_command('doctor')}"
+def find_card_fault(torch: Torch, root: Path = ROOT, newest_cuda: str | None = None) -> CardFault | None:
+    """Find why this torch cannot compute on the cards of this machine.
+
+    Args:
+        newest_cuda: CUDA version that the driver says it knows. It counts more than the driver's own
+            version: a library for compatibility may be installed beside it.
+    """
+    driver, has_amd = driver_version(root), is_reachable(AMD, root)
+    if is_reachable(NVIDIA, root):
+        if torch.cuda is None:
+            return _wrong_build(torch, "CUDA")
+        knows_it = newest_cuda is not None and int(newest_cuda.split(".")[0]) >= int(torch.cuda.split(".")[0])
+        if driver is not None and not knows_it and (oldest := too_old(driver, torch.cuda)) is not None:
+            found = f"the driver {driver} is too old for torch's CUDA {torch.cuda}"
+            fix = f"install driver {oldest} or newer, or torch's build of an earlier CUDA"
+            return CardFault(found, fix, True)
+    elif driver is not None:
+        found = f"driver {driver}, and no /dev/nvidia0: this container or job was given no card"
+        return CardFault(found, GIVE_A_CARD, False)
+    elif cards := count_cards(NVIDIA, root):
+        found = f"{cards} NVIDIA card{'s' * (cards > 1)} and no driver"
+        fix = "install it (apt-get install nvidia-driver-580), restart, and see nvidia-smi"
+        return CardFault(found, fix, torch.cuda is not None)
+    elif torch.cuda is not None and not has_amd:
+        found = f"torch is built for CUDA {torch.cuda}, and there is no card: it computes on the CPU"
+        return CardFault(found, f"where there is one: {GIVE_A_CARD}", False)
+    if has_amd and torch.hip is None and not is_reachable(NVIDIA, root):
+        return _wrong_build(torch, "ROCm")
+    if has_amd and torch.hip is not None and not os.access(root / "dev/kfd", os.R_OK | os.W_OK):
+        fix = "sudo usermod -aG render,video $USER; then log in again"
+        return CardFault("/dev/kfd: Permission denied", fix, True)
     return None
 
 
-def reinstall(version: str, kind: str) -> str:
-    """How torch of this version comes with CUDA or ROCm."""
-    plain = version.partition("+")[0]
+def _wrong_build(torch: Torch, kind: str) -> CardFault:
+    plain = torch.version.partition("+")[0]
+    built = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {kind}"
+    fix = f"install torch {plain} as built for {kind} (torch's own index of wheels has it)"
     if kind == "CUDA":  # what the package index gives for Linux
-        return f"pip install --force-reinstall torch=={plain}"
-    return f"install torch {plain} as built for {kind} (torch's own index of wheels has it)"
+        fix = f"pip install --force-reinstall torch=={plain}"
+    # An AMD device may be part of the processor, which nobody means to train on.
+    return CardFault(f"this torch ({torch.version}) is {built}", fix, is_fatal=kind == "CUDA")
+
+
+def idle_card(torch: Torch, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
+    """Return what to say if torch sees no GPU although there is one; None if the user wanted that."""
+    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in hiding):
+        return None
+    if not any(is_reachable(vendor, root) for vendor in (NVIDIA, AMD)):
+        return None
+    fault = find_card_fault(torch, root)
+    if fault is not None:
+        return f"{fault.found}: {fault.fix}"
+    return f"torch ({torch.version}) sees none; what is found here: {own_command('doctor')}"
 
 
 def _read(path: Path) -> str:

@@ -28,7 +28,7 @@ PHASES = (
     OTHER,
 )
 COUNTED_AS = {"routing": "forward", ASIDE: OTHER}
-"""Phases that are told under another one's name: what a rank computes for all ranks before a forward."""
+"""Phases that count under another one's name: what a rank computes for all ranks before a forward."""
 ENTERS = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
 """Phases of a step that an exception carries: see progress.phase."""
 NO_STEP = ("checkpoint", "evaluation", "generation", ASIDE)
@@ -140,7 +140,7 @@ class Phases:
 
     @contextmanager
     def heard_by(self, listen: Callable[[str], None]) -> Iterator[None]:
-        """Inside, `listen` is called where a phase ends, with its name."""
+        """Call `listen` with the name of each phase that ends in the context."""
         self._listen = listen
         try:
             yield
@@ -157,7 +157,7 @@ class Phases:
             self._now.settle(waits=False)
 
     def take(self) -> Spent:
-        """What there was since the last call."""
+        """Return the stretch since the last call, and begin the next."""
         taken = self._now
         self._start()
         taken.marks.append((self._phase, self.began))
@@ -165,12 +165,16 @@ class Phases:
         return taken
 
     def restart(self) -> None:
-        """Forgets what there was."""
+        """Forget everything so far."""
         self._unread, self._totals = [], defaultdict(float)
         self._start()
 
     def totals(self, waits: bool = False) -> Mapping[str, float]:
-        """Seconds by phase since the start, as far as the device has come or, where it is waited for, all."""
+        """Return the seconds by phase since the start, as far as the device has come.
+
+        Args:
+            waits: Wait for the device, and return all of them.
+        """
         self._switch(self._phase)
         for each in (*self._unread, self._now):
             each.settle(waits)
@@ -178,7 +182,11 @@ class Phases:
 
 
 def columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[str, float]:
-    """By the names that are told, each of them, and communication where there are ranks to wait for."""
+    """Return the seconds by the names of the rows' columns.
+
+    Args:
+        communicates: Whether there are ranks to wait for; otherwise there is no communication column.
+    """
     told = dict.fromkeys(PHASES, 0.0)
     for phase, spent in seconds.items():
         told[COUNTED_AS.get(phase, phase)] += spent

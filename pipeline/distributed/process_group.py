@@ -37,12 +37,12 @@ from pipeline.errors import LaunchError, PipelineError
 
 
 def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProcess]]:
-    """The job's store, and all ranks in order. MASTER_ADDR and MASTER_PORT say where.
+    """Meet all ranks where MASTER_ADDR and MASTER_PORT say. Returns the job's store, and all ranks in order.
 
-    What an earlier attempt of the job left in the store is not in what is returned.
+    The store holds nothing of an earlier attempt of the job.
 
     Raises:
-        LaunchError: not every rank was there in time, or this one did not reach the master.
+        LaunchError: Not every rank was there in time, or this one did not reach the master.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     own = f"rank {ranks.rank} on {platform.node()}"
@@ -102,9 +102,9 @@ def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str,
 
 
 def _answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
-    """Tells those who have arrived so far which attempt of the job they belong to. For rank 0, repeatedly.
+    """Tell the ranks that have arrived which attempt of the job they belong to. Rank 0 calls it repeatedly.
 
-    In a store that outlives attempts (torchrun's) they may be of an earlier one: that answer is never read.
+    In a store that outlives attempts (torchrun's) some may be of an earlier one: that answer is never read.
     """
     for token in present(store, "arrived", range(world_size)).values():
         store.compare_set(_answer_to(token.decode()), "", attempt)
@@ -122,23 +122,24 @@ BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def allowed_cpus() -> set[int]:
-    """The numbers of those that this process may run on, hyper-threads each by itself."""
+    """Return the numbers of the CPUs that this process may run on, each hyper-thread by itself."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def count_cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     leaders = hyper_threads()
     return len({leaders.get(cpu, cpu) for cpu in allowed_cpus()})
 
 
 def settle_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound: bool | None) -> None:
-    """Gives this rank its threads, and its cores. Collective.
+    """Give this rank its threads, and its cores. Collective.
 
     Args:
-        bound: Whether to its part of the cores alone; None: where others share them, and nobody told OpenMP.
+        bound: Whether to bind it to its part of the cores; None for where ranks share them and OpenMP has no
+            setting of its own.
     """
     beside = sharers(store, everyone, rank)
     torch.set_num_threads(cpu_threads(count_cores(), len(beside), os.environ))
@@ -149,7 +150,7 @@ def settle_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound
 
 
 def sharers(store: Store, everyone: Sequence[RankProcess], rank: int) -> list[int]:
-    """The ranks of this machine that may run where this one may, itself among them. Collective.
+    """Return the ranks that may run on the same cores as this one, itself among them. Collective.
 
     Slurm and mpirun give each task cores of its own: those are not to be divided again.
     """
@@ -160,10 +161,10 @@ def sharers(store: Store, everyone: Sequence[RankProcess], rank: int) -> list[in
 
 
 def bind_cores(index: int, count: int) -> None:
-    """Binds every thread of this process to part `index` of `count`; with fewer cores than parts, nothing.
+    """Bind every thread of this process to part `index` of `count`. Does nothing with fewer cores than parts.
 
     Args:
-        index: Also of this process's GPU, where there is one a part.
+        index: Also the index of this process's GPU, if there is one for each part.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -185,40 +186,32 @@ def share(
     count: int,
     leaders: Mapping[int, int],
 ) -> set[int]:
-    """The cores of one rank.
+    """Return the cores of one rank; empty if there are fewer cores than ranks.
+
+    Ranks whose GPUs belong to one NUMA node divide that node's cores. If the node of a GPU is not known, all
+    ranks divide all cores, node by node.
 
     Args:
-        allowed: Of this process before.
+        allowed: Cores that this process may run on.
         nodes: NUMA node -> its cores.
-        near: The node of each rank's GPU; None: no GPU, or not known.
+        near: Node of each rank's GPU; None if there is no GPU, or it is not known.
         leaders: See hyper_threads.
-
-    Returns:
-        Ranks whose GPUs hang on one node share that node's cores out; where a GPU's node is not known, all
-        share all cores out, node by node. Empty: there are fewer cores than ranks.
     """
-    known = [node for node in near if node in nodes]
-    if count == len(near) == len(known):
-        mine = near[index]
-        assert mine is not None
-        neighbours = [rank for rank, node in enumerate(near) if node == mine]
-        return _slice([nodes[mine]], leaders, neighbours.index(index), len(neighbours))
-    elsewhere = allowed.difference(*nodes.values())
-    return _slice([*(nodes[number] for number in sorted(nodes)), elsewhere], leaders, index, count)
-
-
-def _slice(nodes: Sequence[set[int]], leaders: Mapping[int, int], index: int, parts: int) -> set[int]:
-    """Whole cores: two ranks on the threads of one would slow each other down."""
+    node_of = {cpu: number for number, cpus in nodes.items() for cpu in cpus}
+    if count == len(near) and all(node in nodes for node in near):
+        neighbours = [rank for rank in range(count) if near[rank] == near[index]]
+        allowed = {cpu for cpu in allowed if node_of.get(cpu) == near[index]}
+        index, count = neighbours.index(index), len(neighbours)
+    # Whole cores: two ranks on the threads of one would slow each other down.
     cores: dict[int, set[int]] = {}
-    for node in nodes:
-        for cpu in sorted(node):
-            cores.setdefault(leaders.get(cpu, cpu), set()).add(cpu)
+    for cpu in sorted(allowed, key=lambda cpu: (node_of.get(cpu, len(nodes)), cpu)):
+        cores.setdefault(leaders.get(cpu, cpu), set()).add(cpu)
     whole = list(cores.values())
-    return set().union(*whole[index * len(whole) // parts : (index + 1) * len(whole) // parts])
+    return set().union(*whole[index * len(whole) // count : (index + 1) * len(whole) // count])
 
 
 def hyper_threads() -> dict[int, int]:
-    """The number of each -> the lowest one of its core; empty where the system does not say."""
+    """Return the number of each CPU -> the lowest one of its core; empty if the system does not say."""
     return {
         int(path.parts[-3].removeprefix("cpu")): min(parse_cores(path.read_text()))
         for path in CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")
@@ -226,7 +219,7 @@ def hyper_threads() -> dict[int, int]:
 
 
 def numa_nodes() -> dict[int, set[int]]:
-    """NUMA node -> its cores; empty where the system does not say."""
+    """Return NUMA node -> its cores; empty if the system does not say."""
     return {
         int(path.parent.name.removeprefix("node")): parse_cores(path.read_text())
         for path in NODES.glob("node[0-9]*/cpulist")
@@ -234,7 +227,7 @@ def numa_nodes() -> dict[int, set[int]]:
 
 
 def parse_cores(text: str) -> set[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}."""
+    """Return the numbers of a list: {0, 1, 2, 3, 8} of `0-3,8`."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -244,7 +237,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def gpu_nodes(count: int) -> list[int | None]:
-    """The NUMA node of each of this machine's first GPUs; None where the system does not say."""
+    """Return the NUMA node of each of this machine's first GPUs; None if the system does not say."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < count:
         return []
     found: list[int | None] = []
@@ -280,7 +273,7 @@ class Job:
         return self.store is not None
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank. Collective."""
+        """Return rank 0's value on every rank. Collective."""
         if not self.is_distributed:
             return value
         box = [value]
@@ -288,7 +281,7 @@ class Job:
         return box[0]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """What rank 0 gets of it, on every rank; a PipelineError that it raises, too. Collective."""
+        """Call it on rank 0; return its result, or raise its PipelineError, on every rank. Collective."""
         answer: Any = None
         if self.ranks.is_main_process:
             try:
@@ -302,7 +295,7 @@ class Job:
         return found
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank. Collective."""
+        """Return every rank's value on every rank. Collective."""
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.ranks.world_size
@@ -310,13 +303,13 @@ class Job:
         return values
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum over all ranks, in place. Collective; no host sync on CUDA."""
+        """Sum a tensor over all ranks, element by element and in place. Collective; no host sync on CUDA."""
         if self.is_distributed:
             dist.all_reduce(tensor)
         return tensor
 
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """As all_reduce_sum, beside what comes next: what it gives waits for the sum. Collective."""
+        """Begin all_reduce_sum and return what waits for the sum. Collective."""
         if not self.is_distributed:
             return lambda: tensor
         work = dist.all_reduce(tensor, async_op=True)
@@ -328,21 +321,21 @@ class Job:
         return arrived
 
     def barrier(self) -> None:
-        """Waits for every rank. Collective."""
+        """Wait for every rank. Collective."""
         if self.is_distributed:
             dist.barrier()
 
     def watch(self, limits: DistributedConfig) -> None:
-        """Has a watchdog end the job where it hangs or loses a rank. Not collective."""
+        """Start the watchdog, which ends a job that hangs or loses a rank. Not collective."""
         if self.store is not None and self.ranks.world_size > 1:
             self.watchdog = Watchdog(self.store, self.everyone, self.ranks.rank, self.progress, limits)
             self.watchdog.start()
 
     def claim_failure(self, code: int) -> bool:
-        """True on the first rank that fails: the one whose error is shown. The others end because of it.
+        """Return True on the first rank that fails: its error is shown, and the others end because of it.
 
         Args:
-            code: What the job ends with.
+            code: Exit code of the job.
         """
         if self.store is None:
             return True
@@ -353,7 +346,7 @@ class Job:
             return False
 
     def wait_for_leavers(self, seconds: float = 3.0) -> None:
-        """After a failure: leaves the others, whose store dies with rank 0, the time to know of it."""
+        """Give the other ranks the time to know of a failure, before the store ends with rank 0."""
         if self.store is None or self.watchdog is None or not self.ranks.is_main_process:
             return
         began = time.monotonic()
@@ -364,7 +357,7 @@ class Job:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Leaves the group. Without this a finished run was seen to abort at exit."""
+        """Leave the group. Without this a finished run was seen to abort at exit."""
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
@@ -376,15 +369,14 @@ class Job:
 def start_job(
     ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30), bound: bool | None = False
 ) -> Job:
-    """Binds this process to its device and joins the process group.
+    """Bind this process to its device and join the process group.
 
     Args:
-        timeout: Of every process group: this one, and those that others make later.
-        bound: To its share of the cores that it may use; None: where it shares them with other ranks and
-            nobody told OpenMP where to compute.
+        timeout: Timeout of every process group: this one, and those that others make later.
+        bound: See settle_cores.
 
     Raises:
-        LaunchError: more ranks on this machine than GPUs, or two with one; not all ranks came.
+        LaunchError: There are more ranks on this machine than GPUs, or two with one; or not all ranks came.
     """
     device = find_device(ranks)
     if device.type == "cuda":
@@ -417,13 +409,13 @@ def start_job(
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether a GPU may multiply fp32 matrices, and convolve, in TF32. No effect on a CPU."""
+    """Let a GPU multiply fp32 matrices, and convolve, in TF32, or forbid it. No effect on a CPU."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def describe_device(device: torch.device) -> Device:
-    """Which formats shorter than fp32 this device has instructions for."""
+    """Return the formats shorter than fp32 that this device has instructions for."""
     if device.type == "cuda":
         # AMD's MI200 is 9.0 and has none, MI300 is 9.4.
         least = (9, 4) if torch.version.hip else (8, 9)

@@ -1,4 +1,4 @@
-"""What a run is doing: written in passing by what does it, read by the watchdog and after a failure."""
+"""What a run is doing: noted by the training thread, read by the watchdog and after a failure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def phase_of(raised: Sequence[BaseException]) -> Phase | None:
 
 
 class Activity(NamedTuple):
-    """What, at which step, since when (monotonic seconds)."""
+    """An activity, its step, and since when (monotonic seconds)."""
 
     doing: str
     step: int
@@ -94,7 +94,7 @@ class Activity(NamedTuple):
 
 
 class Progress:
-    """Says what is done now. `at` costs a few attribute writes; nothing waits for a device or a lock."""
+    """The activity of this moment. `at` costs a few attribute writes and waits for no device or lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -103,11 +103,11 @@ class Progress:
         self.activity = Activity("starting", 0, clock())
 
     def at(self, doing: str, step: int | None = None) -> None:
-        """Marks progress: the thing before is done, this one begins.
+        """Note progress: the activity before is done, this one begins.
 
         Args:
             doing: `step`, `evaluation` (each batch), or one of UNMEASURED.
-            step: Optimizer steps done; None: as before.
+            step: Optimizer steps done; None for as before.
         """
         before, now = self.activity, self._clock()
         if before.doing == "step":
@@ -116,7 +116,7 @@ class Progress:
         self.activity = Activity(doing, before.step if step is None else step, now)
 
     def limit(self, limits: DistributedConfig) -> float:
-        """Seconds that what is done now may take. The first of its kind may compile: it has the timeout."""
+        """Return the seconds that this activity may take. The first of its kind may compile: the timeout."""
         doing = self.activity.doing
         if doing in UNMEASURED or doing not in self._finished:
             return limits.timeout_seconds

@@ -1,4 +1,4 @@
-"""Who this process is, read from the launcher's environment, and the torchrun agent above it. No torch."""
+"""This process's rank, read from the launcher's environment, and the torchrun agent above it. No torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 import os
 import re
 import signal
-import socket
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.distributed.waiting import free_port
 from pipeline.errors import LaunchError
 from pipeline.files import replace_file
 
 ENVIRONMENT_FILE = "PIPELINE_ENVIRONMENT"
-"""Set by our launch scripts: a file in a folder of the launch, where each rank's end is told too."""
+"""Set by our launch scripts: a file in a folder of the launch, where each rank writes its exit code."""
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,26 @@ class Ranks:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class _Names:
-    """What a launcher calls the four numbers. Of several names for one, any may be set."""
-
-    rank: str
-    world_size: str
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-
-
-OPEN_MPI = _Names(
+OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_SIZE",
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-PMI = _Names(  # MPICH, Intel MPI, Cray
-    "PMI_RANK",
-    "PMI_SIZE",
-    ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-)
+"""Open MPI's names of rank, local rank, world size and local world size."""
+OTHER_MPI = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID"}
+"""Set by the mpirun of MPICH, Intel and Cray; srun may set PMI_RANK and the like, but none of these."""
 WHOLE = re.compile(r"-?[0-9]{1,9}")
 SLURM_RESERVED_STEPS = 0xFFFFFFF0  # the batch script's own step, and an interactive shell's: one process
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """This process's place by RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, else by mpirun or srun.
+    """Return this process's place by RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, else by mpirun or srun.
 
-    None of them: one process alone. mpirun goes before srun, which starts its daemons where both are at work.
+    Without any of them it is one process alone. mpirun goes before srun, which may start mpirun's daemons.
 
     Raises:
-        LaunchError: some are set and others are missing, a value is no number or does not fit the others.
+        LaunchError: Some are set and others are missing, a value is no number or does not fit the others.
     """
     check_accelerator(environment)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -104,10 +91,10 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
 
 
 def check_accelerator(environment: Mapping[str, str]) -> None:
-    """Whether what the user has DeepSpeed compute on is a word that the trainer knows.
+    """Check that DS_ACCELERATOR is a device that the trainer knows.
 
     Raises:
-        LaunchError: it is npu, xpu or another.
+        LaunchError: It is npu, xpu or another.
     """
     accelerator = environment.get("DS_ACCELERATOR", "cpu")
     if accelerator not in ("cpu", "cuda"):
@@ -115,33 +102,26 @@ def check_accelerator(environment: Mapping[str, str]) -> None:
 
 
 def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
-    if OPEN_MPI.rank in environment:
-        return _read_mpi(OPEN_MPI, environment)
-    if PMI.rank in environment and any(name in environment for name in PMI.local_rank):
-        return _read_mpi(PMI, environment)
-    if _in_slurm_step(environment):
-        return _read_slurm(environment)
-    if environment.get(PMI.rank, "0") != "0" or environment.get(PMI.world_size, "1") != "1":
-        return _read_mpi(PMI, environment)
-    return Ranks(0, 0, 1, 1)
-
-
-def _read_mpi(names: _Names, environment: Mapping[str, str]) -> Ranks:
-    wanted = ((names.rank,), names.local_rank, (names.world_size,), names.local_world_size)
-    given = {}
-    for choice in wanted:
-        name = next((name for name in choice if name in environment), None)
-        if name is None:
+    if OPEN_MPI[0] in environment:
+        missing = [name for name in OPEN_MPI if name not in environment]
+        if missing:
             raise LaunchError(
-                f"the environment sets {names.rank} but not {' or '.join(choice)}; start with mpirun, "
-                f"srun, torchrun or deepspeed, or unset {names.rank} for one process"
+                f"the environment sets {OPEN_MPI[0]} but not {', '.join(missing)}; start with mpirun, srun, "
+                f"torchrun or deepspeed, or unset {OPEN_MPI[0]} for one process"
             )
-        given[name] = environment[name]
-    return _checked(given)
+        return _checked({name: environment[name] for name in OPEN_MPI})
+    in_slurm = _in_slurm_step(environment)
+    by_pmi = (environment.get("PMI_RANK", "0"), environment.get("PMI_SIZE", "1")) != ("0", "1")
+    if OTHER_MPI & environment.keys() or (by_pmi and not in_slurm):
+        raise LaunchError(
+            f"PMI_RANK={environment.get('PMI_RANK')}: of all mpirun only Open MPI's is known; start with it, "
+            "with srun, torchrun or deepspeed, or unset PMI_RANK, PMI_SIZE and the like for one process"
+        )
+    return _read_slurm(environment) if in_slurm else Ranks(0, 0, 1, 1)
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script, or a shell in an allocation, is one process."""
+    """Return whether srun started this process; a batch script, or an allocation's shell, is one process."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     if not step.isdecimal() or int(step) >= SLURM_RESERVED_STEPS:
         return False
@@ -165,7 +145,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Ranks:
 
 
 def _checked(given: Mapping[str, str]) -> Ranks:
-    """From rank, local rank, world size and local world size, by their names in the environment."""
+    """Return the ranks from rank, local rank, world size and local world size by their names."""
     if not all(WHOLE.fullmatch(value.strip()) for value in given.values()):
         raise LaunchError(f"the environment's {dict(given)} are not all whole numbers")
     rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
@@ -176,10 +156,10 @@ def _checked(given: Mapping[str, str]) -> Ranks:
 
 
 def check_master(environment: Mapping[str, str]) -> None:
-    """MASTER_ADDR and MASTER_PORT, where they are set.
+    """Check MASTER_ADDR and MASTER_PORT, if they are set.
 
     Raises:
-        LaunchError: one of them cannot be a host or a port.
+        LaunchError: One of them cannot be a host or a port.
     """
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if port is not None and not is_port(port):
@@ -194,24 +174,22 @@ def check_master(environment: Mapping[str, str]) -> None:
 
 
 def is_port(text: str) -> bool:
-    """Whether it is the number of a port."""
+    """Return whether a text is the number of a port."""
     return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
 
 
 def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
-    """(address, port) where rank 0 will listen: the same on every rank, without asking any of them.
+    """Return address and port of rank 0: the same on every rank, without asking any of them.
 
     Raises:
-        LaunchError: the launcher does not say where rank 0 is.
+        LaunchError: The launcher does not say where rank 0 is.
     """
     if ranks.world_size == 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return "127.0.0.1", probe.getsockname()[1]
+        return "127.0.0.1", free_port("127.0.0.1")
     address, job = None, None
-    if OPEN_MPI.rank in environment:
+    if OPEN_MPI[0] in environment:
         address, job = _open_mpi_master(ranks, environment)
-    elif "SLURM_STEP_NODELIST" in environment and PMI.local_rank[0] not in environment:
+    elif "SLURM_STEP_NODELIST" in environment:
         address = first_host(environment["SLURM_STEP_NODELIST"])
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     if ranks.local_world_size == ranks.world_size:
@@ -219,14 +197,14 @@ def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]
     if address is None or job is None:
         raise LaunchError(
             f"no launcher says where rank 0 of {ranks.world_size} ranks is: set MASTER_ADDR to its host and "
-            "MASTER_PORT to a free port there, the same on every rank (mpirun -x NAME=value, or -genv)"
+            "MASTER_PORT to a free port there, the same on every rank (mpirun -x NAME=value)"
         )
     # Below the ports of outgoing connections; jobs that share a machine differ in it.
     return address, 12_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Rank 0 is on the machine of mpirun where the hostfile begins with that; rank 0 itself can tell."""
+    """Return address and job. Rank 0 is on mpirun's machine if the hostfile begins with that; it can tell."""
     job = environment.get("OMPI_MCA_ess_base_jobid")
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.search(r"tcp://([^,:;]+)", uri)
@@ -235,13 +213,13 @@ def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str 
 
 
 def first_host(nodelist: str) -> str:
-    """The first name in Slurm's short form: `rack[2-3]-node[01-16,20],login` begins with rack2-node01."""
+    """Return the first name of Slurm's short form: rack2-node01 of `rack[2-3]-node[01-16,20],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first is not None else "")
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `2(x3),1` is 2, 2, 2, 1."""
+    """Return the numbers of Slurm's short form: 2, 2, 2, 1 of `2(x3),1`."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -249,10 +227,10 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def complete_environment(ranks: Ranks) -> None:
-    """Sets what torch and DeepSpeed look for where the launcher did not, so that neither asks mpi4py.
+    """Set what torch and DeepSpeed look for and the launcher did not set, so that neither asks mpi4py.
 
     Raises:
-        LaunchError: it cannot be known where rank 0 is, or what is set cannot be.
+        LaunchError: It cannot be known where rank 0 is, or a value cannot be.
     """
     check_master(os.environ)
     address = {}
@@ -273,26 +251,26 @@ def complete_environment(ranks: Ranks) -> None:
 
 
 def write_exit_code(rank: int, world_size: int, code: int) -> None:
-    """Writes this rank's exit code beside what the launch script handed over: it trusts no launcher's.
+    """Write this rank's exit code for the launch script, which trusts no launcher's.
 
-    Without one (another launcher) nothing is written. A process's first word stays: what follows is its echo.
+    Under another launcher nothing is written. The first code of a process stays: later ones follow from it.
     """
     handed_over = os.environ.get(ENVIRONMENT_FILE)
     if handed_over is None:
         return
     word = {"code": code, "world_size": world_size, "pid": os.getpid()}
     path = Path(handed_over).parent / f"rank-{rank}"
-    with suppress(OSError, ValueError):  # a full disk: a missing word is an end that was not proven
+    with suppress(OSError, ValueError):  # a full disk: a missing code counts as a failure
         if path.exists() and json.loads(path.read_text())["pid"] == word["pid"]:
             return
         replace_file(path, json.dumps(word))
 
 
 def cpu_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:
-    """Threads for this rank: OMP_NUM_THREADS where the user set it, else cores / ranks that share them.
+    """Return this rank's threads: OMP_NUM_THREADS if the user set it, else cores / ranks that share them.
 
-    Two ranks with every core each run at half the speed of one. torchrun sets OMP_NUM_THREADS=1 by itself;
-    that is not the user's word.
+    Two ranks with every core each run at half the speed of one. The user did not set what torchrun sets by
+    itself: OMP_NUM_THREADS=1.
     """
     stated = environment.get("OMP_NUM_THREADS", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment and stated == "1"
@@ -307,7 +285,7 @@ AGENT = "PIPELINE_AGENT"
 
 @dataclass(frozen=True)
 class Agent:
-    """Of one machine, in a job of several."""
+    """The torchrun agent of one machine, in a job of several."""
 
     number: int
     """The same for all ranks of the machine, and for no other's."""
@@ -318,15 +296,15 @@ class Agent:
     restarts_left: int
 
     def leave(self) -> None:
-        """Ends it, and so its ranks: the others stop and meet without it. One rank of a machine calls it.
+        """End the agent and so its ranks: the others stop and meet without it. One rank calls it.
 
-        Any other end of a rank would have it start the ranks again, or close the meeting for all.
+        After any other end of a rank it would start the ranks again, or close the meeting for all.
         """
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def read_agent(environment: Mapping[str, str]) -> Agent | None:
-    """This rank's; None: launch/torchrun.sh did not start it."""
+    """Return this rank's agent; None if launch/torchrun.sh did not start it."""
     pid, _, rest = environment.get(AGENT, "").partition(":")
     least, _, is_endpoint = rest.partition(":")
     if pid != str(os.getppid()) or "GROUP_RANK" not in environment:
@@ -336,10 +314,11 @@ def read_agent(environment: Mapping[str, str]) -> Agent | None:
 
 
 def why_none_leaves(agents: Sequence[Agent | None], leaving: Collection[int]) -> str | None:
-    """What has to change before the machines of these ranks could leave; None: they can.
+    """Return what has to change before the machines of some ranks could leave; None if they can.
 
     Args:
-        agents: Of all ranks.
+        agents: The agent of each rank.
+        leaving: Ranks whose machines leave.
     """
     known = [each for each in agents if each is not None]
     if len(known) < len(agents):

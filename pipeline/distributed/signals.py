@@ -1,7 +1,7 @@
 """Signals that come before a run can save, a launcher that is gone, and which ranks report that they end.
 
-The launchers end their ranks when they are told to end; killed, they cannot. A rank whose launcher is gone
-asks itself to stop: it saves and leaves, where it would train on unseen.
+A launcher that is asked to end ends its ranks; one that is killed cannot. A rank whose launcher is gone asks
+itself to stop: it saves and leaves, where it would train on unseen.
 
 Imports no torch: the first seconds of a process are those in which it is imported.
 """
@@ -22,7 +22,7 @@ from types import FrameType
 
 import psutil
 
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, PMI, Ranks
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, Ranks
 from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within it those signals raise Terminated; by default they would end the process without a word.
+    """Have the stop signals raise Terminated; by default they would end the process without a word.
 
-    What is ignored (SIGHUP under nohup), or seen to by somebody else, stays so.
+    A signal that is ignored (SIGHUP under nohup), or has another handler, stays so.
     """
     is_main = threading.current_thread() is threading.main_thread()
     wanted = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) == signal.SIG_DFL]
@@ -59,13 +59,13 @@ def terminable() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """For the last seconds of a process that ends anyway."""
+    """Ignore the stop signals, for the last seconds of a process that ends anyway."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def detach_closed_terminal() -> None:
-    """Lets what is printed go nowhere where the terminal (a closed ssh) or the reader (`| tee`) is gone.
+    """Discard what is printed if the terminal (a closed ssh) or the reader (`| tee`) is gone.
 
     It would be an error, before the run could be saved.
     """
@@ -80,19 +80,19 @@ def detach_closed_terminal() -> None:
 
 
 def reports_own_exit(alone_here: bool) -> bool:
-    """Whether a rank that does not tell the job's failure says of its own end.
+    """Return whether a rank that does not report the job's failure reports its own end.
 
     Args:
-        alone_here: Nobody else on its machine says anything.
+        alone_here: Whether no other rank of its machine reports anything.
     """
     # Our scripts, srun and mpirun show what all ranks print on one console.
-    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI.rank, PMI.rank)):
+    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI[0])):
         return False
     return alone_here or _has_own_stderr()
 
 
 def _has_own_stderr() -> bool:
-    """Whether it goes elsewhere than the launcher's: a file for each rank, a pod's log."""
+    """Return whether stderr goes elsewhere than the launcher's: a file for each rank, a pod's log."""
     try:
         own, launchers = os.fstat(STDERR), os.stat(f"/proc/{os.getppid()}/fd/{STDERR}")
     except OSError:
@@ -101,7 +101,7 @@ def _has_own_stderr() -> bool:
 
 
 def stop_with_launcher(ranks: Ranks, period: float = LAUNCHER_PERIOD) -> None:
-    """Watches the processes above this one from now on; when one ends, SIGTERM comes to this process.
+    """Watch the processes above this one; when one ends, send SIGTERM to this process.
 
     Above a rank of the deepspeed launcher there are two: launch.py, and `deepspeed` which started that. Any
     other launcher is its ranks' parent. Does nothing where a process was not started by a launcher.

@@ -17,9 +17,9 @@ from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 log = logging.getLogger(__name__)
 
 SAVE_FLAG, STOP_FLAG = 1, 1 << 20
-"""What a rank asks for after a step. Sums over up to a million ranks tell the two apart (fp64)."""
+"""Request of a rank after a step. Sums over up to a million ranks keep the two apart (fp64)."""
 EVALUATE_FLAG, END_FLAG = 1 << 40, 1 << 41
-"""What rank 0 alone asks for."""
+"""Requests of rank 0 alone."""
 
 
 class StopOnSignal:
@@ -65,7 +65,7 @@ class StopOnSignal:
 
 
 class Flags(NamedTuple):
-    """What some rank asked for, as all ranks know."""
+    """Requests of some rank, which all ranks know of."""
 
     save: bool = False
     stop: bool = False
@@ -90,7 +90,7 @@ class FlagReader:
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def read(self, flags: Tensor) -> Flags:
-        """Takes the summed flags of the step just launched; returns what all ranks know by now."""
+        """Record the summed flags of the step just launched; return what all ranks know by now."""
         if not self._on_gpu:
             return _counted(flags)
         host = torch.empty((), dtype=flags.dtype, pin_memory=True)
@@ -116,7 +116,7 @@ class Alarm:
     """Due once every so many seconds.
 
     Args:
-        seconds: 0: never.
+        seconds: Period; 0 for never.
     """
 
     def __init__(self, seconds: float):
@@ -124,12 +124,12 @@ class Alarm:
         self._since = time.monotonic()
 
     def due(self) -> bool:
-        """True once; then the seconds begin again."""
+        """Return True once; then the seconds begin again."""
         if not self._seconds or time.monotonic() - self._since < self._seconds:
             return False
         self.restart()
         return True
 
     def restart(self) -> None:
-        """The seconds begin again."""
+        """Begin the seconds again."""
         self._since = time.monotonic()

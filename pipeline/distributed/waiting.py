@@ -20,8 +20,8 @@ class Wait:
     """A wait that says what it waits for: after a while, then after twice as long, and so on.
 
     Args:
-        seconds: After which it is given up.
-        setting: What sets them.
+        seconds: Limit after which it is given up.
+        setting: Name of what sets the limit.
     """
 
     def __init__(self, seconds: float, setting: str = "distributed.timeout_seconds"):
@@ -30,10 +30,10 @@ class Wait:
         self._say_after = min(PATIENCE, seconds / 4)
 
     def __call__(self, line: str, advice: str, said: bool = True) -> None:
-        """Waits a moment more.
+        """Wait a moment more.
 
         Raises:
-            LaunchError: that was too long.
+            LaunchError: The limit is reached.
         """
         waited = time.monotonic() - self._began
         if waited > self._seconds:
@@ -53,13 +53,13 @@ def wait_for_port(
     said: bool = True,
     is_here: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Until something listens there, or it turns out to be here: a name may be known only after a while.
+    """Wait until something listens there, or it turns out to be here: a name may be known late.
 
     Args:
         what: Who does not reach what, in words.
 
     Raises:
-        LaunchError: nothing did in time, or there is no such name.
+        LaunchError: Nothing did in time, or there is no such name.
     """
     while not is_here():
         try:
@@ -70,14 +70,22 @@ def wait_for_port(
             wait(f"{what}, {host}:{port} ({reason})", f"what is in the way: {DOCTOR}", said)
 
 
-def is_own_address(host: str) -> bool:
-    """Whether it is one of this machine."""
+def own_address(host: str) -> str | None:
+    """Return the first address of a name that is one of this machine's; None if none is."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # no name of any machine
-        return False
+        return None
     for family, kind, _, _, address in found:
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
-            return True
-    return False
+            return str(address[0])
+    return None
+
+
+def free_port(host: str = "") -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

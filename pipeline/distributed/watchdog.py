@@ -55,12 +55,12 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class ThreadPosition(NamedTuple):
-    """What a thread is at."""
+    """Where a thread is."""
 
     collective: str | None
-    """`all_reduce`, `barrier`, ...; None: it waits for no other rank."""
+    """`all_reduce`, `barrier`, ...; None if it waits for no other rank."""
     place: str
-    """The innermost line that is no library's."""
+    """The innermost line that is not of a library."""
 
 
 class InFlight(NamedTuple):
@@ -71,7 +71,7 @@ class InFlight(NamedTuple):
 
 
 def thread_position(frames: Sequence[FrameSummary], in_flight: Sequence[InFlight] = ()) -> ThreadPosition:
-    """What a thread with this stack (innermost last) is at."""
+    """Return where a thread with this stack (innermost last) is."""
     inner: list[FrameSummary] = []
     mine = None
     for frame in reversed(frames):
@@ -91,7 +91,7 @@ def thread_position(frames: Sequence[FrameSummary], in_flight: Sequence[InFlight
 
 
 def _is_library(frame: FrameSummary) -> bool:
-    """Not the user's; of this project what only hands on to a collective counts as one too."""
+    """Return whether a frame is not the user's; our own wrappers of collectives count as a library."""
     return frame.filename.startswith((_STDLIB, _HERE, "<")) or "site-packages" in frame.filename
 
 
@@ -101,15 +101,15 @@ def _described(frame: FrameSummary) -> str:
 
 
 def main_frames() -> list[FrameSummary]:
-    """The main thread's stack, innermost last. For other threads."""
+    """Return the main thread's stack, innermost last. For other threads."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return traceback.extract_stack(frame) if frame is not None else []
 
 
 def in_flight_now() -> list[InFlight]:
-    """What training has entered and not left, by the flight recorder; the first one first.
+    """Return the collectives that training has entered and not left, by the flight recorder, in their order.
 
-    What a thread of ours does beside training (a checkpoint being written) is left out.
+    Those of a thread of ours beside training (a checkpoint being written) are left out.
     """
     # Autograd's own threads show up as dummies where a hook of theirs was Python.
     beside = {
@@ -128,10 +128,10 @@ def in_flight_now() -> list[InFlight]:
 
 
 def write_stacks(folder: Path, rank: int, headline: str) -> None:
-    """`rank-00001.txt`: every thread's Python stack; beside it what the flight recorder holds, if anything.
+    """Write every thread's Python stack to `rank-00001.txt`, and what the flight recorder holds beside it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{rank:05d}.txt").open("w") as file:
@@ -144,7 +144,7 @@ def write_stacks(folder: Path, rank: int, headline: str) -> None:
 
 
 def _recorded(only_active: bool) -> dict[str, Any]:
-    """What both recorders hold, NCCL's first: it has one of its own, which CUDA builds alone can read."""
+    """Return what both recorders hold, NCCL's own first, which only CUDA builds can read."""
     merged: dict[str, Any] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
@@ -182,12 +182,12 @@ class Failure:
 
     rank: int
     why: str
-    """`raised`: the rank shows its own error. `hang`, `lost`: a rank must be found out."""
+    """`raised`: the rank shows its own error. `hang`, `lost`: the rank at fault must be found."""
     code: int
     seconds: float = 0.0
-    """Without progress, of a hang."""
+    """Seconds without progress, of a hang."""
     what: str = ""
-    """Of `lost`: the rank whose heartbeats stopped, as it was known then."""
+    """Of `lost`: the rank whose heartbeats stopped, as it was described then."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class Heartbeat:
 
 
 def claim(store: Store, failure: Failure) -> Failure:
-    """The job's failure: this one, or the one that was claimed before.
+    """Return the job's failure: this one, or the one that was claimed before.
 
     Raises:
-        RuntimeError: the store is gone.
+        RuntimeError: The store is gone.
     """
     # Where the key is not there yet, the first call makes it; two that do so at once still agree below.
     store.compare_set(FAILURE, "", NOBODY)
@@ -214,57 +214,61 @@ class WatchdogStore:
     """A connection of the watchdog's own: the training thread may be stuck in the other one."""
 
     def __init__(self, store: Store, rank: int, patience: float):
-        """`patience`: seconds that the store may take to answer."""
+        """Connect to the store.
+
+        Args:
+            patience: Seconds that the store may take to answer.
+        """
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=patience))
         self._rank = rank
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Tells the others that this rank is alive."""
+        """Tell the others that this rank is alive."""
         self._store.set(f"pipeline/heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-        """The newest heartbeats of those that sent any."""
+        """Return the newest heartbeat of each rank that sent any."""
         return {rank: _heartbeat(value) for rank, value in present(self._store, "heartbeat", ranks).items()}
 
     def failure(self) -> Failure | None:
-        """What the job ends of, if it does."""
+        """Return why the job ends, if it does."""
         value = self._store.get(FAILURE).decode()
         return None if value == NOBODY else _failure(value.encode())
 
     def claim(self, failure: Failure) -> Failure:
-        """See claim."""
+        """Claim a failure: see `claim`."""
         return claim(self._store, failure)
 
     def send_report(self, report: RankReport) -> None:
-        """Says where this rank stands."""
+        """Send where this rank is."""
         self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
-        """Of those that have sent one."""
+        """Return the reports that were sent."""
         found = [json.loads(value) for value in present(self._store, "report", ranks).values()]
         return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
 
     def publish_diagnosis(self, sentence: str) -> None:
-        """Says what the job ends of, for all that ask."""
+        """Publish why the job ends, for all ranks."""
         self._store.set("pipeline/diagnosis", sentence)
 
     def diagnosis(self) -> str | None:
-        """What was published, if anything was."""
+        """Return what was published, if anything was."""
         key = "pipeline/diagnosis"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def count(self, what: str) -> None:
-        """Something is done on this rank, once."""
+        """Count that something is done on this rank."""
         self._store.add(f"pipeline/{what}", 1)
 
     def counted(self, what: str) -> int:
-        """How many ranks have counted it."""
+        """Return how many ranks have counted it."""
         return int(self._store.add(f"pipeline/{what}", 0))
 
 
 def present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-    """What those of the ranks wrote that wrote anything, by rank."""
+    """Return by rank what was written, of those ranks that wrote anything."""
     keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
     if keys and not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
@@ -288,11 +292,11 @@ class _Last:
 
 
 class Heartbeats:
-    """What one rank sees of the others.
+    """The heartbeats of the other ranks, as one rank sees them.
 
     Args:
         everyone: All ranks, in order.
-        rank: The one that looks.
+        rank: The rank that looks.
     """
 
     def __init__(self, everyone: Sequence[RankProcess], rank: int):
@@ -302,11 +306,11 @@ class Heartbeats:
         self.neighbours = [other for other in self._heartbeats if everyone[other].machine == here]
 
     def update(self, watched: Iterable[int], heartbeats: Mapping[int, Heartbeat], seconds: float) -> None:
-        """Takes the newest heartbeats of the ranks that are watched now.
+        """Record the newest heartbeats of the ranks that are watched now.
 
         Args:
-            seconds: Since it was called last: so much older is a heartbeat that has not changed.
-                Time in which this rank itself stood still must not be in it.
+            seconds: Seconds since the last call, by which a heartbeat that has not changed is older. Time in
+                which this rank itself stood still must not be in it.
         """
         for rank in watched:
             last = self._heartbeats.get(rank)
@@ -318,14 +322,14 @@ class Heartbeats:
                 last.heartbeat, last.age = heartbeat, 0.0
 
     def check_processes(self) -> None:
-        """Checks the processes on this machine."""
+        """Check whether the ranks' processes on this machine are there."""
         for rank in self.neighbours:
             is_gone = process_state(self._everyone[rank].pid) == "gone"
             last = self._heartbeats[rank]
             last.checks_without_process = last.checks_without_process + 1 if is_gone else 0
 
     def lost(self, silence: float, among: Iterable[int], checks: int = 2) -> list[LostRank]:
-        """Those of `among` that were silent for `silence` seconds, or gone at `checks` checks in a row."""
+        """Return those of `among` that were silent for `silence` seconds, or gone at `checks` checks."""
         found = []
         for rank in sorted(among):
             last = self._heartbeats.get(rank)
@@ -334,10 +338,10 @@ class Heartbeats:
         return found
 
     def describe(self, rank: int, silent: float | None = None) -> LostRank:
-        """What is known of a rank that counts as lost.
+        """Return what is known of a rank that counts as lost.
 
         Args:
-            silent: Seconds, where another clock knows better.
+            silent: Seconds of its silence, if another clock knows better.
         """
         process, last = self._everyone[rank], self._heartbeats[rank]
         is_near = rank in self.neighbours
@@ -360,7 +364,7 @@ def _tell_nobody(step: int, sentence: str) -> None:
 
 
 class Shutdown:
-    """Never waits for the training thread; for other ranks only so long."""
+    """Ends this process. It never waits for the training thread, and for other ranks only for seconds."""
 
     def __init__(
         self,
@@ -371,25 +375,25 @@ class Shutdown:
         progress: Progress,
     ):
         self.folder: Path | None = None
-        """Where stacks are written; None: nowhere yet."""
+        """Where stacks are written; None if nowhere yet."""
         self.before_leaving: Callable[[], object] = lambda: None
-        """What a process still does that is rank 0 or tells why the job ends; raises nothing."""
+        """Last work of a process that is rank 0 or reports why the job ends; raises nothing."""
         self.frames: list[FrameSummary] = []
-        """Where the training thread was, if it has left there by an exception."""
+        """Where the training thread was when it raised an exception, if it did."""
         self.tell: Callable[[int, str], None] = _tell_nobody
-        """Is given the step and what is told, by the rank that tells; takes seconds at the most."""
+        """Called with the step and the sentence by the rank that reports; takes seconds at the most."""
         self.advise: Callable[[], str] = advise
-        """What helps where a rank was killed for memory."""
+        """Gives the advice for a rank that was killed for memory."""
         self._store, self._heartbeats = store, heartbeats
         self._everyone, self._rank = everyone, rank
         self._progress = progress
         self._tells = rank == 0
 
     def together(self, failure: Failure) -> None:
-        """With the others, over the store.
+        """End together with the others, over the store.
 
         Raises:
-            RuntimeError: it is gone.
+            RuntimeError: The store is gone.
         """
         if failure.why == "raised":
             # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
@@ -412,7 +416,7 @@ class Shutdown:
             self._until(lambda: self._store.counted("left") >= len(self._everyone), SOON)
 
     def alone(self, silent: float) -> None:
-        """Without the store, which has not answered for so many seconds. Does not return."""
+        """End without the store, which has not answered for so many seconds. Does not return."""
         self._last_resort()
         with suppress(RuntimeError):
             self._own_report("lost")
@@ -436,7 +440,7 @@ class Shutdown:
         faulthandler.dump_traceback_later(DEADLINE + 5, exit=True, file=STDERR)
 
     def _own_report(self, why: str) -> RankReport:
-        """Where this rank stands; its stacks are written."""
+        """Return where this rank is, and write its stacks."""
         activity = self._progress.activity
         in_flight = in_flight_now()
         now = thread_position(self.frames or main_frames(), in_flight)
@@ -484,14 +488,14 @@ class Shutdown:
         self._write(line)
 
     def _report_exit(self, failure: Failure, sentence: str) -> None:
-        """The same on this rank's own console, where it is another one's failure and nobody says it there."""
+        """Write the sentence on this rank's own console too, if the rank that reports has another one."""
         own, teller = self._everyone[self._rank], self._everyone[failure.rank]
         if own.rank != teller.rank and reports_own_exit(self._is_head and own.machine != teller.machine):
             self._write(f"{own}: ends with {failure.code}: {sentence}")
 
     @property
     def _is_head(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """Return whether this is the first rank of its machine."""
         return self._rank == min([self._rank, *self._heartbeats.neighbours])
 
     def _write(self, line: str) -> None:
@@ -499,7 +503,7 @@ class Shutdown:
             os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
 
     def _is_reporter(self) -> bool:
-        """Whether this rank is the one that reports where no store agrees on it: one a file system."""
+        """Return whether this rank reports although no store can agree on one: one rank a file system."""
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -516,7 +520,7 @@ class Shutdown:
             time.sleep(PERIOD / 10)
 
     def leave(self, code: int) -> None:
-        """Ends this process and its data workers at once; no destructor and no other thread is waited for."""
+        """End this process and its data workers, without waiting for any destructor or thread."""
         if self._tells:
             self.before_leaving()  # takes seconds at the most
         write_exit_code(self._rank, len(self._everyone), code)
@@ -526,7 +530,7 @@ class Shutdown:
 
 
 def is_from_peers(error: BaseException) -> bool:
-    """Whether an exception may be another rank's doing: a collective that failed."""
+    """Return whether another rank may have caused an exception: a collective that failed."""
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or _OF_PEERS.search(str(error)) is not None
     )
@@ -536,11 +540,11 @@ class Watchdog:
     """Watches from `start` to `stop`.
 
     Args:
-        store: The job's; a connection of its own is made to it.
+        store: The job's store; the watchdog makes a connection of its own to it.
         everyone: All ranks, in order.
-        rank: This one.
-        progress: What the training thread says of itself.
-        limits: Seconds that are a hang.
+        rank: This rank.
+        progress: Activity of the training thread.
+        limits: Seconds after which it counts as a hang.
     """
 
     def __init__(
@@ -568,42 +572,42 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """From now on."""
+        """Begin to watch."""
         for thread in self._threads:
             thread.start()
 
     def write_to(self, run_dir: Path, tell: Callable[[int, str], None] | None = None) -> None:
-        """Where the run's files are: stacks go to `hang/` in it.
+        """Write stacks to `hang/` in the run's directory.
 
         Args:
-            tell: Is given the step and why the job ends, on the rank that says so on the console.
+            tell: Called with the step and why the job ends, on the rank that says so on the console.
         """
         self._shutdown.folder = run_dir / "hang"
         self._shutdown.tell = tell or self._shutdown.tell
 
     def tell(self, sentence: str) -> None:
-        """To whom `write_to` named: what ends the job, of a rank that raised it."""
+        """Call the `tell` of `write_to` with what ends the job, on a rank that raised it."""
         self._shutdown.tell(self._progress.activity.step, sentence)
 
     def advised_by(self, advise: Callable[[], str]) -> None:
-        """What is told to help where a rank was killed for memory; raises nothing."""
+        """Set what gives the advice for a rank that was killed for memory; it raises nothing."""
         self._shutdown.advise = advise
 
     def _described(self, lost: Sequence[LostRank]) -> str:
         return describe_lost(lost, self._shutdown.advise)
 
     def before_leaving(self, work: Callable[[], object]) -> None:
-        """What is done before the process is ended: it raises nothing and takes seconds."""
+        """Set the last work before the process ends: it raises nothing and takes seconds."""
         self._shutdown.before_leaving = work
 
     def stop(self) -> None:
-        """The run ends as it should: nobody watches any more. Before the store goes."""
+        """Stop watching, at the good end of a run and before the store goes."""
         self._stopped.set()
         self._wake.set()
         self._threads[0].join(timeout=2 * PERIOD)
 
     def look_for_lost(self, error: BaseException) -> None:
-        """Ends the process if it is another rank that made a collective fail; returns if none did."""
+        """End the process if another rank made a collective fail; return if none did."""
         self._shutdown.frames = traceback.extract_tb(error.__traceback__)
         if is_from_peers(error) and _TIMED_OUT.search(str(error)):
             idle = time.monotonic() - self._progress.activity.since
@@ -615,7 +619,7 @@ class Watchdog:
             time.sleep(DEADLINE)
 
     def _guard(self) -> None:
-        """Ticks. Time in which this thread did not run (a stopped process) is not counted."""
+        """Count time in ticks. Time in which this thread did not run (a stopped process) is left out."""
         tick = PERIOD / 2
         seen, idle, ending, last = self._progress.activity, 0.0, 0.0, time.monotonic()
         while not self._stopped.wait(tick):

@@ -16,6 +16,7 @@ from pipeline.distributed.machine import Memory
 from pipeline.files import GIB
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
+WAIT_12 = f"ranks 0, 2 wait in all_reduce number 12 (step 41, {LINE})"
 
 
 def who(rank: int) -> RankProcess:
@@ -35,12 +36,51 @@ def lost(rank, state=None, **changes):
     return LostRank(who(rank), state=state, **fields | changes)
 
 
-def test_a_rank_that_is_elsewhere_is_behind():
-    said = describe_hang([waits(0), waits(1), busy(2), waits(3)], 60.2)
-    assert said == (
-        "hang: no step for 60 s. rank 2 on node2 (pid 702) is behind: step 41, at my_model.py:88 in forward "
-        f"(time.sleep(9)); ranks 0, 1, 3 wait in all_reduce (step 41, {LINE})"
-    )
+DIFFERENT = "the ranks are in different collectives: rank 1 on node1 (pid 701) is in "
+ODD = {"collective": "broadcast", "place": "other.py:7 in g"}
+
+
+@pytest.mark.parametrize(
+    ("reports", "silent", "start", "end"),
+    [
+        (
+            [waits(0), waits(1), busy(2), waits(3)],
+            [],
+            "rank 2 on node2 (pid 702) is behind: step 41, at my_model.py:88 in forward (time.sleep(9)); ",
+            f"ranks 0, 1, 3 wait in all_reduce (step 41, {LINE})",
+        ),
+        ([waits(0, number=12), waits(1, **ODD), waits(2, number=12)], [], DIFFERENT, WAIT_12),
+        ([waits(0, number=12), waits(1, number=11), waits(2, number=12)], [], DIFFERENT, WAIT_12),
+        (
+            [waits(0, number=12), waits(1, place="other.py:7 in g"), waits(2, number=12)],
+            [],
+            DIFFERENT,
+            WAIT_12,
+        ),
+        (
+            [waits(rank, number=5) for rank in range(3)],
+            [],
+            f"all ranks wait in all_reduce (step 41, {LINE}), and nothing arrives: look at the network",
+            "NCCL_SOCKET_IFNAME)",
+        ),
+        (
+            [busy(0), busy(1), busy(2, step=40)],
+            [],
+            "no rank waits in a collective: ranks 0, 1: step 41, at my_model.py:88",
+            "; rank 2: step 40, at my_model.py:88 in forward (time.sleep(9))",
+        ),
+        (
+            [waits(0), waits(2)],
+            [lost(1, "stopped", silent=3.1)],
+            "rank 1 on node1 (pid 701) is stopped: last heartbeat 3.1 s ago at",
+            f"; ranks 0, 2 wait in all_reduce (step 41, {LINE})",
+        ),
+    ],
+)
+def test_who_holds_up_the_job(reports, silent, start, end):
+    said = describe_hang(reports, 60.2, silent)
+    assert said.startswith(f"hang: no step for 60 s. {start}")
+    assert said.endswith(end)
 
 
 def test_what_it_does_instead_of_a_step_is_said():
@@ -48,74 +88,29 @@ def test_what_it_does_instead_of_a_step_is_said():
     assert "rank 0 on node1 (pid 700) is behind: step 41, saving, at x.py:1 in f; rank 1 waits in" in said
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [waits(1, "broadcast", place="other.py:7 in g"), waits(1, number=11), waits(1, place="other.py:7 in g")],
-    ids=["another name", "another number", "another line"],
-)
-def test_ranks_in_different_collectives(odd):
-    said = describe_hang([waits(0, number=12), odd, waits(2, number=12)], 60)
-    assert "the ranks are in different collectives: rank 1 on node1 (pid 701) is in " in said
-    assert said.endswith(f"ranks 0, 2 wait in all_reduce number 12 (step 41, {LINE})")
-
-
-def test_all_in_the_same_collective_is_the_network():
-    said = describe_hang([waits(rank, number=5) for rank in range(3)], 60)
-    assert f"all ranks wait in all_reduce (step 41, {LINE}), and nothing arrives: look at the network" in said
-
-
-def test_no_rank_in_a_collective():
-    said = describe_hang([busy(0), busy(1), busy(2, step=40)], 60)
-    assert "no rank waits in a collective: ranks 0, 1: step 41, at my_model.py:88" in said
-    assert "; rank 2: step 40, at " in said
-
-
-def test_a_rank_that_does_not_answer_is_the_one():
-    said = describe_hang([waits(0), waits(2)], 5, [lost(1, "stopped", silent=3.1)])
-    assert said.startswith(
-        "hang: no step for 5 s. rank 1 on node1 (pid 701) is stopped: last heartbeat 3.1 s ago at"
-    )
-    assert "; ranks 0, 2 wait in all_reduce" in said
+HEARD = "last heartbeat 1.2 s ago at step 40; "
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "changes", "words"),
     [
+        ("gone", {}, f"is gone: {HEARD}it held 2.00 GiB, and 3.00 GiB of the 16.00 GiB its cgroup allows"),
+        ("stopped", {}, f"is stopped: {HEARD}it was sent SIGSTOP"),
+        ("there", {}, f"sends no heartbeat: {HEARD}its process is there and runs"),
+        (None, {}, f"sends no heartbeat: {HEARD}its process, its machine or the"),
+        ("gone", {"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
         (
             "gone",
-            "is gone: last heartbeat 1.2 s ago at step 40; it held 2.00 GiB, and 3.00 GiB of the 16.00 GiB",
-        ),
-        ("stopped", "is stopped: last heartbeat 1.2 s ago at step 40; it was sent SIGSTOP"),
-        (
-            "there",
-            "sends no heartbeat: last heartbeat 1.2 s ago at step 40; its process is there and runs",
-        ),
-        (
-            None,
-            "sends no heartbeat: last heartbeat 1.2 s ago at step 40; its process, its machine or the",
-        ),
-    ],
-)
-def test_a_lost_rank(state, words):
-    said = describe_lost([lost(1, state)])
-    assert said.startswith("rank 1 on node1 (pid 701) ")
-    assert words in said
-    assert "killed for memory" not in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
-        (
             {"memory": Memory(15 * GIB, 15 * GIB, 16 * GIB, False, 0)},
             "it held 15.00 GiB, and 15.00 GiB of the 16.00 GiB the machine has were in use: most likely",
         ),
     ],
-    ids=["the kernel says so", "nearly full"],
 )
-def test_a_rank_killed_for_memory(changes, words):
-    assert words in describe_lost([lost(1, "gone", **changes)])
+def test_a_lost_rank(state, changes, words):
+    said = describe_lost([lost(1, state, **changes)])
+    assert said.startswith("rank 1 on node1 (pid 701) ")
+    assert words in said
+    assert ("killed for memory" in said) == bool(changes)
 
 
 def test_a_machine_takes_its_ranks_with_it():

@@ -69,65 +69,60 @@ def write_v1(folder, limit, used=0, cached=0, num_kills=0):
     (folder / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {num_kills}\n")
 
 
-def write_own(root, lines):
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(lines)
+SLURM = "system.slice/slurmstepd.scope/job_7"
+GROUPS = {
+    # Slurm's limit stands on the job: a step's own group says `max`, and the root has none at all.
+    "version 2": (
+        f"0::/{SLURM}/step_0/task_0\n",
+        [
+            (write_v2, SLURM, {"limit": 1000, "used": 900, "cached": 150, "num_kills": 3}),
+            (write_v2, f"{SLURM}/step_0/task_0", {"limit": "max", "used": 400, "num_kills": 2}),
+            (write_v2, "system.slice/slurmstepd.scope/job_8", {"limit": 10, "used": 10}),  # a neighbour's
+        ],
+        (1000, 750, 250, 2),
+    ),
+    "version 1 beside an empty version 2": (
+        "11:cpu,cpuacct:/\n9:memory:/slurm/job_7/step_0\n0::/\n",
+        [
+            (write_v1, "memory", {"limit": UNLIMITED, "used": 5000}),
+            (write_v1, "memory/slurm/job_7", {"limit": 1000, "used": 900, "cached": 150}),
+            (write_v1, "memory/slurm/job_7/step_0", {"limit": UNLIMITED, "used": 800, "num_kills": 4}),
+        ],
+        (1000, 750, 250, 4),
+    ),
+    "the tightest limit and the least that is left are of two groups": (
+        "0::/job/task\n",
+        [
+            (write_v2, "job", {"limit": 2000, "used": 1900}),
+            (write_v2, "job/task", {"limit": 1000, "used": 100}),
+        ],
+        (1000, 100, 100, 0),
+    ),
+    # In a container the path is the host's, or leads out of it; the root is the container's own.
+    "a container": (
+        "0::/kubepods/pod7/9\n",
+        [(write_v2, "", {"limit": 1000, "used": 400})],
+        (1000, 400, 600, 0),
+    ),
+    "outside": ("0::/../../pod7\n", [(write_v2, "", {"limit": 1000, "used": 400})], (1000, 400, 600, 0)),
+    "over its limit": ("0::/job\n", [(write_v2, "job", {"limit": 1000, "used": 1100})], (1000, 1100, 0, 0)),
+}
 
 
-def seen(root):
-    now = memory_now(root)
-    return now.by_cgroup, now.limit, now.used, available_memory(root)
-
-
-def test_version_2_a_limit_stands_on_the_job_and_not_on_the_root_or_the_task(tmp_path):
-    """As Slurm has it: a step's own group says `max`, the root has no limit at all."""
-    write_own(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/task_0\n")
-    top = tmp_path / "sys/fs/cgroup"
-    job = top / "system.slice/slurmstepd.scope/job_7"
-    write_v2(job, 1000, used=900, cached=150, num_kills=3)
-    write_v2(job / "step_0/task_0", "max", used=400, num_kills=2)
-    write_v2(top / "system.slice/slurmstepd.scope/job_8", 10, used=10)  # a neighbour's
-    assert seen(tmp_path) == (True, 1000, 750, 250)
-    assert kills(tmp_path) == 2
-    assert "KiB its cgroup allows were in use" in str(memory_now(tmp_path))
-
-
-def test_version_1_beside_an_empty_version_2(tmp_path):
-    write_own(tmp_path, "11:cpu,cpuacct:/\n9:memory:/slurm/uid_5/job_7/step_0\n0::/\n")
-    top = tmp_path / "sys/fs/cgroup"
-    write_v1(top / "memory", UNLIMITED, used=5000)
-    write_v1(top / "memory/slurm/uid_5/job_7", 1000, used=900, cached=150)
-    write_v1(top / "memory/slurm/uid_5/job_7/step_0", UNLIMITED, used=800, num_kills=4)
-    assert seen(tmp_path) == (True, 1000, 750, 250)
-    assert kills(tmp_path) == 4
-
-
-def test_the_tightest_limit_and_the_least_that_is_left_may_be_of_two_groups(tmp_path):
-    write_own(tmp_path, "0::/job/task\n")
-    write_v2(tmp_path / "sys/fs/cgroup/job", 2000, used=1900)
-    write_v2(tmp_path / "sys/fs/cgroup/job/task", 1000, used=100)
-    assert seen(tmp_path) == (True, 1000, 100, 100)
-
-
-@pytest.mark.parametrize("path", ["/kubepods/pod7/9", "/../../pod7", "/"])
-def test_in_a_container_the_root_is_the_containers_own(tmp_path, path):
-    """The path is the host's, where the container has no namespace of its own, or leads out of it."""
-    write_own(tmp_path, f"0::{path}\n")
-    write_v2(tmp_path / "sys/fs/cgroup", 1000, used=400)
-    assert seen(tmp_path) == (True, 1000, 400, 600)
-
-
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path):
-    write_own(tmp_path, "0::/job\n")
-    write_v2(tmp_path / "sys/fs/cgroup/job", 1000, used=1100)
-    assert available_memory(tmp_path) == 0
+@pytest.mark.parametrize(("own", "groups", "seen"), GROUPS.values(), ids=GROUPS)
+def test_the_limits_of_cgroups(tmp_path, own, groups, seen):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(own)
+    for write, group, values in groups:
+        write(tmp_path / "sys/fs/cgroup" / group, **values)
+    now = memory_now(tmp_path)
+    assert now.by_cgroup
+    assert (now.limit, now.used, available_memory(tmp_path), kills(tmp_path)) == seen
+    assert "KiB its cgroup allows were in use" in str(now)
 
 
 def test_without_a_cgroup_it_is_the_machines(tmp_path):
-    for text in (None, "0::/\n"):
-        if text is not None:
-            write_own(tmp_path, text)
-        assert not memory_now(tmp_path).by_cgroup
-        assert memory_now(tmp_path).limit == psutil.virtual_memory().total
-        assert available_memory(tmp_path) > 0
-        assert kills(tmp_path) == 0
+    assert not memory_now(tmp_path).by_cgroup
+    assert memory_now(tmp_path).limit == psutil.virtual_memory().total
+    assert available_memory(tmp_path) > 0
+    assert kills(tmp_path) == 0

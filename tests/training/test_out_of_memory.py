@@ -101,11 +101,7 @@ def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, c
             r"killed for memory \(exit code -9\): 2 ranks there x [\d.]+ [GM]iB; what helps", text
         )
     if "multi_gpu.sh" in launcher[0]:
-        assert re.search(
-            r"^this machine: killed for memory: 2 ranks x [\d.]+ [GM]iB, and its cgroup allows 2.50 GiB",
-            text,
-            re.M,
-        )
+        assert re.search(r"^this machine: the kernel killed \d process(es)? for memory; lower ", text, re.M)
     ended, text = limited(
         2560, *words, *arguments, "batch.micro_batch_size=2", "batch.gradient_accumulation_steps=2"
     )

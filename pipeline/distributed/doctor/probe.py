@@ -1,203 +1,150 @@
-"""The far side of an examination, started on every host through ssh.
+"""The far side of an examination: the process that the doctor starts on every host and asks.
 
-It runs as `python -m pipeline.distributed.doctor.probe`.
-
-Reads questions on standard input and answers on standard output (launch/ssh.py); ends, and removes
-what it made, when its input closes. It only looks: no question makes it run a command that came with it.
+It runs as `python -m pipeline.distributed.doctor.probe`. It only looks, runs no command that comes with a
+question, and removes what it made when its questions end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypedDict
+from typing import Any, BinaryIO, NoReturn
 
-from pipeline.distributed.doctor import facts, network_facts
-from pipeline.distributed.doctor.session import (
-    STEPS,
-    Session,
-    SilentError,
-    answer_all,
-    over_command,
-    own_streams,
-    read_questions,
+from pipeline.distributed.doctor import network
+from pipeline.distributed.doctor.all_reduce import LIMIT, MODULE, Measured
+from pipeline.distributed.doctor.machine_checks import (
+    CHECKS,
+    Finding,
+    Question,
+    existing,
+    marker,
+    read_gpus,
 )
-from pipeline.distributed.launch.ssh import local_command
-from pipeline.distributed.machine import available_memory
+from pipeline.distributed.doctor.node import Method, SilentError, Tell, ask, own_streams, serve
+from pipeline.distributed.doctor.rows import HOST, Fault
+from pipeline.distributed.launch.ssh import local_command, start_process
+from pipeline.distributed.waiting import free_port
 
-PATIENCE = 8.0
-"""Seconds for each fact: a folder of a file server that is gone never answers."""
-
-
-class Answered(TypedDict, total=False):
-    """The facts; what could not be found out is absent, and stands in `unknown` with the reason."""
-
-    project: facts.Project
-    versions: dict[str, str | None]
-    devices: facts.Devices
-    driver: facts.Driver
-    memory: int
-    disks: list[facts.Disk]
-    folders: list[facts.Folder]
-    ops: facts.Ops
-    network: network_facts.Network
-    environment: dict[str, str]
-    """Variables that choose the interface."""
-    address: str | None
-    """Where ssh found this machine."""
-    port: int
-    """Where it listens."""
-    unknown: dict[str, str]
-
-
-class Examine(TypedDict):
-    """The first question: who everyone is, and what to look for."""
-
-    token: str
-    """Of this examination; other programs do not know it."""
-    name: str
-    names: list[str]
-    folders: list[str]
-    """What the run writes to; the first is its own."""
-    environment: dict[str, str]
-    """What a launch would set."""
-    devices: list[int] | None
-    """Of the job on this machine; None: all."""
-    load_torch: bool
-    """There will be an all-reduce."""
-
-
-def marker(token: str, name: str) -> str:
-    """A file that a host leaves in the run's folder for the others to see."""
-    return f".doctor-{token}-{name}"
+CHECK_LIMIT = 90.0
+"""Seconds for the checks: a folder on a file server that is gone never answers."""
 
 
 class Probe:
     """Answers the questions of one examination."""
 
     def __init__(self) -> None:
-        self._asked: Examine | None = None
-        self._ranks: list[Session] = []
+        self._question: Question | None = None
+        self._sees_markers = False
 
-    def examine(self, asked: Examine) -> Answered:
-        """Every fact, found out at the same time."""
-        self._asked = asked
-        os.environ.update(asked["environment"])
-        port = network_facts.listen(asked["token"], asked["name"])
-        folders = asked["folders"]
-        if asked["load_torch"]:  # meanwhile: seconds
-            # On processors a rank a host is enough.
-            has_gpu = Path("/proc/driver/nvidia/version").exists()
-            count = len(asked["devices"] or facts.read_devices()["gpus"]) if has_gpu else 1
-            self._ranks = [_start_rank() for _ in range(max(1, count))]
-        questions: dict[str, Callable[[], object]] = {
-            "project": facts.read_project,
-            "versions": facts.read_versions,
-            "devices": facts.read_devices,
-            "driver": facts.read_driver,
-            "memory": available_memory,
-            "disks": lambda: facts.read_disks(folders),
-            "folders": lambda: facts.read_folders(folders, marker(asked["token"], asked["name"])),
-            "ops": facts.read_ops,
-            "network": lambda: network_facts.read_network(asked["names"]),
+    def examine(self, values: dict[str, Any], tell: Tell) -> dict[str, Any]:
+        """Return the findings of every check, the network, and the number of GPUs."""
+        question = Question(**values)
+        self._question = question
+        os.environ.update(question.environment)
+        port = network.listen(question.token, question.name)
+        checks: dict[str, Callable[[], Any]] = {
+            name: partial(check, question) for name, check in CHECKS.items()
         }
-        found, unknown = find_out(questions, PATIENCE)
-        way = os.environ.get("SSH_CONNECTION", "").split()
-        chosen = {k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")}
-        rest = {"environment": chosen, "address": way[2] if len(way) == 4 else None, "port": port}
-        return Answered(**found, **rest, unknown=unknown)  # type: ignore[typeddict-item]
+        checks["network"] = partial(network.read_network, question.names, port)
+        checks["gpus"] = read_gpus
+        found = run_checks(checks, CHECK_LIMIT, tell)
+        gpus, own_network = found.pop("gpus"), None
+        if isinstance(found["network"], network.Network):
+            own_network = asdict(found.pop("network"))
+        self._sees_markers = not found["folders"].faults
+        return {
+            "findings": {name: asdict(finding) for name, finding in found.items()},
+            "network": own_network,
+            "num_gpus": len(gpus) if isinstance(gpus, list) else 0,
+        }
 
-    def connect(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Tries the peers, and looks which hosts' markers it sees."""
-        assert self._asked is not None
-        token, names = self._asked["token"], self._asked["names"]
-        links = network_facts.connect_to(asked["peers"], token, asked["seconds"])
-        folder = self._run_folder()
-        return {"links": links, "sees": [name for name in names if (folder / marker(token, name)).exists()]}
+    def connect(self, peers: list[tuple[str, str, int]], tell: Tell) -> dict[str, Any]:
+        """Try the peers, and look whose markers this host sees."""
+        assert self._question is not None
+        tell("connecting to the other hosts")
+        links = network.connect_to(peers, self._question.token)
+        names = self._question.names if self._sees_markers else []  # else the folder may never answer
+        return {
+            "links": [asdict(link) for link in links],
+            "sees": [name for name in names if self._marker(name).exists()],
+        }
 
-    def serve(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Opens the store of the all-reduce."""
-        return _ask_rank(self._ranks[0], "serve", asked["address"], asked["seconds"])
+    def reduce(self, parts: list[dict[str, Any]], tell: Tell) -> list[dict[str, Any]]:
+        """Take part in the all-reduce with this machine's ranks, and return what each measured."""
 
-    def reduce(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Takes part with this machine's ranks: what each measured, or where it stood at the limit."""
+        async def take_part(part: dict[str, Any]) -> dict[str, Any]:
+            rank = await start_process("rank", local_command(MODULE))
+            rank.heard = tell
+            try:
+                measured: dict[str, Any] = await ask(rank, "reduce", part, seconds=LIMIT)
+            except SilentError as error:
+                problem = f"still at {rank.step} after {LIMIT:.0f} s"
+                if error.code is not None:
+                    problem = f"ended with code {error.code} at {rank.step}: {error.said.splitlines()[-1]}"
+                measured = asdict(Measured(part["rank"], rank.step, problem))
+            await rank.close(patience=0.5)  # one that hangs is not waited for
+            return measured
 
-        def take_part(rank: Session, part: dict[str, Any]) -> dict[str, Any]:
-            answer = _ask_rank(rank, "reduce", part, asked["seconds"])
-            return {"rank": part["rank"], "step": rank.step} | answer
+        async def take_all() -> list[dict[str, Any]]:
+            return await asyncio.gather(*map(take_part, parts))
 
-        with ThreadPoolExecutor(max_workers=len(self._ranks)) as pool:
-            return {"results": list(pool.map(take_part, self._ranks, asked["parts"]))}
+        return asyncio.run(take_all())
 
     def close(self) -> None:
-        """Leaves the machine as it was."""
-        for rank in self._ranks:
-            rank.close(patience=0)  # one that hangs is not waited for
-        if self._asked is not None:
+        """Leave the machine as it was."""
+        if self._question is not None:
             with contextlib.suppress(OSError):
-                (self._run_folder() / marker(self._asked["token"], self._asked["name"])).unlink()
+                self._marker(self._question.name).unlink()
 
-    def _run_folder(self) -> Path:
-        assert self._asked is not None
-        return facts.existing(Path(self._asked["folders"][0]).expanduser().absolute())
-
-
-def _start_rank() -> Session:
-    """A process of session.py."""
-    rank = over_command("rank", local_command("pipeline.distributed.doctor.session"))
-    rank.step = STEPS[0]
-    return rank
+    def _marker(self, name: str) -> Path:
+        assert self._question is not None
+        return existing(self._question.folders[0]) / marker(self._question, name)
 
 
-def _ask_rank(rank: Session, method: str, value: Any, seconds: float) -> dict[str, Any]:
-    """Its answer, or {"problem": why there is none}."""
-    try:
-        answer: dict[str, Any] = rank.ask(method, value, seconds=seconds)
-    except SilentError as error:
-        if error.code is None:
-            return {"problem": f"still at {rank.step} after {seconds:.0f} s"}
-        last = (error.said.splitlines() or ["no message"])[-1]
-        return {"problem": f"ended with code {error.code} at {rank.step}: {last}"}
-    return answer
-
-
-def find_out(
-    questions: dict[str, Callable[[], object]], seconds: float
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """(answers, reasons why there is none), by name. What takes longer is left behind, running."""
-    pool = ThreadPoolExecutor(max_workers=len(questions))
-    futures: dict[str, Future[object]] = {name: pool.submit(ask) for name, ask in questions.items()}
-    wait_for(futures.values(), timeout=seconds)
-    found: dict[str, Any] = {}
-    unknown: dict[str, str] = {}
-    for name, future in futures.items():
-        if not future.done():
-            unknown[name] = f"no answer within {seconds:g} s"
-        elif (error := future.exception()) is not None:
-            unknown[name] = f"{type(error).__name__}: {error}"
-        else:
-            found[name] = future.result()
+def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell) -> dict[str, Any]:
+    """Run all checks at the same time. One that fails, or takes too long, is a fault; it is left running."""
+    pool = ThreadPoolExecutor(max_workers=len(checks))
+    futures: dict[str, Future[Any]] = {name: pool.submit(check) for name, check in checks.items()}
+    deadline = time.monotonic() + seconds
+    missing = list(checks)
+    while missing and time.monotonic() < deadline:
+        tell(", ".join(missing))
+        wait([futures[name] for name in missing], timeout=1.0)
+        missing = [name for name, future in futures.items() if not future.done()]
     pool.shutdown(wait=False)
-    return found, unknown
+    found = {}
+    for name, future in futures.items():
+        if future.done() and future.exception() is None:
+            found[name] = future.result()
+            continue
+        found_out, look = f"no answer within {seconds:g} s", "a file server or name server that is gone"
+        if future.done():
+            error = future.exception()
+            found_out, look = f"{type(error).__name__}: {error}", "the machine"
+        fault = Fault("fail", f"could not be found out: {found_out}", f"look for {look} on {HOST}")
+        found[name] = Finding("", [fault])
+    return found
 
 
-def serve(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
-    """Until there are no more questions; then the process ends, whatever it waits for."""
+def answer(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
+    """Answer the doctor until it has no more questions. Then the process ends."""
     probe = Probe()
-    methods: dict[str, Callable[[Any], Any]] = {
-        "time": lambda _: time.time(),
+    methods: dict[str, Method] = {
+        "time": lambda _, __: time.time(),
         "examine": probe.examine,
         "connect": probe.connect,
-        "serve": probe.serve,
+        "free port": lambda _, __: free_port(),
         "reduce": probe.reduce,
     }
-    answer_all(read_questions(questions, probe.close), answers, methods)
+    serve(questions, answers, methods, probe.close)
 
 
 if __name__ == "__main__":
-    serve(*own_streams())
+    answer(*own_streams())

@@ -1,7 +1,7 @@
-"""What of this shell's environment and arguments reaches the nodes, and how a rank takes it up.
+"""The part of this shell's environment and arguments that reaches the nodes, and how a rank reads it.
 
-It travels through ssh's standard input into a file of mode 600: what pdsh is given stands on command lines
-and in logs, and is expanded by a shell on the node.
+It travels through ssh's standard input into a file of mode 600. What pdsh is given is seen on command lines
+and in logs, and a shell on the node expands it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TRAINING_OPTIONS = (
 
 
 def is_plain(text: str) -> bool:
-    """Whether no shell, and no pdsh, makes something else of it."""
+    """Return whether no shell, and no pdsh, changes a text."""
     return PLAIN.fullmatch(text) is not None
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the launcher's, train.py's): those begin at --deepspeed, --config, a key=value, or after --."""
+    """Split into the launcher's and train.py's: those begin at --deepspeed, --config, key=value, after --."""
     for number, argument in enumerate(arguments):
         if argument == "--":
             return list(arguments[:number]), list(arguments[number + 1 :])
@@ -56,10 +56,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def choose_environment(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that training needs on every node: by their first letters, and those named in `also`.
+    """Return the variables that training needs on every node: by their first letters, and those in `also`.
 
     Raises:
-        LaunchError: one of `also` is not set.
+        LaunchError: One of `also` is not set.
     """
     chosen = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
     for name in also:
@@ -70,10 +70,10 @@ def choose_environment(environment: Mapping[str, str], also: Iterable[str] = ())
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """This shell's environment for deepspeed itself: without what it would send on unasked.
+    """Return the environment for deepspeed itself, without what it would send to the nodes by itself.
 
     Raises:
-        LaunchError: a variable that Python needs from its start has a value that a shell would change.
+        LaunchError: A variable that Python needs from its start has a value that a shell would change.
     """
     for name, value in environment.items():
         if (name.startswith(EARLY_PREFIX) or name in EARLY) and value and not is_plain(value):
@@ -87,22 +87,22 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a new file that only this user may read (mode 600).
+    """Write a new file that only this user may read (mode 600).
 
     Raises:
-        FileExistsError: there is one already.
+        FileExistsError: There is one already.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(document, file)  # ASCII: bytes that are not UTF-8 come through as what they are
 
 
 def take_up(environment: MutableMapping[str, str]) -> list[str]:
-    """Sets what a launch script handed over, if one did, and returns the arguments it handed over.
+    """Set the variables that a launch script sent, if one did, and return the arguments that it sent.
 
     The venv's programs come first in PATH, as they do where the launch script was started.
 
     Raises:
-        LaunchError: the file that PIPELINE_ENVIRONMENT names is not there, not ours alone, or not whole.
+        LaunchError: The file that PIPELINE_ENVIRONMENT names is not there, not ours alone, or not whole.
     """
     name = environment.get(ENVIRONMENT_FILE)
     if name is None:

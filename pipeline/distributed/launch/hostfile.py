@@ -1,6 +1,6 @@
 """The machines of a job, `worker-1 slots=8` a line, and which of their devices a run takes.
 
-The words are the deepspeed launcher's; what it would take in silence for something else is an error here.
+The words are the deepspeed launcher's. What it would silently take for something else is an error here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Devices = dict[str, list[int]]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """The machines as ssh knows them -> slots: the ranks on each, one a GPU, or processes on a CPU.
+    """Return the machines as ssh knows them -> slots, the number of ranks on each.
 
-    In the file's order: the first is the master.
+    They are in the file's order: the first is the master.
 
     Raises:
-        LaunchError: no such file, a line that is not `NAME slots=N`, a name with other
-            characters than a name has, a name twice, or no machine at all.
+        LaunchError: There is no such file, a line is not `NAME slots=N`, a name has other characters than a
+            name has or stands there twice, or there is no machine at all.
     """
     try:
         lines = read_plain(path, CONFIGURATION_LIMIT).decode("utf-8-sig").splitlines()
@@ -65,7 +65,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What of the hostfile is wanted, as it was given."""
+    """Machines and devices that are wanted, as the user gave them."""
 
     include: str = ""
     exclude: str = ""
@@ -74,14 +74,17 @@ class Selection:
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES of the shell: the same devices on every machine."""
     source: str = "the hostfile"
-    """What says which devices there are."""
+    """Name of what says which devices there are, for messages."""
 
 
 def choose_devices(slots: Mapping[str, int], wanted: Selection) -> Devices:
-    """The devices of the run, of machines with so many each.
+    """Return the devices of the run.
+
+    Args:
+        slots: Machine -> number of its devices.
 
     Raises:
-        LaunchError: two ways to choose at once, a machine or device that is not there, or none left.
+        LaunchError: There are two ways to choose, a machine or device that is not there, or none is left.
     """
     counted = wanted.num_nodes is not None or wanted.num_gpus is not None
     ways = {

@@ -1,6 +1,6 @@
 """python -m pipeline.distributed.launch.multi_gpu ...: what launch/multi_gpu.sh hands over to.
 
-The deepspeed launcher on this machine alone, with a free port, and with an exit code that the ranks prove.
+It is the deepspeed launcher on this machine alone, with a free port and an exit code of the ranks' own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipeline.errors import CommandLine, LaunchError, report_errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the run's; 2 bad input."""
+    """Return the run's exit code; 2 for bad input."""
     options, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
     folder = Path(tempfile.gettempdir()) / f"pipeline-{secrets.token_hex(8)}"
     # The ranks are children of this shell: their environment comes by itself. Arguments go by a file, since
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
-    """What deepspeed would take for something else, or answer with a traceback.
+    """Refuse what deepspeed would take for something else, or answer with a traceback.
 
     Raises:
-        LaunchError: a device that is not there, several machines, an option with another spelling.
+        LaunchError: A device is not there, there are several machines, or an option has another spelling.
     """
     parser = CommandLine(prog="launch/multi_gpu.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("-i", "--include", default="")
@@ -95,7 +95,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _count_devices(environment: Mapping[str, str]) -> int:
-    """As deepspeed will count them: it must be asked, since on CPUs they are what numactl says."""
+    """Count the devices as deepspeed will: it must be asked, since on CPUs it goes by numactl."""
     ask = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
     every = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run([sys.executable, "-c", ask], env=every, capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
 """python -m pipeline.distributed.launch.multi_node HOSTFILE ...: what launch/multi_node.sh hands over to.
 
-The hostfile, the doctor, the environment and the exit code are seen to here; the ranks are the deepspeed
+It answers for the hostfile, the doctor, the environment and the exit code; the ranks are the deepspeed
 launcher's.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config.command_lines import shell_line
 from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.launch.environment import (
     EARLY,
@@ -36,15 +35,7 @@ from pipeline.errors import LaunchError, report_errors
 from pipeline.redaction import redact
 
 TRAIN = LAUNCH / "train.py"
-REFUSED = {
-    "no_ssh": f"start {LAUNCH / 'torchrun.sh'} on each node instead",
-    "node_rank": f"start {LAUNCH / 'torchrun.sh'} on each node instead",
-    "module": "launch/train.py is what is started",
-    "no_python": "launch/train.py is what is started",
-    "no_local_rank": "launch/train.py is what is started",
-    "autotuning": "start `deepspeed --autotuning` by hand",
-    "bind_core_list": "--bind_cores_to_rank divides the cores that each node has",
-}
+GUARD = "pipeline.distributed.launch.node_guard"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The hostfile, our own options, and the deepspeed launcher's."""
+    """Return the parser of the hostfile, our own options, and those of the deepspeed launcher's."""
     parser = _Parser(prog="multi_node.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("hostfile", type=Path)
     parser.add_argument("--no-doctor", action="store_true")
@@ -67,16 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--launcher", choices=["pdsh", "openmpi"], default="pdsh")
     parser.add_argument("--launcher_args", default="")
     parser.add_argument("--log_level", default="warning")
-    parser.add_argument("--ssh_port", type=int)
     parser.add_argument("--bind_cores_to_rank", action="store_true")
-    parser.add_argument("--force_multi", action="store_true")  # always
-    parser.add_argument("--no_ssh_check", action="store_true")  # the guards are the check
-    for name in ("--save_pid", "-q", "--quiet"):
-        parser.add_argument(name, dest="passed_on", action="append_const", const=name)
-    for name in ("--venv_script", "--enable_each_rank_log"):
-        parser.add_argument(name)
-    for name in REFUSED:
-        parser.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
     return parser
 
 
@@ -87,11 +69,11 @@ class Launch:
     options: argparse.Namespace
     devices: Devices
     folder: str
-    """On every node: the environment, and the ranks' ends."""
+    """On every node: the environment, and the exit codes of the ranks."""
     document: dict[str, Any]
-    """What the guards are handed: with secrets."""
+    """What the guards are given, with secrets."""
     arguments: list[str]
-    """train.py's that stand on the command line."""
+    """train.py's arguments that stand on the command line."""
 
     @property
     def over_mpi(self) -> bool:
@@ -103,25 +85,19 @@ class Launch:
         return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
 
     def hostfile(self) -> str:
-        """The machines and slots of this run alone."""
-        counts = {n: len(d) if self.over_mpi else max(d) + 1 for n, d in self.devices.items()}
-        return "".join(f"{name} slots={count}\n" for name, count in counts.items())
+        """Return the machines and slots of this run alone."""
+        return "".join(f"{name} slots={max(numbers) + 1}\n" for name, numbers in self.devices.items())
 
     def listed(self) -> str:
-        """The devices as the launcher's --include has them."""
+        """Return the devices as the launcher's --include has them."""
         return "@".join(f"{name}:{','.join(map(str, ns))}" for name, ns in self.devices.items())
 
     def places(self) -> dict[int, str]:
-        """Rank -> its node."""
+        """Return the node of each rank."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
-    def guards(self) -> dict[str, list[str]]:
-        """Node -> what starts its guard, through ssh."""
-        guard, folder, port = "pipeline.distributed.launch.node_guard", Path.cwd(), self.options.ssh_port
-        return {name: ssh_command(name, guard, folder, port=port) for name in self.devices}
-
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
-        """The deepspeed launcher's command line."""
+        """Return the deepspeed launcher's command line."""
         options = self.options
         address = options.master_addr or master["address"]
         arguments = options.launcher_args
@@ -134,51 +110,36 @@ class Launch:
             "--master_port": options.master_port or master["port"],
             "--launcher": options.launcher,
             "--launcher_args": arguments,
-            "--ssh_port": options.ssh_port,
-            "--venv_script": options.venv_script,
-            "--enable_each_rank_log": options.enable_each_rank_log,
             "--log_level": options.log_level,
+            "--include": self.listed() if self.chooses else "",
         }
-        if self.chooses and not self.over_mpi:
-            words["--include"] = self.listed()
         # With an equals sign: a value may begin with a dash.
-        given = [f"{name}={value}" for name, value in words.items() if value not in (None, "")]
-        flags = ["--force_multi", "--no_ssh_check", *(options.passed_on or [])]
+        given = [f"{name}={value}" for name, value in words.items() if value != ""]
+        flags = ["--force_multi", "--no_ssh_check"]
         return [program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
 
 
 def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """What the command line means.
+    """Return what the command line means.
 
     Raises:
-        LaunchError: it is wrong, or cannot be carried out as it stands.
+        LaunchError: It is wrong, or cannot be carried out as it stands.
     """
     launcher, arguments = split_arguments(argv)
-    for word, following in zip(launcher, [*launcher[1:], "HOSTFILE"], strict=True):
-        option, equals, value = word.partition("=")
-        if option in ("-H", "--hostfile"):
-            command = shell_line(LAUNCH / "multi_node.sh", value if equals else following)
-            raise LaunchError(f"{option}: the hostfile is the first argument, without option: {command} ...")
     options = build_parser().parse_args(launcher)
-    for name, instead in REFUSED.items():
-        if name in options:
-            raise LaunchError(f"--{name} does not go with multi_node.sh: {instead}")
-    fixed = {"the folder": os.getcwd(), "Python": sys.executable, "the project": str(TRAIN)}
+    fixed = {
+        "the folder": os.getcwd(),
+        "Python": sys.executable,
+        "the project": str(TRAIN),
+        "--master_addr": options.master_addr or "none",
+    }
     for what, text in fixed.items():
         if not is_plain(text):
-            raise LaunchError(f"{what}, {text}, has characters that a shell on the nodes would read; move it")
-    for name in ("master_addr", "venv_script", "enable_each_rank_log"):
-        if (text := getattr(options, name)) and not is_plain(text):
-            raise LaunchError(f"--{name} {text!r}: a shell on the nodes would read it; use plain characters")
-    for name in ("master_port", "ssh_port"):
-        port = getattr(options, name)
-        if port is not None and not is_port(str(port)):
-            raise LaunchError(f"--{name} {port}: a port is a whole number from 1 to 65535")
-    if options.ssh_port is not None and not options.no_doctor:
-        raise LaunchError(
-            f"--ssh_port {options.ssh_port}: put `Port {options.ssh_port}` into ~/.ssh/config, where the "
-            "doctor finds it too, or add --no-doctor"
-        )
+            raise LaunchError(
+                f"{what}, {text!r}, has characters that a shell on the nodes would read; move or rename it"
+            )
+    if options.master_port is not None and not is_port(str(options.master_port)):
+        raise LaunchError(f"--master_port {options.master_port}: a port is a whole number from 1 to 65535")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = Selection(options.include, options.exclude, options.num_nodes, options.num_gpus, visible)
     devices = choose_devices(read_hostfile(options.hostfile), wanted)
@@ -194,26 +155,17 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     }
     launch = Launch(options, devices, folder, document, arguments if is_safe else [])
     if launch.over_mpi and launch.chooses:
-        _same_devices(launch)
+        raise LaunchError(
+            "--launcher openmpi: mpirun takes the first devices of each node; choose others by pdsh"
+        )
     return launch
 
 
-def _same_devices(launch: Launch) -> None:
-    """mpirun knows counts only; where all nodes give the same devices, a variable can choose them."""
-    first, *others = launch.devices.values()
-    if any(numbers != first for numbers in others):
-        raise LaunchError(
-            "--launcher openmpi: mpirun can choose other devices than the first ones only if they are the "
-            "same on every node; use --launcher pdsh"
-        )
-    launch.document["environment"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, first))
-
-
 def program(name: str) -> str:
-    """Where it is: beside Python, else in PATH.
+    """Return the path of a program: beside Python, else in PATH.
 
     Raises:
-        LaunchError: nowhere.
+        LaunchError: It is not on this machine.
     """
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
@@ -223,7 +175,7 @@ def program(name: str) -> str:
 
 
 def run(launch: Launch, environment: Mapping[str, str]) -> int:
-    """Starts the run and waits for it; its exit code."""
+    """Start the run, wait for it and return its exit code."""
     child = launcher_environment(environment)
     append = f"{child.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
@@ -238,7 +190,8 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
         child |= {"DS_ENV_FILE": str(sent), "PDSH_SSH_ARGS_APPEND": append}
         if not launch.options.no_doctor and (code := _doctor(launch, environment)):
             return code
-        supervisor = Supervisor(launch.guards(), launch.document, launch.places())
+        guards = {host: ssh_command(host, GUARD, Path.cwd()) for host in launch.devices}
+        supervisor = Supervisor(guards, launch.document, launch.places())
 
         def start(master: Mapping[str, Any]) -> list[str]:
             command = launch.command(hostfile, master)
@@ -255,21 +208,21 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
 
 def _doctor(launch: Launch, environment: Mapping[str, str]) -> int:
     chosen = ["--hostfile", str(launch.options.hostfile), f"--include={launch.listed()}", "--force_multi"]
-    run = launch.arguments or launch.document["arguments"]
-    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *run]
+    arguments = launch.arguments or launch.document["arguments"]
+    command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *arguments]
     # It would choose devices a second time.
     left = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(command, env=left, check=False).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the run's; 2 bad input or a node that cannot take part."""
+    """Return the run's exit code; 2 for bad input or a node that cannot take part."""
     return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
 
 
 def _launch(argv: Sequence[str]) -> int:
     launch = plan(argv, os.environ)
-    program("pdsh" if launch.options.launcher == "pdsh" else "mpirun")
+    program("mpirun" if launch.over_mpi else "pdsh")
     for folder in (Path.cwd(), Path.home()):
         if (file := folder / ".deepspeed_env").exists():
             print(f"{file} is not read; name variables with --export", file=sys.stderr)

@@ -1,10 +1,8 @@
 """Guards the ranks of one run on a node; a launch script starts it.
 
-It runs as `python -m pipeline.distributed.launch.node_guard`.
-
-It writes down what is handed over, passes signals on, tells how each rank ended, and ends what is left of the
-run when it is told to, or when the launch script is not heard any more: killed, or cut off. It touches no
-process but those that were started with this run's PIPELINE_ENVIRONMENT.
+It runs as `python -m pipeline.distributed.launch.node_guard`. It stores the environment, forwards signals and
+reports how each rank ended. It ends what is left of the run if the launch script says so, or falls silent: it
+was killed or cut off. It touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
 """
 
 from __future__ import annotations
@@ -27,8 +25,9 @@ import psutil
 
 from pipeline.distributed.launch.environment import write_document
 from pipeline.distributed.launch.ssh import pack, unpack
-from pipeline.distributed.launch.supervise import RanksMemory
+from pipeline.distributed.machine import killed_for_memory, kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
+from pipeline.distributed.waiting import free_port
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
 TICK = 1.0
@@ -39,7 +38,7 @@ RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 class Connection:
-    """To the launch script, over standard input and output."""
+    """The connection to the launch script, over standard input and output."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -49,7 +48,7 @@ class Connection:
         self.is_open = True
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
-        """What has come within so many seconds; `is_open` turns False where nothing will come any more."""
+        """Return what comes within so many seconds; `is_open` turns False if nothing will come any more."""
         if not self.is_open:
             time.sleep(seconds)
             return []
@@ -64,7 +63,7 @@ class Connection:
         return [message for line in lines if (message := unpack(line)) is not None]
 
     def send(self, message: dict[str, Any]) -> None:
-        """Tells the launch script; nothing happens where it is gone."""
+        """Send a message to the launch script; if it is gone nothing happens."""
         with suppress(OSError):
             os.write(1, pack(message))
 
@@ -78,10 +77,10 @@ class Guard:
         self._known: list[psutil.Process] = []
 
     def find(self) -> list[psutil.Process]:
-        """Every process of the run, from /proc; none only where none could have hidden from the look.
+        """Return every process of the run, from /proc.
 
-        A process hides that is started while /proc is read, its parent leaving meanwhile, or that is on its
-        way into another program and has no variables yet: such ones are looked at again.
+        A process can hide: one that is started while /proc is read and whose parent leaves meanwhile, or one
+        that is on its way into another program and has no variables yet. Such ones are looked at again.
         """
         self._known = []
         seen: set[int] = set()
@@ -98,7 +97,7 @@ class Guard:
         return self._known
 
     def _is_read(self, pid: int) -> bool:
-        """Whether a process could be looked at; it is known from now on where it is the run's."""
+        """Return whether a process could be looked at; if it is the run's it is known from now on."""
         variables = _environment(pid)
         if variables is not None and self._marker in variables:
             with suppress(psutil.Error):
@@ -106,11 +105,11 @@ class Guard:
         return variables is not None
 
     def is_running(self) -> bool:
-        """Whether any process of the run is there; looks for new ones only once the known ones are gone."""
+        """Return whether any process of the run is there. Looks for new ones if the known ones are gone."""
         return any(_lives(process) for process in self._known) or bool(self.find())
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks among them: not the launcher above, nor a rank's own children."""
+        """Return the ranks among the processes: not the launcher above, nor a rank's own children."""
         marked = [p for p in self.find() if any(v.startswith(RANK_NAMES) for v in _environment(p.pid) or ())]
         pids = {process.pid for process in marked}
         found = []
@@ -121,7 +120,7 @@ class Guard:
         return found
 
     def send(self, number: int, told: Container[int] = ()) -> list[int]:
-        """A signal to each rank but those already told; the pids of all that are there."""
+        """Send a signal to each rank whose pid is not in `told`; return the pids of all ranks."""
         ranks = self.ranks()
         for process in ranks:
             if process.pid not in told:
@@ -130,7 +129,7 @@ class Guard:
         return [process.pid for process in ranks]
 
     def kill(self) -> int:
-        """Ends all that is left, at once; how many that were."""
+        """Kill all that is left; return how many processes that were."""
         killed = set()
         for _ in range(10):  # what waits for a dead disk cannot be killed
             for process in self.find():
@@ -143,7 +142,7 @@ class Guard:
         return len(killed)
 
     def exit_records(self) -> dict[str, Any]:
-        """What the ranks said of their end."""
+        """Return the exit record that each rank wrote."""
         found = {}
         for file in self.path.parent.glob("rank-*"):
             if file.suffix != ".part":
@@ -152,7 +151,7 @@ class Guard:
 
 
 def _environment(pid: int) -> list[bytes] | None:
-    """The variables a process was started with; None: it is on its way into a program."""
+    """Return the variables that a process was started with; None if it is on its way into a program."""
     folder = Path(f"/proc/{pid}")
     try:
         if variables := (folder / "environ").read_bytes():
@@ -176,7 +175,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def describe_node() -> dict[str, Any]:
-    """Where this machine can be reached, and a free port on it."""
+    """Return where this machine can be reached, and a free port on it."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     if not address or address.startswith(("127.", "::1")):
@@ -184,37 +183,37 @@ def describe_node() -> dict[str, Any]:
         with suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
             address = (answer.stdout.split() or [""])[0]
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return {"address": address or socket.gethostname(), "port": probe.getsockname()[1]}
+    return {"address": address or socket.gethostname(), "port": free_port()}
 
 
 def watch(guard: Guard, connection: Connection) -> dict[str, Any]:
-    """Until the launch script says that the run is over, or is gone; what is left to tell it then."""
+    """Watch until the launch script says that the run is over, or is gone; return the last message to it."""
     started = gone = False
-    memory = RanksMemory(guard.ranks)
+    began, kills_before = time.monotonic(), kills()
     while True:
         for message in connection.read(TICK):
             if "signal" in message:
                 guard.send(message["signal"])
             if "end" in message:
                 killed = end(guard, message["end"])
-                return {"ended": guard.exit_records(), "killed": killed, "memory": memory.told()}
+                return {
+                    "ended": guard.exit_records(),
+                    "killed": killed,
+                    "killed_for_memory": max(len(killed_for_memory(began)), kills() - kills_before),
+                }
         if not connection.is_open:
             end(guard, SILENCE)
             return {}
         if not gone:
             running = guard.is_running()
             started = started or running
-            if running:
-                memory.look()
             if started and not running:
                 gone = True
                 connection.send({"gone": guard.exit_records()})
 
 
 def end(guard: Guard, seconds: float) -> int:
-    """Asks the ranks to save and leave, and after so many seconds ends what is left; how many were killed."""
+    """Ask the ranks to save and leave; after so many seconds kill what is left, and return how many."""
     deadline = time.monotonic() + seconds
     told: list[int] = []
     while (ranks := guard.send(signal.SIGTERM, told)) and time.monotonic() < deadline:
@@ -228,7 +227,7 @@ def end(guard: Guard, seconds: float) -> int:
 
 
 def main() -> int:
-    """Reads the document to hand over from standard input, and stands by."""
+    """Read the run's document from standard input, and guard the run."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # standard input tells when to go
     connection = Connection()

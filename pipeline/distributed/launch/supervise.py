@@ -1,7 +1,6 @@
 """Runs a launcher with a guard on every node: signals reach the ranks, a lost node ends all, nothing stays.
 
-The exit code is what the ranks say of their end, not what the launcher makes of it: deepspeed ends with 0
-where a part of it was killed.
+The exit code comes from the ranks, not from the launcher: deepspeed ends with 0 if a part of it was killed.
 """
 
 from __future__ import annotations
@@ -10,85 +9,19 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from pipeline.config.command_lines import own_command
-from pipeline.distributed.diagnosis import ADVICE, NEARLY_FULL
-from pipeline.distributed.launch.ssh import pack, unpack
-from pipeline.distributed.machine import killed_for_memory, kills, memory_now
+from pipeline.distributed.diagnosis import ADVICE
+from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_aloud
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
-from pipeline.files import format_bytes
-
-SEARCH = 10  # looks between two searches for new ranks, which read all of /proc
-
-
-class RanksMemory:
-    """From the start of a run to its end.
-
-    Args:
-        find: Looks for the ranks that are there.
-    """
-
-    def __init__(self, find: Callable[[], Sequence[psutil.Process]]):
-        self._find = find
-        self._kills, self._since = kills(), time.monotonic()
-        self._ranks: list[psutil.Process] = []
-        self._resident: dict[int, int] = {}
-        self._looks = 0
-
-    def look(self) -> None:
-        """About once a second. Until ranks are found, each look is a search."""
-        if not self._ranks or self._looks % SEARCH == 0:
-            self._ranks = list(self._find()) or self._ranks
-        self._looks += 1
-        for process in self._ranks:
-            with suppress(psutil.Error):
-                resident = process.memory_info().rss
-                self._resident[process.pid] = max(resident, self._resident.get(process.pid, 0))
-
-    def told(self) -> dict[str, Any]:
-        """For the launch script: see `describe`."""
-        by_kernel = {
-            pid: held for pid, held in killed_for_memory(self._since).items() if pid in self._resident
-        }
-        now = memory_now()
-        return {
-            "kills": max(len(by_kernel), kills() - self._kills),
-            "ranks": len(self._resident),
-            "resident": max([*self._resident.values(), *by_kernel.values()], default=0),
-            "limit": now.limit,
-            "by_cgroup": now.by_cgroup,
-        }
-
-
-def describe(told: Mapping[str, Any], is_silent: bool) -> str | None:
-    """Why ranks ended without a word: killed for memory; None: nothing says so.
-
-    Args:
-        told: Of a machine, by its guard; empty where that is gone too.
-        is_silent: One of its own ranks may have.
-    """
-    if not told:
-        return None
-    ranks, resident, limit = told["ranks"], told["resident"], told["limit"]
-    if not told["kills"] and not (is_silent and ranks * resident > NEARLY_FULL * limit):
-        return None
-    how = "killed for memory" if told["kills"] else "most likely killed for memory"
-    whose = "its cgroup allows" if told["by_cgroup"] else "the machine has"
-    several = f"{ranks} rank{'s' * (ranks > 1)} x {format_bytes(resident)}"
-    against = f"{several}, and {whose} {format_bytes(limit)}"
-    return f"{how}: {against}; {ADVICE}, or start fewer ranks there"
-
 
 KEEP_ALIVE = 5.0  # seconds between two messages to a guard
-READY = 60.0  # seconds a guard has to answer
+READY = 300.0  # seconds a guard has to answer; ssh gives up a machine that is gone within 20
 STRAGGLING = 15.0  # seconds the other nodes have once one has ended with a failure
 SAVING = 60.0  # seconds ranks have to save once their launcher is gone
 LEAVING = 5.0  # the same where a node failed or is lost: nothing can be saved together
@@ -99,22 +32,24 @@ TERMINATED = 143
 STOPS = {129, 130, 138, TERMINATED}  # with a checkpoint, by a closed terminal, Ctrl-C, SIGUSR1, SIGTERM
 
 ExitRecords = Mapping[int, Mapping[str, int]]
-"""Rank -> its `code` and the `world_size` it knew of; a rank that was killed said nothing."""
+"""Rank -> its `code` and the `world_size` it knew of; a rank that was killed has none."""
 
 
 def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[int]:
-    """The ranks that said nothing, of those that were to run; `ranks` empty: of those the records tell of."""
+    """Return the ranks without a record, of those that were to run or, if unknown, of all known."""
     known = range(max((record["world_size"] for record in records.values()), default=0))
     return [rank for rank in list(ranks) or known if rank not in records]
 
 
 def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
-    """0 only where every rank has said so; their common code; a hang, the device's end or bad input whatever
-    came of it; else the launcher's.
+    """Return the exit code of a run.
+
+    It is 0 only if every rank has said so; else their common code, that of a hang, of the device's end or of
+    bad input if any rank has it, else the launcher's.
 
     Args:
-        ranks: Those that were to run; empty where only the launcher knew.
-        launcher: Its exit code; negative: the signal that killed it.
+        ranks: Ranks that were to run; empty if only the launcher knew.
+        launcher: The launcher's exit code; negative for the signal that killed it.
     """
     codes = {record["code"] for record in records.values()}
     launched = launcher if launcher >= 0 else 128 - launcher
@@ -133,16 +68,15 @@ def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
 class _NodeState:
     """What is known of a node."""
 
-    name: str
-    process: asyncio.subprocess.Process
+    process: NodeProcess
     exit_records: dict[str, dict[str, int]] = field(default_factory=dict)
     is_gone: bool = False
     """Its part of the run is over."""
     is_lost: bool = False
     has_ended: bool = False
     killed: int = 0
-    memory: dict[str, Any] = field(default_factory=dict)
-    """See ranks_memory.describe."""
+    killed_for_memory: int = 0
+    """Processes on the node that the kernel killed for memory while the run was there."""
 
     @property
     def has_failed(self) -> bool:
@@ -150,23 +84,9 @@ class _NodeState:
         well = bool(self.exit_records) and all(record["code"] == 0 for record in self.exit_records.values())
         return self.is_lost or (self.is_gone and not well)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None
-        if not self.process.stdin.is_closing():
-            self.process.stdin.write(pack(message))
-
-    async def receive(self) -> dict[str, Any] | None:
-        """The guard's next message; None: it is gone. What a login shell prints is passed over."""
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if (message := unpack(line)) is not None:
-                return message
-        return None
-
-    async def last_error(self) -> str:
-        assert self.process.stderr is not None
-        text = (await self.process.stderr.read()).decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else "the connection was closed"
+    @property
+    def name(self) -> str:
+        return self.process.name
 
 
 class Supervisor:
@@ -178,8 +98,8 @@ class Supervisor:
         """
         Args:
             guards: The nodes in order, and the command that starts the guard on each.
-            document: What each guard is handed: folder, environment, arguments.
-            places: The node of each rank; empty where only the launcher knows how many there will be.
+            document: What each guard is given: folder, environment, arguments.
+            places: The node of each rank; empty if only the launcher knows how many there will be.
         """
         self._guards = guards
         self._document = document
@@ -192,14 +112,14 @@ class Supervisor:
     async def run(
         self, start: Callable[[Mapping[str, Any]], Sequence[str]], environment: Mapping[str, str]
     ) -> int:
-        """Starts guards, then the launcher; waits for all to end, and returns the exit code.
+        """Start the guards, then the launcher; wait for all to end, and return the exit code.
 
         Args:
-            start: The launcher's command, given what the first node says of itself (`address`, `port`).
+            start: Gives the launcher's command, from what the first node says of itself (`address`, `port`).
             environment: The launcher's.
 
         Raises:
-            LaunchError: a node does not answer.
+            LaunchError: A node does not answer.
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -209,7 +129,7 @@ class Supervisor:
         tasks: list[asyncio.Task[None]] = []
         try:
             # Known once all of them are there: a signal meanwhile must not be a guard's first message.
-            self._states = [_NodeState(name, await _spawn(words)) for name, words in self._guards.items()]
+            self._states = [_NodeState(await start_process(*guard)) for guard in self._guards.items()]
             first = (await self._handshake())[0]
             tasks = [asyncio.create_task(self._listen(state)) for state in self._states]
             tasks.append(asyncio.create_task(self._keep_alive()))
@@ -225,11 +145,13 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             self._end_launcher()
-            await asyncio.gather(*(_leave(state.process) for state in self._states))
+            await asyncio.gather(*(state.process.close() for state in self._states))
 
     async def _handshake(self) -> list[dict[str, Any]]:
-        """What each node says of itself."""
-        answers = await asyncio.gather(*(self._greet(state) for state in self._states))
+        """Return what each node says of itself."""
+        greetings = {state.name: asyncio.create_task(self._greet(state)) for state in self._states}
+        await wait_aloud(greetings)
+        answers = [each.result() for each in greetings.values()]
         problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
             raise LaunchError(
@@ -239,13 +161,13 @@ class Supervisor:
         return [answer for answer in answers if isinstance(answer, dict)]
 
     async def _greet(self, state: _NodeState) -> dict[str, Any] | str:
-        """What the guard says of its node; a string: why it says nothing."""
+        """Return what the guard says of its node, or as a string why it says nothing."""
         try:
             async with asyncio.timeout(READY):
-                state.send(self._document)
-                answer = await state.receive()
+                state.process.send(self._document)
+                answer = await state.process.receive()
                 if answer is None:
-                    return f"{state.name}: {await state.last_error()}"
+                    return f"{state.name}: {(await state.process.last_words()).splitlines()[-1]}"
         except TimeoutError:
             return f"{state.name}: no answer within {READY:.0f} s"
         except OSError as error:
@@ -256,16 +178,16 @@ class Supervisor:
         return ready
 
     async def _listen(self, state: _NodeState) -> None:
-        while (message := await state.receive()) is not None:
+        while (message := await state.process.receive()) is not None:
             if "gone" in message:
                 state.is_gone, state.exit_records = True, message["gone"]
             if "ended" in message:
                 state.has_ended, state.exit_records, state.killed = True, message["ended"], message["killed"]
-                state.memory = message["memory"]
+                state.killed_for_memory = message["killed_for_memory"]
             self._changed.set()
         if not state.has_ended:
             state.is_lost = True
-            _say(f"{state.name} is lost: {await state.last_error()}")
+            _say(f"{state.name} is lost: {(await state.process.last_words()).splitlines()[-1]}")
         self._changed.set()
 
     async def _keep_alive(self) -> None:
@@ -274,7 +196,7 @@ class Supervisor:
             self._send_all({})
 
     async def _wait_for_launcher(self, child: asyncio.subprocess.Process) -> None:
-        """Returns when the launcher has ended, or what it started can no longer end well."""
+        """Return when the launcher has ended, or what it started can no longer end well."""
         waiter = asyncio.create_task(child.wait())
         waiter.add_done_callback(lambda _: self._changed.set())
         deadline: float | None = None
@@ -293,7 +215,7 @@ class Supervisor:
         waiter.cancel()
 
     async def _end_ranks(self, seconds: float) -> None:
-        """Has every node end what is left of the run, and tell how its ranks ended."""
+        """Have every node end what is left of the run, and say how its ranks ended."""
         if len(self._signals) > 2:
             seconds = 0.0
         self._send_all({"end": seconds})
@@ -306,14 +228,14 @@ class Supervisor:
                 await asyncio.wait_for(self._child.wait(), 5)
 
     async def _change(self, deadline: float | None) -> None:
-        """Waits until something has changed, at most until the deadline of the loop's clock."""
+        """Wait until something has changed, at most until the deadline of the loop's clock."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._changed.wait()
         self._changed.clear()
 
     def _conclude(self) -> int:
-        """The exit code; names the ranks that did not tell of their end, and what had to be killed."""
+        """Return the exit code; name the ranks that left none, and what had to be killed."""
         records = {int(rank): record for state in self._states for rank, record in state.exit_records.items()}
         silent = ranks_without_exit_code(records, self._places)
         for state in self._states:
@@ -327,9 +249,9 @@ class Supervisor:
             named = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
             _say(f"ended without a word, as if killed: rank {named}")
         for state in self._states:
-            is_silent = not records or state.name in {self._places.get(rank, state.name) for rank in silent}
-            if (silent or not records) and (why := describe(state.memory, is_silent)) is not None:
-                _say(f"{state.name}: {why}")
+            if (count := state.killed_for_memory) and (silent or not records):
+                killed = f"the kernel killed {count} process{'es' * (count > 1)} for memory"
+                _say(f"{state.name}: {killed}; {ADVICE}, or start fewer ranks there")
         code = exit_code(records, self._places, launcher or 0)
         return 1 if code == 0 and self._any_lost() else code
 
@@ -349,29 +271,10 @@ class Supervisor:
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
         for state in self._states:
-            state.send(message)
+            state.process.send(message)
 
     def _any_lost(self) -> bool:
         return any(state.is_lost for state in self._states)
-
-
-async def _spawn(command: Sequence[str]) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    # A session of its own: Ctrl-C must not end the connection.
-    return await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    )
-
-
-async def _leave(process: asyncio.subprocess.Process) -> None:
-    """Closes the connection, and lets the guard take its folder away."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        await asyncio.wait_for(process.wait(), 5)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """python -m pipeline.distributed.launch.torchrun ...: what launch/torchrun.sh hands over to.
 
-Adds to torchrun's options what a run over machines needs, looks at the recipe, and takes this process's place
-with it: torchrun would start a mistake again and again.
+It adds what a run over several machines needs to torchrun's options, checks the recipe, and becomes torchrun,
+which would start a mistake again and again.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.multi_node import TRAIN, program
+from pipeline.distributed.machine import count_gpus
 from pipeline.distributed.ranks import AGENT, is_port
-from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
+from pipeline.distributed.waiting import Wait, own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
 RESTARTS = 3
 JOIN_TIMEOUT = 600.0  # seconds: torchrun's
-WHOLE = re.compile(r"[0-9]{1,9}")
+NUMBER = "[1-9][0-9]{0,8}"
 FEW = 8  # numbers of machines that are planned for: under a second each
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """torchrun's command line.
+    """Return torchrun's command line.
 
     Raises:
-        LaunchError: several machines, and nowhere to meet; a number that cannot be.
+        LaunchError: Several machines have nowhere to meet, or a number cannot be.
     """
     options, arguments = split_arguments(argv)
     given = _values(options)
     _check(given)
     nodes = given.get("nnodes", "1")
-    added = [] if "nproc_per_node" in given else [f"--nproc-per-node={_devices()}"]
+    added = [] if "nproc_per_node" in given else [f"--nproc-per-node={count_gpus(os.environ) or 1}"]
     if nodes in ("1", "1:1"):
         if not {"rdzv_endpoint", "master_port", "standalone"} & set(given):
             added.append("--standalone")  # a free port
@@ -55,43 +55,50 @@ def command(argv: Sequence[str]) -> list[str]:
     return [program("torchrun"), *added, *options, str(TRAIN), *arguments]
 
 
+def _is_range(nodes: str) -> bool:
+    least, _, most = nodes.partition(":")
+    return re.fullmatch(f"{NUMBER}(:{NUMBER})?", nodes) is not None and int(least) <= int(most or least)
+
+
+def _is_endpoint(text: str) -> bool:
+    host, port = split_endpoint(text)
+    return host != "" and is_port(port)
+
+
+RULES: dict[str, tuple[Callable[[str], object], str]] = {
+    "nnodes": (_is_range, "give N, or MIN:MAX as 3:4"),
+    "nproc_per_node": (
+        re.compile(f"auto|cpu|gpu|xpu|{NUMBER}").fullmatch,
+        "give the number of ranks on this machine, 1 or more",
+    ),
+    "max_restarts": (re.compile("[0-9]{1,9}").fullmatch, "give 0 or more"),
+    "node_rank": (re.compile("[0-9]{1,9}").fullmatch, "give 0 or more"),
+    "rdzv_endpoint": (_is_endpoint, "give HOST:PORT, of one of the machines, with a port from 1 to 65535"),
+    "master_port": (is_port, "give a port from 1 to 65535"),
+}
+"""Option -> whether its value can be, and what to give. torchrun answers others with a traceback."""
+
+
 def _check(given: Mapping[str, str]) -> None:
-    """torchrun answers these with a traceback."""
-    least, colon, most = (nodes := given.get("nnodes", "1")).partition(":")
-    if not all(WHOLE.fullmatch(n) for n in (least, most if colon else least)) or not (
-        1 <= int(least) <= int(most or least)
-    ):
-        raise LaunchError(f"--nnodes {nodes}: give N, or MIN:MAX as 3:4")
-    each = given.get("nproc_per_node", "1")
-    if each not in ("auto", "cpu", "gpu", "xpu") and (not WHOLE.fullmatch(each) or int(each) < 1):
-        raise LaunchError(f"--nproc-per-node {each}: give the number of ranks on this machine, 1 or more")
-    for name in ("max_restarts", "node_rank"):
-        if name in given and (not WHOLE.fullmatch(given[name]) or int(given[name]) < 0):
-            raise LaunchError(f"--{name.replace('_', '-')} {given[name]}: give 0 or more")
-    ports = {"master_port": given.get("master_port")}
-    endpoint = given.get("rdzv_endpoint")
-    if endpoint is not None:
-        host, ports["rdzv_endpoint"] = split_endpoint(endpoint)
-        if not host:
-            raise LaunchError(f"--rdzv-endpoint {endpoint}: give HOST:PORT, of one of the machines")
-    for name, port in ports.items():
-        if port is not None and not is_port(port):
-            raise LaunchError(f"--{name.replace('_', '-')}: {port!r} is no port: give one from 1 to 65535")
+    for name, (is_right, advice) in RULES.items():
+        if name in given and not is_right(given[name]):
+            raise LaunchError(f"--{name.replace('_', '-')} {given[name]}: {advice}")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Host and port; without one torchrun takes 29400."""
+    """Return host and port; without a port torchrun takes 29400."""
     host, colon, port = endpoint.strip().rpartition(":")
     host, port = (host, port) if colon else (port, "29400")
     return host.strip("[]"), port
 
 
 def wait_for_others(words: Sequence[str]) -> None:
-    """Until the machine where all meet can be reached; torchrun itself would wait without a word, and give up
-    with a traceback.
+    """Wait until the machine where all meet can be reached.
+
+    torchrun itself would wait without a word, and give up with a traceback.
 
     Raises:
-        LaunchError: it could not be, for as long as torchrun would wait for the others.
+        LaunchError: It could not be reached for as long as torchrun would wait for the others.
     """
     given = _values(words[1 : words.index(str(TRAIN))])
     if "rdzv_endpoint" in given:
@@ -105,23 +112,23 @@ def wait_for_others(words: Sequence[str]) -> None:
     match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
     wait = Wait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
     what = f"{platform.node()} does not reach the machine where all meet"
-    wait_for_port(host, int(port), what, wait, is_here=lambda: is_own_address(host))
+    wait_for_port(host, int(port), what, wait, is_here=lambda: own_address(host) is not None)
 
 
 def described(words: Sequence[str]) -> str:
-    """What ranks are told of the agent that this process is about to be (pipeline.distributed.ranks)."""
+    """Return the description for ranks of the agent that this process becomes: see ranks.AGENT."""
     given = _values(words[1 : words.index(str(TRAIN))])
     least = given.get("nnodes", "1").partition(":")[0]
     stated = re.search(r"is_host=(\w+)", given.get("rdzv_conf", ""))
     if stated is not None:
         serves = stated[1].lower() in ("1", "true", "t", "yes", "y")
     else:
-        serves = is_own_address(split_endpoint(given.get("rdzv_endpoint", "localhost"))[0])
+        serves = own_address(split_endpoint(given.get("rdzv_endpoint", "localhost"))[0]) is not None
     return f"{os.getpid()}:{least}:{int(serves)}"
 
 
 def _values(options: Sequence[str]) -> dict[str, str]:
-    """Option -> its value, in torchrun's spelling with underscores; a flag's value means nothing."""
+    """Return option -> value, in torchrun's spelling with underscores; a flag's value means nothing."""
     found = {}
     for option, following in zip(options, [*options[1:], ""], strict=True):
         if option.startswith("--"):
@@ -130,21 +137,13 @@ def _values(options: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _devices() -> int:
-    """GPUs of this machine without torch, which torchrun loads anyway; 1 on CPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([word for word in visible.split(",") if word.strip()]) or 1
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or 1
-
-
 def check_sizes(words: Sequence[str]) -> int:
-    """Plans the run (train.py --dry-run) for every number of machines that it may have.
+    """Plan the run (train.py --dry-run) for every number of machines that it may have.
 
-    What does not fit the most machines is an error; for fewer it is said: a restart would end there.
+    What does not fit the most machines is an error. For fewer it is a line: a restart would end there.
 
     Returns:
-        The exit code of the plan for the most: 2 where it is wrong.
+        The exit code of the plan for the most machines: 2 if it is wrong.
     """
     place = words.index(str(TRAIN))
     given = _values(words[1:place])
@@ -172,7 +171,7 @@ def check_sizes(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does not return where torchrun could be started; else 2."""
+    """Become torchrun; return 2 if that cannot be."""
     return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
 
 

@@ -114,37 +114,8 @@ def test_where_the_arguments_of_train_py_begin(arguments, launcher, training):
 
 def hostile_values(count):
     """Pieces that mean something to a shell, to ssh, to pdsh or to the deepspeed launcher, put together."""
-    pieces = [
-        *(
-            "$(touch TRAP)",
-            "`touch TRAP`",
-            "; touch TRAP;",
-            "& touch TRAP &",
-            "| tee TRAP",
-            "> TRAP",
-            "${IFS}",
-        ),
-        *(
-            "'",
-            '"',
-            "\\",
-            "\n",
-            "\r",
-            "\t",
-            " ",
-            "$HOME",
-            "~",
-            "*",
-            "?",
-            "[a-z]",
-            "{1,2}",
-            "!!",
-            "#",
-            "%n",
-            "%h",
-        ),
-        *("é", "日本", "\udcff", "-o", "--", "=", "@", "name", "x", ""),
-    ]
+    words = "$(touch TRAP)|`touch TRAP`|; touch TRAP;|& touch TRAP &|> TRAP|${IFS}|$HOME|[a-z]|{1,2}|!!|%n|%h"
+    pieces = [*words.split("|"), *"'\"\\\n\r\t ~*?#é\udcff=@x", "| tee TRAP", "name", "-o", "--", "日本", ""]
     dice = random.Random(0)
     return ["".join(dice.choices(pieces, k=dice.randint(1, 6))) for _ in range(count)]
 
@@ -185,7 +156,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
         (["--include", "b:0,2"], ["--include=b:0,2"]),
         (["--include", "b"], []),  # the hostfile of the run has no other
         (["--master_port", "7", "--master_addr", "b"], ["--master_port=7", "--master_addr=b"]),
-        (["-q", "--log_level", "info"], ["-q", "--log_level=info"]),
+        (["--log_level", "info"], ["--log_level=info"]),
         (["--bind_cores_to_rank"], ["distributed.bind_cores=true"]),
     ],
 )
@@ -205,11 +176,10 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
     ("arguments", "message"),
     [
         (["--inclde", "b"], f"unrecognized arguments: --inclde b; see {LAUNCH}/multi_node.sh --help"),
-        (["--no_ssh"], f"--no_ssh does not go with multi_node.sh: start {LAUNCH}/torchrun.sh on each node"),
+        (["--hostfile", "h"], f"unrecognized arguments: --hostfile h; see {LAUNCH}/multi_node.sh --help"),
         (["--launcher", "mpich"], "invalid choice: 'mpich'"),
-        (["--ssh_port", "23"], "put `Port 23` into ~/.ssh/config"),
-        (["--venv_script", "a;b"], "--venv_script 'a;b': a shell on the nodes would read it"),
-        (["--launcher", "openmpi", "--include", "a:1@b:2"], "only if they are the same on every node"),
+        (["--master_addr", "a;b"], "--master_addr, 'a;b', has characters that a shell on the nodes would"),
+        (["--launcher", "openmpi", "--include", "a:1@b:2"], "mpirun takes the first devices of each node"),
         (["--master_port", "x"], "invalid int value: 'x'"),
         (["--master_port", "99999"], "--master_port 99999: a port is a whole number from 1 to 65535"),
     ],
@@ -225,14 +195,8 @@ def test_a_folder_that_a_shell_would_read_is_refused(hostfile, tmp_path, monkeyp
     folder = tmp_path / "my project"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(LaunchError, match="my project, has characters that a shell on the nodes would read"):
+    with pytest.raises(LaunchError, match="my project', has characters that a shell on the nodes would read"):
         plan([str(hostfile)], {})
-
-
-def test_mpirun_chooses_devices_by_a_variable(hostfile):
-    launch = plan([str(hostfile), "--no-doctor", "--launcher", "openmpi"], {"CUDA_VISIBLE_DEVICES": "1"})
-    assert launch.hostfile() == "a slots=1\nb slots=1\n"
-    assert launch.document["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 STAND_IN_SSH = """#!/bin/sh

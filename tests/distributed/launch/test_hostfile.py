@@ -19,23 +19,16 @@ def test_machines_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file or directory; give a file with a line for each machine, as 'worker-1 slots=8'"),
-        (b"\xff\xfe", "not UTF-8 text"),
-        (b"# nobody\n", "names no machine"),
-        (b"a slots=1\nb\n", "hostfile:2: 'b' is not a machine; write it as 'worker-1 slots=8'"),
-        (b"a slots=0\n", "hostfile:1: 'a slots=0' is not a machine"),
         (b"\xef\xbb\xbfa slots=1\r\nb slots=-1\r\n", "hostfile:2: 'b slots=-1' is not a machine"),
         ("a slots=\u0661\n".encode(), "is not a machine"),
         (b"a slots=1 slots=2\n", "hostfile:1: 'a slots=1 slots=2' is not a machine"),
         (b"# long\n" * 200_000, "larger than"),
-        (b"a slots=two\n", "hostfile:1: 'a slots=two' is not a machine"),
-        (b"a slots=1\nb slots=1\na slots=2\n", "hostfile:3: a is on line 1 already"),
     ],
 )
-def test_mistakes(tmp_path, content, message):
+def test_mistakes_that_an_editor_leaves(tmp_path, content, message):
+    """Others: tests/bad_inputs/hostfiles.py."""
     path = tmp_path / "hostfile"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(LaunchError) as caught:
         read_hostfile(path)
     assert message in str(caught.value)
@@ -72,14 +65,11 @@ def test_what_is_chosen(wanted, devices):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Selection(include="d"), "--include d: 'd' is not in the hostfile, but a, b, c"),
         (Selection(include="a:2"), "--include a:2: a has no device 2; the hostfile gives it slots=2, 0 to 1"),
         (Selection(include="a:" + "9" * 5000), "write it as NAME or NAME:0,2"),
-        (Selection(include="a:9"), "a has no device 9"),
         (Selection(include="a:9", source="this machine"), "a has no device 9; this machine gives it slots=2"),
         (Selection(include="a:0;1"), "write it as NAME or NAME:0,2"),
         (Selection(include="a:0,0"), "a device is named twice for a"),
-        (Selection(include="a", exclude="b"), "--include and --exclude both choose the devices"),
         (Selection(exclude="b", num_gpus=1), "--exclude and --num_nodes/--num_gpus both choose"),
         (Selection(include="a", visible="0"), "--include and CUDA_VISIBLE_DEVICES=0 (of this shell) both"),
         (Selection(exclude="a@b@c"), "leaves no device"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import warnings
@@ -20,7 +19,7 @@ from pipeline.distributed.launch import multi_gpu, torchrun
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import read_hostfile
 from pipeline.distributed.launch.torchrun import check_sizes, command
-from pipeline.distributed.waiting import Wait, is_own_address, wait_for_port
+from pipeline.distributed.waiting import Wait, own_address, wait_for_port
 from pipeline.errors import LaunchError
 
 LAUNCH = ROOT / "launch"
@@ -68,17 +67,6 @@ def test_a_missing_hostfile_is_an_error(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: hostfile {tmp_path}/hosts: No such file or directory; give")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["--hostfile", "my hosts"], ["--hostfile=my hosts"], ["-H", "my hosts"]])
-def test_a_hostfile_behind_an_option_is_told_without_it(tmp_path, words):
-    done = start("multi_node.sh", *words, "--no-doctor", "name=x")
-    assert done.returncode == 2
-    script = LAUNCH / "multi_node.sh"
-    assert done.stderr == (
-        f"error: {words[0].partition('=')[0]}: the hostfile is the first argument, without option: "
-        f"{shlex.quote(str(script))} 'my hosts' ...\n"
-    )
 
 
 def test_the_example_is_a_hostfile():
@@ -196,10 +184,10 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
         (["--nproc-per-node", "x"], "--nproc-per-node x: give the number of ranks"),
         (["--nproc_per_node=0"], "--nproc-per-node 0: give the number"),
         (["--max-restarts=-1"], "--max-restarts -1: give 0 or more"),
-        (["--nnodes=2", "--rdzv-endpoint=node1:abc"], "--rdzv-endpoint: 'abc' is no port"),
-        (["--nnodes=2", "--rdzv-endpoint=node1:99999"], "--rdzv-endpoint: '99999' is no port"),
+        (["--nnodes=2", "--rdzv-endpoint=node1:abc"], "--rdzv-endpoint node1:abc: give HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint=node1:99999"], "--rdzv-endpoint node1:99999: give HOST:PORT"),
         (["--nnodes=2", "--rdzv-endpoint=:29400"], "--rdzv-endpoint :29400: give HOST:PORT"),
-        (["--nnodes=2", "--master-addr=a", "--master-port=-3"], "--master-port: '-3' is no port"),
+        (["--nnodes=2", "--master-addr=a", "--master-port=-3"], "--master-port -3: give a port from 1"),
     ],
 )
 def test_numbers_that_torchrun_cannot_take(options, words):
@@ -249,9 +237,9 @@ def test_an_endpoint_without_a_machine_is_told(capfd):
 
 def test_a_machine_that_is_there_is_reached(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert is_own_address("127.0.0.1")
+        assert own_address("127.0.0.1") == "127.0.0.1"
         wait_for_port("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
-    assert not is_own_address("192.0.2.1")
+    assert own_address("198.51.100.1") is None
     looks = iter([False, True])  # the name service learns a pod's own name after the pod has begun
     wait_for_port("nowhere.invalid", 1, "nobody", Wait(60), is_here=lambda: next(looks))
     assert not capfd.readouterr().err

@@ -63,17 +63,13 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
 
 @pytest.mark.skipif(not os.access("/dev/kmsg", os.R_OK), reason="the kernel's log is not to be read")
 def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
-    """A real kill, by a cgroup; the guard has to have seen the rank before."""
-    eats = f"{sys.executable} -c 'import time; time.sleep(3); x = bytes(range(256)) * 2**20'"
+    """A real kill, by a cgroup."""
+    eats = f"{sys.executable} -c 'x = bytes(range(256)) * 2**20'"
     with memory_limited(64) as members:
         script = f"RANK=1 sh -c 'echo $$ > {members}; exec \"$@\"' - {eats} & say 0 0; wait $!; exit 1"
         assert supervise(folder, script) == 1
     said = capfd.readouterr().err
-    assert re.search(
-        r"^here: killed for memory: 1 rank x [\d.]+ [GM]iB, and (its cgroup allows|the machine has) ",
-        said,
-        re.M,
-    )
+    assert re.search(r"^here: the kernel killed \d+ process(es)? for memory; lower batch", said, re.M)
 
 
 # A chain of forks may run ahead of one that looks on a busy machine; a single look missed it 62 times.
