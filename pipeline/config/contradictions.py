@@ -199,7 +199,7 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
             "sample: a reward model scores answers and writes no text; drop the section",
         )
     if language and isinstance(objective, AutoObjectiveConfig):
-        for name in ("class_weights", "label_smoothing", "outputs"):
+        for name in ("class_weights", "label_smoothing"):
             if getattr(objective, name) != AutoObjectiveConfig.model_fields[name].default:
                 key = f"objective.{name}"
                 why = "only classification reads it, and a causal_lm model's objective is causal_lm"

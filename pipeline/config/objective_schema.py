@@ -16,8 +16,6 @@ class _Weighted(Closed):
     """Weight of each class in the classification loss. Default: all 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over all classes."""
-    outputs: Literal["logits", "probabilities"] = "logits"
-    """What the model returns. Of `probabilities`, as behind a softmax, the logarithm is taken."""
 
     @field_validator("class_weights")
     @classmethod

@@ -10,34 +10,21 @@ from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
 from pipeline.distributed.progress import Phase, phase
-from pipeline.errors import ModelError
 from pipeline.models.custom import build_cnn, build_custom
 from pipeline.models.sharding import ModelRequest
-
-# What torch says where a tensor is larger than a number of bytes can be.
-TOO_LARGE = "calculation overflowed"
 
 
 @phase(Phase.MODEL)
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
-    """The model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
+    """Return the model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
 
     Raises:
-        ModelError: it cannot be built, does not fit the data or any memory, or its weights do not fit it.
+        ModelError: It cannot be built, does not fit the data, or its weights do not fit it.
     """
     torch.manual_seed(seed)
-    try:
-        model = MODELS.get(config.kind, build_custom)(config, request)
-        request.sharding.made(model)
-        request.sharding.settle(model, request.draws)
-    except RuntimeError as error:
-        if TOO_LARGE not in str(error):
-            raise  # out of memory too: whoever knows of the run tells what helps
-        reason = " ".join(str(error).split())[-120:]
-        raise ModelError(
-            f"model: it does not fit into any memory ({reason}); make it smaller, or divide it with "
-            "zero_optimization.stage 3"
-        ) from None
+    model = MODELS.get(config.kind, build_custom)(config, request)
+    request.sharding.made(model)
+    request.sharding.settle(model, request.draws)
     return model
 
 

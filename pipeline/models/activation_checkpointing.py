@@ -1,16 +1,14 @@
-"""Which blocks of a transformers model recompute their activations in backward instead of keeping them.
+"""Blocks of a transformers model that recompute their activations in backward instead of keeping them.
 
-How many do follows from a budget for what the others keep. It is measured once, of the first block that
-trains; no number of a run depends on it. The input of a block that recomputes may lie in host memory until
-backward asks for it.
+How many do may follow from a budget for what the others keep. It is measured once, of the first block that
+trains; no number of a run depends on it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -110,56 +108,6 @@ def _storages(tensors: list[Any]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in held}
 
 
-@dataclass
-class _Offloaded:
-    host: Tensor
-    device: torch.device
-    arrived: torch.cuda.Event | None
-
-
-class InputsOnHost:
-    """Wraps what recomputes blocks. From CUDA values go beside the forward, on a stream of their own."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None  # no CUDA context before there is a tensor on it
-
-    def wrap(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
-        """`recompute(function, *args)` as before, its args kept on the host.
-
-        torch's non-reentrant checkpoint saves its args as operations do, and all else by hooks of its own.
-        """
-
-        def offloading(*args: Any, **kwargs: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(self._to_host, _to_device):
-                return recompute(*args, **kwargs)
-
-        return offloading
-
-    def _to_host(self, tensor: Tensor) -> Tensor | _Offloaded:
-        if not tensor.is_floating_point() or not tensor.numel():
-            return tensor
-        if tensor.device.type != "cuda":
-            return _Offloaded(tensor.clone(), tensor.device, None)
-        # Pinned memory comes from torch's cache, which waits for the copies that use it.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-            arrived = self._stream.record_event()
-        tensor.record_stream(self._stream)
-        return _Offloaded(host, tensor.device, arrived)
-
-
-def _to_device(kept: Tensor | _Offloaded) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    if kept.arrived is not None:
-        torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
-    return kept.host.to(kept.device, non_blocking=True)
-
-
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.
 EXPENSIVE = {
@@ -183,11 +131,11 @@ def checkpoint_activations(
     budget_gib: float | None = None,
     offload: bool = False,
 ) -> None:
-    """Sets it up on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
+    """Set up recomputation on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
 
     Args:
         budget_gib: With `full`: what the blocks may keep, so that only as many recompute as must.
-        offload: The inputs of blocks that recompute wait in host memory.
+        offload: Whether the inputs of blocks that recompute wait in host memory.
 
     Raises:
         ModelError: transformers cannot do this for the architecture.
@@ -199,36 +147,30 @@ def checkpoint_activations(
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
     if mode == "selective":
         how["context_fn"] = _keep_expensive
-    # The newer name, where transformers has it; the older one warns there.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    every = mode if isinstance(mode, int) else 1
     try:
-        enable(how)
+        model.activation_checkpointing_enable(how, every_n_layers=every, offload=offload)
     except ValueError:
         raise ModelError(
             f"model.activation_checkpointing: transformers cannot recompute the blocks of a "
             f"{model.config.model_type}; use none"
         ) from None
-    every = mode if isinstance(mode, int) else 1
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for index, block in enumerate(blocks):
-        block.gradient_checkpointing = index % every == 0
-    if offload:
-        inputs = InputsOnHost()
-        for block in blocks:
-            block._gradient_checkpointing_func = inputs.wrap(block._gradient_checkpointing_func)
     if budget_gib is not None:
-        ActivationBudget(blocks, budget_gib * GIB)
+        ActivationBudget(_blocks_of(model), budget_gib * GIB)
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def share_recomputed(model: nn.Module) -> float:
-    """Of the blocks whose parameters are here, those that recompute."""
-    blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    here = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
-    return sum(block.gradient_checkpointing for block in here) / max(1, len(here))
+    """Return which part recomputes of the blocks whose parameters are on this rank."""
+    here = [block for block in _blocks_of(model) if not any(p.is_meta for p in block.parameters())]
+    return sum(bool(block.gradient_checkpointing) for block in here) / max(1, len(here))
 
 
 def _draws(model: PreTrainedModel) -> bool:
-    """Whether a forward may draw random numbers: code from elsewhere may, transformers' own says so."""
+    """Return whether a forward may draw random numbers: transformers' own configs say so."""
     if not type(model).__module__.startswith("transformers."):
         return True
     numbers = model.config.get_text_config().to_dict().items()
@@ -241,7 +183,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For a block's forward, and for its second run in backward."""
+    """Return the modes of a block's forward and of its second run in backward."""
     forward, again = create_selective_checkpoint_contexts(list(EXPENSIVE))
     return _Expensive(forward), _Expensive(again)
 

@@ -57,7 +57,7 @@ UNBUILT = {
 
 
 def of_peft(name: str, adapter: str = "default") -> str:
-    """A parameter's name in the model -> in a file of peft's."""
+    """Return the name of a model's parameter in a file of peft's."""
     parts = name.split(".")
     kept = [part for part in parts if part != adapter]
     if len(kept) < len(parts) and "lora_magnitude_vector" in kept:
@@ -85,7 +85,7 @@ class PeftFolder:
         return job.on_main(lambda: _read(Path(os.path.expanduser(given))))
 
     def completed(self, config: AdapterConfig) -> AdapterConfig:
-        """The recipe's section, with what only the folder says.
+        """Return the recipe's section, with what only the folder says.
 
         Raises:
             ConfigError: both say it, and not the same.
@@ -108,7 +108,7 @@ class PeftFolder:
         return config.model_copy(update=said)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The values of the model's parameter of this name.
+        """Return the values of the model's parameter of this name.
 
         Raises:
             ModelError: there are none, or of another shape.
@@ -126,7 +126,7 @@ class PeftFolder:
         return values
 
     def whole(self) -> dict[str, Tensor]:
-        """Of modules that were trained whole, by the model's names."""
+        """Return the tensors of modules that were trained whole, by the model's names."""
         return {
             name: self.tensors[PREFIX + name]
             for name in self._names()
@@ -134,11 +134,7 @@ class PeftFolder:
         }
 
     def refuse_missing(self, layers: Iterable[str]) -> None:
-        """Refuse a file that lacks layers of the model that its config lists.
-
-        Raises:
-            ModelError: it does.
-        """
+        """Raise a ModelError if the file lacks layers of the model that its config lists by name."""
         own = self.described
         names = own.get("target_modules")
         if not isinstance(names, list) or own.get("layers_to_transform") or own.get("exclude_modules"):
@@ -152,7 +148,7 @@ class PeftFolder:
             )
 
     def refuse_others(self, taken: set[str]) -> None:
-        """Raises a ModelError where the folder has adapters of layers that the model gives none."""
+        """Raise a ModelError if the folder has adapters of layers that the model gives none."""
         there = self.tensors.keys() - {PREFIX + name for name in self.whole()}
         if others := sorted(there - {of_peft(name) for name in taken}):
             raise ModelError(
@@ -211,14 +207,15 @@ NAME = "default"  # peft's, of the only adapter of a model
 
 
 def is_base(parameter: Tensor) -> bool:
-    """Whether it is the base's under an adapter: frozen, and in no checkpoint."""
+    """Return whether a parameter is the base's under an adapter: frozen, and in no checkpoint."""
     # peft's DoRA puts a copy without the mark in the place of a weight in 4 bits, on a CPU in each forward.
     return getattr(parameter, "is_base", False) or hasattr(parameter, "quant_state")
 
 
 def learning_rate_for(model: nn.Module) -> float:
-    """Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025): it depends
-    on the width of the model and its family, and not on the rank.
+    """Return Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025).
+
+    It depends on the width of the model and its family, and not on the rank.
     """
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or 2000
@@ -234,7 +231,7 @@ def add_adapter(
     job: Job,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Gives the model its adapters, and freezes all else of it but `modules_to_save`. Collective.
+    """Give the model its adapters, and freeze all else of it but `modules_to_save`. Collective.
 
     Args:
         sharding: What the model was made in: with `config.quantize` a Quantising; in a HalfBase, or in that,
@@ -321,13 +318,14 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether one was added."""
+    """Return whether an adapter was added."""
     return any(True for _ in adapted(model))
 
 
 def held_apart(model: nn.Module) -> tuple[int, int]:
-    """How many weights of the base are held in another dtype than what is trained, in 4 bits or rounded to
-    that of products, and in how many bytes.
+    """Return number and bytes of the base's weights in another dtype than what is trained.
+
+    They are in 4 bits, or rounded to the dtype of products.
     """
     trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
@@ -343,7 +341,7 @@ def _bytes_of(weight: Tensor) -> int:
 
 
 def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
-    """Has peft put its layers in, without values: what it would draw depends on what this rank holds."""
+    """Let peft put its layers in, without values: what it would draw depends on what this rank holds."""
     from peft import inject_adapter_in_model
 
     config.use_dora = False  # peft would read whole weights, which this rank may not have
@@ -383,7 +381,7 @@ def _values(weight: Tensor) -> Tensor:
 def _fill(
     model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None, dtype: torch.dtype | None
 ) -> None:
-    """First values of what is trained beside the model: where the layers' own weights are, but never nowhere.
+    """Set first values of what is trained beside the model, on the device of the layers' own weights.
 
     Args:
         dtype: None: the precision of the layer's own weight.
@@ -409,7 +407,7 @@ def _fill(
 
 
 def first_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
-    """Of a parameter, as peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
+    """Return first values as peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)
     # Of a seed torch takes 32 bits.
@@ -419,24 +417,3 @@ def first_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int)
         return values.normal_(0.0, 1 / shape[0], generator=generator)
     limit = 1 / math.sqrt(shape[1])
     return values.uniform_(-limit, limit, generator=generator)
-
-
-# An adapter stores about two bits a parameter, text has about one bit a token (LoRA Without Regret, 2025).
-BITS_A_PARAMETER, BITS_A_TOKEN = 2.0, 1.0
-
-
-def more_than_it_holds(model: nn.Module, parts: int, num_tokens: int) -> str | None:
-    """What to say of training data with more in it than an adapter can take up.
-
-    Args:
-        parts: Into which the model is cut; `model` is one of them.
-        num_tokens: Different ones that are trained on, context and padding too.
-    """
-    trained = parts * sum(number_of(p) for p in model.parameters() if p.requires_grad)
-    room = int(trained * BITS_A_PARAMETER / BITS_A_TOKEN)
-    if num_tokens <= room:
-        return None
-    return (
-        f"the training data has up to {num_tokens:,} tokens, and {trained:,} trained parameters hold what is "
-        f"in about {room:,}: if the loss stays behind that of training all weights, raise adapter.rank"
-    )

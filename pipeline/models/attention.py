@@ -48,10 +48,10 @@ AttentionFunction = Callable[..., tuple[Any, Any]]
 
 
 def transformers_name(attention: str, config: PreTrainedConfig) -> str | None:
-    """What transformers builds a model with for `model.attention`; None: what it would choose itself.
+    """Return what transformers builds a model with for `model.attention`; `None`: what it would choose.
 
     Raises:
-        ModelError: sdpa was asked for where scores are capped. Older transformers (5.17) leave the cap out.
+        ModelError: sdpa was asked for where scores are capped, which it leaves out.
     """
     if caps_scores(config):
         if attention == "sdpa":
@@ -63,7 +63,7 @@ def transformers_name(attention: str, config: PreTrainedConfig) -> str | None:
 
 
 def attention_function(name: str) -> AttentionFunction:
-    """The function behind `attn_implementation: <name>`."""
+    """Return the function behind `attn_implementation: <name>`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS[name]
@@ -71,14 +71,14 @@ def attention_function(name: str) -> AttentionFunction:
 
 
 def register_attention(name: str, function: AttentionFunction) -> None:
-    """Makes `attn_implementation: <name>` known. Models that use it get no mask: the function is causal."""
+    """Register `attn_implementation: <name>`. Models that use it get no mask: the function is causal."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, function)
 
 
 def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device) -> None:
-    """Has the model attend by DocumentAttention where that gives what transformers' attention gives it.
+    """Let the model attend by DocumentAttention if that gives what transformers' attention gives it.
 
     Args:
         is_auto: Nobody asked for one of transformers'.
@@ -91,10 +91,7 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
         why = unserved(model)
         if why is None:
             model.set_attn_implementation(NAME)
-            how = f"scaled_dot_product_attention, {DocumentAttention().kernels(device)}"
-            if _is_beyond_kernels(model):
-                how = "products of blocks of queries"
-            log.info("attention: by document, without a mask (%s)", how)
+            log.info("attention: by document, without a mask")
         else:
             log.info("attention: transformers' %s; %s", given, why)
     else:
@@ -102,14 +99,9 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
     _hand_on_bounds(model, given)
 
 
-def _is_beyond_kernels(model: PreTrainedModel) -> bool:
-    """Whether scores are capped or have sinks, which no kernel of torch's knows."""
-    return caps_scores(model.config) or any(name.endswith(".sinks") for name, _ in model.named_parameters())
-
-
 @torch.no_grad()
 def unserved(model: PreTrainedModel) -> str | None:
-    """What of a model DocumentAttention does not do; None: it serves."""
+    """Return what of a model DocumentAttention does not do; `None`: it serves."""
     register_attention(NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
@@ -135,17 +127,11 @@ def unserved(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _twin(model: PreTrainedModel, **fields: bool) -> PreTrainedModel | None:
-    """A model of the same class and widths with two layers and few words, evaluating; None: there is none.
-
-    Args:
-        fields: What its configuration has in place of the model's.
-    """
+def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return an evaluating model of the same class with two layers and few words, if one can be made."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
     try:
-        for name, value in fields.items():
-            setattr(config, name, value)
         text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
         if getattr(text, "layer_types", None):  # a layer of each kind first
             kinds = list(dict.fromkeys(text.layer_types)) + text.layer_types
@@ -169,7 +155,7 @@ def _twin(model: PreTrainedModel, **fields: bool) -> PreTrainedModel | None:
 
 
 def _trial_rows(device: torch.device) -> dict[str, Any]:
-    """Two rows of two documents that differ in the first document."""
+    """Return two rows of two documents that differ in the first document."""
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(1, TWIN_WORDS, (1, 8), generator=generator).repeat(2, 1)
     ids_BT[1, :4] = (ids_BT[1, :4] + 1) % TWIN_WORDS
@@ -184,6 +170,7 @@ def _hand_on_bounds(model: PreTrainedModel, given: str) -> None:
     model.register_forward_hook(hook.after, always_call=True)
 
 
+@torch.no_grad()
 def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse a language model whose logits at a token change with the tokens behind it, as an encoder's do.
 
@@ -191,43 +178,33 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
     DocumentAttention looks at no later token.
 
     Raises:
-        ModelError: the logits change; names the field of the configuration that prevents it, if there is one.
+        ModelError: The logits change; names the field of the configuration that prevents it.
     """
     config: Any = model.config
-    uses_own = config.get_text_config()._attn_implementation == NAME
-    if uses_own or not _looks_ahead(model, device, dtype):
-        return
-    cures = [
-        f"write model.extra: {{{field}: true}}, or "
-        for field in CAUSAL_FIELDS
-        if getattr(config, field, None) is False and not _looks_ahead(model, device, dtype, **{field: True})
-    ]
-    raise ModelError(
-        f"model: {type(model).__name__} ({config.model_type}) predicts a token from a row that shows it: its "
-        f"logits change with later tokens, as an encoder's do; {''.join(cures[:1])}use a decoder"
-    )
-
-
-@torch.no_grad()
-def _looks_ahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, **fields: bool) -> bool:
-    trial = _twin(model, **fields)
+    attention = config.get_text_config()._attn_implementation
+    trial = None if attention == NAME else _twin(model)
     if trial is None:
-        return False
-    is_half_only = "flash" in str(trial.config._attn_implementation)  # in fp32 small effects show
-    dtype = dtype if is_half_only else torch.float32
+        return
+    dtype = dtype if "flash" in str(attention) else torch.float32  # in which small effects show
     ids_BT = _trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
     try:
         one_TV, other_TV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits[:, :4].float()
     except Exception:  # whatever a model raises that wants more than ids
         log.debug("no trial with later tokens", exc_info=True)
-        return False
-    return _differ(one_TV, other_TV, dtype)
+        return
+    if _differ(one_TV, other_TV, dtype):
+        fields = [field for field in CAUSAL_FIELDS if getattr(config, field, None) is False]
+        cure = f"write model.extra: {{{fields[0]}: true}}, or " if fields else ""
+        raise ModelError(
+            f"model: {type(model).__name__} ({config.model_type}) predicts a token from a row that shows it: "
+            f"its logits change with later tokens, as an encoder's do; {cure}use a decoder"
+        )
 
 
 def refuse_leaks(
     model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Holds a model to it that `position_ids` which start again keep documents of a row apart.
+    """Refuse a model in which `position_ids` that start again do not keep documents of a row apart.
 
     Tried with the attention that the model has, on the device and in the precision that will train.
 
@@ -263,7 +240,7 @@ def _leaks_when_tried(model: PreTrainedModel, device: torch.device, dtype: torch
 
 
 def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits differ by more than rounding: a mixture of experts computes a token in another group."""
+    """Return whether logits differ by more than rounding: experts compute a token in another group."""
     allowed = 1e-4 if dtype == torch.float32 else 2e-2
     return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
 

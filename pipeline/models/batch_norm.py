@@ -19,19 +19,19 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def num_batch_norms(model: nn.Module) -> int:
-    """Layers whose statistics depend on how the batch is divided."""
+    """Return the number of layers whose statistics depend on how the batch is divided."""
     return sum(type(layer) in KINDS for layer in model.modules())
 
 
 def is_synchronised(layer: nn.Module) -> bool:
-    """Whether its running statistics count the samples of all ranks."""
+    """Return whether a layer's running statistics count the samples of all ranks."""
     return isinstance(layer, (nn.SyncBatchNorm, CPUSyncBatchNorm))
 
 
 def synchronise_batch_norm(
     model: nn.Module, process_group: dist.ProcessGroup | None, device: torch.device
 ) -> nn.Module:
-    """The model with every BatchNorm1d, 2d and 3d counting the samples of all ranks of the group.
+    """Let every BatchNorm1d, 2d and 3d of the model count the samples of all ranks of the group.
 
     Parameters stay the same objects (also sharded by ZeRO-3), and names in the state dict stay.
 
@@ -93,7 +93,7 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected an input of (N, C, ...), given {input.dim()} dimensions")
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> the same shape."""
+        """Return the normalised input (N, C, ...)."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)

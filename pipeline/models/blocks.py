@@ -29,7 +29,7 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Two or more modules of a list that differ in their values alone; the outermost ones.
+    """Yield two or more modules of a list that differ in their values alone; the outermost ones.
 
     They are of one class, have modules inside and parameters of the same names, shapes and dtypes.
     """
@@ -57,17 +57,17 @@ def _likeness(block: nn.Module) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters lie in ZeRO 3's shards."""
+    """Return whether parameters are in ZeRO 3's shards."""
     return any(hasattr(p, "ds_shape") for p in model.parameters())
 
 
 def has_experts(model: nn.Module) -> bool:
-    """A mixture of experts of transformers: what each computes on differs in size from batch to batch."""
+    """Return whether it is a mixture: what each expert computes on differs in size from batch to batch."""
     return getattr(getattr(model, "config", None), "num_experts_per_tok", None) is not None
 
 
 def sharded_as_one(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The repeated blocks of which ZeRO 3 can gather all parameters at once, when the block is called.
+    """Yield the repeated blocks of which ZeRO 3 can gather all parameters at once, when one is called.
 
     transformers calls its blocks as modules, with hidden states, which others need not do. A parameter of
     several modules is gathered with one of them. Experts make a block too large.
@@ -86,7 +86,7 @@ ALIGNMENT = 16  # bytes, of addresses that Inductor's kernels read several value
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Has the repeated blocks compute by one compiled function each kind, from their next call on.
+    """Let the repeated blocks compute by one compiled function each kind, from their next call on.
 
     Blocks of a mixture of experts stay as they are: what an expert is given differs in size from batch to
     batch. So do those whose batch normalisation asks other ranks, and those that ZeRO 3 gathers in parts.
@@ -107,9 +107,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def compile_again(model: nn.Module) -> None:
-    """As if nothing had been compiled: what follows is compiled for what comes next, and not for what differs
-    from that to what was there before, with other kernels and other last digits.
-    """
+    """Forget what was compiled, so that the next shapes get kernels of their own, and not for any shape."""
     torch._dynamo.reset()
     for block in model.modules():
         shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
@@ -131,7 +129,7 @@ class _Shared:
         self._name = f"the {len(blocks)} {kind.__name__} blocks"
         self._kind = kind.__name__
         self._backend = backend
-        self._as_written = _forward(blocks)
+        self._as_written: Callable[..., Any] = kind.forward
         self._compiled = self._compile()
         self._is_aligned = True
         # By (training, with gradients): the blocks that were called, and may cause no compilation any more.
@@ -173,7 +171,7 @@ class _Shared:
         )
 
     def forget(self) -> None:
-        """That any block was called."""
+        """Forget which blocks were called."""
         self._called.clear()
 
     def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -185,7 +183,7 @@ class _Shared:
         called = self._called.setdefault(mode, set())
         if not mode[1]:  # transformers makes the first block's input require a gradient even here
             args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
-        frames, breaks, start = counters["frames"]["total"], _breaks(), time.perf_counter()
+        frames, start = counters["frames"]["total"], time.perf_counter()
         try:
             result = self._compiled[block.training](block, *args, **named)
         except TorchDynamoException as error:
@@ -198,8 +196,7 @@ class _Shared:
             if id(block) in called:
                 log.warning("compile: %s are compiled again %s: %s", self._name, how, _cause())
             elif not called:
-                why = "".join(f", in pieces: {_short(each)}" for each in list(_breaks() - breaks)[:1])
-                log.info("compile: %s are compiled once %s%s", self._name, how, why)
+                log.info("compile: %s are compiled once %s", self._name, how)
         called.add(id(block))
         return result
 
@@ -209,35 +206,8 @@ def is_aligned(block: nn.Module) -> bool:
     return all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in block.parameters())
 
 
-def _forward(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
-    """What a block computes between its hooks, with what it recomputes.
-
-    Older transformers recompute in `__call__`, hooks and all: what was compiled is one operation there, so
-    `selective` would keep nothing of it. These blocks recompute in their forward, as newer ones do.
-    """
-    kind = type(blocks[0])
-    forward: Callable[..., Any] = kind.forward
-    if kind.__call__ is nn.Module.__call__ or not hasattr(blocks[0], "_gradient_checkpointing_func"):
-        return forward
-    for block in blocks:
-        block._recompute = block._gradient_checkpointing_func
-        block._gradient_checkpointing_func = _called  # type: ignore[assignment]
-
-    @functools.wraps(forward)
-    def recomputing(block: Any, *args: Any, **named: Any) -> Any:
-        if block.gradient_checkpointing and block.training:
-            return block._recompute(functools.partial(forward, block, **named), *args)
-        return forward(block, *args, **named)
-
-    return recomputing
-
-
-def _called(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
 def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Calls `forward`, by code of its own: torch keeps what it compiled, and limits how often, by code."""
+    """Return `forward` with code of its own: torch keeps, and limits, what it compiled by code object."""
 
     def run(block: nn.Module, *args: Any, **named: Any) -> Any:
         return forward(block, *args, **named)
@@ -245,22 +215,13 @@ def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return types.FunctionType(run.__code__.replace(co_name=name), globals(), name, None, run.__closure__)
 
 
-def _breaks() -> Counter[str]:
-    """Why torch did not compile something as one piece, and how often; of the whole process."""
-    return Counter(counters["graph_break"])
-
-
 def _cause() -> str:
-    """What the last compilation found changed."""
+    """Return what the last compilation found changed."""
     told = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
-    return _short(told[-1].partition(": ")[2]) if told else "torch does not say why"
+    return " ".join(told[-1].partition(": ")[2].split())[:200] if told else "torch does not say why"
 
 
 def reason(error: TorchDynamoException) -> str:
-    """Why something could not be compiled, in one line."""
+    """Return why something could not be compiled, in one line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     return f"{type(inner).__name__}: {one_line(inner)}"
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:200]

@@ -22,7 +22,7 @@ GIVE_SIZES = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
-    """Calls the function `kind` names with `args`; it returns an nn.Module.
+    """Return the module that the function `kind` names makes of `args`.
 
     Raises:
         ModelError: no such function, arguments that do not fit it, another return type, a module that
@@ -49,23 +49,11 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
             f"model.kind: {config.kind} returned a {type(model).__name__}; return the module inside: the "
             "DeepSpeed JSON says how the work is divided"
         )
-    _refuse_own_experts(model, config.kind)
     if is_sharded:  # shards are in the run's precision already
         _hold_statistics_in_fp32(model)
     else:
         _hold_in_fp32(model, config.kind)
     return model
-
-
-def _refuse_own_experts(model: nn.Module, kind: str) -> None:
-    """DeepSpeed marks what its expert layers do not share, and wants groups and optimizers made by it."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "group_name") or getattr(parameter, "allreduce", True) is False:
-            raise ModelError(
-                f"model.kind: {kind} has a layer of deepspeed.moe ({name}), whose experts are neither "
-                "divided nor saved here; write the experts as modules or as one stacked parameter, or use "
-                "kind: causal_lm with architecture: mixtral"
-            )
 
 
 def _refuse_unfilled(model: nn.Module, kind: str) -> None:
@@ -135,7 +123,7 @@ class SmallCNN(nn.Module):
 
 
 def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
-    """A SmallCNN for the data's channels (grey where it does not say) and as many outputs as it has classes.
+    """Return a SmallCNN for the data's channels (grey if it does not say) and classes.
 
     Raises:
         ModelError: neither the recipe nor the data says how many classes, or the two differ.

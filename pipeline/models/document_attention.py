@@ -10,7 +10,7 @@ import inspect
 import logging
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,10 @@ from pipeline.planner.model import QUERIES
 log = logging.getLogger(__name__)
 
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value of a layer."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """What a layer asks of its scores."""
@@ -38,27 +42,25 @@ class Scores:
     softcap: float | None = None
     """c of c * tanh(scores / c)."""
     dropout: float = 0.0
+    sinks: Tensor | None = None
+    """(heads,): scores of one more key, whose value is 0, for every query (gpt-oss)."""
 
-    def asks(self, sinks: Tensor | None) -> bool:
-        """Whether it is more than a mask."""
-        return self.softcap is not None or sinks is not None or self.dropout > 0
+    @property
+    def is_bounded(self) -> bool:
+        """Whether scores are capped or have sinks, which no kernel of torch's knows."""
+        return self.softcap is not None or self.sinks is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, sinks: Tensor | None, scores: Scores
-) -> Tensor:
-    """-> (B, T, heads, width of value): a token attends to those before it in its document and its window.
+def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: Scores) -> Tensor:
+    """Return (B, T, heads, width of value): a token attends to those before it in its document and window.
 
     The host looks at bounds on a CPU alone, where it leaves out keys that a block has no use for.
 
     Args:
-        bounds: Of the documents; None: each row is one.
-        sinks: (heads,): scores of one more key, whose value is 0, for every query (gpt-oss); None: no such.
+        bounds: Of the documents. `None`: each row is one.
     """
-    if torch.is_autocast_enabled(kind := _kind(query)):  # which knows scaled_dot_product_attention alone
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _autocast(heads)
     rows, _, length, _ = query.shape
     first = _first_keys(bounds, rows, length, scores.window, query.device)
     starts = range(0, length, QUERIES)
@@ -70,14 +72,25 @@ def attend_in_blocks(
         _Block(start, min(start + QUERIES, length), begin)
         for start, begin in zip(starts, begins, strict=True)
     ]
+    sinks, scores = scores.sinks, replace(scores, sinks=None)
     output: Tensor = _InBlocks.apply(query, key, value, sinks, first, scores, blocks)
     return output
+
+
+def _autocast(heads: Heads) -> Heads:
+    """Cast as autocast does, which knows scaled_dot_product_attention alone."""
+    kind = _kind(heads[0])
+    if not torch.is_autocast_enabled(kind):
+        return heads
+    dtype = torch.get_autocast_dtype(kind)
+    query, key, value = heads
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _first_keys(
     bounds: Tensor | None, rows: int, length: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """(B or 1, T): the first token of its row that each token attends to."""
+    """Return (B or 1, T): the first token of its row that each token attends to."""
     tokens = torch.arange(length, device=device)
     first = torch.zeros_like(tokens)[None]
     if bounds is not None:
@@ -100,7 +113,7 @@ class _Block:
         return query[:, :, self.start : self.end], key[:, :, keys], value[:, :, keys]
 
     def is_seen(self, first: Tensor) -> Tensor:
-        """(B or 1, 1, Q, K)"""
+        """Return (B or 1, 1, Q, K): which keys each query attends to."""
         keys = torch.arange(self.begin, self.end, device=first.device)
         queries = torch.arange(self.start, self.end, device=first.device)[:, None]
         return ((keys >= first[:, self.start : self.end, None]) & (keys <= queries))[:, None]
@@ -160,12 +173,12 @@ class _InBlocks(torch.autograd.Function):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: Scores
 ) -> Tensor:
-    """(B, heads, Q, width of value)"""
+    """Return (B, heads, Q, width of value)."""
     heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
     if dtype == torch.bfloat16 and not query.is_cuda:  # see cpu_attention
         query, key, value = (t.to(_wide(dtype)) for t in (query, key, value))
     with torch.autocast(_kind(query), enabled=False):  # backward computes as forward did
-        if not scores.asks(sinks):
+        if not scores.is_bounded and sinks is None and not scores.dropout:
             if query.is_cuda and heads != groups:  # its kernel that takes a mask knows no groups
                 key, value = (t.repeat_interleave(heads // groups, 1) for t in (key, value))
             return F.scaled_dot_product_attention(
@@ -211,15 +224,16 @@ Runs = list[tuple[int, Tensor | None]]
 """Tokens of one call on a CPU, and the mask of its documents; None: it is one document."""
 
 
-def is_served(query: Tensor, value: Tensor, longest: int, sinks: Tensor | None, scores: Scores) -> bool:
-    """Whether torch's kernel on a CPU takes documents of up to `longest` tokens and makes no T x T scores."""
-    if scores.softcap is not None or sinks is not None or longest > (scores.window or longest):
+def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
+    """Return whether torch's kernel on a CPU takes documents of `longest` tokens without T x T scores."""
+    query, _, value = heads
+    if scores.is_bounded or longest > (scores.window or longest):
         return False
     return longest <= QUERIES or (scores.dropout == 0 and query.shape[-1] == value.shape[-1])
 
 
 def runs_of(bounds: list[int], rows: int) -> Runs | None:
-    """The calls that serve these documents; None: each row is one document."""
+    """Return the calls that serve these documents; `None`: each row is one document."""
     sizes = [end - start for start, end in pairwise(bounds) if end > start]
     if len(sizes) == rows:
         return None
@@ -235,7 +249,7 @@ def runs_of(bounds: list[int], rows: int) -> Runs | None:
 
 
 def _mask(sizes: list[int]) -> Tensor:
-    """(n, n), 0 where one attends, else -inf: a boolean one would be made into that by every layer."""
+    """Return (n, n), 0 where one attends, else -inf: every layer would make that of a boolean one."""
     document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     is_seen = (document[:, None] == document).tril_()
     return torch.zeros(is_seen.shape, dtype=torch.float32).masked_fill_(~is_seen, -torch.inf)
@@ -245,16 +259,14 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """-> (B, heads, T, width). Causal, or as the mask says.
+def attend_on_cpu(heads: Heads, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Return (B, heads, T, width): causal, or as the mask says.
 
     Args:
         mask: (T, T), fp32: what is added to the scores.
         scores: Scaling and dropout count.
     """
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _autocast(heads)
     if query.dtype == torch.bfloat16 and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
         output: Tensor = _InFp32.apply(query, key, value, mask, scores.scaling)
         return output
@@ -311,7 +323,7 @@ OF_SCORES = ("softcap", "s_aux")
 
 
 def document_bounds(positions_BT: Tensor) -> Tensor:
-    """The bounds of documents that positions tell: one begins wherever these do not go on counting.
+    """Return the bounds of documents: one begins wherever positions do not go on counting.
 
     A host read where the positions are on a device. N depends on B and T alone while documents have 256
     tokens on average, and doubles otherwise: little is compiled again for another number of documents.
@@ -325,7 +337,7 @@ def document_bounds(positions_BT: Tensor) -> Tensor:
 
 
 def no_bounds(device: torch.device) -> Tensor:
-    """Stands for rows that are one document each, so that nobody looks at positions to find out."""
+    """Return empty bounds, for rows that are one document each: positions need not be read."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
@@ -355,7 +367,7 @@ class WholeRows:
 
 
 class DocumentAttention:
-    """See AttentionFunction. Holds what it found out of the last bounds: every layer is given the same."""
+    """See AttentionFunction. Keeps what it found out of the last bounds: every layer is given the same."""
 
     def __init__(self) -> None:
         # Asked here and not in a call, which torch.compile reads.
@@ -375,14 +387,14 @@ class DocumentAttention:
         scaling: float | None = None,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        """-> (output (B, T, heads, width), None).
+        """Return (output (B, T, heads, width), None).
 
         Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing; `sliding_window`, `softcap`
-        and `s_aux` are what transformers' models hand on (see Scores and attend_in_blocks). With a mask, or
-        keys of tokens before the first query, transformers' sdpa computes.
+        and `s_aux` are what transformers' models hand on (see Scores). With a mask, or keys of tokens before
+        the first query, transformers' sdpa computes.
 
         Raises:
-            ModelError: the model asks for more.
+            ModelError: The model asks for more.
         """
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -393,44 +405,32 @@ class DocumentAttention:
                 f"model.attention: auto does not know {asked[0]}, which the model asks for; write "
                 "model.attention=eager"
             )
+        heads = (query, key, value)
         if is_masked:
-            heads = (query, key, value)
             return _with_mask(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **rest)
         bounds, positions = rest.get(BOUNDS), rest.get("position_ids")
         if bounds is not None and not bounds.numel():
             bounds = positions = None  # each row is one document
-        window, length = rest.get("sliding_window"), query.shape[2]
-        is_wide = window is None or window >= length
-        scores = Scores(scaling, None if is_wide else window, rest.get("softcap"), dropout)
+        window = rest.get("sliding_window")
+        if window is not None and window >= query.shape[2]:
+            window = None
+        scores = Scores(scaling, window, rest.get("softcap"), dropout, rest.get("s_aux"))
         attend = self._on_cpu if query.device.type == "cpu" else self._on_device
-        return attend(query, key, value, bounds, positions, rest.get("s_aux"), scores), None
+        return attend(heads, bounds, positions, scores), None
 
     def _on_device(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor | None,
-        positions: Tensor | None,
-        sinks: Tensor | None,
-        scores: Scores,
+        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: Scores
     ) -> Tensor:
-        rows, _, length, _ = query.shape
+        query = heads[0]
         if bounds is None and positions is not None:
             bounds = self._found(positions, query)
-        if scores.softcap is not None or sinks is not None:
-            return attend_in_blocks(query, key, value, bounds, sinks, scores)
+        if scores.is_bounded:
+            return attend_in_blocks(heads, bounds, scores)
         if bounds is None and scores.window is None:
-            return self._whole_rows(query, key, value, scores)
+            return self._whole_rows(*heads, scores)
         if bounds is None:
-            bounds = whole_row_bounds(rows, length, query.device)
-        return self._by_kernel(query, key, value, bounds, scores)
-
-    def kernels(self, device: torch.device) -> str:
-        """What computes there, in words."""
-        if device.type != "cuda":
-            return "a call a document"
-        return "variable-length kernels" + (", cuDNN first" if self._prefers_cudnn else "")
+            bounds = whole_row_bounds(query.shape[0], query.shape[2], query.device)
+        return self._by_kernel(heads, bounds, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _found(self, positions: Tensor, query: Tensor) -> Tensor:
@@ -438,35 +438,19 @@ class DocumentAttention:
         return self._of(positions, rows, lambda: document_bounds(positions.expand(rows, -1)))
 
     def _on_cpu(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor | None,
-        positions: Tensor | None,
-        sinks: Tensor | None,
-        scores: Scores,
+        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: Scores
     ) -> Tensor:
         """Memory grows with T: where torch's kernel would make all scores of a document, in blocks."""
         if bounds is not None or positions is not None:
-            return self._in_runs(query, key, value, bounds, positions, sinks, scores)
-        if is_served(query, value, query.shape[2], sinks, scores):
-            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
-        return attend_in_blocks(query, key, value, None, sinks, scores)
+            return self._in_runs(heads, bounds, positions, scores)
+        if is_served(heads, heads[0].shape[2], scores):
+            return attend_on_cpu(heads, None, scores).transpose(1, 2).contiguous()
+        return attend_in_blocks(heads, None, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _in_runs(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Tensor | None,
-        positions: Tensor,
-        sinks: Tensor | None,
-        scores: Scores,
-    ) -> Tensor:
+    def _in_runs(self, heads: Heads, bounds: Tensor | None, positions: Any, scores: Scores) -> Tensor:
         """On a CPU: a call a document, one for consecutive short ones."""
-        rows, _, length, _ = query.shape
+        rows, _, length, _ = heads[0].shape
 
         def find() -> tuple[Tensor, Runs | None]:
             found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
@@ -474,16 +458,16 @@ class DocumentAttention:
 
         found, runs = self._of(positions if bounds is None else bounds, rows, find)
         longest = length if runs is None else max(size for size, _ in runs)
-        if not is_served(query, value, longest, sinks, scores):
-            return attend_in_blocks(query, key, value, found, sinks, scores)
+        if not is_served(heads, longest, scores):
+            return attend_in_blocks(heads, found, scores)
         if runs is None:
-            return attend_on_cpu(query, key, value, None, scores).transpose(1, 2).contiguous()
+            return attend_on_cpu(heads, None, scores).transpose(1, 2).contiguous()
         sizes = [size for size, _ in runs]
-        parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in (query, key, value)]
+        parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in heads]
         outputs = []
         for (_, mask), *of_run in zip(runs, *parts, strict=True):
-            q, k, v = (t.transpose(0, 1)[None] for t in of_run)
-            outputs.append(attend_on_cpu(q, k, v, mask, scores)[0].transpose(0, 1))
+            query, key, value = (t.transpose(0, 1)[None] for t in of_run)
+            outputs.append(attend_on_cpu((query, key, value), mask, scores)[0].transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (rows, length))
 
     def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -506,15 +490,14 @@ class DocumentAttention:
             )
         return output.transpose(1, 2).contiguous()
 
-    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scores: Scores) -> Tensor:
-        """On CUDA, without a look at the bounds: flash attention, or xFormers' kernel for what it refuses
-        (fp32, dropout, cards before Ampere, widths that are no multiple of 8), or blocks where that has no
-        window or cannot load widths of no multiple of 16 bytes.
+    def _by_kernel(self, heads: Heads, bounds: Tensor, scores: Scores) -> Tensor:
+        """On CUDA, without a look at the bounds: flash attention where it takes the heads.
+
+        xFormers' kernel takes what that refuses: fp32, dropout, cards before Ampere, widths that are no
+        multiple of 8. Blocks are for windows and for widths of no multiple of 16 bytes, which it refuses.
         """
+        query, key, value = _autocast(heads)
         rows, _, length, width = query.shape
-        if torch.is_autocast_enabled("cuda"):  # which knows scaled_dot_product_attention alone
-            dtype = torch.get_autocast_dtype("cuda")
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         is_flash = (
             query.dtype in (torch.float16, torch.bfloat16)
             and scores.dropout == 0
@@ -524,47 +507,34 @@ class DocumentAttention:
         )
         is_odd_width = any(t.shape[-1] * t.element_size() % 16 for t in (query, value))
         if not is_flash and (scores.window is not None or is_odd_width):
-            return attend_in_blocks(query, key, value, bounds, None, scores)
+            return attend_in_blocks((query, key, value), bounds, scores)
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not is_flash:
             key, value = _repeated(query, key), _repeated(query, value)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        shared = (bounds, bounds, length, length)
         if is_flash:
             before = -1 if scores.window is None else scores.window - 1
             grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and HAS_GQA_FLAG else {}
             output: Any = varlen_attn(
-                q,
-                k,
-                v,
-                bounds,
-                bounds,
-                length,
-                length,
-                scale=scores.scaling,
-                window_size=(before, 0),
-                **grouped,
+                q, k, v, *shared, scale=scores.scaling, window_size=(before, 0), **grouped
             )
         else:
-            causal = 1
+            causal, keeps_sums, bias = 1, True, None
             output = torch.ops.aten._efficient_attention_forward(
-                q[None],
-                k[None],
-                v[None],
-                None,
-                bounds,
-                bounds,
-                length,
-                length,
+                *(t[None] for t in (q, k, v)),
+                bias,
+                *shared,
                 scores.dropout,
                 causal,
-                True,
+                keeps_sums,
                 scale=scores.scaling,
             )[0][0]
         apart: Tensor = output.unflatten(0, (rows, length))
         return apart
 
     def _of(self, given: Tensor, form: Any, find: Any) -> Any:
-        """What `find` finds of a tensor, once for all layers that are given it."""
+        """Return what `find` finds of a tensor, once for all layers that are given it."""
         version = None if given.is_inference() else given._version
         if self._last is not None and self._last[0]() is given and self._last[1] == (version, form):
             return self._last[2]

@@ -94,7 +94,7 @@ def generate(
     if is_generator(module):
         how["synced_gpus"] = in_step
     if agree is not None:
-        how["logits_processor"] = [_Agreed(agree)]
+        how["logits_processor"] = [lambda _, scores_BV: agree(scores_BV)]
     was_training = module.training
     module.eval()
     try:
@@ -164,13 +164,3 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-class _Agreed:
-    """One of transformers' logits processors."""
-
-    def __init__(self, agree: Callable[[Tensor], Tensor]):
-        self._agree = agree
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._agree(scores)

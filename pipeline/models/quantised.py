@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import bitsandbytes
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
@@ -27,7 +26,7 @@ BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transform
 
 @torch.no_grad()
 def packed(weight: Tensor) -> Params4bit:
-    """A weight (outputs, inputs) in NF4, where it lies: two values a byte, and a byte of scale a block."""
+    """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, a byte of scale a block."""
     codes, state = quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -36,7 +35,7 @@ def packed(weight: Tensor) -> Params4bit:
 
 @torch.no_grad()
 def unpacked(weight: Params4bit) -> Tensor:
-    """What it stands for: (outputs, inputs), fp32.
+    """Return the values of a weight in NF4: (outputs, inputs), fp32.
 
     Read as rows of one block: bitsandbytes (0.50.2) on a CPU with AVX-512 takes other blocks' scales where
     rows are a multiple of 16 values but not of a block.
@@ -47,15 +46,6 @@ def unpacked(weight: Params4bit) -> Tensor:
     state.dtype, state.shape = torch.float32, torch.Size((blocks, BLOCK))
     values: Tensor = dequantize_4bit(codes[:, None], state)
     return values.flatten()[:number].view(weight.quant_state.shape)
-
-
-@torch.no_grad()
-def _is_read_wrong(weight: Params4bit) -> bool:
-    """Whether this machine's kernels take it for something else, see unpacked."""
-    if weight.quant_state.shape[-1] % BLOCK == 0:
-        return False
-    read, right = dequantize_4bit(weight.data, weight.quant_state).float(), unpacked(weight)
-    return not torch.allclose(read, right, rtol=1e-2, atol=1e-3 * float(right.abs().max()))
 
 
 class Quantising(FrozenBase):
@@ -76,7 +66,7 @@ class Quantising(FrozenBase):
         self._packed: dict[nn.Parameter, Params4bit] = {}
 
     def take(self, weight: nn.Parameter) -> Params4bit:
-        """The weight in NF4, on the device; it goes without values."""
+        """Return the weight in NF4, on the device; the parameter loses its values."""
         if weight not in self._packed:
             self._pack(weight)
         return self._packed[weight]
@@ -100,7 +90,7 @@ class Quantising(FrozenBase):
 def quantise(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: Sharding, dtype: torch.dtype
 ) -> None:
-    """Puts layers of bitsandbytes' in the place of the model's own.
+    """Put layers of bitsandbytes' in the place of the model's own.
 
     Args:
         trained: What is trained whole.
@@ -124,11 +114,10 @@ def quantise(
         weight = sharding.take(layer.weight)  # type: ignore[arg-type]
         weight.quant_state.dtype = dtype
         outputs, inputs = weight.quant_state.shape
-        if _is_read_wrong(weight):
+        if weight.device.type == "cpu" and inputs % BLOCK:  # see unpacked
             raise ModelError(
-                f"adapter.quantize: {name} is {outputs} x {inputs}, and bitsandbytes "
-                f"{bitsandbytes.__version__} reads rows that are no multiple of {BLOCK} wrong on this "
-                f"{weight.device.type}; train on a GPU, or without adapter.quantize"
+                f"adapter.quantize: {name} is {outputs} x {inputs}, and on a CPU bitsandbytes may read rows "
+                f"wrong that are no multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
             )
         with torch.device("meta"):
             new = Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4")
@@ -142,7 +131,7 @@ def quantise(
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
-    """By the names that the model's own have."""
+    """Yield the quantised layers by the names that the model's own have."""
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):
             yield name.removesuffix(".base_layer"), module

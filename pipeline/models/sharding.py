@@ -20,41 +20,42 @@ from torch import Tensor, nn
 from pipeline.models.transformers_facts import caps_scores
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
     from pipeline.config.schema import RunConfig
 
 
 class Sharding(Protocol):
-    """What a builder needs to know about a split without knowing DeepSpeed."""
+    """What a builder needs to know about a split without knowing DeepSpeed.
+
+    What is here does what is right where every rank holds every parameter, in fp32 on the CPU: see Whole.
+    """
 
     def construct(self) -> AbstractContextManager[Any]:
         """Inside it, each module's parameters are sharded as soon as its own __init__ is done."""
-        ...
+        return nullcontext()
 
     def construct_empty(self) -> AbstractContextManager[Any]:
         """As construct, where the code that makes the model needs no values and draws none."""
-        ...
+        return self.construct()
 
     def made(self, model: nn.Module) -> None:
-        """The model's structure stands: what this rank does not keep of its values is let go. Collective.
+        """Let go of the values that this rank does not keep; the model's structure is complete. Collective.
 
         Raises:
-            ModelError: it cannot be divided.
+            ModelError: It cannot be divided.
         """
-        ...
+        return None
 
     def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Inside it the parameters are whole, on the CPU, in fp32, and may be changed; after it, sharded."""
-        ...
+        return nullcontext()
 
     def settle(self, model: nn.Module, draws: bool) -> None:
-        """The model is built: what this rank keeps of it lies where it stays until there is an engine.
+        """Put what this rank keeps of the built model where it stays until there is an engine.
 
         Args:
-            draws: See ModelRequest. If not, what lies there now is not copied.
+            draws: See ModelRequest. If not, what is there now is not copied.
         """
-        ...
+        return None
 
     @property
     def takes_tensors(self) -> bool:
@@ -67,26 +68,11 @@ class Sharding(Protocol):
         ...
 
 
-class Whole:
+class Whole(Sharding):
     """Every rank holds every parameter, in fp32 on the CPU."""
 
     takes_tensors = False
     zero3_config: dict[str, Any] | None = None
-
-    def construct(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def construct_empty(self) -> AbstractContextManager[Any]:
-        return self.construct()
-
-    def made(self, model: nn.Module) -> None:
-        pass
-
-    def settle(self, model: nn.Module, draws: bool) -> None:
-        pass
-
-    def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 class Placed(Whole):
@@ -165,31 +151,11 @@ class ModelRequest:
     """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
 
 
-class DescribesData(Protocol):
-    """Facts of the data that a model is fitted to."""
-
-    @property
-    def vocab_size(self) -> int | None: ...
-
-    @property
-    def longest(self) -> int | None: ...
-
-    @property
-    def num_classes(self) -> int | None: ...
-
-    @property
-    def num_channels(self) -> int | None: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast | None: ...
-
-
-def model_request(
-    config: RunConfig, data: DescribesData, sharding: Sharding, draws: bool = True
-) -> ModelRequest:
+def model_request(config: RunConfig, data: Any, sharding: Sharding, draws: bool = True) -> ModelRequest:
     """Return what the data asks of the model.
 
     Args:
+        data: A DataBundle, which models may not know.
         draws: Whether the model's first weights are trained from.
     """
     return ModelRequest(
@@ -206,7 +172,7 @@ def model_request(
 
 
 def _hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """As give_values, with its hooks, which torch allows where neither or both are without values."""
+    """Hold values as give_values does, with hooks if torch allows: if both or neither have values."""
     if parameter.is_meta == values.is_meta:
         parameter.data = values
     else:
@@ -214,7 +180,7 @@ def _hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def number_of(parameter: Tensor) -> int:
-    """Values of the whole parameter, also where it is sharded, or where two share a byte."""
+    """Return how many values the whole parameter has, also if it is sharded, or if two share a byte."""
     state = getattr(parameter, "quant_state", None)
     return (
         math.prod(state.shape)
@@ -224,17 +190,17 @@ def number_of(parameter: Tensor) -> int:
 
 
 def give_memory(parameter: nn.Parameter) -> None:
-    """One without values gets memory on the CPU, not yet filled; it stays the same object."""
+    """Give a parameter without values memory on the CPU, not yet filled; it stays the same object."""
     give_values(parameter, torch.empty_like(parameter, device="cpu"))
 
 
 def let_go(parameter: nn.Parameter) -> None:
-    """Keeps its shape and dtype, not its values."""
+    """Drop the values of a parameter, and keep its shape and dtype."""
     give_values(parameter, parameter.detach().to("meta"))
 
 
 def give_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """It holds these, not a copy of them, and stays the same object with what was noted on it."""
+    """Let a parameter hold these values, not a copy; it stays the same object with its attributes."""
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))
     torch.utils.swap_tensors(parameter, filled)
@@ -249,7 +215,7 @@ def runnable(model: Any) -> Iterator[None]:
     """
     was_training, attention = model.training, model.config._attn_implementation
     if "flash" in attention:
-        # Flash attention does not run on a CPU, and older transformers (5.17) take sdpa for capped scores.
+        # Flash attention does not run on a CPU, and transformers' sdpa leaves a cap out.
         has_sdpa = model._supports_sdpa and not caps_scores(model.config)
         model.config._attn_implementation = "sdpa" if has_sdpa else "eager"
     model.eval()
@@ -290,7 +256,7 @@ def _take_back(lent: dict[str, Any], module: nn.Module, *_: Any) -> None:
 
 
 def trial_values(parameter: Tensor, name: str) -> Tensor:
-    """Of the parameter's shape: matrices around 0, vectors (most scale something) around 1."""
+    """Return values of the parameter's shape: matrices around 0, vectors (most scale something) around 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     centre = 1.0 if parameter.dim() < 2 else 0.0
     return torch.empty(parameter.shape, dtype=parameter.dtype).normal_(centre, 0.02, generator=generator)

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
 def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> Model:
-    """The model, whole where ZeRO 3 holds it in shards; of a part that was cut, that part.
+    """Return the sizes of a model, whole if ZeRO 3 holds it in shards; of a part that was cut, that part.
 
     Args:
         named: Its parameters, where the module's own names are not those of the whole model.
@@ -60,7 +61,7 @@ def _layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
 
 
 def _dimensions(config: Any) -> Dimensions | None:
-    """Of a language model of transformers."""
+    """Return the dimensions of a language model of transformers."""
     if not is_config(config):
         return None
     text: Any = config.get_text_config()
@@ -112,7 +113,7 @@ def trial_of(config: RunConfig, module: nn.Module) -> Trial | None:
 
 
 def _most(module: nn.Module, rows: int, shape: tuple[int, ...]) -> float:
-    """Bytes at the most, without gradients of parameters."""
+    """Return the peak in bytes, without gradients of parameters."""
     with _Live() as live:
         output = module.train()(torch.empty(rows, *shape, device="meta"))
         loss = sum(each.float().sum() for each in tree_leaves(output) if torch.is_tensor(each))
@@ -160,7 +161,7 @@ class Unfilled(Whole):
 
 
 def count(config: RunConfig) -> Model:
-    """Names and shapes of the parameters of what a recipe trains.
+    """Return names and shapes of the parameters of what a recipe trains.
 
     Raises:
         ModelError: it cannot be made, or not without values.
@@ -222,7 +223,7 @@ def _make(config: RunConfig) -> nn.Module:
 def flops_per_token(
     model: nn.Module, sequence_length: int | None, causal: bool = False, *, frozen: bool = False
 ) -> float | None:
-    """FLOPs of forward and backward a token of a row: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
+    """Return FLOPs of forward and backward a token: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
 
     N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table
     that is looked up in, and of a mixture of experts those that the router chooses. d is heads times their
@@ -282,7 +283,7 @@ def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products 
 
 
 def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
-    """The part of those FLOPs that is multiplied in fp8: the three products of its layers, or two of them.
+    """Return which part of those FLOPs is in fp8: the three products of its layers, or two of them.
 
     Args:
         recipe: `model.fp8`.
@@ -298,7 +299,7 @@ def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
 
 
 def _without_values(config: Any) -> Any:
-    """The whole model."""
+    """Return the whole model of a config, without values."""
     from pipeline.models.huggingface import model_class
 
     with torch.device("meta"):
@@ -306,7 +307,7 @@ def _without_values(config: Any) -> Any:
 
 
 def _windows(text: Any) -> list[float]:
-    """How far back each layer looks: infinity, a window, or 0 where it keeps a state in place of keys."""
+    """Return how far back each layer looks: infinity, a window, or 0 if it keeps a state in place of keys."""
     window = getattr(text, "sliding_window", None) or float("inf")
     kinds = getattr(text, "layer_types", None)
     if kinds is None:  # a window without kinds of layers is every layer's
@@ -317,7 +318,7 @@ def _windows(text: Any) -> list[float]:
 
 
 def _keys(window: float, length: int, causal: bool) -> float:
-    """Keys a token meets: of the row or the window; `causal`: the mean over a row that fills up."""
+    """Return the keys a token meets: of the row or the window; `causal`: the mean over the row."""
     most = min(window, length)
     return most - most**2 / (2 * length) if causal else most
 
@@ -332,8 +333,8 @@ def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]
     head = whole.get_output_embeddings()
     if head is not None:
         tables.discard(id(head.weight))
-    experts = next((n for key in _NUM_EXPERTS if (n := getattr(text, key, None))), 1)
-    chosen = next((n for key in _CHOSEN if (n := getattr(text, key, None))), experts)
+    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 1)
+    chosen = next((n for key in CHOSEN if (n := getattr(text, key, None))), experts)
     blocks = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     elements = {True: 0.0, False: 0.0}
@@ -342,7 +343,3 @@ def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]
             part = chosen / experts if ".experts." in name else 1.0
             elements[id(p) in in_blocks] += p.numel() * part
     return elements[True], elements[False]
-
-
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k")

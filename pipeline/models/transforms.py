@@ -40,7 +40,7 @@ IN_FP32 = (
 
 
 def prepare_for_half_precision(model: nn.Module, device: torch.device) -> None:
-    """Lets the model be computed under torch.autocast with parameters in half precision.
+    """Let the model be computed under torch.autocast with parameters in half precision.
 
     Normalisation layers (subclasses too) see their own parameters in fp32. Objects and names stay.
     """
@@ -119,7 +119,7 @@ Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
 
 
 def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
-    """Parameters that `model.freeze` matches require no gradient, so no optimizer takes them.
+    """Freeze the parameters that `model.freeze` matches, so that no optimizer takes them.
 
     Raises:
         ConfigError: a pattern matches nothing.
@@ -143,7 +143,7 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
 
 
 def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
-    """The recipe's `adapter`."""
+    """Add the recipe's `adapter`."""
     if (asked := placement.adapter) is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
 
@@ -159,7 +159,7 @@ def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
 
 
 def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
-    """`model.neftune_alpha`."""
+    """Add the noise of `model.neftune_alpha`."""
     if config.neftune_alpha is not None:
         add_noise(model, config.neftune_alpha)
     return model
@@ -174,19 +174,22 @@ def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.
     return model
 
 
-def recompute_activations(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
-    """`model.activation_checkpointing`."""
+def recompute_activations(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+    """Set up `model.activation_checkpointing`."""
     if (section := config.language_model) is not None and is_model(model):
         from pipeline.models.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(
-            model, section.activation_checkpointing, section.activation_budget_gib, section.activation_offload
+            model,
+            section.activation_checkpointing,
+            section.activation_budget_gib,
+            section.activation_offload and placement.device.type != "cpu",
         )
     return model
 
 
 def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
-    """`model.attention`."""
+    """Set up `model.attention`."""
     if (section := config.language_model) is not None and is_model(model):
         choose_attention(model, section.attention == "auto", placement.device)
     return model
@@ -203,14 +206,14 @@ def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: P
 
 
 def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
-    """Refuses a model whose attention looks past position ids, where rows hold several documents."""
+    """Refuse a model whose attention looks past position ids, if rows hold several documents."""
     if placement.separate_documents:
         refuse_leaks(model, placement.device, placement.dtype)
     return model
 
 
 def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
-    """`model.fp8`."""
+    """Set up `model.fp8`."""
     if (section := config.language_model) is not None and section.fp8 != "none":
         from pipeline.models.fp8 import convert  # imports torchao
 
@@ -219,14 +222,14 @@ def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: Placement)
 
 
 def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
-    """Batch normalisation counts the samples of all data-parallel ranks."""
+    """Let batch normalisation count the samples of all data-parallel ranks."""
     if placement.dp_world_size > 1:
         model = synchronise_batch_norm(model, None, placement.device)
     return model
 
 
 def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
-    """Layers written for fp32 compute with parameters in half precision."""
+    """Let layers written for fp32 compute with parameters in half precision."""
     if placement.is_autocast:
         prepare_for_half_precision(model, placement.device)
     return model
@@ -249,7 +252,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 def transform(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
-    """The model after all steps.
+    """Return the model after all steps.
 
     Raises:
         ModelError: a step cannot be done to this model.

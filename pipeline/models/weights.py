@@ -7,7 +7,6 @@ named is not read.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -65,7 +64,7 @@ class WeightFile(Protocol):
     """Those whose content decides all values; empty where that is not known."""
 
     def read(self, name: str) -> Tensor:
-        """The values, on the CPU, in the file's shape and dtype."""
+        """Return the values, on the CPU, in the file's shape and dtype."""
         ...
 
     def close(self) -> None: ...
@@ -76,7 +75,7 @@ def refusal(path: Path, what: str, key: str = "model.weights") -> ModelError:
 
 
 def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
-    """The names to take from a file: those its index says, else all."""
+    """Return the names to take from a file: those its index says, else all."""
     for name in expected or ():
         if name not in there:
             raise refusal(path, f"lacks {name!r}, which its index says it holds")
@@ -168,7 +167,7 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(where, tensors by name): those in envelopes; only where there are none, the tensors here."""
+    """Yield (where, tensors by name): those in envelopes; only if there are none, the tensors here."""
     if not isinstance(content, dict) or depth < 0:
         return
     inner = [
@@ -184,7 +183,7 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence that says something of the file."""
+    """Return the first sentence that says something of the file."""
     return one_line(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
 
@@ -193,7 +192,7 @@ OpenCheckpoint = Callable[[Path], WeightFile | None]
 
 
 def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
-    """A file, a folder of them, a run directory (its newest checkpoint that verifies) or a checkpoint.
+    """Open a file, a folder of them, a run directory (its newest whole checkpoint) or a checkpoint.
 
     Raises:
         ModelError: there is none, it cannot be read, or something in it would have to be run.
@@ -208,7 +207,7 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
 
 
 def open_hub(name: str) -> WeightFile:
-    """The safetensors of a hub repository that this machine has fetched.
+    """Open the safetensors of a hub repository that this machine has fetched.
 
     Raises:
         ModelError: it has not.
@@ -227,7 +226,7 @@ def open_hub(name: str) -> WeightFile:
 
 
 def tokenizer_beside(path: Path) -> Path | None:
-    """The tokenizer.json of these weights: in their folder, or in the run they are of; None: neither has."""
+    """Return the tokenizer.json of these weights: in their folder, or in their run; `None`: in neither."""
     folder = path if path.is_dir() else path.parent
     places = (folder, folder / "model", folder.parent.parent / "model")  # the last of a checkpoint
     files = (place / "tokenizer.json" for place in places)
@@ -265,7 +264,7 @@ def _refuse_quantised(folder: Path) -> None:
 
 
 def method_of(given: Any) -> str:
-    """Of a quantization_config, in a word."""
+    """Return the method of a quantization_config, in a word."""
     return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 
 
@@ -279,7 +278,7 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name, which must lie in the folder: names and links may lead anywhere."""
+    """Return the file of that name, which must be in the folder: names and links may lead anywhere."""
     path = inside(folder, name)
     if path is None:
         raise refusal(folder, f"points outside of itself: {name[:100]!r}")
@@ -321,7 +320,6 @@ log = logging.getLogger(__name__)
 
 # What DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing put between names.
 WRAPPERS = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-MOST_WRAPPERS = 6  # of one key, of which any may be the model's own
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -341,7 +339,7 @@ class Plan:
     """Those of what such files need not have."""
 
     def remarks(self) -> str:
-        """In one line; empty: everything fits."""
+        """Return what does not fit, in one line; empty: everything fits."""
         kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
         return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
 
@@ -355,7 +353,7 @@ def load_weights(
     open_checkpoint: OpenCheckpoint,
     new_ids: Mapping[str, int] | None = None,
 ) -> None:
-    """Fills the model, whole or in shards, from `config.weights`. Collective.
+    """Fill the model, whole or in shards, from `config.weights`. Collective.
 
     Host memory beside the model: the largest tensor, on rank 0 also in the dtype of the file.
 
@@ -395,7 +393,7 @@ def load_weights(
 
 
 def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
-    """Rows of an embedding are a tokenizer's: under another one they are those of other words."""
+    """Refuse weights of another tokenizer: rows of their embedding are those of other words."""
     file = tokenizer_beside(path)
     if file is None:
         log.warning(
@@ -431,7 +429,7 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection) -> Plan:
-    """What goes where."""
+    """Return which tensor of the files goes where, and what does not fit."""
     base = str(getattr(model, "base_model_prefix", ""))
     keys = matched(list(source.entries), targets, base)
     vocabulary = {id(p) for p in vocabulary_parameters(model)}
@@ -468,7 +466,7 @@ def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, co
 
 
 def _mismatch(target: Any, entry: Entry, is_vocabulary: bool, may_grow: bool) -> str | None:
-    """Why a tensor of the files cannot become this one; None: it can."""
+    """Return why a tensor of the files cannot become this one; `None`: it can."""
     shape = tuple(getattr(target, "ds_shape", target.shape))  # of a whole one, where it is sharded
     if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
         there = str(entry.dtype).removeprefix("torch.")
@@ -484,7 +482,7 @@ def _mismatch(target: Any, entry: Entry, is_vocabulary: bool, may_grow: bool) ->
 
 
 def _differ(source: WeightFile, keys: list[str]) -> bool:
-    """Whether what the model ties is two things in the files."""
+    """Return whether what the model ties is two things in the files."""
     return any(
         source.entries[key].shape != source.entries[keys[0]].shape
         or not torch.equal(source.read(keys[0]), source.read(key))
@@ -493,46 +491,50 @@ def _differ(source: WeightFile, keys: list[str]) -> bool:
 
 
 def matched(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
-    """name in the model -> key in the files, of all keys that are a name, bare or with wrappers around it.
+    """Return name in the model -> key in the files, of all keys that become a name without their wrappers.
 
-    The model's own names decide. Where all keys begin with one wrapper, it is taken from all of them if then
-    more of them are names. After that a key that is a name stands for it; from any other key wrappers are
-    taken, as few as will do, if what is left is a name that no other key stands for.
+    The model's own names decide. If all keys begin with one wrapper, it is taken from all of them where more
+    of them are names then. A key that is a name stands for it. Any other key stands for the longest name that
+    is left when some of its wrappers are taken away, if no other key does.
 
     Args:
-        base: Under which a head model of transformers has what its base model has without.
+        base: Prefix in a head model of transformers of what its base model has without.
     """
-    known = set(names)
+    known = dict.fromkeys(names)
     shortened, uniform = dict(zip(keys, keys, strict=True)), keys
     while uniform and len(heads := {key.partition(".")[0] for key in uniform}) == 1 and heads <= WRAPPERS:
         uniform = [key.partition(".")[2] for key in uniform]
-        if len(known.intersection(uniform)) > len(known.intersection(shortened.values())):
+        if len(known.keys() & uniform) > len(known.keys() & shortened.values()):
             shortened = dict(zip(keys, uniform, strict=True))
     found = {short: key for key, short in shortened.items() if short in known}
+    by_bare: dict[str, list[str]] = {}
+    for name in known:
+        by_bare.setdefault(_bare(name), []).append(name)
     for key, short in shortened.items():
         if short in known:
             continue
-        bare = [short, *_without_wrappers(short)]
-        for name in itertools.chain(bare, (f"{base}.{each}" for each in bare if base)):
-            if name in known and name not in found:
-                found[name] = key
+        for whole in (short, f"{base}.{short}") if base else (short,):
+            fitting = [n for n in by_bare.get(_bare(whole), ()) if n not in found and _contains(whole, n)]
+            if fitting:
+                found[max(fitting, key=len)] = key
                 break
     return found
 
 
-def _without_wrappers(key: str) -> Iterator[str]:
-    """The key with some of its wrappers taken away, the fewest first."""
-    parts = key.split(".")
-    places = [place for place, part in enumerate(parts) if part in WRAPPERS]
-    counts = range(1, len(places) + 1) if len(places) <= MOST_WRAPPERS else [len(places)]
-    for count in counts:
-        for taken in itertools.combinations(places, count):
-            yield ".".join(part for place, part in enumerate(parts) if place not in taken)
+def _bare(name: str) -> str:
+    """Return the name without any wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _contains(key: str, name: str) -> bool:
+    """Return whether the parts of the name are in the key, in this order."""
+    parts = iter(key.split("."))
+    return all(part in parts for part in name.split("."))
 
 
 @torch.no_grad()
 def draw(model: Any, name: str, sharding: Sharding) -> None:
-    """First values of a parameter: the same ones under every split, by the process's seed."""
+    """Draw first values of a parameter: the same ones under every split, by the process's seed."""
     parameter = model.get_parameter(name)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{torch.initial_seed()} {name}".encode()))
     values = torch.empty(getattr(parameter, "ds_shape", parameter.shape))
@@ -543,7 +545,7 @@ def draw(model: Any, name: str, sharding: Sharding) -> None:
 
 @torch.no_grad()
 def fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
-    """Rank 0's values, which the others have not, into this parameter or buffer of all ranks."""
+    """Fill this parameter or buffer of all ranks with rank 0's values, which the others do not have."""
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
         with sharding.whole([target]):  # which keeps rank 0's
             if values is not None:

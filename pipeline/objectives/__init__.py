@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from pipeline.config.import_paths import import_object
-from pipeline.config.objective_schema import (
-    AutoObjectiveConfig,
-    ClassificationObjectiveConfig,
-    CustomObjectiveConfig,
-    KTOObjectiveConfig,
-    RewardObjectiveConfig,
-)
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router
@@ -37,15 +29,11 @@ from pipeline.objectives.preferences import (
     SEGMENT_KEYS,
     BySegment,
     Pairs,
-    PairTerms,
     Recorded,
     Reward,
     SequenceGroup,
-    cpo_terms,
-    dpo_terms,
     note_group,
-    orpo_terms,
-    simpo_terms,
+    pair_terms,
 )
 
 __all__ = [
@@ -70,12 +58,6 @@ __all__ = [
 ]
 
 
-Inputs = Sequence[str] | None
-"""`model.inputs`; see ModelCall."""
-Builder = Callable[[Any, Inputs, bool], Objective]
-"""(The objective's section, the model's inputs, whether the run compiles) -> objective."""
-
-
 def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     """Build the objective that the recipe names; `auto` follows the model's kind.
 
@@ -92,63 +74,44 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
             "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
             "model_loss (the model returns its loss), or package.module:function"
         )
-    return OBJECTIVES.get(kind, _custom)(section, config.model.inputs, compiled)
+    return OBJECTIVES.get(kind, _custom)(section, config.model.inputs, FusedKernels() if compiled else None)
 
 
-def _causal_lm(_: Any, inputs: Inputs, compiled: bool) -> Objective:
-    return CausalLM(ModelCall(inputs), _kernels(compiled))
+Inputs = Sequence[str] | None
+"""`model.inputs`; see ModelCall."""
 
 
-def _classification(
-    section: AutoObjectiveConfig | ClassificationObjectiveConfig, inputs: Inputs, _: bool
-) -> Objective:
-    return Classification(
-        section.class_weights,
-        section.label_smoothing,
-        ModelCall(inputs),
-        are_probabilities=section.outputs == "probabilities",
-    )
-
-
-def _model_loss(_: Any, inputs: Inputs, __: bool) -> Objective:
-    return ModelLoss(ModelCall(inputs, with_targets=True))
-
-
-def _pairs(terms: Callable[[Any], PairTerms], section: Any, inputs: Inputs, compiled: bool) -> Objective:
-    return Pairs(terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), _kernels(compiled))
-
-
-def _kto(section: KTOObjectiveConfig, inputs: Inputs, compiled: bool) -> Objective:
-    return KTO(
-        section.beta,
-        section.desirable_weight,
-        section.undesirable_weight,
-        ModelCall(inputs, kept=SEGMENT_KEYS),
-        _kernels(compiled),
-    )
-
-
-def _reward(section: RewardObjectiveConfig, inputs: Inputs, _: bool) -> Objective:
-    return Reward(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
-
-
-def _custom(section: CustomObjectiveConfig, inputs: Inputs, _: bool) -> Objective:
+def _custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
     return Custom(import_object(section.kind, ConfigError), ModelCall(inputs), section.reduction)
 
 
-def _kernels(compiled: bool) -> FusedKernels | None:
-    return FusedKernels() if compiled else None
+def _pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
+    return Pairs(pair_terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
 
 
-OBJECTIVES: dict[str, Builder] = {
-    "causal_lm": _causal_lm,
-    "classification": _classification,
-    "model_loss": _model_loss,
-    "dpo": partial(_pairs, dpo_terms),
-    "orpo": partial(_pairs, orpo_terms),
-    "simpo": partial(_pairs, simpo_terms),
-    "cpo": partial(_pairs, cpo_terms),
+def _kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
+    weights = section.desirable_weight, section.undesirable_weight
+    return KTO(section.beta, *weights, ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
+
+
+def _reward(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
+    return Reward(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
+
+
+OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] = {
+    "causal_lm": lambda section, inputs, kernels: CausalLM(ModelCall(inputs), kernels),
+    "classification": lambda section, inputs, _: Classification(
+        section.class_weights, section.label_smoothing, ModelCall(inputs)
+    ),
+    "model_loss": lambda section, inputs, _: ModelLoss(ModelCall(inputs, with_targets=True)),
+    "dpo": _pairs,
+    "orpo": _pairs,
+    "simpo": _pairs,
+    "cpo": _pairs,
     "kto": _kto,
     "reward": _reward,
 }
-"""`objective.kind` -> builder. Any other kind is an import path of a user's function, as `_custom` takes."""
+"""`objective.kind` -> builder, of its section, `model.inputs` and the kernels of a run that compiles.
+
+Any other kind is the import path of a user's function, as `_custom` takes.
+"""

@@ -16,18 +16,10 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX, first_wrong, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
+from pipeline.objectives.input_checks import are_probabilities, check_labels, find_labels
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.linear_cross_entropy import OutputHeads, loss_in
-from pipeline.objectives.model_call import (
-    Caller,
-    FirstCount,
-    FirstScores,
-    ModelCall,
-    check_labels,
-    find_labels,
-    logits_of,
-    unwrapped,
-)
+from pipeline.objectives.model_call import Caller, ModelCall, logits_of, unwrapped
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Router:
 
 
 def router_of(model: Any) -> Router | None:
-    """None: the model is no mixture, or its config does not ask for `output_router_logits`.
+    """Return the router section of a mixture whose config asks for `output_router_logits`, else `None`.
 
     Raises:
         ModelError: it asks for them, and does not say how they are weighed.
@@ -59,7 +51,7 @@ def router_of(model: Any) -> Router | None:
 
 
 def refuse_router(model: Any, split: str) -> None:
-    """Raises ConfigError where the model's routers are to be balanced, which this split does not do."""
+    """Raise a ConfigError if the model's routers are to be balanced, which this split does not do."""
     router = router_of(model)
     if router is not None and router.coefficient:
         raise ConfigError(
@@ -69,7 +61,7 @@ def refuse_router(model: Any, split: str) -> None:
 
 
 def tokens_per_expert(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router) -> Tensor:
-    """(E,), fp64: to how many of the counted tokens each expert is given, all layers together."""
+    """Return (E,), fp64: the counted tokens of each expert, summed over the layers."""
     counted_N = counted_BT.flatten().double()
     total_E = torch.zeros(logits_NE[0].shape[-1], dtype=torch.float64, device=counted_N.device)
     for layer_NE in logits_NE:
@@ -79,7 +71,7 @@ def tokens_per_expert(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: R
 
 
 def balance_sum(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router, tokens_E: Tensor) -> Tensor:
-    """The micro-batch's part of the loss, times the number of counted tokens of the global batch.
+    """Return the micro-batch's part of the loss, times the number of counted tokens of the global batch.
 
     Gradients go through the probabilities.
 
@@ -96,7 +88,7 @@ def balance_sum(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router,
 
 
 def router_logits_of(output: Any) -> tuple[Tensor, ...]:
-    """(N, E) of each layer that has experts; none where the model gives none."""
+    """Return (N, E) of each layer that has experts; none if the model gives none."""
     found = (
         output.get("router_logits") if isinstance(output, dict) else getattr(output, "router_logits", None)
     )
@@ -180,13 +172,14 @@ class CausalLM(OverVocabulary):
 
     def __init__(self, call: ModelCall | None = None, kernels: FusedKernels | None = None):
         super().__init__(call, kernels)
-        self._told = FirstCount()
         self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
 
     def count(self, batch: Batch) -> Tensor:
-        return self._told((self._labels(batch) != IGNORE_INDEX).sum(), "labels")
+        """See Objective.count."""
+        return (self._labels(batch) != IGNORE_INDEX).sum()
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
         loss_sum, output = self.losses(model, batch)
         counted_BT = self._labels(batch) != IGNORE_INDEX
         count = counted_BT.sum()
@@ -228,9 +221,8 @@ class CausalLM(OverVocabulary):
 class Classification(Caller):
     """Cross entropy over classes, with optional class weights, over the labels that are not -100.
 
-    Logits or probabilities (..., C), labels (...), which stand under one of LABELS. With weights the mean is
-    over the weights of the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 whatever the
-    precision, and follow the batch to its device.
+    Logits (..., C), labels (...) in one of the entries LABELS. With weights the mean is over the weights of
+    the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 whatever the precision.
     """
 
     unit = "samples"
@@ -241,17 +233,11 @@ class Classification(Caller):
         class_weights: list[float] | None = None,
         label_smoothing: float = 0.0,
         call: ModelCall | None = None,
-        *,
-        are_probabilities: bool = False,
     ):
-        self._are_probabilities = are_probabilities
+        super().__init__(call)
         self.weights_C = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
         self.label_smoothing = label_smoothing
-        self._told = FirstCount()
-        self._check_scores = FirstScores(
-            "write objective.outputs: probabilities, which takes their logarithm", are_probabilities
-        )
-        super().__init__(call)
+        self._checks_scores = True
 
     def _weights(self, device: torch.device) -> Tensor | None:
         if self.weights_C is not None and self.weights_C.device != device:
@@ -259,20 +245,22 @@ class Classification(Caller):
         return self.weights_C
 
     def count(self, batch: Batch) -> Tensor:
+        """See Objective.count."""
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
         weights_C = self._weights(labels.device)
         valid = labels != IGNORE_INDEX
         if weights_C is None:
-            return self._told(valid.sum(), name)
+            return valid.sum()
         if (wrong := first_wrong(batch, name, weights_C.numel())) is not None:
             raise ConfigError(
                 f"objective.class_weights: {weights_C.numel()} weights, and a label is "
                 f"{wrong.value}{wrong.sample}"
             )
-        return self._told((weights_C[labels.clamp(min=0)] * valid).sum(), name)
+        return (weights_C[labels.clamp(min=0)] * valid).sum()
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
         logits = logits_of(self._call(model, batch)).float()
@@ -287,9 +275,7 @@ class Classification(Caller):
                 f"returned {tuple(logits.shape)}, and {name!r} has {tuple(labels.shape)}"
             )
         check_labels(batch, name, logits.shape[-1])
-        self._check_scores(logits)
-        if self._are_probabilities:  # the softmax of their logarithm gives them back
-            logits = logits.clamp_min(torch.finfo(logits.dtype).tiny).log()
+        self._refuse_probabilities(logits)
         loss_sum = F.cross_entropy(
             logits.flatten(0, -2),
             labels.flatten(),
@@ -300,3 +286,15 @@ class Classification(Caller):
         )
         extras = {"correct": (logits.argmax(-1) == labels).sum(), "samples": (labels != IGNORE_INDEX).sum()}
         return LossSum(loss_sum, self.count(batch), extras)
+
+    def _refuse_probabilities(self, scores: Tensor) -> None:
+        if not self._checks_scores:
+            return
+        found = are_probabilities(scores)
+        if found:
+            raise ModelError(
+                "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes "
+                "logits, of which it computes the softmax itself: leave the model's softmax out, or return "
+                "the logarithm of its outputs"
+            )
+        self._checks_scores = found is None

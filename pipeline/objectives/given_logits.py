@@ -46,11 +46,11 @@ class FusedKernels:
         return bool(self._compiled)
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        """Of each row; its largest logit and the sum of exponentials over that. Empty: in blocks."""
+        """Return each row's loss, largest logit and sum of exponentials; empty: compute in blocks."""
         return self._call(_loss, logits_NV, labels_N) or ()
 
     def gradient(self, *of_loss: Tensor) -> Tensor | None:
-        """Of logits, labels, what `loss` told of the rows, and the incoming gradient. None: in blocks."""
+        """Return the gradient, of logits, labels, what `loss` returned besides, and the incoming gradient."""
         return self._call(_gradient, *of_loss)
 
     def replace_by_gradient(self, logits_CV: Tensor, *of_loss: Tensor) -> bool:
@@ -83,7 +83,7 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels
 
 
 def token_losses(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
-    """Of each token, in fp32; 0 where the label is -100.
+    """Return the loss of each token, in fp32; 0 where the label is -100.
 
     Args:
         logits_NV: (tokens, vocabulary), any floating dtype.
@@ -164,7 +164,7 @@ def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> 
 
 
 def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
-    """Rows that are worked on in fp32 at once."""
+    """Yield the rows that are worked on in fp32 at once."""
     rows = block_of_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)

@@ -34,17 +34,17 @@ class LossSum:
 
     @property
     def minimised(self) -> Tensor:
-        """What goes into backward."""
+        """The loss that backward starts from."""
         return self.loss_sum if self.penalty_sum is None else self.loss_sum + self.penalty_sum
 
     def detached(self) -> LossSum:
-        """The sums without their graph."""
+        """Return the sums without their graph."""
         extras = {key: value.detach() for key, value in self.extras.items()}
         return LossSum(self.loss_sum.detach(), self.count, extras)
 
 
 def further_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Names of the sums that these means are made of: what there may be in LossSum.extras."""
+    """Return the names of the sums that these means are made of: the keys of LossSum.extras."""
     return list(dict.fromkeys(chain.from_iterable(means.values())))
 
 
@@ -89,21 +89,22 @@ class Objective(Protocol):
     of their own. In training they are part of `loss_sum`, as `prepare_step` tells the global counts."""
 
     def count(self, batch: Batch) -> Tensor:
-        """The micro-batch's count (0-dim), from the batch alone: it is needed before the first backward."""
+        """Return the micro-batch's count (0-dim), from the batch alone: the first backward needs it."""
         ...
 
     def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
-        """The entries of the batch that go to the model."""
+        """Return the entries of the batch that go to the model."""
         ...
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """Before a training step's first forward: what the loss must know of the global batch. Collective
-        where it needs something.
+        """Learn what the loss needs of the global batch, before a training step's first forward.
+
+        Collective if it needs something.
         """
         ...
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """Runs the model on a batch that is on its device."""
+        """Return the loss of the model on a batch that is on its device."""
         ...
 
 
@@ -138,7 +139,7 @@ class VocabularyPart:
 
 
 def part_of_vocabulary(layer: nn.Module | None) -> VocabularyPart | None:
-    """None: the layer holds all words."""
+    """Return which part of the vocabulary a layer holds; `None`: all of it."""
     part: VocabularyPart | None = getattr(layer, _NAME, None)
     return part
 

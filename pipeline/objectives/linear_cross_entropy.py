@@ -148,8 +148,7 @@ def sums_of(
     needs: list[bool],
     incoming_N: Tensor | None = None,
 ) -> tuple[Sums, Tensor | None]:
-    """The losses of the tokens that count, and the gradients that are needed; rows of these tokens, None:
-    all.
+    """Return losses and needed gradients of the tokens that count, and the rows of these; `None`: all.
 
     Args:
         needs: Which gradients of the first three arguments, which see linear_cross_entropy_sum.
@@ -174,14 +173,14 @@ def sums_of(
 
 
 def spread(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
-    """Values of the tokens that count at the places of all of them; 0 elsewhere."""
+    """Return values of the tokens that count at their places among all tokens; 0 elsewhere."""
     if rows is None:
         return values_N
     return values_N.new_zeros(tokens, *values_N.shape[1:]).index_copy_(0, rows, values_N)
 
 
 def _counted(labels_N: Tensor) -> Tensor | None:
-    """The rows that count, where some do not. On a GPU the host would wait to know how many: all stay."""
+    """Return the rows that count if some do not. On a GPU all stay: the host would wait for the number."""
     if labels_N.device.type != "cpu":
         return None
     is_counted = labels_N != IGNORE_INDEX
@@ -189,7 +188,7 @@ def _counted(labels_N: Tensor) -> Tensor | None:
 
 
 def _filled_up(of_words: Tensor) -> Tensor:
-    """With rows of zeros for words that there are not, whose logits are nobody's."""
+    """Append rows of zeros up to a width that products are fast at; no label is one of them."""
     further = filled_up(len(of_words), of_words.device.type) - len(of_words)
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
@@ -248,7 +247,7 @@ class Sums:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
 
     def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
-        """Of the hidden states of all tokens (see spread), the weight and the bias; None: not needed."""
+        """Return those of the hidden states (see spread), the weight and the bias; `None`: not needed."""
         hidden_ND = None if self.hidden_ND is None else spread(self.hidden_ND, rows, tokens)
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer
@@ -257,7 +256,7 @@ class Sums:
         return self._words
 
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
-        """The chunk's losses (C, 1). Logits become gradients of them, where these are needed."""
+        """Return the chunk's losses (C, 1). Logits become their gradients, if these are needed."""
         fused_C1 = (
             None if self._kernels is None else self._fused(self._kernels, logits_CV, labels_C, incoming_C1)
         )
@@ -367,7 +366,7 @@ def linear_token_losses(
     part: VocabularyPart | None = None,
     kernels: FusedKernels | None = None,
 ) -> Tensor:
-    """Minus the log-probability of each token's label; 0 where that is -100.
+    """Return minus the log-probability of each token's label; 0 where that is -100.
 
     Args:
         hidden_ND, weight_VD, bias_V, labels_N, dtype, part, kernels: See linear_cross_entropy_sum. With a
@@ -421,7 +420,7 @@ class OutputHeads:
         self._known: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
 
     def of(self, model: Callable[..., Any]) -> nn.Linear | None:
-        """A language model's, if its logits are this layer's outputs as they are.
+        """Return a language model's output layer, if its logits are this layer's outputs as they are.
 
         None for any other model, for one that is compiled whole, and for replicas on several devices.
         """
@@ -461,7 +460,7 @@ class HeadAlone(nn.Module):
 
 
 class LossInHead:
-    """What became of the labels that were handed to the layer."""
+    """Whether the layer used the labels that it was handed."""
 
     is_taken = False
     """Whether the model's logits are the loss."""
@@ -523,41 +522,33 @@ def _head(model: Any) -> nn.Linear | None:
 
 @torch.no_grad()
 def _returns_outputs(model: nn.Module, head: nn.Linear, head_name: str, decoder_name: str) -> bool:
-    """Tried with stand-ins for both parts: whether the logits are the very tensor that the layer returns."""
+    """Return whether the logits are the very tensor that the layer returns, tried with stand-ins."""
     weight = head.weight
     hidden_BTD = torch.empty(1, 2, head.in_features, dtype=weight.dtype, device=weight.device)
-    stand_in = _StandInHead(weight)
+    stand_in = _StandIn(torch.empty(1, 2, 1, dtype=weight.dtype, device=weight.device), weight)
     parts = dict(model._modules)
-    model._modules |= {head_name: stand_in, decoder_name: _StandInDecoder(hidden_BTD)}
+    model._modules |= {head_name: stand_in, decoder_name: _StandIn(_Output(hidden_BTD))}
     try:
         output = model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=weight.device))
         is_whole = len(stand_in.given) == 1 and stand_in.given[0].shape == hidden_BTD.shape
-        return is_whole and output.logits is stand_in.logits_BTV
+        return is_whole and output.logits is stand_in.result
     except Exception:  # whatever a forward raises that looks for more than there is
         return False
     finally:
         model._modules |= parts
 
 
-class _StandInHead(nn.Module):
-    def __init__(self, weight: Tensor):
+class _StandIn(nn.Module):
+    """Returns one result, and keeps its first arguments."""
+
+    def __init__(self, result: Any, weight: Tensor | None = None):
         super().__init__()
-        self.weight = weight
-        self.given: list[Tensor] = []
-        self.logits_BTV = torch.empty(1, 2, 1, dtype=weight.dtype, device=weight.device)
+        self.result, self.weight = result, weight
+        self.given: list[Any] = []
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        self.given.append(hidden_BTD)
-        return self.logits_BTV
-
-
-class _StandInDecoder(nn.Module):
-    def __init__(self, hidden_BTD: Tensor):
-        super().__init__()
-        self._output = _Output(hidden_BTD)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._output
+    def forward(self, *given: Any, **_: Any) -> Any:
+        self.given += given[:1]
+        return self.result
 
 
 class _Output(tuple[Tensor]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -15,16 +16,9 @@ from torch.utils._pytree import tree_map
 from pipeline.config.import_paths import may_not_exit
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
+from pipeline.objectives.input_checks import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
-from pipeline.objectives.model_call import (
-    Caller,
-    FirstCalls,
-    ModelCall,
-    check_labels,
-    loss_of,
-    shape_of,
-    unwrapped,
-)
+from pipeline.objectives.model_call import Caller, ModelCall, loss_of, shape_of, unwrapped
 
 METRIC = re.compile(r"[A-Za-z][\w.@-]*")
 BUILT_IN = {
@@ -35,19 +29,18 @@ BUILT_IN = {
 
 
 class Custom(Caller):
-    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples; or
-    `(loss, metrics)`, where an attribute `function.metrics` names the metrics: each a sum and its count.
+    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
 
-    Outputs reach it in fp32, whatever the model computes in: not all of torch's losses are there in half
-    precision, or take targets of another. The mean is over samples, or over `function.count(batch)` where
-    the function has such an attribute.
+    It may return `(loss, metrics)`: an attribute `function.metrics` names them, and each is a sum and its
+    count. Outputs reach it in fp32: not all of torch's losses exist in half precision. The mean is over
+    samples, or over `function.count(batch)` if the function has such an attribute.
 
     Args:
         reduction: What the function returns. A `mean` is multiplied by the number of targets, which is then
-            what the loss is the mean over. None: a sum, unless the first call shows a mean.
+            what the loss is the mean over. `None`: a sum, unless the first call shows a mean.
 
     Raises:
-        ConfigError: it cannot be called so.
+        ConfigError: It cannot be called so.
     """
 
     unit = "samples"
@@ -61,7 +54,7 @@ class Custom(Caller):
         self.function = function
         self._reduction = reduction
         super().__init__(call)
-        self._checked = FirstCalls()
+        self._checks = FirstCalls()
         name = getattr(function, "__name__", type(function).__name__)
         self.means = _means(getattr(function, "metrics", ()), name)
         _refuse_torchs_own(function, name)
@@ -84,6 +77,7 @@ class Custom(Caller):
             ) from None
 
     def count(self, batch: Batch) -> Tensor:
+        """See Objective.count."""
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
         if own is None:
             return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else num_samples(batch))
@@ -97,9 +91,10 @@ class Custom(Caller):
         return torch.as_tensor(counted)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
+        """See Objective."""
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = may_not_exit("objective.kind: the function", ConfigError)
-        with self._checked.around(unwrapped(model), batch) as losses, exits:
+        with self._checks.around(unwrapped(model), batch) as checks, exits:
             loss: Any = self.function(outputs, batch)
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2:
@@ -109,13 +104,18 @@ class Custom(Caller):
                 f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
+        samples = num_samples(batch)
+        is_mean = checks is not None and checks.is_mean(loss) and not hasattr(self.function, "count")
+        if is_mean and self._reduction is None and samples > 1:
+            raise ConfigError(
+                f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
+                f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
+                "the number of targets, or objective.reduction: sum if the value is the sum"
+            )
         count = self.count(batch).to(loss.device)
         extras = self._sums(metrics, loss.device)
-        divisor = losses.divisor(loss) if losses is not None else None
-        if divisor is not None and not hasattr(self.function, "count"):
-            self._check_mean(divisor, num_samples(batch), float(count))
         if self._reduction == "mean":  # which is NaN where there is no target
-            return LossSum(torch.where(count > 0, loss * count, 0.0), count, extras)
+            loss = torch.where(count > 0, loss * count, 0.0)
         return LossSum(loss, count, extras)
 
     def _sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
@@ -142,29 +142,6 @@ class Custom(Caller):
             for key, value in zip(self.means[name], pair, strict=True):
                 extras[key] = _on_device(value, device)
         return extras
-
-    def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
-        """Hold a returned mean to the recipe.
-
-        Args:
-            divisor: What the sum was divided by.
-
-        Raises:
-            ConfigError: nothing says that it is a mean, or it is one over something else than the targets.
-        """
-        if self._reduction is None and samples > 1:
-            raise ConfigError(
-                f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
-                f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
-                "the number of targets, or objective.reduction: sum if the value is the sum"
-            )
-        if self._reduction == "mean" and targets and divisor % targets:
-            raise ConfigError(
-                "objective.reduction: mean: the function's mean is not over the micro-batch's "
-                f"{targets:g} targets (class weights, a mask, another ignore_index, or a mean by sample); "
-                "give the function an attribute `count`, a function of the batch that returns what its mean "
-                "is over, or return the sum"
-            )
 
 
 def _means(names: Any, function: str) -> dict[str, tuple[str, str]]:
@@ -200,7 +177,7 @@ def _on_device(value: Any, device: torch.device) -> Tensor:
 
 
 def _num_targets(batch: Batch) -> int | Tensor:
-    """Targets that torch's losses count by default; samples where the batch has no tensor of targets."""
+    """Return how many targets torch's losses count by default; samples if no tensor of targets is there."""
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
         return num_samples(batch)
@@ -208,20 +185,20 @@ def _num_targets(batch: Batch) -> int | Tensor:
 
 
 def _refuse_torchs_own(function: Any, name: str) -> None:
-    """A loss of torch's as it is: it knows nothing of batches, and returns a mean."""
+    """Refuse a loss of torch's as it is: it knows nothing of batches, and returns a mean."""
     inner = getattr(function, "func", function)  # of functools.partial
-    kind = inner if isinstance(inner, type) else type(inner)
-    if (getattr(inner, "__module__", None) or "").startswith("torch.nn.functional"):
-        name = inner.__name__
+    kind = inner if isinstance(inner, (type, FunctionType)) else type(inner)
+    if kind.__module__ == "torch.nn.functional":
+        name = kind.__name__
         call = f'F.{name}(outputs, batch["targets"], reduction="sum")'
     elif kind.__module__ == "torch.nn.modules.loss":
         name = kind.__name__
         call = f'nn.{name}(reduction="sum")(outputs, batch["targets"])'
     else:
         return
-    other = ", or objective.kind: classification" if name in ("cross_entropy", "CrossEntropyLoss") else ""
-    what = "is a class; expected a function" if isinstance(inner, type) else "is torch's and takes no batch"
-    raise ConfigError(f"objective.kind: {name} {what}: write def loss(outputs, batch): return {call}{other}")
+    raise ConfigError(
+        f"objective.kind: {name} is torch's and takes no batch: write def loss(outputs, batch): return {call}"
+    )
 
 
 def _in_fp32(value: Any) -> Any:
@@ -238,10 +215,11 @@ class ModelLoss(Caller):
         super().__init__(call or ModelCall(with_targets=True))
 
     def count(self, batch: Batch) -> Tensor:
+        """See Objective.count."""
         return torch.as_tensor(num_samples(batch))
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        self._check(model, batch)
+        """See Objective."""
         loss, samples = loss_of(self._call(model, batch)).float(), self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
@@ -250,12 +228,3 @@ class ModelLoss(Caller):
         parts = torch.empty(int(samples)).chunk(len(loss))
         sizes = torch.tensor([len(part) for part in parts], device=loss.device)
         return LossSum((loss * sizes).sum(), samples.to(loss.device))
-
-    @staticmethod
-    def _check(model: Callable[..., Any], batch: Batch) -> None:
-        """A transformers classifier's labels against its outputs: on a GPU a wrong one ends the process."""
-        classes = getattr(getattr(unwrapped(model), "config", None), "num_labels", None) or 1
-        labels = batch.get("labels")
-        is_class = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
-        if classes > 1 and is_class:
-            check_labels(batch, "labels", classes)

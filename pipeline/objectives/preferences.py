@@ -57,8 +57,9 @@ class SequenceGroup:
     """In place. Collective."""
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the group's ranks, each of which then computes the same of it, and reports its share:
-        a `size`-th. Its gradient is that of all of them, without a collective. Collective.
+        """Return the sum over the group's ranks, of which each reports its share, a `size`-th. Collective.
+
+        Its gradient is that of all ranks, without a collective.
         """
         if self.size == 1:
             return values
@@ -81,12 +82,12 @@ ALONE = SequenceGroup()
 
 
 def note_group(model: nn.Module, group: SequenceGroup) -> None:
-    """The model is given a part of each row."""
+    """Record that the model is given a part of each row."""
     setattr(model, _NAME, group)
 
 
 def group_of(model: Any) -> SequenceGroup:
-    """Of a model, wrapped or not; one of a single rank where rows are whole."""
+    """Return the group of a model, wrapped or not; one of a single rank if rows are whole."""
     group: SequenceGroup = getattr(unwrapped(model), _NAME, ALONE)
     return group
 
@@ -140,7 +141,7 @@ class BySegment(OverVocabulary):
         """See Objective."""
 
     def segments(self, model: Callable[..., Any], batch: Batch) -> Segments:
-        """Runs the model. Collective where rows are cut."""
+        """Return what the model says of the segments. Collective if rows are cut."""
         router = router_of(model)
         if router is not None and router.coefficient:
             raise ConfigError(
@@ -160,7 +161,7 @@ class BySegment(OverVocabulary):
         return Segments(logps_BS, tokens_BS.detach(), kinds_BS, group)
 
     def kinds(self, batch: Batch) -> Tensor:
-        """`segment_kinds` (B, S) of a batch that was looked at on the host.
+        """Return `segment_kinds` (B, S) of a batch, checked on the host.
 
         Raises:
             DataError: it is no batch of preferences.
@@ -186,7 +187,7 @@ class BySegment(OverVocabulary):
         return kinds
 
     def reference(self, batch: Batch) -> Tensor:
-        """`reference_logps` (B, S), fp64.
+        """Return `reference_logps` (B, S), fp64.
 
         Raises:
             DataError: the batch has none.
@@ -240,7 +241,7 @@ class PairLoss:
     """What beta times the difference has to exceed."""
 
     def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """(P,), to be divided by the number of pairs.
+        """Return (P,), to be divided by the number of pairs.
 
         Args:
             chosen_P, rejected_P: Scores: log-probabilities, their sums or means over tokens, less a
@@ -258,13 +259,11 @@ class PairLoss:
         right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
         if self.link == "robust":
             return ((1 - smoothing) * right_P - smoothing * wrong_P) / (1 - 2 * smoothing)
-        if self.link != "sigmoid":
-            raise ConfigError(f"objective.loss_type: {self.link!r} is no loss of pairs")
         return (1 - smoothing) * right_P + smoothing * wrong_P
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0 without cancellation (Mächler 2012, equation 7)."""
+    """Return log(1 - exp(x)) for x < 0 without cancellation (Mächler 2012, equation 7)."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     is_near_zero = x > -math.log(2)
     near = torch.where(is_near_zero, x, -1.0)
@@ -289,33 +288,23 @@ class PairTerms:
     """Of the cross entropy of the chosen answers, a mean over their tokens."""
 
 
-def dpo_terms(section: DPOObjectiveConfig) -> PairTerms:
-    """Return the terms of `objective.kind: dpo`."""
+def pair_terms(
+    section: DPOObjectiveConfig | ORPOObjectiveConfig | SimPOObjectiveConfig | CPOObjectiveConfig,
+) -> PairTerms:
+    """Return the terms of an objective on pairs."""
+    if section.kind == "orpo":
+        return PairTerms("orpo", PairLoss("odds", section.beta), by_token=True, sft_weight=1.0)
+    if section.kind == "simpo":
+        loss = PairLoss("sigmoid", section.beta, section.label_smoothing, section.gamma)
+        return PairTerms("simpo", loss, by_token=True, sft_weight=section.sft_weight)
+    by_token = section.loss_type == "ipo" or (section.kind == "dpo" and section.length_normalised)
     return PairTerms(
         section.kind,
         PairLoss(section.loss_type, section.beta, section.label_smoothing),
-        has_reference=True,
-        by_token=section.length_normalised or section.loss_type == "ipo",
+        has_reference=section.kind == "dpo",
+        by_token=by_token,
         sft_weight=section.sft_weight,
     )
-
-
-def orpo_terms(section: ORPOObjectiveConfig) -> PairTerms:
-    """Return the terms of `objective.kind: orpo`."""
-    return PairTerms(section.kind, PairLoss("odds", section.beta), by_token=True, sft_weight=1.0)
-
-
-def simpo_terms(section: SimPOObjectiveConfig) -> PairTerms:
-    """Return the terms of `objective.kind: simpo`."""
-    loss = PairLoss("sigmoid", section.beta, section.label_smoothing, section.gamma)
-    return PairTerms(section.kind, loss, by_token=True, sft_weight=section.sft_weight)
-
-
-def cpo_terms(section: CPOObjectiveConfig) -> PairTerms:
-    """Return the terms of `objective.kind: cpo`."""
-    loss = PairLoss(section.loss_type, section.beta, section.label_smoothing)
-    by_token = section.loss_type == "ipo"
-    return PairTerms(section.kind, loss, by_token=by_token, sft_weight=section.sft_weight)
 
 
 class OfPairs(BySegment):
@@ -330,14 +319,16 @@ class OfPairs(BySegment):
             DataError: see BySegment.kinds; or segments are no pairs.
         """
         kinds_BS = self.kinds(batch)
+        wrong_BS = kinds_BS
         if kinds_BS.shape[1] % 2 == 0:
             chosen_BP, rejected_BP = kinds_BS.unflatten(1, (-1, 2)).unbind(-1)
             are_pairs = ((chosen_BP == CHOSEN) & (rejected_BP == REJECTED)) | (chosen_BP + rejected_BP == 0)
             if kinds_BS.device.type != "cpu" or bool(are_pairs.all()):
                 return (chosen_BP == CHOSEN).sum()
+            wrong_BS = kinds_BS[~are_pairs.all(1)]
         raise DataError(
-            f"objective {self.name} compares pairs, and {KINDS!r} of a row are {_odd(kinds_BS)}: expected "
-            f"{CHOSEN} (chosen), {REJECTED} (rejected), again and again, then 0"
+            f"objective {self.name} compares pairs, and {KINDS!r} of a row are {wrong_BS[0, :12].tolist()}: "
+            f"expected {CHOSEN} (chosen), {REJECTED} (rejected), again and again, then 0"
         )
 
 
@@ -374,7 +365,7 @@ class Pairs(OfPairs):
         self._pairs_a_token = pairs / tokens.clamp(min=1)
 
     def _pairs_and_tokens(self, batch: Batch) -> Tensor:
-        """(2,), fp64, on the host where the batch is known there."""
+        """Return (2,), fp64, on the host if the batch is known there."""
         host = on_host(batch)
         kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
         of_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
@@ -423,15 +414,6 @@ class Pairs(OfPairs):
         }
 
 
-def _odd(kinds_BS: Tensor) -> list[int]:
-    """A row that shows what is wrong."""
-    for row in kinds_BS.tolist():
-        pairs = list(zip(row[::2], row[1::2], strict=False))
-        if len(row) % 2 or any(pair not in ((CHOSEN, REJECTED), (0, 0)) for pair in pairs):
-            return list(row[:12])
-    return []
-
-
 class Mismatched(BySegment):
     """By how much more likely than to the reference answers are to the model behind prompts of others: the
     sum over these segments, divided by their number.
@@ -450,7 +432,7 @@ class Mismatched(BySegment):
         return LossSum(divergence, segments)
 
     def divergence(self, batch: Batch, found: Segments) -> Tensor:
-        """(2,), fp64: that sum and that number, of this rank's share."""
+        """Return (2,), fp64: that sum and that number, of this rank's share."""
         of_others_BS = found.kinds_BS == MISMATCHED
         beyond_BS = found.logps_BS.detach() - self.reference(batch)
         sums = torch.stack([torch.where(of_others_BS, beyond_BS, 0.0).sum(), of_others_BS.sum().double()])
@@ -618,8 +600,7 @@ class Reward(OfPairs):
         return LossSum(total(loss_BP).float(), pairs, extras | {"pairs": pairs})
 
     def _scores(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """(B, S), fp64: of each segment its last token's; 0 where there is none. Collective where rows are
-        cut."""
+        """Return (B, S), fp64: the score of each segment's last token, else 0. Collective if rows are cut."""
         kinds_BS, segments_BT = batch[KINDS], batch[SEGMENTS]
         if POSITIONS not in batch:
             raise DataError(f"objective {self.name} reads {POSITIONS!r}, which count from 0 in each segment")

@@ -18,7 +18,7 @@ from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
 from pipeline.engine.schedule import remark
 from pipeline.files import format_bytes
-from pipeline.models.adapters import held_apart, more_than_it_holds
+from pipeline.models.adapters import held_apart
 from pipeline.models.sharding import number_of
 from pipeline.models.sizes import model_of
 from pipeline.planner.rank import Rank
@@ -34,13 +34,6 @@ def announce(settings: Settings, resolved: Resolved, parts: RunComponents, direc
     """A line of the log each; their first words stand under each other."""
     for name, text in plan(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
-    length, split = settings.config.data.tokens_per_row, resolved.split
-    if settings.config.adapter is not None and length is not None:
-        samples = parts.schedule.max_steps * resolved.plan.global_batch_size
-        tokens = min(samples, parts.schedule.samples_per_epoch) * length
-        cut = split.pipeline_stages * split.tensor_parallel
-        if (told := more_than_it_holds(parts.engine.module, cut, tokens)) is not None:
-            log.warning("%s", told)
 
 
 def plan(

@@ -52,7 +52,6 @@ def refused(tmp_path, capsys):
         (LLAMA, ["model.activation_budget_gib=2"], "command line: model.activation_budget_gib: it says how"),
         (LLAMA, ["model.activation_offload=true"], "command line: model.activation_offload: it is for the"),
         (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
-        (LLAMA, ["objective.outputs=probabilities"], "command line: objective.outputs: only"),
         (LLAMA + "objective: {label_smoothing: 0.1}\n", [], "recipe.yaml:8: objective.label_smoothing: only"),
         (CNN, ["objective={kind: model_loss, class_weights: [1]}"], "command line: objective.class_we"),
         (CNN, ["objective.kind=clasification"], "command line: objective.kind: 'clasification' is no kn"),

@@ -295,9 +295,9 @@ def with_dropout(job: Job) -> tuple[list[tuple[torch.device, torch.dtype]], int]
             torch.ones(2, n, 24, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
             for n in (4, 2, 2)
         ]
-        attend_in_blocks(*heads, None, None, Scores()).sum().backward()
+        attend_in_blocks(tuple(heads), None, Scores()).sum().backward()
         assert not restored
-        attend_in_blocks(*heads, None, None, Scores(dropout=0.1)).sum().backward()
+        attend_in_blocks(tuple(heads), None, Scores(dropout=0.1)).sum().backward()
     return [(t.grad.device, t.grad.dtype) for t in heads], len(restored)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_document_attention import Largest, heads, positions_of
+from test_document_attention import Largest, heads, oracle, positions_of
 from test_packed_attention import each_alone, gradients, make, packed_rows
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.models import document_attention
@@ -14,12 +14,9 @@ from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.document_attention import (
     BOUNDS,
     DocumentAttention,
-    Scores,
-    attend_in_blocks,
     document_bounds,
 )
 from pipeline.models.sharding import runnable
-from pipeline.models.staging import cut_into_layers
 
 ROWS = {"documents": ([5, 1, 30, 3, 9], [16, 17, 15]), "whole rows": ([48], [48])}
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -48,29 +45,6 @@ def small_blocks(monkeypatch):
 
 def make_windowed(architecture: str, attention: str | None = "auto"):
     return make(architecture, attention, num_key_value_heads=2, pad_token_id=0, **MODELS[architecture])
-
-
-def oracle(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    sliding_window: int = 1 << 20,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """By the definition, in fp64 and with a mask of (B, T, T)."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    document, place = (positions == 0).cumsum(1), torch.arange(positions.shape[1])
-    is_seen = (document[:, :, None] == document[:, None]).tril()
-    is_seen = is_seen & (place[:, None] - place < sliding_window)
-    scores = query @ key.mT / query.shape[-1] ** 0.5
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    weights = scores.exp() * is_seen[:, None]
-    total = weights.sum(-1, keepdim=True) + (0 if s_aux is None else s_aux.exp().view(-1, 1, 1))
-    return ((weights / total) @ value).transpose(1, 2)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -134,18 +108,6 @@ def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypa
     assert found[1] <= 4 * 32 * (1024 + 1)
 
 
-def test_keys_and_values_of_two_widths_make_no_square_either():
-    """As multi-head latent attention has them, for which torch's kernel on a CPU makes all scores."""
-    query, key, _ = heads(1, 1024, 2, torch.float32)
-    value = torch.randn(1, 2, 1024, 6, requires_grad=True)
-    with Largest() as largest:
-        output, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
-        output.sum().backward()
-    assert largest.elements <= 4 * document_attention.QUERIES * 1024
-    expected = oracle(*(each.double() for each in (query, key, value)), torch.arange(1024)[None])
-    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("architecture", MODELS)
@@ -164,17 +126,6 @@ def test_logits_and_gradients_are_those_of_transformers_eager(architecture, is_p
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("architecture", ["mistral", "qwen2"])
-def test_layers_of_pipeline_stages_have_their_windows(architecture):
-    model = make_windowed(architecture).eval()
-    ids, positions = packed_rows()
-    carried = (ids, positions)
-    for layer in cut_into_layers(model).layers:
-        carried = layer(carried)
-    torch.testing.assert_close(carried, each_alone(model, ids), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_what_is_recomputed_is_what_was_computed(architecture, mode):
@@ -187,22 +138,6 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         found.append(gradients(model, logits))
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
-def test_generation_and_padding_are_transformers_own(architecture):
-    """With windows shorter than the prompt."""
-    ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
-    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(ours.generate(ids, **how), theirs.generate(ids, **how))
-    with torch.no_grad():
-        assert torch.equal(
-            ours(input_ids=ids, attention_mask=mask).logits[1, 4:],
-            theirs(input_ids=ids, attention_mask=mask).logits[1, 4:],
-        )
 
 
 class Calls(TorchDispatchMode):
@@ -266,20 +201,6 @@ def test_every_branch_of_a_gpu_is_taken_by_what_needs_it(dtype, width, asked, ke
     assert any(kernel in name for name in names)
     kernels = ("_varlen_attn.", "_efficient_attention_forward", "aten._safe_softmax.")
     assert sum(any(each in name for name in names) for each in kernels) == (kernel in kernels)
-
-
-def test_weights_of_no_block_are_kept_for_backward():
-    kept = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        kept += tensor.numel()
-        return tensor
-
-    inputs = heads(1, 1024, 2, torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        attend_in_blocks(*inputs, None, None, Scores(softcap=3.0))
-    assert kept <= sum(each.numel() for each in inputs) + 1024
 
 
 def test_a_model_of_flash_attention_is_tried_on_a_cpu_by_what_knows_its_scores():

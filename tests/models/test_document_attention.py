@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.models.attention import choose_attention
-from pipeline.models.document_attention import BLOCK, BOUNDS, NAME, DocumentAttention, Scores, document_bounds
+from pipeline.models.document_attention import BLOCK, BOUNDS, NAME, DocumentAttention, document_bounds
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -36,14 +36,27 @@ def heads(rows: int, length: int, groups: int, dtype: torch.dtype) -> list[Tenso
     return [each.transpose(1, 2).requires_grad_() for each in drawn]
 
 
-def oracle(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+def oracle(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    sliding_window: int = 1 << 20,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
     """By the definition, in fp64 and with a mask of (B, T, T)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    document = (positions == 0).cumsum(1)
-    is_seen = (document[:, :, None] == document[:, None]).tril()[:, None]
-    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~is_seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    document, place = (positions == 0).cumsum(1), torch.arange(positions.shape[1])
+    is_seen = (document[:, :, None] == document[:, None]).tril()
+    is_seen = is_seen & (place[:, None] - place < sliding_window)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.exp() * is_seen[:, None]
+    total = weights.sum(-1, keepdim=True) + (0 if s_aux is None else s_aux.exp().view(-1, 1, 1))
+    return ((weights / total) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -108,18 +121,6 @@ def test_one_call_serves_many_short_documents():
     assert not any("math" in name for name in calls), "scores of all pairs are made"
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "is_first"),
-    [((9, 0), None, True), ((8, 0), None, False), ((10, 0), None, True), ((9, 4), "7.0", False)],
-    ids=["H100", "A100", "B200", "MI300X"],
-)
-def test_cudnn_is_said_to_be_first_where_it_is(monkeypatch, capability, hip, is_first):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert ("cuDNN first" in DocumentAttention().kernels(torch.device("cuda"))) == is_first
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "gpt_neox", "biogpt"])
 def test_models_of_plain_attention_are_served(architecture, caplog):
     with caplog.at_level(logging.INFO):
@@ -177,35 +178,3 @@ def test_training_on_padded_rows_computes_again_what_it_computed(caplog):
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
     assert caplog.text.count("batches have an attention_mask") == 1
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize(
-    ("dtype", "dropout"), [(torch.bfloat16, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.0)]
-)
-def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype, dropout, groups):
-    """Shapes and gradients of both, by what torch declares of them: there is no device."""
-    query, *others = (
-        torch.empty(2, 16, number, 8, device="meta", dtype=dtype).transpose(1, 2).requires_grad_()
-        for number in (4, groups, groups)
-    )
-    attention = DocumentAttention()
-    attention._generation = 9
-    bounds = torch.empty(9, device="meta", dtype=torch.int32)
-    output = attention._by_kernel(query, *others, bounds, Scores(dropout=dropout))
-    assert output.shape == (2, 16, 4, 8)
-    output.float().sum().backward()
-    assert all(each.grad.shape == each.shape for each in (query, *others))
-
-
-def test_the_trial_has_a_window_that_shows(monkeypatch, caplog):
-    """The model's own is longer than the trial's documents."""
-    attend = DocumentAttention.__call__
-
-    def without(*given, sliding_window, **rest):
-        return attend(*given, **rest)
-
-    monkeypatch.setattr(DocumentAttention, "__call__", without)
-    with caplog.at_level(logging.INFO):
-        choose_attention(make("mistral", None, sliding_window=4096, num_key_value_heads=4), True, CPU)
-    assert "asks more of its attention than products within documents" in caplog.text

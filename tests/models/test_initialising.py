@@ -9,16 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from parity.measure import ALONE
 from parity.splits import LARGE
 from support.memory import held_bytes
-from support.tiny import recipe, resolve, token_bundle
-from support.weights import SIZES, assert_same, llama
+from support.weights import SIZES, assert_same
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Placed, Whole, runnable
-from pipeline.training.assemble import build_engine
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # the second has no host memory, as a GPU has none
 ARCHITECTURES = ["llama", "gpt2", "mixtral"]
@@ -48,17 +45,6 @@ def test_what_a_checkpoint_will_fill_draws_nothing(architecture):
     for (name, mine), (_, its) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
         assert torch.equal(mine, its), name  # no checkpoint has all of them
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("how", ["resumes", "weights"])
-def test_an_engine_that_will_be_filled_draws_nothing(how, tmp_path):
-    llama().save_pretrained(tmp_path)
-    model = recipe()["model"] | {"attention": "eager"}  # what another is tried on draws from a fork
-    config, resolved = resolve(
-        recipe(model=model | ({"weights": str(tmp_path)} if how == "weights" else {}), seed=3), None, 1
-    )
-    build_engine(config, resolved, ALONE, token_bundle(), resumes=how == "resumes")
-    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
 
 
 def test_host_memory_has_a_module_of_a_new_model_at_a_time():

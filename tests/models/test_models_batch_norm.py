@@ -46,10 +46,6 @@ def cnn(kind=nn.BatchNorm2d):
     )
 
 
-def unconverted():
-    return cnn(Hidden)
-
-
 class Images:
     """Images whose brightness and label go together, sorted, so that halves of a batch differ."""
 
@@ -111,19 +107,6 @@ def test_two_ranks_with_half_the_micro_batch_are_one_rank(ranks, oracle, split):
             torch.testing.assert_close(other_statistics[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_the_statistics_are_the_same_bits_on_all_ranks(ranks):
-    _, first, _ = (results := ranks(2).run(curve_and_statistics, None))[0]
-    assert all(torch.equal(value, results[1][1][name]) for name, value in first.items())
-
-
-@pytest.mark.daily("ZeRO 2")
-@pytest.mark.parametrize("split", ["ddp", "ZeRO 2"])
-def test_without_the_conversion_it_is_another_curve(ranks, split):
-    alone, _, _ = curve_and_statistics(ALONE, None, "unconverted", 3)
-    two = ranks(2).run(curve_and_statistics, SPLITS[split], "unconverted", 3)[0][0]
-    assert two[0] != pytest.approx(alone[0], rel=1e-3)
-
-
 # --- one layer ----------------------------------------------------------------------------------------
 
 
@@ -165,13 +148,6 @@ def test_uneven_batches_give_what_one_layer_gives(ranks, kind, momentum):
     for a, b, whole in zip(first[5:], second[5:], expected[5:], strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, whole, rtol=1e-5, atol=1e-5)
-
-
-def test_half_precision_goes_in_and_comes_out(ranks):
-    expected = uneven(ALONE, nn.BatchNorm2d, 0.1, torch.bfloat16)[0]
-    parts = [result[0] for result in ranks(2).run(uneven, nn.BatchNorm2d, 0.1, torch.bfloat16)]
-    assert parts[0].dtype == torch.bfloat16
-    torch.testing.assert_close(torch.cat(parts), expected, rtol=2e-2, atol=2e-2)
 
 
 # --- the conversion -----------------------------------------------------------------------------------

@@ -194,21 +194,6 @@ def between(x):
     return x.relu()
 
 
-def test_what_is_compiled_in_pieces_is_told_with_the_reason(caplog):
-    caplog.set_level(logging.INFO, "pipeline")
-    model = nn.Sequential(Halves(), Halves())
-    x = torch.ones(2, 4, requires_grad=True)
-    expected = model(x)
-    graphs = compiled(model)
-    for _ in range(2):
-        torch.testing.assert_close(model(x), expected)
-    assert len(graphs) == 2
-    (line,) = lines(caplog)
-    assert "the 2 Halves blocks are compiled once" in line
-    assert "in pieces" in line
-    assert "disable" in line
-
-
 def test_blocks_are_alike_and_outermost():
     inner = nn.ModuleList([Halves(), Halves()])
     odd = nn.TransformerEncoderLayer(8, 2)
@@ -240,19 +225,3 @@ def test_the_first_call_is_looked_at_without_compiling_anything_twice():
         DataError, match=r"'input_ids' has 50, and model\.embed_tokens, Embedding.* has 50 rows"
     ):
         ModelCall()(model, wrong)
-
-
-def test_a_loss_in_the_first_call_of_a_compiled_model_is_looked_at():
-    class OwnLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.Sequential(Halves(), Halves())
-
-        def forward(self, x, labels):
-            return nn.functional.cross_entropy(self.blocks(x), labels)
-
-    model = OwnLoss()
-    compiled(model)
-    call = ModelCall(with_targets=True)
-    with pytest.raises(DataError, match="'labels' has 7, and the scores of a cross entropy"):
-        call(model, {"x": torch.ones(2, 4), "labels": torch.full((2,), 7)})

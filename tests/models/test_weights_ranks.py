@@ -13,7 +13,6 @@ from parity.measure import ALONE
 from safetensors.torch import save_file
 from support.exchange import SPLITS, Gathered, shards_now, whole_of
 from support.tiny import VOCABULARY, make_engine, recipe, token_bundle
-from support.weights import small
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
@@ -116,17 +115,3 @@ def test_every_rank_hears_why_not(ranks, folder):
     )
     assert told[0] == told[1]
     assert "model.grow_vocabulary=true adds the rows" in told[0]
-
-
-@pytest.mark.daily("zero3")
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["ddp", "zero3"])
-def test_buffers_and_a_model_of_ones_own(ranks, tmp_path, split):
-    expected = {name: value + 1 for name, value in small().state_dict().items()}
-    (tmp_path / "0").mkdir()
-    torch.save(expected, tmp_path / "0" / "w.pt")
-    model = {"kind": "support.weights:small", "weights": "w.pt"}
-    found = together(ranks(2).run(weights_after_start, model, SPLITS[split].json, str(tmp_path), True))
-    assert {name for name, _ in found} == expected.keys()
-    for (name, _), values in found.items():
-        assert np.array_equal(values, expected[name].float().reshape(-1).numpy()), name

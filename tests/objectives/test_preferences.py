@@ -13,7 +13,7 @@ from pipeline.data.batches import as_batch, collate_items
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import Recorded, build_objective
-from pipeline.objectives.preferences import PairLoss, log1mexp
+from pipeline.objectives.preferences import log1mexp
 from pipeline.training.assemble import build_engine, build_eval_loader
 
 
@@ -117,15 +117,3 @@ def test_log1mexp_is_exact_where_a_plain_one_is_not():
     assert log1mexp(x).tolist() == pytest.approx(expected, rel=1e-12)
     log1mexp(x).sum().backward()
     assert x.grad.isfinite().all()
-
-
-def test_smoothing_of_a_loss_that_knows_none_is_refused():
-    tree = tree_of("dpo hinge")
-    tree["objective"] = tree["objective"] | {"label_smoothing": 0.1}
-    with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1, and the loss hinge knows none"):
-        resolve(tree, None, 1)
-
-
-def test_no_other_link_than_a_known_one():
-    with pytest.raises(ConfigError, match="'softmax' is no loss of pairs"):
-        PairLoss("softmax", 0.1)(torch.zeros(1), torch.zeros(1))

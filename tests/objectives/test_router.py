@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
+from support.tiny import deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pipeline.data.random_numbers import seed_step
@@ -110,11 +110,6 @@ def test_it_is_the_same_where_a_sequence_is_shared(ranks):
     hold(ranks(2).run(train_rows, tree_of(mixture()), shared)[0])
 
 
-@pytest.mark.slow
-def test_it_is_the_same_at_four_ranks(ranks):
-    hold(ranks(4).run(train_rows, tree_of(mixture(), 1), deepspeed_json(2))[0])
-
-
 def test_dropout_draws_the_same_when_the_tokens_are_counted():
     """The forward that counts routes each micro-batch as the training forward does."""
     tree = tree_of(mixture(attention_dropout=0.5) | {"attention": "eager"}, 4)
@@ -155,9 +150,3 @@ def test_what_cannot_balance_experts_says_so(ranks, how, split):
         )
         assert how in line
         assert "\n" not in line
-
-
-def test_padding_is_not_counted():
-    """The rows' labels end early: what is behind counts in neither sum."""
-    assert (MaskedTokens().valid < 24).any()
-    hold(train_rows(ALONE, tree_of(mixture(), 8), None))
