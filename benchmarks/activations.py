@@ -24,9 +24,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.traced_blocks import LAYERS, Case, trace  # noqa: E402
+from support.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
 
-from pipeline.planner.activations import FILE, OF_WEIGHTS, Sizes, row_name, terms  # noqa: E402
+from pipeline.planner.activations import FILE, OF_WEIGHTS, row_name, terms  # noqa: E402
 
 # Of a block's products those that most families have; and what others have besides.
 BASE = ("ND", "NI", "NQ", "NK", "NH", "NW", "N", "T", "DI", "DQ", "DK", "D", "TW", "1")
@@ -244,7 +244,10 @@ def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
 
 
 def _table(sizes: list[Sizes], names: list[str]) -> Any:
-    return np.array([[terms(each)[name] for name in names] for each in sizes], dtype=float)
+    return np.array(
+        [[terms(each, each.rows, each.length, each.rank)[name] for name in names] for each in sizes],
+        dtype=float,
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from published_terms import LOGITS, PLAIN, Row, added, model_of, states_of  # no
 
 from pipeline.config.model_schema import AdapterConfig  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
-from pipeline.planner.activations import Recompute, Work  # noqa: E402
+from pipeline.planner.activations import Recompute, Work, low_rank  # noqa: E402
 from pipeline.planner.memory import (  # noqa: E402
     CUT_FRAGMENTS,
     CUT_SHARE,
@@ -48,7 +48,7 @@ from pipeline.planner.memory import (  # noqa: E402
     peak_by_phase,
 )
 from pipeline.planner.model import Dimensions, Model  # noqa: E402
-from pipeline.planner.rank import low_rank, stage_of  # noqa: E402
+from pipeline.planner.rank import stage_of  # noqa: E402
 
 ROWS = HERE / "published_memory.jsonl"
 

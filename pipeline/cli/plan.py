@@ -5,218 +5,122 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeline.cli.inputs import add_overrides
-from pipeline.config.command_lines import Word, own_command
+from pipeline.config.command_lines import Word, shell_line, train_command
 from pipeline.config.settings import Settings, load_settings
-from pipeline.config.shipped import DEFAULT_RECIPE
-from pipeline.errors import ConfigError
+from pipeline.config.shipped import DEFAULT_RECIPE, LAUNCH
 from pipeline.files import GIB, format_duration
-from pipeline.planner.forecast import Change, Forecast, forecast, largest_that_fits
-from pipeline.planner.hardware import NETWORK_HELP
-from pipeline.planner.model import Model
-from pipeline.planner.place import History, Place, history_of, place_of
-from pipeline.planner.proposals import (
+from pipeline.planner.changes import (
+    Change,
     Limit,
-    helpful,
+    for_memory,
+    for_time,
     largest_micro_batch,
     largest_model,
     longest_sequence,
+    priced,
+    suggest,
 )
+from pipeline.planner.forecast import Forecast, forecast, largest_that_fits
+from pipeline.planner.hardware import NETWORK_HELP, Place, place_of
+from pipeline.planner.model import Model
 from pipeline.planner.shapes import model_of
-from pipeline.planner.suggest import suggest, text_beside, write
+from pipeline.planner.timing import RANGE
 
-BAR = 44
-"""Characters of the bar that stands for all of a device's memory."""
+MOST_CHANGES = 12
 
 
 def summary(found: Forecast) -> Iterator[str]:
-    """What is planned, and where."""
-    model, resolved = found.model, found.resolved
+    """Yield what is planned, and where."""
+    model, resolved, place = found.model, found.resolved, found.place
     trained = "" if model.trained == model.numel else f", {model.trained / model.numel:.2%} of them trained"
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
-    yield f"split   {resolved.split}; {found.place}"
+    yield f"split   {resolved.split}; {place}"
     yield f"batch   {resolved.plan}"
     host = f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory"
-    if found.place.host_memory:
-        host += f" of {found.place.host_memory / GIB:.1f}"
+    if place.host_memory:
+        host += f" of {place.host_memory / GIB:.1f}{' (assumed)' * place.assumes_host}"
     if found.copy_bytes:
-        copy = "more for a checkpoint written beside training, where there is room"
+        copy = "more for a checkpoint written beside training, if there is room"
         host += f"; {found.copy_bytes / GIB:.1f} {copy}"
-    if found.lacking == "host memory":
-        host += ": does not fit"
     yield host
-    stay = found.disk_bytes // found.checkpoint_bytes if found.checkpoint_bytes else 0
-    yield (
-        f"disk    {found.checkpoint_bytes / GIB:.1f} GiB a checkpoint, {found.disk_bytes / GIB:.1f} GiB for "
-        f"{stay} at a time"
-        + (f"; {found.nvme_bytes / GIB:.1f} GiB of a machine's NVMe" if found.nvme_bytes else "")
-    )
+    nvme = found.states.disk.total * found.ranks_per_node
+    swapped = f"; {nvme / GIB:.1f} GiB of a machine's NVMe" if nvme else ""
+    one, together = found.checkpoint_bytes / GIB, found.disk_bytes / GIB
+    yield f"disk    {one:.1f} GiB a checkpoint, {together:.1f} GiB in all{swapped}"
     if found.hours is not None:
-        money = "" if found.cost is None else f", costs {found.cost:,.2f}"
-        energy = "" if found.kilowatt_hours is None else f", {found.kilowatt_hours:,.1f} kWh"
-        time = format_duration(found.hours * 3600)
-        yield f"run     {found.config.max_steps:,} steps in {time}{energy}{money}"
-
-
-NAMES = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "buffers": "buckets, gathered weights",
-    "activations": "activations kept",
-    "recomputed": "inside of one block",
-    "batch": "batch",
-    "loss": "logits and loss",
-    "step": "temporaries of the step",
-    "checkpoint": "a checkpoint's copy",
-    "framework": "framework and allocator",
-}
+        low, high = (format_duration(found.hours * 3600 * part) for part in (1 - RANGE, 1 + RANGE))
+        money = "" if found.cost is None else f", costs about {found.cost:,.2f}"
+        yield f"run     {found.config.max_steps:,} steps in {low} to {high}{money}"
 
 
 def memory_rows(found: Forecast) -> Iterator[str]:
-    """A line a part with its bar, each at its own most, and the peak against what there is."""
-    memory, there = found.memory, max(found.place.memory, found.peak)
-    for key, name in NAMES.items():
-        if num_bytes := memory.parts.get(key):
-            yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB  {bar(num_bytes, there)}"
-    peak = f"peak, in the {memory.at}"
-    yield f"  {peak:<28}{found.peak / GIB:9.2f} GiB  {bar(found.peak, there)}"
+    """Yield a line a part, each at its own most, and the peak against what there is."""
+    memory = found.memory
+    for name, num_bytes in memory.parts.items():
+        if num_bytes:
+            yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB"
+    yield f"  {f'peak, in the {memory.at}':<28}{found.peak / GIB:9.2f} GiB"
     sign = "fits" if found.fits else "whether it fits is not known"
     if lacking := found.lacking:
         sign = "does not fit" if lacking == "memory" else f"does not fit: {lacking}"
-    share = found.peak / found.place.memory
-    yield f"  {'there is':<28}{found.place.memory / GIB:9.2f} GiB  {share:.0%}: {sign}"
-    yield from (f"  {line}" for line in remarks(found))
+    there = found.place.memory
+    yield f"  {'there is':<28}{there / GIB:9.2f} GiB  {found.peak / there:.0%}: {sign}"
 
 
-def remarks(found: Forecast) -> Iterator[str]:
-    """What the memory is not exact in."""
-    if ":" in found.config.optimizer.kind:
-        yield f"{found.config.optimizer.kind} is taken to keep as much as AdamW: two numbers a parameter"
-    if not found.memory.is_complete:
-        yield "what activations take is not known of this model: the peak is without them"
-    elif found.memory.upper:
-        yield found.memory.upper
-    if found.correction.runs:
-        factor, runs = found.correction.memory, found.correction.runs
-        yield f"the peak is {factor:.2f} times the formulas', by {runs} run{'s' * (runs > 1)} here"
+def as_range(value: float) -> str:
+    """Write a time or a speed as the range in which it is expected."""
+    digits = 0 if value >= 100 else 2 if value >= 1 else 4
+    return f"{value * (1 - RANGE):,.{digits}f} to {value * (1 + RANGE):,.{digits}f}"
 
 
-def bar(num_bytes: float, there: float) -> str:
-    """As long as its share of `there`."""
-    return "█" * max(1, round(BAR * num_bytes / there))
-
-
-def time_rows(found: Forecast) -> list[tuple[str, str, str]]:
-    """Name, seconds, share of the step; then what comes of it."""
+def time_rows(found: Forecast) -> list[tuple[str, str]]:
+    """Return name and seconds of each part of a step, then what comes of it."""
     time = found.time
     assert time is not None
-    parts = {
-        "matrix products": time.linear,
-        "attention": time.attention,
-        "between the products": time.elementwise + time.launches,
-        "output layer and loss": time.vocabulary,
-        "waiting: data-parallel ranks": time.data,
-        "waiting: tensor-parallel ranks": time.tensor,
-        "waiting: sequence-parallel ranks": time.sequence,
-        "waiting: bubble of the stages": time.bubble,
-        "waiting: slowest rank": time.stragglers,
-        "optimizer": time.optimizer,
-        "to and from the host": time.offload,
-    }
-    rows = [
-        (name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}")
-        for name, seconds in parts.items()
-        if seconds > 5e-4
-    ]
-    rows.append(("step", f"{time.seconds:.3f}", ""))
-    total = time.tokens_per_second * time.gpus
-    mfu = f"MFU {found.mfu:.1%}" if found.mfu is not None else ""
-    rows.append((f"{total:,.0f} tokens/s, {time.tokens_per_second:,.0f} of one GPU", mfu, ""))
+    rows = [(name, f"{seconds:.3f}") for name, seconds in time.parts.items() if seconds > 5e-4]
+    rows.append(("a step", as_range(time.seconds)))
+    rows.append(("tokens a second", as_range(time.tokens_per_second)))
+    if found.mfu is not None:
+        rows.append(("MFU", f"{100 * found.mfu * (1 - RANGE):.0f} to {100 * found.mfu * (1 + RANGE):.0f} %"))
     return rows
 
 
-def scaling_rows(forecasts: Sequence[Forecast]) -> list[tuple[str, ...]]:
-    """One a number of GPUs."""
-    rows: list[tuple[str, ...]] = []
-    for each in forecasts:
-        time = each.time
-        if time is not None:
-            total = time.tokens_per_second * time.gpus
-            fits = {True: "yes", False: "no", None: "not known"}[each.fits]
-            speed = (f"{time.seconds:.2f}", f"{total:,.0f}", f"{time.tokens_per_second:,.0f}")
-            rows.append((f"{time.gpus:,}", *speed, f"{each.peak / GIB:.1f}", fits))
-    return rows
-
-
-def change_rows(changes: Sequence[Change]) -> list[tuple[str, str, str, str]]:
-    """Words, GiB, time, what it is."""
-    return [
-        (
-            " ".join(each.overrides),
-            "" if each.gain is None else f"{-each.gain / GIB:+.1f}",
-            "" if each.slower is None else f"{each.slower:.2f} x",
-            each.name + (f"; {each.why}" if each.why else ""),
-        )
-        for each in changes
-    ]
-
-
-def as_json(found: Forecast, changes: Sequence[Change], scaling: Sequence[Forecast]) -> dict[str, Any]:
-    """All of it, bytes and seconds as numbers."""
-    time, resolved = found.time, found.resolved
+def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """Return all of it, bytes and seconds as numbers."""
+    time, plan, memory, model = found.time, found.resolved.plan, found.memory, found.model
     return {
-        "model": {
-            "name": found.model.name,
-            "parameters": found.model.numel,
-            "trained_parameters": found.model.trained,
-        },
-        "split": str(resolved.split),
-        "batch": asdict(resolved.plan) | {"global_batch_size": resolved.plan.global_batch_size},
+        "model": {"name": model.name, "parameters": model.numel, "trained_parameters": model.trained},
+        "split": str(found.resolved.split),
+        "batch": asdict(plan) | {"global_batch_size": plan.global_batch_size},
         "place": str(found.place),
         "memory": {
-            "parts_bytes": dict(found.memory.parts),
+            "parts_bytes": memory.parts,
             "peak_bytes": found.peak,
-            "peak_phase": found.memory.at,
-            "phases_bytes": dict(found.memory.phases),
+            "peak_phase": memory.at,
             "there_bytes": found.place.memory,
             "fits": found.fits,
             "lacking": found.lacking,
-            "spare_bytes": found.memory.spare,
-            "remarks": list(remarks(found)),
         },
         "host_bytes": found.host_bytes,
         "host_there_bytes": found.place.host_memory,
-        "copy_bytes": found.copy_bytes,
-        "nvme_bytes": found.nvme_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,
         "disk_bytes": found.disk_bytes,
-        "time": None
-        if time is None
-        else asdict(time)
-        | {
+        "time": time
+        and {
+            "parts_seconds": time.parts,
             "seconds": time.seconds,
-            "tokens_per_second": time.tokens_per_second * time.gpus,
-            "tokens_per_second_per_gpu": time.tokens_per_second,
+            "tokens_per_second": time.tokens_per_second,
+            "may_be_off_by": RANGE,
             "mfu": found.mfu,
         },
-        "run": {"hours": found.hours, "kilowatt_hours": found.kilowatt_hours, "cost": found.cost},
-        "scaling": [
-            {
-                "gpus": each.resolved.split.world_size,
-                "seconds": each.time and each.time.seconds,
-                "tokens_per_second": each.time and each.time.tokens_per_second * each.time.gpus,
-                "peak_bytes": each.peak,
-                "fits": each.fits,
-            }
-            for each in scaling
-        ],
+        "run": {"hours": found.hours, "cost": found.cost},
+        "remarks": list(found.remarks()),
         "changes": [asdict(each) for each in changes],
     }
 
@@ -227,40 +131,32 @@ Says what a run takes before it starts: the memory of its fullest rank by what h
 part, the host's memory, the disk. Then what to change. No weights are read, and no GPU is needed."""
 EPILOG = """\
   ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
-  ds-pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest split.json
+  ds-pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest
 """
-SUGGESTED = "suggested.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="RECIPE.yaml",
-        help=f"recipe (default: {DEFAULT_RECIPE.stem})",
-    )
+    recipe = f"recipe (default: {DEFAULT_RECIPE.stem})"
+    parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help=recipe)
     parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
     parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: what is here)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="what one GPU has")
     parser.add_argument("--gpus", type=_positive, metavar="N", default=1, help="of one machine (default: 1)")
     parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="machines (default: 1)")
     parser.add_argument("--network", metavar="GBIT", help=NETWORK_HELP)
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="of one machine")
+    host = "of one machine (default: what machines with such GPUs have)"
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help=host)
+    documents = "of the document that a token is in, on average, where rows are packed"
+    parser.add_argument("--document-tokens", type=_positive, metavar="N", help=documents)
     asked = parser.add_mutually_exclusive_group()
-    suggested = f"find the fastest split that fits, and write it (default: {SUGGESTED})"
-    asked.add_argument(
-        "--suggest", nargs="?", type=Path, const=Path(SUGGESTED), metavar="FILE.json", help=suggested
-    )
+    suggested = "the simplest split that fits, and the command to train with it"
+    asked.add_argument("--suggest", action="store_true", help=suggested)
     asked.add_argument("--longest", action="store_true", help="the longest sequence that fits")
     largest = "the largest micro-batch, and the largest model of this family, that fit"
     asked.add_argument("--largest", action="store_true", help=largest)
-    force = "write over what --suggest finds there"
-    parser.add_argument("--force", action="store_true", help=force)
-    no_history = "the formulas alone, not corrected by what runs here took"
-    parser.add_argument("--no-history", action="store_true", help=no_history)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--no-color", action="store_true", help="plain text")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
@@ -280,7 +176,6 @@ def run(arguments: argparse.Namespace) -> None:
         import_paths=not arguments.no_import_paths,
         is_default=arguments.config is None,
     )
-    history = None if arguments.no_history else history_of(settings.config)
     place = place_of(
         arguments.gpu,
         arguments.gpu_memory,
@@ -288,23 +183,15 @@ def run(arguments: argparse.Namespace) -> None:
         nodes=arguments.nodes,
         network=arguments.network,
         host_memory_gib=arguments.host_memory,
-        history=history,
+        document_tokens=arguments.document_tokens,
     )
     model = _model(settings)
-    if arguments.suggest is not None:
-        _suggest(settings, model, place, history, arguments)
+    if arguments.suggest:
+        _suggest(settings, model, place, arguments)
     elif arguments.longest or arguments.largest:
-        _limits(settings, model, place, history, arguments)
+        _limits(settings, model, place, arguments)
     else:
-        _plan(settings, model, place, history, arguments)
-
-
-def _with_a_micro_batch(settings: Settings, model: Model, place: Place, history: History | None) -> Settings:
-    """In place of `auto` the largest that is expected to fit."""
-    resolved = settings.resolve(place.ranks, place.device)
-    if not resolved.plan.is_open:
-        return settings
-    return settings.divided(largest_that_fits(settings.config, resolved, model, place, history))
+        _plan(settings, model, place, arguments)
 
 
 def _model(settings: Settings) -> Model:
@@ -316,22 +203,22 @@ def _model(settings: Settings) -> Model:
     return model
 
 
-def _plan(
-    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
-) -> None:
-    asked, settings = settings, _with_a_micro_batch(settings, model, place, history)
-    found = forecast(settings, model, place, history)
+def _plan(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+    settings = _with_a_micro_batch(settings, model, place)
+    found = forecast(settings, model, place)
 
     def at(changed: Settings) -> Forecast:
         shaping = ("model", "adapter", "data")
         is_same = all(getattr(changed.config, key) == getattr(settings.config, key) for key in shaping)
         known = model if is_same else _model(changed)
-        return forecast(_with_a_micro_batch(changed, known, place, history), known, place, history)
+        return forecast(_with_a_micro_batch(changed, known, place), known, place)
 
-    changes = helpful(settings, found, at)
-    scaling = _scaling(asked, model, place, history)
+    changes: list[Change] = []
+    if found.fits is not None:
+        tried = priced(settings, found, at)
+        changes = (for_time(tried) if found.fits else for_memory(tried, found))[:MOST_CHANGES]
     if arguments.json:
-        print(json.dumps(as_json(found, changes, scaling), indent=2))
+        print(json.dumps(as_json(found, changes), indent=2))
         return
     from pipeline.cli.screen import Screen
 
@@ -339,94 +226,79 @@ def _plan(
     for line in summary(found):
         screen.line(line)
     screen.title("Memory of the fullest rank")
-    for line in memory_rows(found):
+    for line in (*memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
         screen.line(line)
     if found.time is not None:
         screen.title("A step")
-        screen.table(("", "seconds", "share"), time_rows(found))
-        screen.title("On more and fewer GPUs")
-        screen.table(("GPUs", "s a step", "tokens/s", "of one GPU", "GiB", "fits"), scaling_rows(scaling))
+        screen.table(("", "seconds"), time_rows(found))
     if changes:
-        screen.title("What to change" if not found.fits else "What would be faster")
-        screen.table(
-            ("words for the command line", "GiB", "time", ""),
-            change_rows(changes),
-            ("words for the command line", ""),
-        )
+        screen.title("What would be faster" if found.fits else "What to change")
+        words = "words for the command line"
+        rows = [
+            (
+                " ".join(each.overrides),
+                "" if each.gain is None else f"{-each.gain / GIB:+.1f}",
+                "" if each.slower is None else f"{each.slower:.2f} x",
+                each.name,
+            )
+            for each in changes
+        ]
+        screen.table((words, "GiB", "time", ""), rows, (words, ""))
 
 
-def _scaling(settings: Settings, model: Model, place: Place, history: History | None) -> list[Forecast]:
-    """On 1, 2, 4 ... GPUs, and on those asked for; without those on which the split or the batch is none."""
-    counts = {2**power for power in range(12) if 2**power <= 2 * place.ranks} | {place.ranks}
-    found = []
-    for count in sorted(counts):
-        try:
-            if (there := place.with_gpus(count)).ranks == count:  # else machines are not filled evenly
-                divided = _with_a_micro_batch(settings, model, there, history)
-                found.append(forecast(divided, model, there, history))
-        except ConfigError:
-            continue
-    return found
+def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Settings:
+    """Put the largest micro-batch that is expected to fit in place of `auto`."""
+    resolved = settings.resolve(place.ranks, place.device)
+    if not resolved.plan.is_open:
+        return settings
+    return settings.divided(largest_that_fits(settings.config, resolved, model, place))
 
 
-def _suggest(
-    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
-) -> None:
-    text_beside(arguments.suggest, arguments.force)  # before a search of seconds
-    found = suggest(settings, model, place, history)
-    why = write(found, arguments.suggest, settings.recipe_path, _typed(arguments, settings), arguments.force)
+def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+    suggestion = suggest(settings, model, place)
+    found = suggestion.found
+    typed = [each for each in settings.overrides if not each.startswith(("ds.", "batch."))]
+    words: tuple[Word, ...] = ("--config", settings.recipe_path, *suggestion.words, *typed)
+    command = train_command(place.per_node, *words)
+    if place.nodes > 1:
+        command = shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
     if arguments.json:
-        told = {"file": str(arguments.suggest), "overrides": found.best.overrides}
-        print(json.dumps(as_json(found.best.found, [], []) | told, indent=2))
+        told = {"overrides": suggestion.words, "command": command}
+        print(json.dumps(as_json(found) | told, indent=2))
         return
-    print(why.read_text("utf-8"), end="")
+    print("the simplest split that fits, of ZeRO 1, 2, 3, recomputation, offload, cuts:")
+    for line in (*summary(found), *memory_rows(found)):
+        print(line)
+    if found.time is not None:
+        print(f"  {'a step':<28}{as_range(found.time.seconds)} s")
+    print(f"To train with it: {command}")
 
 
-def _typed(arguments: argparse.Namespace, settings: Settings) -> str:
-    """Return the command that was typed, with absolute paths in the place of its files."""
-    files = {arguments.config: settings.recipe_path, arguments.deepspeed: settings.split_path}
-    files |= {arguments.suggest: arguments.suggest}
-    words: list[Word] = []
-    for word in sys.argv[1:]:
-        option, equals, value = word.rpartition("=")
-        path = files.get(Path(value))
-        words.append(word if path is None else f"{option}{equals}{path.absolute()}")
-    return own_command(*words)
-
-
-Find: TypeAlias = Callable[[Settings, Model, Place, History | None], Limit]
-LIMITS: dict[str, dict[str, Find]] = {
-    "--longest": {"longest sequence": longest_sequence},
-    "--largest": {"largest micro-batch": largest_micro_batch, "largest model": largest_model},
-}
-"""What can be as large as fits, by the option, and who finds it."""
-
-
-def _limits(
-    settings: Settings, model: Model, place: Place, history: History | None, arguments: argparse.Namespace
-) -> None:
-    option = "--longest" if arguments.longest else "--largest"
-    limits = {name: find(settings, model, place, history) for name, find in LIMITS[option].items()}
+def _limits(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+    finders = {"longest sequence": longest_sequence}
+    if arguments.largest:
+        finders = {"largest micro-batch": largest_micro_batch, "largest model": largest_model}
+    limits = {name: find(settings, model, place) for name, find in finders.items()}
     if arguments.json:
-        print(json.dumps({name: _as_json(limit) for name, limit in limits.items()}, indent=2))
+        told = {
+            name: {
+                "overrides": limit.words,
+                "parameters": limit.found and limit.found.model.numel,
+                "peak_bytes": limit.found and limit.found.peak,
+                "stops": limit.stops,
+            }
+            for name, limit in limits.items()
+        }
+        print(json.dumps(told, indent=2))
         return
     for name, limit in limits.items():
-        print(f"{name:<20}  {_as_text(limit, place)}")
+        print(f"{name:<20}  {_limit_as_text(limit, place)}")
 
 
-def _as_json(limit: Limit) -> dict[str, Any]:
-    found = limit.found
-    return {
-        "overrides": limit.words,
-        "parameters": found and found.model.numel,
-        "peak_bytes": found and found.peak,
-        "stops": limit.stops or "memory",
-    }
-
-
-def _as_text(limit: Limit, place: Place) -> str:
+def _limit_as_text(limit: Limit, place: Place) -> str:
     found = limit.found
     if found is None:
-        return f"none fits on {place}" if not limit.stops else f"none: {limit.stops}"
-    size = [f"{found.model.numel:,} parameters", f"{found.peak / GIB:.1f} GiB"]
-    return f"{shlex.join(limit.words)}   ({'; '.join([', '.join(size), *filter(None, [limit.stops])])})"
+        return f"none fits on {place}" if limit.stops == "memory" else f"none: {limit.stops}"
+    size = f"{found.model.numel:,} parameters, {found.peak / GIB:.1f} GiB"
+    stops = "" if limit.stops == "memory" else f"; {limit.stops}"
+    return f"{shlex.join(limit.words)}   ({size}{stops})"

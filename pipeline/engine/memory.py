@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from pipeline.engine.interface import Engine
 from pipeline.engine.state import State
 from pipeline.files import MIB
-from pipeline.planner.forecast import EngineStates
 
 _NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around them
 
@@ -33,8 +32,8 @@ class _Stateful(Protocol):
     def _state(self) -> State: ...
 
 
-def states(engine: Engine, kind: str) -> EngineStates:
-    """Return the bytes that an engine holds on `cuda` or `cpu`.
+def states(engine: Engine, kind: str) -> dict[str, int]:
+    """Return the bytes that an engine holds on `cuda` or `cpu`, by what they are.
 
     A storage that several tensors share counts once, as what it is found as first: parameters, gradients, the
     optimizer's, the engine's buffers.
@@ -54,12 +53,12 @@ def states(engine: Engine, kind: str) -> EngineStates:
         if isinstance(value, torch.optim.Optimizer)
     }
     stepped = [(list(each.state.values()), each.param_groups) for each in optimizers.values()]
-    return EngineStates(
-        parameters=count([*parameters, *own.module.buffers(), *shares]),
-        gradients=count([p.grad for p in parameters]) + count(list(state.kept_gradients())),
-        optimizer=count(list(state.masters())) + count(stepped),
-        buffers=count(list(around.values())),
-    )
+    return {
+        "parameters": count([*parameters, *own.module.buffers(), *shares]),
+        "gradients": count([p.grad for p in parameters]) + count(list(state.kept_gradients())),
+        "optimizer": count(list(state.masters())) + count(stepped),
+        "engine's buffers": count(list(around.values())),
+    }
 
 
 def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:

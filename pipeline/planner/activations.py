@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pipeline.config.model_schema import CausalLMConfig
+from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.files import GIB
@@ -26,30 +26,77 @@ from pipeline.planner.model import (
     chunk_of_tokens,
     filled_up,
 )
-from pipeline.planner.rank import LowRank, low_rank
 
-# Whose logits are not their output layer's results as they are: scaled, or bounded.
 CHANGED_LOGITS = ("gemma2", "cohere", "cohere2", "granite", "granitemoe", "falcon_h1")
+"""Families that scale or bound their output layer's results."""
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which blocks recompute in backward, and what of them."""
+    """Which blocks recompute in the backward, and what of them."""
 
     mode: str = "none"
     """`none`, `full` or `selective`."""
     every: int = 1
     """Blocks 0, N, 2N, ... recompute."""
     budget: float | None = None
-    """Bytes that blocks may keep; None: nobody said."""
+    """Bytes that blocks may keep; `None`: no budget is stated."""
     offload: bool = False
-    """The inputs of blocks that recompute wait in host memory."""
+    """Whether the inputs of blocks that recompute wait in host memory."""
+
+    @classmethod
+    def of(cls, model: CausalLMConfig) -> Recompute:
+        """Read it from a recipe's model."""
+        mode = model.activation_checkpointing
+        if mode == "none":
+            return cls()
+        every = mode if isinstance(mode, int) else 1
+        budget = None if model.activation_budget_gib is None else model.activation_budget_gib * GIB
+        return cls("full" if isinstance(mode, int) else mode, every, budget, model.activation_offload)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter's matrices in a block of a rank, as AutoTP has cut them; widths are sums over its layers."""
+
+    rank: int
+    inputs: float
+    outputs: float
+    everywhere: bool
+    """Whether all linear layers of a block have some."""
+    drops: bool = False
+    """Whether values of their inputs are dropped."""
+    is_dora: bool = False
+    largest: int = 0
+    """Elements of the largest matrix beside them."""
+    in_4_bits: bool = False
+    """Whether that is held in 4 bits, and made whole to be multiplied with."""
+
+
+def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
+    """Return the adapter of a rank's part; `None` if the run has none."""
+    if adapter is None:
+        return None
+    layers = 1 if own.dimensions is None else own.dimensions.layers
+    inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
+    outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
+    beside = [p for p in own.parameters if p.layer is not None]
+    return LowRank(
+        rank=inner[0].shape[0] if inner else 0,
+        inputs=sum(p.shape[1] for p in inner) / layers,
+        outputs=sum(p.shape[0] for p in outer) / layers,
+        everywhere=len(inner) >= len(beside),
+        drops=adapter.dropout > 0,
+        is_dora=adapter.kind == "dora",
+        largest=max((p.numel for p in beside), default=0),
+        in_4_bits=adapter.quantize is not None,
+    )
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one rank."""
+    """One rank's micro-batch."""
 
     family: str
     device: str
@@ -60,41 +107,40 @@ class Work:
     length: int
     """Tokens of a row, before sequence parallelism cuts it."""
     blocks: int
-    """That the rank has: of a pipeline those of its stage."""
+    """Number that the rank has: of a pipeline those of its stage."""
     first: int = 0
-    """How many of the model stand before these."""
+    """Number of the model's blocks before these."""
     micro_batches: int = 1
-    """Of a step."""
+    """Number in a step."""
     apart: bool = False
-    """Rows hold documents that do not see each other."""
+    """Whether rows hold documents that do not see each other."""
     recompute: Recompute = Recompute()
     compiled: bool = False
     grouped: bool = False
-    """Several heads share keys and values."""
+    """Whether several heads share keys and values."""
     loss: str = "linear"
     """`linear`: of the output layer, without logits; `tokens`: so, but a loss a token; `logits`; `scores`."""
     tensor: int = 1
     sequence: int = 1
     stages: int = 1
-    """Of a pipeline,"""
     stage: int = 0
-    """and which of them, the first one 0."""
+    """The rank's pipeline stage, the first one 0."""
     adapter: LowRank | None = None
-    """None: the weights themselves are trained."""
+    """`None`: the weights themselves are trained."""
 
     @property
     def tokens(self) -> int:
-        """Of a rank's micro-batch."""
+        """Tokens of a rank's micro-batch."""
         return self.rows * self.length // self.sequence
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations are there at once: a stage begins with as many as follow it."""
+        """Number of micro-batches whose activations exist together: one for each stage from here on."""
         return min(self.micro_batches, self.stages - self.stage)
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the output layer."""
+        """Whether the rank has the output layer."""
         return self.stage == self.stages - 1
 
     @property
@@ -119,7 +165,7 @@ class Work:
 
     @classmethod
     def of(cls, config: RunConfig, resolved: Resolved, own: Model, kind: str, stage: int = 0) -> Work | None:
-        """None: not a language model over rows of equal length.
+        """Return a rank's work; `None` if it is no language model over rows of equal length.
 
         Args:
             own: Part of the model that the rank has.
@@ -135,19 +181,18 @@ class Work:
         if length is None:
             return None
         split = resolved.split
-        half = split.precision != "fp32"
-        precision = "fp32" if not half else "autocast" if resolved.deepspeed is None else "half"
+        half = "autocast" if resolved.deepspeed is None else "half"
         return cls(
             family=_row_of(dimensions.family, model.extra),
             device=kind,
-            precision=precision,
+            precision="fp32" if split.precision == "fp32" else half,
             rows=resolved.plan.micro_batch_size,
             length=length,
             blocks=dimensions.layers,
             first=dimensions.first,
             micro_batches=resolved.plan.gradient_accumulation_steps,
             apart=documents is not None and documents.separate_documents,
-            recompute=_recompute(model),
+            recompute=Recompute.of(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,
             loss=_loss(config.objective.kind, dimensions.family),
@@ -159,16 +204,6 @@ class Work:
         )
 
 
-def _recompute(model: CausalLMConfig) -> Recompute:
-    mode = model.activation_checkpointing
-    if mode == "none":
-        return Recompute()
-    budget = None if model.activation_budget_gib is None else model.activation_budget_gib * GIB
-    if isinstance(mode, int):
-        return Recompute("full", mode, budget, model.activation_offload)
-    return Recompute(mode, 1, budget, model.activation_offload)
-
-
 def _loss(objective: str, family: str) -> str:
     if objective == "reward":
         return "scores"
@@ -178,14 +213,14 @@ def _loss(objective: str, family: str) -> str:
 
 
 def _row_of(family: str, extra: dict[str, Any]) -> str:
-    """GPT-2 keeps masks of dropout, which its configuration has unless the recipe says otherwise."""
+    """Name GPT-2's row: it keeps masks of dropout, which its configuration has unless the recipe differs."""
     drops = [extra.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     return "gpt2_dropout" if family == "gpt2" and any(drops) else family
 
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Beside the gradient of the hidden states."""
+    """Bytes of output layer and loss, beside the gradient of the hidden states."""
 
     forward: float
     """The most in its forward."""
@@ -196,18 +231,18 @@ class LossBytes:
 
 
 def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> LossBytes:
-    """Of one micro-batch.
+    """Return the bytes of one micro-batch.
 
     Args:
         words: Rows of this rank's output layer.
         trained: Whether its weight is.
     """
+    if work.loss == "scores":
+        return LossBytes(0.0, 0.0, 0.0)
     on_cpu, size, tokens = work.device == "cpu", work.computes_in, work.tokens
     full = filled_up(words, work.device)
     copied = work.precision == "autocast" or full > words
     cast = full * hidden * size if copied else 0
-    if work.loss == "scores":
-        return LossBytes(0.0, 0.0, 0.0)
     block = block_of_rows(full, on_cpu)
     if work.loss == "logits":
         logits = tokens * words * size
@@ -237,80 +272,42 @@ PAIRS = (*OF_TOKENS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
 ALIKE = {"mistral": "llama", "smollm3": "llama"}
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a micro-batch and a block, on one rank."""
-
-    rows: int
-    length: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    experts: int = 0
-    experts_per_token: int = 0
-    rank: int = 0
-    """Of an adapter."""
-
-
-class Way(Protocol):
-    """How a block is computed."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def selective(self) -> bool: ...
-    @property
-    def apart(self) -> bool: ...
-    @property
-    def compiled(self) -> bool: ...
-    @property
-    def grouped(self) -> bool: ...
-    @property
-    def adapted(self) -> bool: ...
-
-
-def row_name(way: Way) -> str:
-    """Of activations.json."""
+def row_name(way: Any) -> str:
+    """Return the name in activations.json of a way to compute: Work, or whatever has these attributes."""
     family = ALIKE.get(way.family, way.family)
-    words = [word for word in ("selective", "apart", "compiled", "grouped", "adapted") if getattr(way, word)]
+    words = [word for word in ("selective", "apart", "grouped", "adapted") if getattr(way, word)]
     return " ".join((family, way.device, way.precision, *words))
 
 
-def terms(sizes: Sizes, tensor: int = 1, sequence: int = 1) -> dict[str, float]:
-    """The products that bytes are sums of: N tokens, T of a row, D hidden, I intermediate, Q and K the width
-    of queries and of keys, H heads, G of keys, W the width of one, E experts, A of a token's,
-    R an adapter's rank.
+def terms(
+    of: Any, rows: int, length: int, rank: int = 0, tensor: int = 1, sequence: int = 1
+) -> dict[str, float]:
+    """Return the products that bytes are sums of.
+
+    N tokens, T of a row, D hidden, I intermediate, Q and K the width of queries and of keys, H heads, G of
+    keys, W the width of one, E experts, A of a token's, R an adapter's rank.
+
+    Args:
+        of: Dimensions, or whatever has a block's sizes by these names.
+        rank: Of an adapter.
+        tensor: Ranks that divide matrices.
+        sequence: Ranks that divide rows.
     """
-    n, t = sizes.rows * sizes.length / sequence, sizes.length
-    d, i, h, w = sizes.hidden, sizes.intermediate / tensor, sizes.heads / tensor, sizes.head_dim
-    g = sizes.key_value_heads / tensor
-    e, a, r = sizes.experts, sizes.experts_per_token, sizes.rank
-    of = {
+    n, i = rows * length / sequence, of.intermediate / tensor
+    h, g = of.heads / tensor, of.key_value_heads / tensor
+    found = {
+        "1": 1.0,
         "N": n,
-        "T": t,
-        "D": d,
+        "T": length,
+        "D": of.hidden,
         "I": i,
-        "Q": h * w,
-        "K": g * w,
-        "H": h,
-        "G": g,
-        "W": w,
-        "E": e,
-        "A": a,
-        "R": r,
+        "Q": h * of.head_dim,
+        "K": g * of.head_dim,
     }
-    found = {"1": 1.0} | of
-    for name in PAIRS:
-        found[name] = of[name[0]] * of[name[1]]
-    found |= {"NAD": n * a * d, "NAI": n * a * i, "EDI": e * d * i}
-    found["NTH"] = n * h * min(t, QUERIES)
-    return found
+    found |= {"H": h, "G": g, "W": of.head_dim, "E": of.experts, "A": of.experts_per_token, "R": rank}
+    found |= {name: found[name[0]] * found[name[1]] for name in PAIRS}
+    found |= {"NAD": n * found["A"] * of.hidden, "NAI": n * found["A"] * i, "EDI": found["ED"] * i}
+    return found | {"NTH": n * h * min(length, QUERIES)}
 
 
 @dataclass(frozen=True)
@@ -322,73 +319,58 @@ class Block:
     kept_backward: float
     """From there to its backward: without what autocast's cache held."""
     forward: float
-    """The most in its forward, over what there is at its beginning."""
+    """The most in its forward, over what exists at its beginning."""
     backward: float
     recomputes: bool = False
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch, of a rank's blocks and what stands before and behind them."""
+    """Bytes of one micro-batch, of a rank's blocks and of what comes before and after them."""
 
     blocks: tuple[Block, ...]
     start: float
     """The most before the first block."""
     before: float
-    """What is there when the first block begins."""
+    """What exists when the first block begins."""
     end: float
-    """The most behind the last block, over what is there at its end; without output layer and loss."""
+    """The most after the last block, over what exists at its end; without output layer and loss."""
     of_loss: float
-    """What is there more when the loss begins its backward: normed hidden states, their gradient."""
+    """What exists more when the loss begins its backward: normed hidden states, their gradient."""
     carried: float
-    """What is there beside the blocks' own when a block begins its backward."""
+    """What exists beside the blocks' own when a block begins its backward."""
     host: float = 0.0
     """Inputs of blocks that wait in host memory."""
     upper: str = ""
-    """Why it is more than will be taken; empty: it is not."""
+    """Why it is more than will be taken; empty if it is not."""
 
 
 def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
-    """Of compiled blocks without a row of their own what they take as they are written, which is more.
-
-    Returns:
-        None: nobody has traced a model of this family computing so.
-    """
+    """Return the activations of a rank; `None` if no model of this family was traced computing so."""
     found = _traced(work)
     if found is None:
         return None
     row = rows()[row_name(found)]
-    sizes = Sizes(
-        rows=work.rows,
-        length=work.length,
-        hidden=dimensions.hidden,
-        intermediate=dimensions.intermediate,
-        heads=dimensions.heads,
-        key_value_heads=dimensions.key_value_heads,
-        head_dim=dimensions.head_dim,
-        experts=dimensions.experts,
-        experts_per_token=dimensions.experts_per_token,
-        rank=0 if work.adapter is None else work.adapter.rank,
-    )
-    values = terms(sizes, work.tensor, work.sequence)
+    rank = 0 if work.adapter is None else work.adapter.rank
+    values = terms(dimensions, work.rows, work.length, rank, work.tensor, work.sequence)
 
-    def value(form: Mapping[str, float]) -> float:
-        return sum(factor * values[name] for name, factor in form.items())
+    def value(form: Mapping[str, float], among: Iterable[str] | None = None) -> float:
+        return sum(f * values[name] for name, f in form.items() if among is None or name in among)
 
     def most(name: str) -> float:
         return max(0.0, *(value(form) for form in row[name]))
 
-    casts = sum(f * values[n] for n, f in row["kept"].items() if n in OF_WEIGHTS)
+    casts = value(row["kept"], OF_WEIGHTS)
     kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
     if work.adapted and not found.adapted:  # a frozen base is in the precision of products: nothing is cast
         kept -= casts
-        kept_backward -= sum(f * values[n] for n, f in row["kept_backward"].items() if n in OF_WEIGHTS)
+        kept_backward -= value(row["kept_backward"], OF_WEIGHTS)
         casts = 0.0
     more, works = _of_adapter(work, dimensions)
     block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
-    taken = values["ND"] * (2 if work.precision == "half" else 4)
+    taken = values["ND"] * work.holds_in
     blocks = _blocks(work, block, taken, casts)
-    offloading = (b.recomputes or work.selective for b in blocks) if work.recompute.offload else ()
+    offloads = [b.recomputes or work.selective for b in blocks] if work.recompute.offload else []
     return Activations(
         blocks=blocks,
         start=most("start"),
@@ -396,24 +378,21 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         end=most("end"),
         of_loss=value(row["loss"]),
         carried=value(row["left"]) - value(row["kept_backward"]),
-        host=taken * sum(offloading),
-        upper=_why_more(work, found),
+        host=taken * sum(offloads),
+        upper=_why_more(work),
     )
 
 
 def _traced(work: Work) -> Work | None:
-    """The same, or what it is closest to of what was traced."""
-    as_written = replace(work, compiled=False)
-    bare = replace(as_written, adapter=None)
-    others = [
-        replace(each, grouped=g) for each in (as_written, bare) for g in (work.grouped, not work.grouped)
-    ]
-    return next((each for each in (work, *others) if row_name(each) in rows()), None)
+    """Return the same work, or what comes closest to it among what was traced."""
+    bare = replace(work, adapter=None)
+    others = [replace(each, grouped=g) for each in (work, bare) for g in (work.grouped, not work.grouped)]
+    return next((each for each in others if row_name(each) in rows()), None)
 
 
-def _why_more(work: Work, found: Work) -> str:
+def _why_more(work: Work) -> str:
     reasons = []
-    if work.compiled and not found.compiled:
+    if work.compiled:
         reasons.append("blocks as they are without compilation, which keeps less")
     if work.adapter is not None and not work.adapter.everywhere:
         reasons.append("blocks as if all their linear layers had an adapter")
@@ -421,9 +400,9 @@ def _why_more(work: Work, found: Work) -> str:
 
 
 def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
-    """Bytes that dropout and DoRA keep of a block beside its row of the table, and what these and a base in
-    4 bits need while a layer is computed. Under AutoTP those that are cut by outputs have whole inputs, those
-    that are cut by inputs give whole outputs.
+    """Return what dropout and DoRA keep of a block beside its row, and what they need while a layer computes.
+
+    Under AutoTP layers that are cut by outputs have whole inputs, those cut by inputs give whole outputs.
     """
     adapter, tokens, size = work.adapter, work.tokens, work.computes_in
     if adapter is None:
@@ -446,7 +425,7 @@ def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
 
 
 def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block, ...]:
-    """Of each block, the first one first.
+    """Return each block, the first one first.
 
     Args:
         taken: Bytes of a block's input.
@@ -460,7 +439,6 @@ def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block
     # The forward once more, then its backward with all that it kept.
     again = max(block.forward, own + block.backward) + taken - kept
     full = Block(kept + casts, kept, block.forward, again, recomputes=True)
-    keeping = 0
     if how.budget is not None:
         keeping = min(layers, max(0, int((how.budget - layers * taken) / max(own, 1.0))))
         return (full,) * (layers - keeping) + (block,) * keeping
@@ -469,11 +447,11 @@ def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block
 
 @cache
 def rows() -> Mapping[str, Any]:
-    """activations.json."""
+    """Return activations.json."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 
 
 def families() -> Iterable[str]:
-    """Those that are known."""
+    """Return the families that were traced."""
     return sorted({name.split()[0] for name in rows()} | set(ALIKE))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import get_dotted
-from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
@@ -25,36 +24,20 @@ from pipeline.planner.model import Model, Parameter
 # Names under which decoders keep the norm after their last block.
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 _BLOCK_NAME = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
-# Under which they keep the vectors of words, by the family: of the input, and an output layer of its own.
+# Names of the vectors of words, by the family: of the input, and of an output layer of its own.
 WORDS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _HEADS = ("lm_head", "embed_out")
 EMBEDDINGS = (*WORDS, *(f"{name}.weight" for name in _HEADS))
 _MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def own_part(model: Model, split: Split, json: dict[str, Any], rank: int) -> Model:
-    """What of the model a rank has before ZeRO divides it, in the order in which the engine steps it.
-
-    Args:
-        json: The DeepSpeed JSON, filled in.
-
-    Raises:
-        ConfigError: nothing says how to cut it.
-    """
-    if split.tensor_parallel > 1:
-        return cut_by_tensors(model, json, split.tensor_parallel, rank % split.tensor_parallel)
-    if split.pipeline_stages > 1:
-        stage = rank // (split.world_size // split.pipeline_stages)
-        return stage_of(model, split.pipeline_stages, json["pipeline"].get("partition", "parameters"), stage)
-    return model
-
-
 def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
-    """One pipeline stage; its dimensions are of its own blocks. `partition: time` is measured by a
-    run: here it is as `parameters`.
+    """Return one pipeline stage; its dimensions are of its own blocks.
+
+    `partition: time` is measured by a run: here it is as `parameters`.
 
     Raises:
-        ConfigError: its layers are not known, or too few.
+        ConfigError: Its layers are not known, or too few.
     """
     layers = _Layers.of(model)
     sizes = [sum(p.numel for p in block) for block in layers.blocks]
@@ -81,7 +64,7 @@ class _Layers:
     blocks: list[list[Parameter]]
     after: list[Parameter]
     tied: list[Parameter]
-    """The input embedding, where the output layer is the same."""
+    """The input embedding, if the output layer is the same."""
 
     @classmethod
     def of(cls, model: Model) -> _Layers:
@@ -105,14 +88,15 @@ class _Layers:
 
 
 def uniform(items: int, parts: int) -> list[int]:
-    """Bounds of parts with as many items each, those that are left to the first ones."""
+    """Return the bounds of parts with as many items each; the first ones take what is left."""
     each, left = divmod(items, parts)
     return [0, *accumulate(each + (part < left) for part in range(parts))]
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
-    """Bounds of parts of a row whose largest and smallest sum differ least, as DeepSpeed's PipelineModule
-    finds them (the linear partition problem, by dynamic programming).
+    """Return the bounds of parts of a row whose largest and smallest sum differ least.
+
+    DeepSpeed's PipelineModule finds the same (the linear partition problem, by dynamic programming).
     """
     number = len(weights)
     if number <= parts:
@@ -139,10 +123,10 @@ _balanced = cache(balanced)  # of each stage of a model the same
 
 
 def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> Model:
-    """A tensor rank's part, as AutoTP cuts by transformers' plan or by `tensor_parallel.partition_config`.
+    """Return a tensor rank's part, cut by transformers' plan or by `tensor_parallel.partition_config`.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: There is neither.
     """
     rules = list(_stated(json["tensor_parallel"])) or list(_planned(model))
     if not rules:
@@ -151,17 +135,13 @@ def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> 
             "tensor_parallel.partition_config"
         )
     is_tied = model.dimensions is not None and model.dimensions.tied
+    is_tied = is_tied and "partition_config" not in json["tensor_parallel"]
     own = []
     for p in model.parameters:
-        plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", f"{p.name}")
+        plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", p.name)
         place = plain.rpartition(".")[0] + ".weight"
         rule = next((rule for rule in rules if rule.pattern.match(place)), None)
-        if (
-            rule is None
-            and is_tied
-            and p.name.endswith(WORDS)
-            and "partition_config" not in json["tensor_parallel"]
-        ):
+        if rule is None and is_tied and p.name.endswith(WORDS):
             rule = _Cut(re.compile(""), 0, name="lm_head")
         own.append(p if rule is None else replace(p, shape=_shape(p, rule, model, size, rank)))
     return replace(model, parameters=tuple(own))
@@ -171,9 +151,9 @@ def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> 
 class _Cut:
     pattern: re.Pattern[str]
     dim: int
-    """Of the layer's weight (outputs, inputs)."""
+    """Dimension of the layer's weight (outputs, inputs)."""
     parts: tuple[int, ...] | int = 1
-    """Matrices in one, each cut by itself: how many, or the rows of each."""
+    """Number of matrices in one, each cut by itself, or the rows of each."""
     name: str | None = None
 
 
@@ -192,7 +172,7 @@ def _shape(p: Parameter, rule: _Cut, model: Model, size: int, rank: int) -> tupl
 
 
 def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
-    """Of a dimension: whole heads where that is what it holds, else evenly (DeepSpeed's tp_shard.py)."""
+    """Return a rank's share of a dimension: whole heads if it holds some (DeepSpeed's tp_shard.py)."""
     heads = model.dimensions.key_value_heads if model.dimensions is not None else None
     units = total
     if heads and total % heads == 0 and "mlp" not in name and name not in _HEADS:
@@ -225,8 +205,10 @@ def _planned(model: Model) -> Iterator[_Cut]:
 
 @cache
 def tensor_plan(family: str) -> dict[str, str]:
-    """transformers' plan of a family, pattern of a layer's name -> style, read from its sources: importing
-    them takes seconds. Empty where it has none.
+    """Read transformers' plan of a family from its sources, which take seconds to import.
+
+    Returns:
+        Pattern of a layer's name -> style; empty if there is no plan.
     """
     found = find_spec("transformers")
     folder = Path(next(iter(found.submodule_search_locations or ()))) if found is not None else Path()
@@ -255,61 +237,15 @@ _TABLES = 16 * 4 + 256 * 4  # bytes: of values, and of scales
 
 
 def is_held_apart(p: Parameter) -> bool:
-    """Whether it is a frozen linear layer's under an adapter, which is held in half precision or in 4 bits
-    where the rest is not.
-    """
+    """Return whether an adapter holds it in half precision or 4 bits: a frozen linear layer's weight."""
     return p.layer is not None and not p.trains and ".lora_" not in p.name
 
 
 def bytes_in_4_bits(shape: tuple[int, ...]) -> int:
-    """Of a matrix in NF4: codes, a byte of scale a block, the scales of those, a mean and two tables."""
+    """Return the bytes of a matrix in NF4: codes, scales of blocks, scales of those, a mean, two tables."""
     values = prod(shape)
     blocks = ceil(values / _BLOCK)
     return ceil(values / 2) + blocks + ceil(blocks / _BLOCKS) * 4 + 4 + _TABLES
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """An adapter's matrices in a block of a rank: widths are summed over the linear layers that have some, as
-    AutoTP has cut them: with its layer one of the two, of which the other one keeps the layer's whole width.
-    """
-
-    rank: int
-    inputs: float
-    outputs: float
-    everywhere: bool
-    """All linear layers of a block have some."""
-    drops: bool = False
-    """Values of their inputs."""
-    is_dora: bool = False
-    largest: int = 0
-    """Elements of the largest matrix beside them,"""
-    in_4_bits: bool = False
-    """which is held so, and made whole to be multiplied with."""
-
-
-def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
-    """None: the run has no adapter. A stage of which no layer has one has matrices of rank 0.
-
-    Args:
-        own: Part of the model that the rank has.
-    """
-    if adapter is None:
-        return None
-    layers = 1 if own.dimensions is None else own.dimensions.layers
-    inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
-    outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
-    beside = [p for p in own.parameters if p.layer is not None]
-    return LowRank(
-        rank=inner[0].shape[0] if inner else 0,
-        inputs=sum(p.shape[1] for p in inner) / layers,
-        outputs=sum(p.shape[0] for p in outer) / layers,
-        everywhere=len(inner) >= len(beside),
-        drops=adapter.dropout > 0,
-        is_dora=adapter.kind == "dora",
-        largest=max(p.numel for p in beside) if beside else 0,
-        in_4_bits=adapter.quantize is not None,
-    )
 
 
 STAND_IN = "stand-in"  # see engine/stages.py; it never gets a gradient
@@ -320,18 +256,18 @@ class Group:
     """Parameters of a rank that are stepped together."""
 
     kind: str
-    """Of optimizer."""
+    """The optimizer's."""
     parameters: tuple[Parameter, ...]
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return sum(p.numel for p in self.parameters)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's part of a run: what formulas look at."""
+    """One rank's part of a run."""
 
     own: Model
     """Its part of the model before ZeRO divides it."""
@@ -342,39 +278,29 @@ class Rank:
     """Parameters of the whole model."""
     number: int = 0
     on_cpu: bool = False
-    """Computes on a CPU, where what lies in host memory is at hand as it is."""
+    """Whether it computes on a CPU."""
 
     @classmethod
     def of(
         cls, model: Model, config: RunConfig, resolved: Resolved, rank: int = 0, on_cpu: bool = False
     ) -> Rank:
-        """Of a whole model.
+        """Return a rank of a job that trains the whole `model`.
 
         Raises:
-            ConfigError, ModelError: it cannot be cut so, or nothing of it is trained.
+            ConfigError, ModelError: It cannot be cut so, or nothing of it is trained.
         """
-        own = own_part(model, resolved.split, resolved.deepspeed or {}, rank)
-        return cls._of(own, model, config=config, resolved=resolved, rank=rank, on_cpu=on_cpu)
-
-    @classmethod
-    def of_part(cls, own: Model, config: RunConfig, resolved: Resolved, rank: int, on_cpu: bool) -> Rank:
-        """Of what a rank has, cut already. Groups of the recipe are left out where it is a stage, which may
-        have nothing of them: they change what is padded alone.
-        """
-        if resolved.split.pipeline_stages > 1:
-            bare = config.optimizer.model_copy(update={"groups": None})
-            config = config.model_copy(update={"optimizer": bare})
-        return cls._of(own, own, config=config, resolved=resolved, rank=rank, on_cpu=on_cpu)
-
-    @classmethod
-    def _of(
-        cls, own: Model, model: Model, config: RunConfig, resolved: Resolved, rank: int, on_cpu: bool
-    ) -> Rank:
-        split, names = resolved.split, {p.name: len(p.shape) for p in model.parameters if p.trains}
+        split, json, own = resolved.split, resolved.deepspeed or {}, model
+        if split.tensor_parallel > 1:
+            own = cut_by_tensors(model, json, split.tensor_parallel, rank % split.tensor_parallel)
+        elif split.pipeline_stages > 1:
+            stage = rank // (split.world_size // split.pipeline_stages)
+            how = json["pipeline"].get("partition", "parameters")
+            own = stage_of(model, split.pipeline_stages, how, stage)
+        names = {p.name: len(p.shape) for p in model.parameters if p.trains}
         keys = group_keys(names, config.optimizer)
         groups = []
         for key in sorted(set(keys.values())):
-            members = tuple(p for p in own.parameters if p.trains and keys[p.name] == key)
+            members = tuple(p for p in own.parameters if keys.get(p.name) == key)
             if not members and split.pipeline_stages > 1:
                 members = (Parameter(STAND_IN, (1,)),)  # DeepSpeed drops an empty group
                 own = replace(own, parameters=(*own.parameters, *members))
@@ -401,13 +327,13 @@ class Rank:
         return self.resolved.deepspeed or {}
 
     def zero(self, dotted: str, default: Any = None) -> Any:
-        """A key of the section zero_optimization."""
+        """Return a key of the section zero_optimization."""
         found = get_dotted(self.json, f"zero_optimization.{dotted}")
         return default if found is None else found
 
     @property
     def stage(self) -> int:
-        """Of ZeRO, as the engine asks DeepSpeed for it."""
+        """ZeRO's stage, as the engine asks DeepSpeed for it."""
         staged_in_bf16 = self.split.pipeline_stages > 1 and self.split.precision == "bf16"
         return max(self.split.zero_stage, int(staged_in_bf16))
 
@@ -426,12 +352,12 @@ class Rank:
 
     @property
     def sharers(self) -> int:
-        """Ranks over which ZeRO divides."""
+        """Number of ranks over which ZeRO divides."""
         return self.split.dp_world_size * self.split.sequence_parallel
 
     @property
     def place(self) -> int:
-        """Of this one among them."""
+        """Number of this rank among them."""
         if self.split.pipeline_stages > 1:
             return self.number % self.split.dp_world_size
         return self.number // self.split.tensor_parallel
@@ -444,12 +370,12 @@ class Rank:
         return self.split.pipeline_stages > 1 or self.summed == 4
 
     def offloads(self, what: str) -> str | None:
-        """Where `param` or `optimizer` lies: `cpu`, `nvme`; None: on the device."""
+        """Return where `param` or `optimizer` lies: `cpu`, `nvme`; `None`: on the device."""
         device = self.zero(f"offload_{what}.device")
         return None if device == "none" else device
 
     def bytes_of(self, p: Parameter) -> int:
-        """Of a whole parameter as it is computed with."""
+        """Return the bytes of a whole parameter as it is computed with."""
         adapter = self.config.adapter
         if adapter is not None and is_held_apart(p):
             if adapter.quantize is not None:

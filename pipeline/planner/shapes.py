@@ -24,52 +24,33 @@ from pipeline.planner.model import Dimensions, Model, Parameter
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."
-OF_ALL_FAMILIES = ("head_dim", "tie_word_embeddings")
-"""What shapes follow from in each."""
 MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
-"""No less than a recipe may say; of other numbers 2**24."""
+"""Limits of numbers in a config, no less than a recipe may say; of others 2**24."""
 
 
 @cache
 def families() -> Mapping[str, Mapping[str, Any]]:
-    """model_type -> its lines."""
+    """Return families.yaml: model_type -> its lines."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found: Mapping[str, Mapping[str, Any]] = yaml.load(TEMPLATES.read_text("utf-8"), loader)
     return found
 
 
 def standard_words(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in the words that most families share: `n_embd` is `hidden_size`."""
+    """Return a config in the words that most families share: `n_embd` is `hidden_size`."""
     words = families()[family].get("words", {})
     return {words.get(key, key): value for key, value in config.items()}
 
 
-def shaping(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config shapes follow from, besides the sizes that a recipe has words for, and the family's
-    defaults do not say.
-    """
-    template, stated = families()[family], standard_words(family, config)
-    defaults, lines = template["defaults"], f"{template['outside']}{template['block']}"
-    keys = {*defaults, *template.get("only", {}), *re.findall(r"\? (\w+)", lines), *OF_ALL_FAMILIES}
-    return {
-        key: stated[key]
-        for key in sorted(keys - {*FIELDS.values()})
-        if key in stated and stated[key] != defaults.get(key) and (stated[key] or key in defaults)
-    }
-
-
 def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) -> Model | None:
-    """The model of a config of this family.
+    """Return the model of a config; `None` if families.yaml does not know the family or its shapes.
 
     Args:
-        stated: What the config says; the family's defaults stand for the rest.
+        stated: What the config says; the family's defaults fill the rest.
         gives_scores: A reward model: one number in the place of logits.
 
-    Returns:
-        None: of another family, or it says something that changes shapes in a way that is not known here.
-
     Raises:
-        ModelError: a number of it can be none.
+        ModelError: A number of it cannot be.
     """
     template = families().get(family)
     if template is None:
@@ -97,7 +78,8 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
     ]
     if gives_scores:
         outside.append(Parameter("score.weight", (1, dimensions.hidden)))
-    block = list(_parameters(template["block"], "", config, sizes, _layer_kind(family)))
+    layer = "transposed" if family == "gpt2" else "linear"
+    block = list(_parameters(template["block"], "", config, sizes, layer))
     blocks = [
         Parameter(f"{template['prefix']}{number}.{each.name}", each.shape, layer=each.layer)
         for number in range(dimensions.layers)
@@ -106,12 +88,8 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
     return Model(family, (*outside[:1], *blocks, *outside[1:]), dimensions)
 
 
-def _layer_kind(family: str) -> Any:
-    return "transposed" if family == "gpt2" else "linear"
-
-
 def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these numbers that the config has; the default where it has none."""
+    """Return the first of these numbers that the config has, else the default."""
     for name in names:
         value, most = config.get(name), MOST.get(name, 2**24)
         if value is None or (value == 0 and default is not None):
@@ -176,13 +154,13 @@ TIED = "lm_head.weight"
 
 
 def model_of(config: RunConfig) -> Model | None:
-    """The model that a recipe trains, with its adapter, and with what is frozen marked.
+    """Return the model that a recipe trains, with its adapter, and with what is frozen marked.
 
     Returns:
-        None: it has to be built to be known: a family that is not in families.yaml, a module of one's own.
+        `None` if it has to be built: a family that is not in families.yaml, a module of a user's own.
 
     Raises:
-        ModelError: the folder or the hub has no such model, or its config cannot be read.
+        ModelError: The folder or the hub has no such model, or its config cannot be read.
     """
     model = config.model.language_model
     if model is None:
@@ -217,10 +195,10 @@ def model_of(config: RunConfig) -> Model | None:
 
 
 def trained_parts(model: Model, freeze: list[str] | None, adapter: AdapterConfig | None) -> Model:
-    """The same model, with what stays frozen marked and an adapter's matrices added.
+    """Return the same model, with what stays frozen marked and an adapter's matrices added.
 
     Raises:
-        ConfigError: a pattern matches nothing.
+        ConfigError: A pattern matches nothing.
     """
     if freeze:
         names = {name: each for each in model.parameters for name in _names(each, model)}
@@ -231,7 +209,7 @@ def trained_parts(model: Model, freeze: list[str] | None, adapter: AdapterConfig
 
 
 def _names(parameter: Parameter, model: Model) -> tuple[str, ...]:
-    """A tied embedding is the output layer's weight, too."""
+    """Return a parameter's names: a tied embedding is the output layer's weight, too."""
     is_tied = model.dimensions is not None and model.dimensions.tied and parameter is model.parameters[0]
     return (parameter.name, TIED) if is_tied else (parameter.name,)
 
@@ -239,7 +217,7 @@ def _names(parameter: Parameter, model: Model) -> tuple[str, ...]:
 def _new(
     model: CausalLMConfig, family: str, words: int | None, sequence_length: int | None
 ) -> dict[str, Any]:
-    """The config of a new model: what the recipe says, and what follows from it and from the data."""
+    """Return the config of a new model: what the recipe says, and what follows from it and from the data."""
     defaults = families()[family]["defaults"]
     fields = standard_words(family, model.extra)
     for ours, theirs in FIELDS.items():
@@ -256,9 +234,9 @@ def _new(
 
 
 def needed_words(config: RunConfig) -> int | None:
-    """Entries of the data's tokenizer, as far as it is known without making it; None: there is none.
+    """Return the entries of the data's tokenizer; `None` if there is none, or they are not known.
 
-    A tokenizer that a run trains has as many as it may have, or fewer where the text is short.
+    A tokenizer that a run trains may have fewer if the text is short.
     """
     documents = config.data.documents
     if documents is None:
@@ -276,20 +254,20 @@ def needed_words(config: RunConfig) -> int | None:
 
 
 def check_pretrained(config: RunConfig) -> None:
-    """Look for `model.pretrained` before anything takes its name for that of a tokenizer. Loads no torch.
+    """Look for `model.pretrained` before anything takes its name for a tokenizer's.
 
     Raises:
-        ModelError: as `read_config`.
+        ModelError: As `read_config`.
     """
     if config.model.pretrained_from is not None:
         read_config(config.model.pretrained_from)
 
 
 def read_config(given: str) -> dict[str, Any]:
-    """config.json of a model's folder, or of a name on the hub.
+    """Read config.json of a model's folder, or of a name on the hub.
 
     Raises:
-        ModelError: it is not there, or no JSON object.
+        ModelError: It does not exist, or is no JSON object.
     """
     try:
         found = json.loads(_read(given, "config.json", "model.pretrained"))
@@ -370,13 +348,13 @@ def _owner(parameter: str) -> str:
 
 
 def _around(module: str) -> list[str]:
-    """The module, and those that hold it."""
+    """Return the module, and those that hold it."""
     parts = module.split(".")
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 
 def _completed(adapter: AdapterConfig) -> AdapterConfig:
-    """With the rank and the layers of peft's folder that it starts from."""
+    """Add the rank and the layers of peft's folder that it starts from."""
     if adapter.weights is None:
         return adapter
     try:

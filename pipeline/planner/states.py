@@ -5,7 +5,7 @@ How DeepSpeed (0.19.8) pads and keeps them, and which buckets and gathered weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,25 +21,27 @@ from pipeline.planner.rank import STAND_IN, Group, Rank
 
 
 def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int:
-    """Of one checkpoint, in which all is as it is held: the weights that the optimizer steps and what it
-    keeps of them, and what is frozen in the run's precision. An adapter's base is in none.
+    """Return the bytes of one checkpoint, in which all is as it is held.
+
+    It has the weights that the optimizer steps and what it keeps of them, and what is frozen in the run's
+    precision. An adapter's base is in none.
     """
     optimizer, has_base, json = config.optimizer, config.adapter is not None, resolved.deepspeed or {}
     stepped, kept = 2 if has_half_masters(json) else 4, 2 if has_half_states(json) else 4
     frozen = 4 if resolved.deepspeed is None or resolved.split.precision == "fp32" else 2
     keys = group_keys({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
-    return sum(
-        stepped * p.numel + moments(optimizer, kind_of(keys[p.name], optimizer), p.shape, kept)
-        if p.trains
-        else 0
-        if has_base
-        else frozen * p.numel
-        for p in model.parameters
-    )
+    total = 0
+    for p in model.parameters:
+        if p.trains:
+            kind = kind_of(keys[p.name], optimizer)
+            total += stepped * p.numel + moments(optimizer, kind, p.shape, kept)
+        elif not has_base:
+            total += frozen * p.numel
+    return total
 
 
 def copy_bytes(model: Model, config: RunConfig, resolved: Resolved) -> float:
-    """Of a rank's share of it in host memory, where a save comes before the last step: that is waited for."""
+    """Return a rank's share of it in host memory; none if the only save is at the last step, which waits."""
     saves, steps = config.checkpoint, config.max_steps
     every = Interval.of(saves.every).in_steps(None)  # None: in epochs, of which some may end before the run
     is_taken = every is None or (every > 0 and (steps is None or every < steps))
@@ -59,11 +61,11 @@ class Held:
     """Bytes in one kind of memory."""
 
     weights: int = 0
-    """What forward and backward compute with, a frozen base and what hpZ holds twice too."""
+    """What forward and backward compute with, with a frozen base and what hpZ holds twice."""
     gradients: int = 0
     """Right before a step."""
     masters: int = 0
-    """The copies that the optimizer steps, where those are not the weights."""
+    """The copies that the optimizer steps, if those are not the weights."""
     moments: int = 0
     """What the optimizer keeps of each: means, squares, its count of steps."""
 
@@ -83,34 +85,18 @@ class Held:
 
 @dataclass(frozen=True)
 class States:
-    """Of one rank, from its first step on."""
+    """Bytes that one rank holds, from its first step on."""
 
     device: Held = field(default_factory=Held)
-    """On the GPU; of a rank on a CPU the memory that it computes in."""
+    """On the GPU, or in the memory that a rank on a CPU computes in."""
     host: Held = field(default_factory=Held)
     """In the machine's memory, by an offload to `cpu`."""
     disk: Held = field(default_factory=Held)
     """By an offload to `nvme`."""
 
 
-def states(
-    model: Model, config: RunConfig, resolved: Resolved, rank: int = 0, on_cpu: bool = False
-) -> States:
-    """What a rank holds between two steps, and of gradients right before one.
-
-    Args:
-        model: The whole one, with its adapters.
-        rank: Of the job.
-        on_cpu: The ranks compute on CPUs.
-
-    Raises:
-        ConfigError, ModelError: the model cannot be cut so, or nothing of it is trained.
-    """
-    return states_of(Rank.of(model, config, resolved, rank, on_cpu))
-
-
 def states_of(rank: Rank) -> States:
-    """See `states`."""
+    """Return what a rank holds between two steps, and of gradients right before one."""
     if rank.resolved.deepspeed is None or rank.stage == 0:
         return _whole(rank)
     if rank.stage == 3:
@@ -119,7 +105,7 @@ def states_of(rank: Rank) -> States:
 
 
 def _whole(rank: Rank) -> States:
-    """Plain PyTorch and ZeRO 0: each parameter by itself."""
+    """Return the states of plain PyTorch and ZeRO 0: each parameter by itself."""
     weights = sum(map(rank.bytes_of, rank.own.parameters))
     trained = sum(group.numel for group in rank.groups)
     masters = 4 * trained if rank.size == 2 else 0
@@ -135,12 +121,12 @@ def _whole(rank: Rank) -> States:
 def moments(
     optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = False
 ) -> int:
-    """Bytes that an optimizer keeps of a tensor.
+    """Return the bytes that an optimizer keeps of a tensor.
 
     Args:
-        kind: What steps it: `adamw`, `sgd`, `adafactor` or `muon`. A user's own counts as `adamw`.
-        size: Of a number.
-        counts: With torch's count of steps, which is a tensor.
+        kind: `adamw`, `sgd`, `adafactor` or `muon`. A user's own counts as `adamw`.
+        size: Bytes of a number.
+        counts: Whether to add torch's count of steps, which is a tensor.
     """
     number, step = prod(shape), STEP if counts else 0
     if kind == "sgd":
@@ -157,36 +143,43 @@ def moments(
 class Part:
     """This rank's stretch of a flat group of ZeRO 1 or 2."""
 
-    whole: int
-    """Elements of the group, padded."""
     own: int
+    """Elements, with padding."""
+    whole: int
+    """Elements of the group, with padding."""
     touched: int
-    """Of parameters that have any element in it, all of theirs."""
+    """Elements of the parameters that have any in it."""
     missing: int
     """Elements of it that no parameter has."""
 
     @classmethod
-    def of(cls, group: Group, sharers: int, place: int, align: Callable[[int], int] = lambda n: n) -> Part:
-        ends, at = [], 0
+    def of(cls, group: Group, sharers: int, place: int, aligned: int) -> Part:
+        """Return the stretch of one of the ranks that share a group.
+
+        Args:
+            aligned: Elements to whose multiple each parameter's start is padded.
+        """
+        ends, end = [], 0
         for p in group.parameters:
-            start = align(at)
-            ends.append((start, start + p.numel))
-            at = start + p.numel
+            start = -(-end // aligned) * aligned
+            end = start + p.numel
+            ends.append((start, end))
         unit = _ALIGNMENT * sharers
-        own = -(-at // unit) * unit // sharers
+        own = -(-end // unit) * unit // sharers
         first, last = own * place, own * (place + 1)
-        inside = [(max(a, first), min(b, last), b - a) for a, b in ends if a < last and b > first]
-        return cls(own * sharers, own, sum(n for *_, n in inside), own - sum(b - a for a, b, _ in inside))
+        inside = [(start, end) for start, end in ends if start < last and end > first]
+        filled = sum(min(end, last) - max(start, first) for start, end in inside)
+        return cls(own, own * sharers, sum(end - start for start, end in inside), own - filled)
 
 
 def parts_of(rank: Rank) -> list[Part]:
-    """Of each group, at ZeRO 1 and 2."""
-    unit = 16 // rank.size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
-    return [Part.of(g, rank.sharers, rank.place, lambda n: -(-n // unit) * unit) for g in rank.groups]
+    """Return the stretches of each group, at ZeRO 1 and 2."""
+    aligned = 16 // rank.size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
+    return [Part.of(group, rank.sharers, rank.place, aligned) for group in rank.groups]
 
 
 def _partitioned(rank: Rank) -> States:
-    """ZeRO 1 and 2: trained parameters in flat groups, of which a rank steps a stretch."""
+    """Return the states of ZeRO 1 and 2: flat groups of parameters, of which a rank steps a stretch."""
     parts = parts_of(rank)
     frozen = sum(rank.bytes_of(p) for p in rank.own.parameters if not p.trains)
     weights = frozen + rank.size * sum(part.whole for part in parts)
@@ -209,7 +202,7 @@ def _partitioned(rank: Rank) -> States:
 
 
 def _kept_gradients(rank: Rank, parts: Sequence[Part]) -> int:
-    """All of the gradients that reach into this rank's stretches, and zeros where those have nothing."""
+    """Return all gradients that reach into this rank's stretches, and zeros for what those lack."""
     zeros = sum(part.missing for part in parts)
     for group, part in zip(rank.groups, parts, strict=True):
         if group.parameters[0].name == STAND_IN:
@@ -221,47 +214,41 @@ def _flat_moments(rank: Rank, parts: Sequence[Part]) -> int:
     return sum(_stepped(rank, group.kind, part.own) for group, part in zip(rank.groups, parts, strict=True))
 
 
-def _stepped(rank: Rank, kind: str, number: int, in_memory: bool = True) -> int:
-    """Bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number."""
-    is_own = kind == "adamw" and rank.offloads("optimizer") is not None and in_memory
+def _stepped(rank: Rank, kind: str, number: int) -> int:
+    """Return the bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number."""
+    is_own = kind == "adamw" and rank.offloads("optimizer") is not None
     size = 2 if has_half_states(rank.json) else 4
     return moments(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
 
-@dataclass(frozen=True)
-class SubGroup:
-    """What ZeRO 3 steps at a time."""
+def sub_groups(rank: Rank) -> list[tuple[str, int]]:
+    """Return what ZeRO 3 steps at a time: (kind of optimizer, elements of this rank's shards).
 
-    kind: str
-    own: int
-    """Elements of this rank's shards."""
-
-
-def sub_groups(rank: Rank) -> list[SubGroup]:
-    """Of ZeRO 3: parameters in a row until they hold `sub_group_size` elements of a rank."""
+    Parameters follow each other until they hold `sub_group_size` elements of a rank.
+    """
     limit = int(rank.zero("sub_group_size", 1e9))
     found = []
     for group in rank.groups:
         shards = [shard_of(p, rank.sharers) for p in group.parameters]
         taken = 0
         if limit >= sum(shards):
-            found.append(SubGroup(group.kind, sum(shards)))
+            found.append((group.kind, sum(shards)))
             continue
         for index, shard in enumerate(shards):
             taken += shard
             if taken >= limit or index == len(shards) - 1:
-                found.append(SubGroup(group.kind, taken))
+                found.append((group.kind, taken))
                 taken = 0
     return found
 
 
 def shard_of(p: Parameter, sharers: int) -> int:
-    """Elements of a rank's shard."""
+    """Return the elements of a rank's shard."""
     return -(-p.numel // sharers)
 
 
 def kept_whole(rank: Rank) -> list[Parameter]:
-    """What ZeRO 3 gathers once for all."""
+    """Return what ZeRO 3 gathers once for all."""
     limit = int(rank.zero("stage3_param_persistence_threshold", _PERSISTENCE))
     most = int(rank.zero("stage3_model_persistence_threshold", 1 << 62))
     found, total = [], 0
@@ -273,7 +260,7 @@ def kept_whole(rank: Rank) -> list[Parameter]:
 
 
 def _sharded(rank: Rank) -> States:
-    """ZeRO 3: each parameter in equal shards, padded."""
+    """Return the states of ZeRO 3: each parameter in equal shards, padded."""
     shards = rank.size * sum(shard_of(p, rank.sharers) for p in rank.own.parameters)
     whole = kept_whole(rank)
     apart = {p.name for p in whole}
@@ -286,31 +273,21 @@ def _sharded(rank: Rank) -> States:
         gathered += sum(rank.size * rank.sharers * shard_of(p, rank.sharers) // few for p in others)
     device = Held(gathered + (0 if there else shards))
     host = Held(shards if there else 0)
-    stepped, offload = sub_groups(rank), rank.offloads("optimizer")
-    own = sum(each.own for each in stepped)
-    if offload is None:
-        master = 2 if has_half_masters(rank.json) else 4
-        kept = sum(_stepped(rank, each.kind, each.own) for each in stepped)
-        return States(device + Held(0, rank.summed * own, master * own, kept), host)
-    on_device, in_host, on_disk = _offloaded(rank, stepped, offload)
-    return States(device + on_device, host + in_host + Held(0, rank.summed * own), on_disk)
-
-
-def _offloaded(rank: Rank, stepped: Sequence[SubGroup], offload: str) -> tuple[Held, Held, Held]:
-    """Of sub-groups whose state is elsewhere: (on the device, in host memory, on disk)."""
+    offload = rank.offloads("optimizer")
     master = 2 if has_half_masters(rank.json) else 4
-    staying = int((1 - float(rank.zero("offload_optimizer.ratio", 1.0))) * len(stepped))
-    device = host = disk = Held()
-    for index, each in enumerate(stepped):
-        kept = _stepped(rank, each.kind, each.own, in_memory=index >= staying)
-        held = Held(0, master * each.own, master * each.own, kept)
-        if offload == "nvme" and master * each.own >= _SWAPPED:
-            disk += held
-        elif index < staying and offload == "cpu":
+    disk, gradients = Held(), 0
+    for kind, own in sub_groups(rank):
+        held = Held(0, 0, master * own, _stepped(rank, kind, own))
+        gradients += rank.summed * own
+        if offload is None:
             device += held
+        elif offload == "nvme" and master * own >= _SWAPPED:
+            disk += held + Held(0, master * own)
         else:
-            host += held
-    return device, host, disk
+            host += held + Held(0, master * own)
+    if offload is None:
+        return States(device + Held(0, gradients), host)
+    return States(device, host + Held(0, gradients), disk)
 
 
 # Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
@@ -323,206 +300,153 @@ _NORM = 8  # bytes of an element in whose precision DeepSpeed takes an offloaded
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of one rank. A phase's number is the most that it holds at a time beside `always`."""
+    """Bytes of one rank's engine beside the states. A phase's number is its most beside `always`."""
 
     always: int = 0
     """On the device from the start on."""
     forward: int = 0
     backward: int = 0
-    """Beside the gradients that are there before the step (states.py): those not reduced yet, too."""
+    """Beside the gradients that exist before the step: with those not reduced yet."""
     step: int = 0
     """With what reduces all gradients after the last backward."""
     host: int = 0
     """In the machine's memory, from the start on."""
     keeps_gradients: bool = False
-    """Whether gradients are there while forwards run: of micro-batches before, or in a buffer that stays."""
+    """Whether gradients exist while forwards run: of micro-batches before, or in a buffer that stays."""
 
 
 def fitted_bucket(stated: Any, num_parameters: int) -> int:
-    """Elements of the bucket in which gradients are reduced: no more than there are.
+    """Return the elements of the bucket in which gradients are reduced: no more than there are.
 
     DeepSpeed's, of half a billion elements, is allocated whole in each step, twice with overlap_comm, and a
     model that fits into it is reduced after the backward.
 
     Args:
-        stated: `reduce_bucket_size` of the JSON; None: it is left to the trainer.
+        stated: `reduce_bucket_size` of the JSON; `None`: it is left to the trainer.
     """
     chosen = min(max(num_parameters // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
     return min(int(chosen if stated is None else stated), max(1, num_parameters))
 
 
 def buffers(rank: Rank) -> Buffers:
-    """What its engine takes on a device beside the states."""
-    if rank.resolved.deepspeed is None:
-        return _plain(rank)
-    if rank.stage == 0:
-        return _replicated(rank)
-    if rank.stage == 3:
+    """Return what a rank's engine takes on a device beside the states."""
+    accumulates = rank.resolved.plan.gradient_accumulation_steps > 1
+    if rank.resolved.deepspeed is not None and rank.stage == 3:
         return _buffers_of_sharded(rank)
-    return _in_bf16(rank) if rank.adds_in_fp32 else _buffers_of_partitioned(rank)
-
-
-def _accumulates(rank: Rank) -> bool:
-    return rank.resolved.plan.gradient_accumulation_steps > 1
-
-
-def _trained(rank: Rank) -> int:
-    return sum(group.numel for group in rank.groups)
+    if rank.resolved.deepspeed is not None and rank.stage > 0 and not rank.adds_in_fp32:
+        return _buffers_of_partitioned(rank, accumulates)
+    trained = sum(group.numel for group in rank.groups)
+    # Kernels that are not fused need as much again of the tensor at hand.
+    unfused = 3 * 4 * _largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
+    if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat fp32 copy, as it is sent
+        step = (rank.summed + rank.size) * min(trained, _FLATTENED)
+        return Buffers(step=step, keeps_gradients=True)
+    if rank.resolved.deepspeed is not None:  # ZeRO 0: reduced from a flat copy, stepped in fp32
+        in_fp32 = 4 * trained if rank.size == 2 else 0
+        step = max(rank.size * min(trained, _FLATTENED), in_fp32 + unfused)
+        return Buffers(step=step, keeps_gradients=accumulates)
+    if rank.split.parallel != "ddp":
+        return Buffers(step=unfused, keeps_gradients=accumulates)
+    # Gradients lie in DDP's buckets for good; those of earlier micro-batches beside them, until the last.
+    apart = 4 * trained if accumulates else 0
+    backward = apart + 4 * _largest(rank)
+    return Buffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
 
 
 def _largest(rank: Rank) -> int:
     return max((p.numel for group in rank.groups for p in group.parameters), default=0)
 
 
-def _optimizer(rank: Rank) -> int:
-    """Of a step by kernels that are not fused: as much again of the tensor at hand."""
-    kinds = {group.kind for group in rank.groups}
-    return 3 * 4 * _largest(rank) if kinds - {"adamw", "sgd"} else 0
-
-
-def _plain(rank: Rank) -> Buffers:
-    largest, trained = 4 * _largest(rank), 4 * _trained(rank)
-    if rank.split.parallel != "ddp":
-        return Buffers(step=_optimizer(rank), keeps_gradients=_accumulates(rank))
-    # Gradients lie in DDP's buckets for good; those of earlier micro-batches beside them, until the last.
-    apart = trained if _accumulates(rank) else 0
-    return Buffers(forward=apart, backward=apart + largest, step=_optimizer(rank), keeps_gradients=True)
-
-
-def _replicated(rank: Rank) -> Buffers:
-    """ZeRO 0: reduced after the last backward, from a flat copy; stepped in fp32."""
-    trained = _trained(rank)
-    flat = rank.size * min(trained, _FLATTENED)
-    in_fp32 = 4 * trained if rank.size == 2 else 0
-    step = max(flat, in_fp32 + _optimizer(rank))
-    return Buffers(step=step, keeps_gradients=_accumulates(rank))
-
-
-def _in_bf16(rank: Rank) -> Buffers:
-    """DeepSpeed's bf16 optimizer reduces a flat fp32 copy, in the communication's precision."""
-    flat = (rank.summed + rank.size) * min(_trained(rank), _FLATTENED)
-    return Buffers(step=flat, keeps_gradients=True)
-
-
 def _bucket(rank: Rank) -> int:
     staged = rank.split.pipeline_stages > 1
-    return fitted_bucket(rank.zero("reduce_bucket_size"), _trained(rank) if staged else rank.whole)
+    number = sum(group.numel for group in rank.groups) if staged else rank.whole
+    return fitted_bucket(rank.zero("reduce_bucket_size"), number)
 
 
-def _overlaps(rank: Rank) -> bool:
-    return bool(rank.zero("overlap_comm", False)) and rank.split.pipeline_stages == 1
-
-
-def _buffers_of_partitioned(rank: Rank) -> Buffers:
-    """ZeRO 1 and 2."""
+def _buffers_of_partitioned(rank: Rank, accumulates: bool) -> Buffers:
+    """Return those of ZeRO 1 and 2."""
     parts, size = parts_of(rank), rank.size
-    trained, largest = size * _trained(rank), size * _largest(rank)
+    trained, largest = size * sum(group.numel for group in rank.groups), size * _largest(rank)
     kept = size * sum(part.touched for part in parts)
     is_compact = rank.summed == 4 and size == 2
-    offload, overlaps, accumulates = rank.offloads("optimizer"), _overlaps(rank), _accumulates(rank)
+    offload = rank.offloads("optimizer")
+    overlaps = bool(rank.zero("overlap_comm", False)) and rank.split.pipeline_stages == 1
     bucket = _bucket(rank)
     apart = (rank.summed if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
     sent = bucket * 4 if is_compact else size * bucket * (rank.sharers > 1)
     forward, step, backward = 0, 0, apart + sent + largest
-    if rank.stage == 1 and (accumulates or not overlaps):  # all gradients, until the last ones are there
+    if rank.stage == 1 and (accumulates or not overlaps):  # all gradients, until the last ones exist
         whole = trained - (0 if offload else kept)
         forward = whole if accumulates else 0
         backward = max(whole, trained + apart // (2 if overlaps else 1) + largest if overlaps else whole)
         step = trained if not overlaps and not offload else whole
     elif accumulates and not is_compact and offload is None:
         backward += kept  # this micro-batch's, before they are added
-    most = max(part.own for part in parts)
     if offload is not None:
-        backward += _NORM * _largest(rank)
-        host = size * sum(part.own for part in parts) + largest
         return Buffers(
             always=largest,
             forward=forward,
-            backward=backward,
+            backward=backward + _NORM * _largest(rank),
             step=step,
-            host=host,
+            host=size * sum(part.own for part in parts) + largest,
             keeps_gradients=accumulates and rank.stage == 1,
         )
     # A group's flat copy, and that in fp32.
-    copied = 0 if is_compact else (size + 4 if size == 2 else 4) * most
-    return Buffers(
-        always=0,
-        forward=forward,
-        backward=backward,
-        step=max(step, copied),
-        host=0,
-        keeps_gradients=accumulates,
-    )
+    copied = 0 if is_compact else (size + 4 if size == 2 else 4) * max(part.own for part in parts)
+    return Buffers(forward=forward, backward=backward, step=max(step, copied), keeps_gradients=accumulates)
 
 
-def _blocks(rank: Rank) -> list[int]:
-    """Elements that ZeRO 3 gathers at once: of a block, or of a parameter outside of the blocks."""
-    apart = {p.name for p in kept_whole(rank)}
+def _by_block(parameters: Iterable[Parameter], sharers: int = 1) -> list[int]:
+    """Return the elements, padded, of each block and of each parameter outside of the blocks."""
     units: dict[str, int] = {}
-    for p in rank.own.parameters:
-        if p.name not in apart:
-            key = _unit(p)
-            units[key] = units.get(key, 0) + shard_of(p, rank.sharers) * rank.sharers
+    for p in parameters:
+        words = p.name.split(".")
+        number = next((index for index, word in enumerate(words) if word.isdigit()), None)
+        key = p.name if number is None else ".".join(words[: number + 1])
+        units[key] = units.get(key, 0) + shard_of(p, sharers) * sharers
     return list(units.values()) or [0]
 
 
-def _unit(p: Parameter) -> str:
-    words = p.name.split(".")
-    number = next((index for index, word in enumerate(words) if word.isdigit()), None)
-    return p.name if number is None else ".".join(words[: number + 1])
-
-
 def _buffers_of_sharded(rank: Rank) -> Buffers:
-    """ZeRO 3."""
-    size, units = rank.size, _blocks(rank)
-    block = max(units)
+    """Return those of ZeRO 3, which gathers a block, or a parameter outside of the blocks, at a time."""
+    size, apart = rank.size, {p.name for p in kept_whole(rank)}
+    units = _by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
+    block, together = max(units), sum(units)
     bucket = min(_bucket(rank), int(rank.zero("reduce_bucket_size", 1 << 62)))
     sent = 4 if rank.split.sequence_parallel > 1 else size  # of a gradient on its way
-    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCHED)), sum(units))
-    there = int(rank.zero("stage3_max_reuse_distance", _REUSED)) // 2 + block
-    gathered = size * min(sum(units), there)
-    if rank.sharers == 1 and (rank.offloads("param") is None or rank.on_cpu):
-        gathered = prefetched = copied = 0  # one rank's shard is the parameter
-    else:
-        copied = size * (block if rank.sharers > 1 else 0)  # what was received, while it is put in place
-    trained = max((sum(p.numel for p in each) for each in _trained_blocks(rank)), default=0)
+    prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCHED)), together)
+    reused = int(rank.zero("stage3_max_reuse_distance", _REUSED)) // 2 + block
+    gathered, copied = size * min(together, reused), size * block  # the latter while it is put in place
+    if rank.sharers == 1:
+        prefetched = copied = 0
+        if rank.offloads("param") is None or rank.on_cpu:
+            gathered = 0  # one rank's shard is the parameter
+    trained = max(_by_block(p for group in rank.groups for p in group.parameters))
     reduced = sent * min(bucket, trained)
     if rank.offloads("optimizer") is not None:
         reduced = max(reduced, _NORM * -(-_largest(rank) // rank.sharers))
         step = 0
     else:
-        most = max((each.own for each in sub_groups(rank)), default=0)
-        step = (rank.summed + (4 if rank.summed == 2 else 0)) * most
-        if size == 2 and has_half_masters(rank.json):
-            step = rank.summed * most
-    backward = gathered + size * trained + reduced
-    forward = gathered + copied + size * (prefetched if rank.sharers > 1 else 0)
-    always = sent * bucket
+        halves = size == 2 and has_half_masters(rank.json)
+        each = rank.summed + (4 if rank.summed == 2 and not halves else 0)
+        step = each * max((own for _, own in sub_groups(rank)), default=0)
     return Buffers(
-        always=always,
-        forward=forward,
-        backward=backward,
+        always=sent * bucket,
+        forward=gathered + copied + size * prefetched,
+        backward=gathered + size * trained + reduced,
         step=step,
         host=_swapped(rank),
         keeps_gradients=True,
     )
 
 
-def _trained_blocks(rank: Rank) -> list[list[Parameter]]:
-    found: dict[str, list[Parameter]] = {}
-    for group in rank.groups:
-        for p in group.parameters:
-            found.setdefault(_unit(p), []).append(p)
-    return list(found.values())
-
-
 def _swapped(rank: Rank) -> int:
-    """Pinned memory through which goes what lies on a disk."""
+    """Return the pinned memory through which goes what lies on a disk."""
     host = 0
     if rank.offloads("param") == "nvme":
         count = int(rank.zero("offload_param.buffer_count", 5))
         host += count * int(rank.zero("offload_param.buffer_size", 100_000_000)) * rank.size
     if rank.offloads("optimizer") == "nvme":
         count = int(rank.zero("offload_optimizer.buffer_count", 4))
-        host += count * 4 * max((each.own for each in sub_groups(rank)), default=0)
+        host += count * 4 * max((own for _, own in sub_groups(rank)), default=0)
     return host

@@ -52,7 +52,7 @@ from pipeline.training.assemble import assemble
 from pipeline.training.banner import announce
 from pipeline.training.callbacks import import_callbacks
 from pipeline.training.device_failures import (
-    Remedies,
+    Advice,
     Shortage,
     TrainingAdvice,
     explain,
@@ -60,7 +60,7 @@ from pipeline.training.device_failures import (
     of_files,
     of_generation,
 )
-from pipeline.training.expectation import planned
+from pipeline.training.expectation import forecast_here
 from pipeline.training.loop import LongLived, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, describe_split
 
@@ -119,7 +119,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def explained(device: torch.device, remedies: Callable[[Shortage], Remedies]) -> Iterator[None]:
+def explained(device: torch.device, advise: Callable[[Shortage], Advice]) -> Iterator[None]:
     """Around what computes; or a decorator.
 
     Raises:
@@ -128,7 +128,7 @@ def explained(device: torch.device, remedies: Callable[[Shortage], Remedies]) ->
     try:
         yield
     except Exception as error:
-        mistake = None if isinstance(error, PipelineError) else explain(error, device, remedies)
+        mistake = None if isinstance(error, PipelineError) else explain(error, device, advise)
         if mistake is None:
             raise
         raise mistake from error
@@ -167,7 +167,7 @@ class Run:
             self._explained = partial(explained, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, memory_now().resident)
             stack.enter_context(self._explained(self._advice))
-            self._advice.plan = partial(planned, settings, self._job, self._data)
+            self._advice.plan = partial(forecast_here, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -224,7 +224,6 @@ class Run:
         resolved = self._parts.resolved
         found = resolved.plan.micro_batch_size
         self._advice.settings = self._settings.divided(found)
-        self._advice.plan = partial(planned, self._advice.settings, self._job, self._data)
         known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
         if self.is_main_process:
             describe_split(self._directory, known)

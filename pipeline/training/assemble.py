@@ -63,7 +63,7 @@ from pipeline.training.banner import tell_of_choices
 from pipeline.training.callbacks import build_callbacks
 from pipeline.training.expectation import expect, guessed
 from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState, rows_until
-from pipeline.training.micro_batch import Search, settle
+from pipeline.training.micro_batch import Search
 from pipeline.training.reference_logps import Rows, compute_reference, with_zeros
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.run_directory import ENVIRONMENT
@@ -383,7 +383,7 @@ def settled(
         cache=cache_folder(config),
         guess=guessed(config, resolved, job, data) if resolved.plan.is_open else None,
     )
-    return settle(search)
+    return search.settle()
 
 
 def with_its_reference(

@@ -20,14 +20,9 @@ from pipeline.engine.schedule import remark
 from pipeline.files import format_bytes
 from pipeline.models.adapters import held_apart
 from pipeline.models.sharding import number_of
-from pipeline.models.sizes import model_of
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import States, states_of
 from pipeline.training.loop import RunComponents
 
 log = logging.getLogger(__name__)
-
-HELD = "weights, gradients and optimizer states, activations come on top"
 
 
 def announce(settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path) -> None:
@@ -62,10 +57,9 @@ def plan(
     tokens = f", {max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}"
-    states = _of_states(held_by(settings, resolved, parts))
-    yield "memory", f"{states} for {HELD}; {memory_there(job.device)}"
-    if (line := parts.expectation.line) is not None:
-        yield "plan", line
+    yield "memory", "; ".join(filter(None, (parts.expectation.memory, memory_there(job.device))))
+    if (speed := parts.expectation.speed) is not None:
+        yield "speed", speed
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
 
@@ -75,27 +69,6 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
         return ""
     dtype, each = adapter.quantize or engine.precision, num_bytes / values
     return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
-
-
-def held_by(settings: Settings, resolved: Resolved, parts: RunComponents) -> States:
-    """What this rank holds of weights, gradients and optimizer state, by the planner's formula."""
-    module, names = parts.engine.module, None
-    if resolved.split.pipeline_stages > 1:
-        from pipeline.engine.stages import named  # imports DeepSpeed, which there it is
-
-        names = named(module.modules())
-    job = parts.job
-    own, on_cpu = model_of(module, names), job.device.type == "cpu"
-    return states_of(Rank.of_part(own, settings.config, resolved, job.ranks.rank, on_cpu))
-
-
-def _of_states(states: States) -> str:
-    elsewhere = [
-        f" and {format_bytes(held.total)} {where}"
-        for held, where in ((states.host, "in host memory"), (states.disk, "on disk"))
-        if held.total
-    ]
-    return f"{format_bytes(states.device.total)} a rank{''.join(elsewhere)}"
 
 
 def memory_there(device: torch.device) -> str:

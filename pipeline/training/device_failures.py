@@ -11,15 +11,13 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.loading import get_dotted
-from pipeline.config.settings import Resolved, Settings
-from pipeline.config.split import Device, Split
+from pipeline.config.settings import Settings
 from pipeline.distributed.diagnosis import advise
 from pipeline.distributed.machine import memory_now, own_limit
 from pipeline.distributed.process_group import Job, describe_device
@@ -27,97 +25,127 @@ from pipeline.distributed.progress import LOADING, Phase, phase_of
 from pipeline.distributed.watchdog import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
-from pipeline.planner.forecast import Change, EngineStates, Planned, ranked
+from pipeline.planner.changes import ACTIVATIONS, Change, candidates, for_memory, priced
+from pipeline.planner.forecast import Forecast
 
 MOST = 3
-ENOUGH, NOTHING = 10, 100
-"""Parts of what was held: what gains less is not enough by itself, or not worth a word."""
-# Measured of the shipped recipe, docs/how-to.md: what stays of activations where all blocks recompute, and
-# how much longer a step takes.
-KEPT_BY_RECOMPUTATION, SLOWER_BY_RECOMPUTATION = 1 / 11, 1.45
-# If the network, or the processor's memory, is not the limit.
-SLOWER_BY_ZERO3 = 1.1
-SLOWER_BY_OFFLOAD = 1.5
+"""Number of changes that are told, one of a kind."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that was out."""
+    """Memory that ran out."""
 
     kind: str
-    """`cuda` or `cpu`: whose."""
+    """Whose memory: `cuda` or `cpu`."""
     phase: Phase | None = None
-    """Of the run, where it has a name."""
+    """Phase of the run, if it has a name."""
     missing: int = 0
-    """Bytes that were asked for and not there: the least that has to go."""
+    """Bytes that were asked for and not free: the least that has to go."""
     allocated: int | None = None
-    """Bytes, where the allocator said so; None: what is so now."""
-    held: EngineStates | None = None
-    """What held the memory; None: there was no engine."""
-    is_beside: bool = False
-    """Whether it is the host's memory beside a GPU's."""
+    """Bytes by the allocator's message; `None`: as many as now."""
 
 
-class Remedies(NamedTuple):
+class Advice(NamedTuple):
     """What takes less memory, and what else is told."""
 
     levers: list[str]
-    """Most first."""
+    """The best first."""
     doing: str = ""
     """What was done: ` at micro_batch_size 8`; empty: nothing to say."""
     facts: tuple[str, ...] = ()
-    """What was held by what, what the plan had said."""
+    """What held how much, what the plan had said."""
 
 
 @dataclass
 class TrainingAdvice:
-    """What is known of a run on this rank, and what to change of it. It is filled as the run is built."""
+    """Knows a run on this rank, and what to change of it. It is filled as the run is built."""
 
     settings: Settings
     job: Job | None
-    """None: it is not joined yet."""
+    """`None`: it is not joined yet."""
     before: int = 0
     """Bytes that the process had resident before there was a model."""
-    states: Callable[[str], EngineStates] | None = None
-    """What the engine holds on `cuda` or `cpu`; None: there is none yet."""
-    plan: Callable[[], Planned | None] | None = None
-    """None, or gives it: nothing is known of such a run."""
+    states: Callable[[str], dict[str, int]] | None = None
+    """Counts what the engine holds on `cuda` or `cpu`; `None`: there is none yet."""
+    plan: Callable[[Settings], Forecast] | None = None
+    """Forecasts the run with these or other settings; `None`: nothing is known of it."""
 
-    def __call__(self, shortage: Shortage) -> Remedies:
-        """Return what helps where memory is out."""
-        is_beside = self.job is not None and self.job.device.type == "cuda" and shortage.kind == "cpu"
-        held, planned = self._held(shortage), self._planned()
-        shortage = replace(shortage, held=held, is_beside=is_beside)
-        facts = [] if held is None else [f"held: {held}"]
-        if planned is not None and not is_beside:
-            facts.append(str(planned))
+    def __call__(self, shortage: Shortage) -> Advice:
+        """Return what helps."""
+        facts, doing, found = [], "", list[Change]()
+        if (held := self._held(shortage)) is not None:
+            facts.append(f"held: {held}")
         if self.job is not None:
             with suppress(PipelineError):
                 device = describe_device(self.job.device)
-                resolved = self.settings.resolve(self.job.ranks.world_size, device)
-                plan = resolved.plan
-                doing = "" if plan.is_open else f" at micro_batch_size {plan.micro_batch_size}"
-                found = [*_changes(self.settings, resolved, self.job, shortage)]
-                return Remedies(_first(found, shortage, planned), doing, tuple(facts))
-        return Remedies([*elsewhere(shortage.kind), "a smaller model"], "", tuple(facts))
+                batch = self.settings.resolve(self.job.ranks.world_size, device).plan
+                doing = "" if batch.is_open else f" at micro_batch_size {batch.micro_batch_size}"
+                if shortage.kind == device.kind:  # not the host's memory beside a GPU
+                    said, found = self._planned(shortage) or ("", list(self._accepted()))
+                    facts += [said] if said else []
+        if shortage.phase in LOADING:
+            found = [each for each in found if each.kind not in ACTIVATIONS]
+        best = {each.kind: each for each in reversed(found)}
+        told = [str(each) for each in found if best[each.kind] is each]
+        if shortage.kind == "cpu":
+            told += self._for_the_host()
+        return Advice(told[:MOST] or [*elsewhere(shortage.kind), "a smaller model"], doing, tuple(facts))
 
     def of_killed(self) -> str:
-        """Return what helps where a rank of the run was killed for the host's memory, as others know it."""
+        """Return what helps if a rank of the run was killed for the host's memory, as others know it."""
         with suppress(PipelineError, RuntimeError, MemoryError):  # beside the thread that trains
             return f"what helps, most first: {'; '.join(self(Shortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self) -> Planned | None:
-        """Return what the plan says: worked out here, where it costs no run a moment."""
+    def _planned(self, shortage: Shortage) -> tuple[str, list[Change]] | None:
+        """Return what the plan had said and the changes that take less; `None` if no plan is known."""
+        if self.plan is None:
+            return None
         try:
-            return None if self.plan is None else self.plan()
+            now = self.plan(self.settings)
+            if not now.memory.is_complete:
+                return None
+            # What was refused is only the first of what the step still needs.
+            missing = max(shortage.missing, now.peak // 10, now.peak - now.place.memory)
+            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.place.memory)}"
+            return said, for_memory(priced(self.settings, now, self.plan), now, missing)
         except Exception:  # of a formula, or for want of memory: the plan is not the news
             log.debug("no plan beside what ran out of memory", exc_info=True)
             return None
 
-    def _held(self, shortage: Shortage) -> EngineStates | None:
-        """Return what the rank holds on what is out of memory; None: there is no engine."""
+    def _accepted(self) -> Iterator[Change]:
+        """Yield changes of a run that no formula knows, whose gain is not known."""
+        assert self.job is not None
+        device, ranks = describe_device(self.job.device), self.job.ranks.world_size
+        for change in candidates(self.settings, self.settings.resolve(ranks, device)):
+            is_moved = "offload" in " ".join(change.overrides)
+            if not change.saves or (is_moved and device.kind == "cpu"):
+                continue
+            with suppress(PipelineError, OSError):
+                self.settings.followed_by(change.overrides).resolve(ranks, device)
+                yield change
+
+    def _for_the_host(self) -> Iterator[str]:
+        """Yield what makes less of the machine's memory."""
+        if workers := self.settings.config.loader.num_workers:
+            yield f"loader.num_workers=0 (now {workers} processes a rank)"
+        if self.job is None:
+            return
+        for what in ("optimizer", "param"):
+            key = f"zero_optimization.offload_{what}.device"
+            if self.job.device.type == "cuda" and get_dotted(self.settings.deepspeed or {}, key) == "cpu":
+                yield f"ds.{key}=none (on the GPUs again)"
+        if (ranks := self.job.ranks.local_world_size) > 1:
+            half = ranks // 2
+            yield (
+                f"{half} of {ranks} ranks on this machine (--nproc-per-node {half}, of deepspeed --num_gpus "
+                f"{half})"
+            )
+
+    def _held(self, shortage: Shortage) -> str | None:
+        """Say what the rank holds on what is out of memory; `None` if there is no engine."""
         if self.states is None:
             return None
         total, before = shortage.allocated, 0
@@ -127,160 +155,36 @@ class TrainingAdvice:
             total = torch.cuda.memory_allocated()
         with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
             states = self.states(shortage.kind)
-            return replace(states, activations=max(0, total - states.total - before), before=before)
+            rest = max(0, total - sum(states.values()) - before)
+            named = states | {"activations and temporaries": rest, "libraries and data": before}
+            return ", ".join(f"{format_bytes(each)} {name}" for name, each in named.items() if each)
         return None
 
 
-def _changes(settings: Settings, resolved: Resolved, job: Job, shortage: Shortage) -> Iterator[Change]:
-    """Yield the changes that there are, each accepted by the settings."""
-    device = describe_device(job.device)
-    for change in (
-        *_of_batches(settings, resolved.plan, shortage),
-        *_of_states(settings, resolved.split, shortage),
-        *_of_the_host(settings, device, job.ranks.local_world_size, shortage),
-        *_of_rows(settings, shortage),
-    ):
-        if not change.overrides or _is_accepted(change.overrides, settings, resolved, device):
-            yield change
-
-
-def _is_accepted(words: tuple[str, ...], settings: Settings, resolved: Resolved, device: Device) -> bool:
-    with suppress(PipelineError, OSError):
-        settings.followed_by(words).resolve(resolved.split.world_size, device)
-        return True
-    return False
-
-
-def _share(share: float, shortage: Shortage) -> int | None:
-    """Return so much of the activations, and of what was refused, which is one where a batch is computed."""
-    if shortage.held is None:
-        return None
-    is_one = shortage.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION)
-    return int(share * (shortage.held.activations + is_one * shortage.missing))
-
-
-def _of_batches(settings: Settings, plan: BatchPlan, shortage: Shortage) -> Iterator[Change]:
-    """What makes activations smaller."""
-    if shortage.phase in LOADING or shortage.is_beside:
-        return
-    if (smaller := smaller_parts(plan)) is not None:
-        words, parts = smaller
-        why = f"the same step in {parts} times as many parts"
-        yield Change("smaller micro-batch", words, _share(1 - 1 / parts, shortage), None, why)
-    model = settings.config.model.language_model
-    if model is not None and model.activation_checkpointing != "full":
-        why, words = "blocks are computed again in the backward", ("model.activation_checkpointing=full",)
-        gain = _share(1 - KEPT_BY_RECOMPUTATION, shortage)
-        yield Change("recomputation", words, gain, SLOWER_BY_RECOMPUTATION, why)
-
-
-def _of_rows(settings: Settings, shortage: Shortage) -> Iterator[Change]:
-    length = settings.config.data.tokens_per_row
-    if length and length > 1 and shortage.phase not in LOADING and not shortage.is_beside:
-        why = f"now {length}: other rows, another curve"
-        yield Change(
-            name="shorter rows",
-            overrides=(f"data.sequence_length={length // 2}",),
-            gain=None,
-            slower=None,
-            why=why,
-            other_curve=True,
-        )
-
-
-def _of_states(settings: Settings, split: Split, shortage: Shortage) -> Iterator[Change]:
-    """What divides weights, gradients and optimizer, or moves them to the host."""
-    states = shortage.held
-    ranks, stage = split.dp_world_size * split.sequence_parallel, split.zero_stage
-    has_json = settings.deepspeed is not None
-    if ranks > 1 and stage < 3 and split.pipeline_stages == 1 and not shortage.is_beside:
-        gain = None
-        if states is not None:
-            whole = (states.parameters, states.gradients * (stage < 2), states.optimizer * (stage < 1))
-            gain = int(sum(whole) * (1 - 1 / ranks))
-        words = ("ds.zero_optimization.stage=3",) if has_json else ("--deepspeed", "zero3")
-        why = f"weights, gradients and optimizer divided over the {ranks} ranks"
-        yield Change("ZeRO 3", words, gain, SLOWER_BY_ZERO3, why)
-    offloads = get_dotted(settings.deepspeed or {}, "zero_optimization.offload_optimizer.device")
-    if shortage.kind == "cuda" and offloads in (None, "none"):
-        words = ("--deepspeed", "zero3_offload")
-        if has_json and stage:
-            words = ("ds.zero_optimization.offload_optimizer.device=cpu",)
-        gain = None if states is None else states.optimizer
-        yield Change("offload", words, gain, SLOWER_BY_OFFLOAD, "the optimizer in the host's memory")
-
-
-def _of_the_host(settings: Settings, device: Device, ranks_here: int, shortage: Shortage) -> Iterator[Change]:
-    """What makes less of the machine's memory."""
-    if shortage.kind != "cpu":
-        return
-    config, json = settings.config, settings.deepspeed or {}
-    if config.loader.num_workers:
-        why = f"now {config.loader.num_workers} processes a rank"
-        yield Change("fewer workers", ("loader.num_workers=0",), None, None, why)
-    for what in ("optimizer", "param"):
-        key = f"zero_optimization.offload_{what}.device"
-        if device.kind == "cuda" and get_dotted(json, key) == "cpu":
-            yield Change("no offload", (f"ds.{key}=none",), None, None, "on the GPUs again")
-    if ranks_here > 1:
-        half = ranks_here // 2
-        name = f"{half} of {ranks_here} ranks on this machine"
-        yield Change(name, (), None, None, f"--nproc-per-node {half}, of deepspeed --num_gpus {half}")
-
-
-def smaller_parts(plan: BatchPlan) -> tuple[tuple[str, ...], int] | None:
-    """The same step in smaller parts: half, or the next part that divides; and how many parts of one."""
-    if plan.is_open:
-        return None
-    size = plan.micro_batch_size
-    parts = next((n for n in range(2, size + 1) if size % n == 0), None)
-    if parts is None:
-        return None
-    steps = plan.gradient_accumulation_steps * parts
-    return (f"batch.micro_batch_size={size // parts}", f"batch.gradient_accumulation_steps={steps}"), parts
-
-
-def _first(found: list[Change], shortage: Shortage, planned: Planned | None) -> list[str]:
-    """Return the first three, and what is left where there are none: by what was measured, and what a plan
-    knows besides.
-    """
-    held = 0 if shortage.held is None else shortage.held.total
-    # What was refused is only the first of what the step still needs.
-    missing = max(shortage.missing, held // ENOUGH)
-    some = [each for each in found if each.gain is None or each.gain > held // NOTHING]
-    if planned is not None and not shortage.is_beside:
-        missing = max(missing, planned.peak - planned.there)
-        known = {each.overrides for each in some}
-        some += [each for each in planned.changes if each.overrides not in known]
-    told = [str(change) for change in ranked(some, lambda each: (each.gain or 0) >= missing)[:MOST]]
-    return told or [*elsewhere(shortage.kind), "a smaller model"]
-
-
-def of_evaluation(micro_batch_size: int, sequence_length: int | None, shortage: Shortage) -> Remedies:
-    """For a model that is whole in this process, and evaluated."""
-    smaller = (
-        [f"batch.micro_batch_size={micro_batch_size // 2} (now {micro_batch_size}), which changes no number"]
-        if micro_batch_size > 1
-        else []
-    )
+def of_evaluation(micro_batch_size: int, sequence_length: int | None, shortage: Shortage) -> Advice:
+    """Return what helps a model that is whole in this process, and evaluated."""
+    smaller = []
+    if micro_batch_size > 1:
+        half = micro_batch_size // 2
+        smaller.append(f"batch.micro_batch_size={half} (now {micro_batch_size}), which changes no number")
     if sequence_length:
         smaller.append(f"a shorter data.sequence_length (now {sequence_length})")
-    return Remedies([*smaller, *elsewhere(shortage.kind)], f" at micro_batch_size {micro_batch_size}")
+    return Advice([*smaller, *elsewhere(shortage.kind)], f" at micro_batch_size {micro_batch_size}")
 
 
-def of_generation(max_new_tokens: int, shortage: Shortage) -> Remedies:
-    """For a model that writes after a prompt."""
+def of_generation(max_new_tokens: int, shortage: Shortage) -> Advice:
+    """Return what helps a model that writes after a prompt."""
     fewer = f"fewer tokens (max_new_tokens, now {max_new_tokens})"
-    return Remedies([fewer, "a shorter prompt", *elsewhere(shortage.kind)])
+    return Advice([fewer, "a shorter prompt", *elsewhere(shortage.kind)])
 
 
-def of_files(shortage: Shortage) -> Remedies:
-    """For what reads, converts or writes files and loads no model."""
-    return Remedies(elsewhere(shortage.kind))
+def of_files(shortage: Shortage) -> Advice:
+    """Return what helps a command that reads, converts or writes files and loads no model."""
+    return Advice(elsewhere(shortage.kind))
 
 
 def elsewhere(kind: str) -> list[str]:
-    """What is not the run's own."""
+    """Return what helps outside of the run."""
     if kind == "cuda":
         return [
             "a GPU that nothing else uses (nvidia-smi), or a larger one",
@@ -300,7 +204,7 @@ _FAILED = re.compile(
     r"|(CUBLAS|CUDNN)_STATUS_EXECUTION_FAILED"
 )
 _SIZE = r"([\d.]+ [KMGTPE]?i?B)"
-# Of the allocator's own message, which knows how it was at that moment.
+# What the allocator's own message knows of that moment.
 _ASKED, _FREE, _ALLOCATED = "asked for {}", "{} were free", "{} allocated"
 _TOLD = {
     _ASKED: rf"[Tt]ried to allocate {_SIZE}",
@@ -312,13 +216,14 @@ _TOLD = {
 
 
 def explain(
-    error: BaseException, device: torch.device | None, remedies: Callable[[Shortage], Remedies]
+    error: BaseException, device: torch.device | None, advise: Callable[[Shortage], Advice]
 ) -> PipelineError | None:
-    """What to tell of an exception; None where it is not the device's memory, nor the device.
+    """Say what an exception means; `None` if it is neither the device's memory nor the device.
 
     Args:
-        error: Also one that came of the other while everything was closed.
-        device: That was computed on; None: not known yet.
+        error: May have been raised because of the other while everything was closed.
+        device: That was computed on; `None`: not known yet.
+        advise: Says what helps.
     """
     raised: list[BaseException] = []
     for each in _chain(error):
@@ -327,11 +232,16 @@ def explain(
             return each
         if _is_of_memory(each):
             return DeviceMemoryError(
-                _of_memory(each, phase_of(raised), device or torch.device("cpu"), remedies)
+                _of_memory(each, phase_of(raised), device or torch.device("cpu"), advise)
             )
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
             return DeviceFailedError(_of_device(each, device))
     return None
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, or an exception came of that."""
+    return any(isinstance(each, DeviceMemoryError) or _is_of_memory(each) for each in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -350,7 +260,7 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _of_memory(
-    error: BaseException, phase: Phase | None, device: torch.device, remedies: Callable[[Shortage], Remedies]
+    error: BaseException, phase: Phase | None, device: torch.device, advise: Callable[[Shortage], Advice]
 ) -> str:
     # The CPU's allocator counts in bytes.
     text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
@@ -364,15 +274,13 @@ def _of_memory(
     else:
         numbers += [str(memory_now()), *filter(None, [own_limit()])]
     frames = traceback.extract_tb(error.__traceback__)
-    asked, free, allocated = (_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
+    asked, free, allocated = (_in_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
     missing = max(0, (asked or 0) - (free or 0))
-    told = remedies(Shortage(device.type, phase, missing, allocated))
+    told = advise(Shortage(device.type, phase, missing, allocated))
     levers = told.levers
     if device.type == "cuda" and "more reserved" in " ".join(numbers):
-        levers = [
-            *levers,
-            "PYTORCH_ALLOC_CONF=expandable_segments:True, where much is reserved and not allocated",
-        ]
+        fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True, if much is reserved and not allocated"
+        levers = [*levers, fragments]
     where = f"{'' if phase is None else f' {phase}'}{told.doing}, at {thread_position(frames).place}"
     facts = [", ".join(numbers) or one_line(error), *told.facts]
     return (
@@ -380,8 +288,8 @@ def _of_memory(
     )
 
 
-def _bytes(told: str | None) -> int | None:
-    """Of `2.50 GiB`."""
+def _in_bytes(told: str | None) -> int | None:
+    """Read `2.50 GiB`."""
     if told is None:
         return None
     number, unit = told.split()

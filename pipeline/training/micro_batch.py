@@ -10,10 +10,9 @@ import gc
 import hashlib
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -34,23 +33,30 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
 from pipeline.engine.memory import give_back
-from pipeline.errors import ConfigError, DeviceMemoryError, Terminated
+from pipeline.errors import ConfigError, Terminated
 from pipeline.files import CONFIGURATION_LIMIT, GIB, read_plain, replace_file
 from pipeline.models.blocks import compile_again
 from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 from pipeline.objectives import Objective
-from pipeline.training.device_failures import Remedies, explain
+from pipeline.training.device_failures import is_of_memory
 from pipeline.training.safeguard import with_keys
+
+log = logging.getLogger(__name__)
 
 MOST_TRIALS = 6
 MARGIN = 0.90
-"""Of what a rank may take: what a step may, measured. Rows differ a little, and freed blocks leave gaps."""
+"""Share of what a rank may hold that a step may take: rows differ a little, and freed blocks leave gaps."""
 TRIED_UP_TO = 0.95
-"""The same of what a trial may be predicted to take: what lies between the two is decided by measuring."""
+"""Share that a trial may be predicted to take; what lies between the two is decided by measuring."""
 LONGEST_STRIDE = 8
-"""A trial is at most so many times the largest one before it: what comes of it is known from those alone."""
+"""A trial is at most so many times the largest one before it."""
 FAR = 4
-"""The same behind the first one, before it counts as far."""
+"""From so many times the first one on, a prediction from it alone counts twice."""
+FOLDER = "micro_batch_sizes"
+PAGE = 4096
+NOTHING_STAYS = Limits(-torch.inf, -torch.inf)
+LOOKED_AT = 8
+"""Groups of a user's own data, whose rows may differ in length; the largest is tried."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Use:
     """Bytes that one rank held in a trial."""
 
     forward: int
-    """The most in the last forward, above what there was before it."""
+    """The most in a forward, above what there was before it."""
     work: int
     """The most before the optimizer stepped."""
     update: int
@@ -77,18 +83,20 @@ Tried = Mapping[int, Sequence[Use]]
 
 
 def fits(uses: Sequence[Use]) -> bool:
-    """Whether it does on every rank."""
+    """Return whether a size does on every rank."""
     return all(use.most <= MARGIN * use.limit for use in uses)
 
 
 def largest(tried: Tried) -> int | None:
-    """The largest that was tried and fits; None: none does."""
+    """Return the largest that was tried and fits; `None` if none does."""
     return max((size for size, uses in tried.items() if fits(uses)), default=None)
 
 
 def predicted(size: int, tried: Tried) -> list[float]:
-    """Bytes that each rank would hold. What comes before the update grows with the rows: by the line through
-    the two trials that are nearest, or of a single one by what its forward added.
+    """Return the bytes that each rank would hold.
+
+    What comes before the update grows with the rows: along the line through the two nearest trials, or from a
+    single one by what its forward added.
     """
     sizes = sorted(tried)
     found = []
@@ -106,13 +114,13 @@ def predicted(size: int, tried: Tried) -> list[float]:
 
 
 def share(size: int, tried: Tried) -> float:
-    """The same as a share of what the rank may hold, of the rank where that is largest."""
+    """Return the same as a share of what the rank may hold, of the rank with the largest share."""
     limits = (use.limit for use in tried[max(tried)])
     return max(held / limit for held, limit in zip(predicted(size, tried), limits, strict=True))
 
 
 def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> int | None:
-    """What to try next; None: `largest` is the answer.
+    """Return what to try next; `None`: `largest` is the answer.
 
     The first two are a quarter and a half of a guess, which may be twice too large, or the two smallest. Then
     what is predicted to fit is confirmed, until the next larger one is known, or predicted, not to.
@@ -135,11 +143,8 @@ def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> in
     if best is None:
         smaller = [size for size in left if share(size, tried) <= MARGIN]
         return smaller[-1] if smaller else candidates[0] if candidates[0] not in tried else None
-    within = [
-        size
-        for size in left
-        if size <= max(LONGEST_STRIDE * max(tried), left[0]) and share(size, tried) <= TRIED_UP_TO
-    ]
+    farthest = max(LONGEST_STRIDE * max(tried), left[0]) if left else 0
+    within = [size for size in left if size <= farthest and share(size, tried) <= TRIED_UP_TO]
     if len(tried) == 1 and left:
         return _second(candidates, within, best, guess)
     if not within:
@@ -149,7 +154,7 @@ def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> in
 
 
 def _second(candidates: Sequence[int], within: Sequence[int], first: int, guess: int | None) -> int | None:
-    """Behind a first one that fits: a larger one nearby, else a smaller one, for a line to reach further."""
+    """Return a larger one near a first one that fits, else a smaller one: two give a line."""
     if within and within[0] <= 2 * first:
         return max(within[0], _up_to(within, (guess or 0) / 2))
     smaller = [size for size in candidates if size < first]
@@ -160,99 +165,55 @@ def _up_to(candidates: Sequence[int], most: float) -> int:
     return max((size for size in candidates if size <= most), default=candidates[0])
 
 
-PAGE = 4096
-
-
-class Peaks(ABC):
-    """Bytes."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Gives back what is held for nothing, and starts to look."""
-
-    @abstractmethod
-    def take(self) -> int:
-        """The most since the last call, or since `begin`."""
-
-    @abstractmethod
-    def now(self) -> int:
-        """What is held."""
-
-    @abstractmethod
-    def limit(self) -> int:
-        """What this rank may hold: what it does, and its share of what is free."""
-
-
-class OfGpu(Peaks):
-    """What torch's allocator has given out, without the blocks that it keeps."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def begin(self) -> None:
-        """See Peaks."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def take(self) -> int:
-        """See Peaks. Waits for nothing: the books are the host's."""
-        most = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return most
-
-    def now(self) -> int:
-        """See Peaks."""
-        return torch.cuda.memory_allocated(self._device)
-
-    def limit(self) -> int:
-        """See Peaks. What CUDA and NCCL take for themselves is gone from it."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
-
-
-class OfHost(Peaks):
-    """What is resident of this process.
+class PeakMemory:
+    """Peak of a rank's memory: on a GPU what torch's allocator has given out, on a CPU what is resident.
 
     Args:
+        device: Of the rank.
         sharers: Ranks on this machine.
     """
 
-    def __init__(self, sharers: int):
+    def __init__(self, device: torch.device, sharers: int):
+        self._cuda = device if device.type == "cuda" else None
         self._sharers = sharers
 
     def begin(self) -> None:
-        """See Peaks."""
+        """Give back what is held for nothing, and start to measure."""
         gc.collect()
-        give_back()
-        forget_peak()
+        if self._cuda is not None:
+            torch.cuda.empty_cache()
+        else:
+            give_back()
+        self.read_and_reset()
 
-    def take(self) -> int:
-        """See Peaks."""
-        most = resident_peak()
-        forget_peak()
+    def read_and_reset(self) -> int:
+        """Return the most since the last call, or since `begin`."""
+        if self._cuda is not None:
+            most = torch.cuda.max_memory_allocated(self._cuda)
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        else:
+            most = resident_peak()
+            forget_peak()
         return most
 
     def now(self) -> int:
-        """See Peaks."""
-        return resident_now()
+        """Return what is held."""
+        return resident_now() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def limit(self) -> int:
-        """See Peaks. Of the tightest cgroup, or of the machine."""
-        return resident_now() + available_memory() // self._sharers
-
-
-def peaks_on(device: torch.device, sharers: int) -> Peaks:
-    """Of the kind of memory that is scarce where is computed."""
-    return OfGpu(device) if device.type == "cuda" else OfHost(sharers)
+        """Return what this rank may hold: what it does, and its share of what is free."""
+        if self._cuda is None:
+            return resident_now() + available_memory() // self._sharers
+        free, _ = torch.cuda.mem_get_info(self._cuda)  # without what CUDA and NCCL take for themselves
+        return free + torch.cuda.memory_reserved(self._cuda)
 
 
 @contextmanager
 def as_if_stepped() -> Iterator[list[int]]:
-    """Around a step of which nothing stays: what optimizers keep is in memory as a step would leave it.
+    """Bring what optimizers keep into memory, as a step that counts would, around one of which nothing stays.
 
-    [bytes that are not made in such a step, but in the first that counts]. States of zeros take no memory on
-    a CPU until somebody writes to them, so each page is written to, its own value.
+    States of zeros take no memory on a CPU until something writes to them, so each page is written to.
+    Yields [bytes that are not made in such a step, but in the first that counts].
     """
     unmade = [0]
 
@@ -272,72 +233,42 @@ def as_if_stepped() -> Iterator[list[int]]:
         handle.remove()
 
 
-FOLDER = "micro_batch_sizes"
-
-
 @dataclass
-class KeptSize:
-    """What is known of one recipe on one kind of device.
+class MicroBatchCache:
+    """What earlier starts found out about one recipe on one kind of device."""
 
-    Args:
-        cache: Folder of all that is kept.
-        known: JSON values that decide the size.
-    """
-
-    cache: Path
+    file: Path
     known: Mapping[str, Any]
+    """JSON values that decide the size."""
     found: int | None = None
     needs: int = 0
     """Bytes that the fullest rank held with it."""
     trying: int | None = None
-    """A trial that no process has told the end of, or of which memory ran out."""
-    tried: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def file(self) -> Path:
-        """Where it lies, or will."""
-        text = json.dumps(self.known, sort_keys=True)
-        return self.cache / FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    """A trial that never ended, or that ran out of memory."""
 
     def read(self) -> None:
-        """Takes up what an earlier start has left; what cannot be read is nothing."""
+        """Read what an earlier start has left; what cannot be read is nothing."""
         try:
             kept = json.loads(read_plain(self.file, CONFIGURATION_LIMIT))
-            numbers = {name: kept[name] for name in ("found", "needs", "trying")}
+            found, needs, trying = (kept[name] for name in ("found", "needs", "trying"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return
-        if (
-            all(value is None or type(value) is int for value in numbers.values())
-            and numbers["needs"] is not None
-        ):
-            self.found, self.needs, self.trying = numbers["found"], numbers["needs"], numbers["trying"]
+        if type(needs) is int and all(each is None or type(each) is int for each in (found, trying)):
+            self.found, self.needs, self.trying = found, needs, trying
 
-    def write(self) -> None:
-        """Whole or not at all; a folder that cannot be written costs a search at each start."""
-        content = {
-            "found": self.found,
-            "needs": self.needs,
-            "trying": self.trying,
-            "tried": self.tried,
-            "known": self.known,
-        }
+    def write(self, tried: Mapping[str, int]) -> None:
+        """Write it whole or not at all; a folder that cannot be written costs a search at each start."""
+        content = {"found": self.found, "needs": self.needs, "trying": self.trying}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.file, json.dumps(content, indent=2))
+            replace_file(self.file, json.dumps(content | {"tried": tried, "known": self.known}, indent=2))
         except OSError as error:
             log.warning("micro_batch_size is not kept for the next start: %s: %s", self.file, error.strerror)
 
 
-log = logging.getLogger(__name__)
-
-NOTHING_STAYS = Limits(-torch.inf, -torch.inf)
-LOOKED_AT = 8
-"""Groups of own data, whose rows may differ in length, of which the largest is tried."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Search:
-    """All that a search needs of a run."""
+    """Finds the size for one run. Every method is collective."""
 
     config: RunConfig
     resolved: Resolved
@@ -349,42 +280,37 @@ class Search:
     cache: Path
     """Folder of what is kept between starts."""
     guess: int | None = None
-    """Of the answer, from a plan; None: there is none."""
+    """Of the answer, from a plan; `None`: there is none."""
     limit: int | None = None
-    """Bytes that a rank may hold; None: what its device has for it."""
+    """Bytes that a rank may hold; `None`: what its device has for it."""
 
-
-def settle(search: Search) -> Resolved:
-    """With the number in place of `auto`, which the engine then keeps to. Collective.
-
-    Raises:
-        DeviceMemoryError: a trial took more than was to be expected; the next start begins below it.
-        ConfigError: memory cannot be measured here.
-    """
-    plan = search.resolved.plan
-    if not plan.is_open:
-        return search.resolved
-    size = Trials(search).find() if len(plan.candidates) > 1 else plan.candidates[0]
-    found = search.resolved.divided(size)
-    search.engine.divide(size, found.plan.gradient_accumulation_steps)
-    return found
-
-
-class Trials:
-    """One search. Every method is collective."""
-
-    def __init__(self, search: Search):
-        self._of = search
-        self._peaks: Peaks = peaks_on(search.job.device, search.job.ranks.local_world_size)
+    def __post_init__(self) -> None:
+        self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
         self._tried: dict[int, list[Use]] = {}
-        self._kept = KeptSize(search.cache, self._known())
+
+    def settle(self) -> Resolved:
+        """Return the settings with a number in place of `auto`, which the engine then keeps to.
+
+        Raises:
+            DeviceMemoryError: A trial took more than was to be expected; the next start begins below it.
+            ConfigError: Memory cannot be measured here.
+        """
+        plan = self.resolved.plan
+        if not plan.is_open:
+            return self.resolved
+        size = self.find() if len(plan.candidates) > 1 else plan.candidates[0]
+        found = self.resolved.divided(size)
+        self.engine.divide(size, found.plan.gradient_accumulation_steps)
+        return found
 
     def find(self) -> int:
-        """The size."""
-        job, kept = self._of.job, self._kept
+        """Return the size."""
+        job, known = self.job, self._known()
+        name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+        kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
         job.on_main(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
-        candidates, guess = self._of.resolved.plan.candidates, self._of.guess
+        candidates, guess = self.resolved.plan.candidates, self.guess
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
             if smaller := [size for size in candidates if size < kept.trying]:
@@ -402,112 +328,111 @@ class Trials:
         if kept.trying is not None and fits(self._tried[size]) and size >= kept.trying:
             kept.trying = None  # it was cut off for another reason
         kept.found, kept.needs = size, max(use.most for use in self._tried[size])
-        kept.tried = {str(each): max(use.most for use in uses) for each, uses in self._tried.items()}
-        if job.ranks.is_main_process:
-            kept.write()
+        self._write()
         self._tell(self._summary(size, candidates))
-        if self._of.resolved.compile:
-            compile_again(self._of.engine.module)
-        self._of.engine.phases.restart()
+        if self.resolved.compile:
+            compile_again(self.engine.module)
+        self.engine.phases.restart()
         return size
 
+    def _write(self) -> None:
+        if self.job.ranks.is_main_process:
+            self._kept.write({str(size): max(use.most for use in uses) for size, uses in self._tried.items()})
+
     def _still_fits(self) -> bool:
-        """Whether every rank's device has room for what was measured before."""
-        return all(self._of.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
+        """Return whether every rank's device has room for what was measured before."""
+        return all(self.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
 
     def measure(self, size: int) -> list[Use]:
-        """What a step of such micro-batches holds on each rank."""
-        of, stages = self._of, self._of.resolved.split.pipeline_stages
-        plan = of.resolved.plan.divided(size)
+        """Return what a step of such micro-batches holds on each rank."""
+        engine, stages = self.engine, self.resolved.split.pipeline_stages
+        plan = self.resolved.plan.divided(size)
         # The second one finds the gradients of the first; stages are filled by as many as there are.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
-        batches, further = self._batches(replace(plan, gradient_accumulation_steps=count))
-        of.engine.divide(size, count)
-        seed_step(of.config.seed, 0, of.engine.seed_rank)
-        if of.resolved.compile:  # which takes memory of its own, once
-            compile_again(of.engine.module)
-            of.engine.train_step(batches, of.objective, 0.0, 0, NOTHING_STAYS)
+        batches = self._batches(replace(plan, gradient_accumulation_steps=count))
+        engine.divide(size, count)
+        seed_step(self.config.seed, 0, engine.seed_rank)
+        if self.resolved.compile:  # which takes memory of its own, once
+            compile_again(engine.module)
+            engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
-        limit = self._limit()
-        ear = _Ear(self._peaks)
-        with as_if_stepped() as unmade, of.engine.phases.heard_by(ear.ends):
-            of.engine.train_step(batches, of.objective, 0.0, 0, NOTHING_STAYS)
-        ear.ends("other")
-        limit = min(limit, self._limit())  # NCCL takes its own with the first step
-        add = unmade[0] + further
-        return of.job.gather_object(
-            Use(ear.forward, ear.work + add, ear.most.get("optimizer", 0) + add, limit)
-        )
+        limit, began = self._limit(), self._memory.now()
+        most: dict[str, int] = {}
+        forward = 0
 
-    def _batches(self, plan: BatchPlan) -> tuple[list[Batch], int]:
-        """A group of real rows; and bytes that a run holds of them besides: a GPU has two whole steps'."""
-        loader, config = self._of.loader(plan), self._of.config
+        def ends(phase: str) -> None:
+            nonlocal began, forward
+            peak = self._memory.read_and_reset()
+            most[phase] = max(most.get(phase, 0), peak)
+            if phase == "forward":
+                forward = max(forward, peak - began)
+            elif phase != "communication":  # what ZeRO 3 gathers in between interrupts a forward
+                began = self._memory.now()
+
+        with as_if_stepped() as unmade, engine.phases.heard_by(ends):
+            engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
+        ends("other")
+        update = most.pop("optimizer", 0) + unmade[0]
+        work = max(most.values()) + unmade[0]
+        limit = min(limit, self._limit())  # NCCL takes its own with the first step
+        return self.job.gather_object(Use(forward, work, update, limit))
+
+    def _batches(self, plan: BatchPlan) -> list[Batch]:
+        """Read a group of real rows."""
+        loader, config = self.loader(plan), self.config
         looked_at = LOOKED_AT if ":" in config.data.kind else 1
         groups = [loader.read_again(number * plan.global_batch_size) for number in range(looked_at)]
         group = max(groups, key=_bytes_of)
-        further = 0
-        if self._of.job.device.type == "cuda":
-            share = self._of.resolved.plan.gradient_accumulation_steps / (plan.micro_batch_size * len(group))
-            further = int(2 * share * _bytes_of(group))
-        return with_keys(group, config.seed, 0) if _adds_noise(config) else group, further
+        return group if config.model.neftune_alpha is None else with_keys(group, config.seed, 0)
 
     def _begin(self) -> None:
         try:
-            self._peaks.begin()
+            self._memory.begin()
         except OSError as error:
             raise ConfigError(
                 f"batch.micro_batch_size: auto: memory cannot be measured here ({error}); give a number"
             ) from None
 
     def _limit(self) -> int:
-        return self._of.limit or self._peaks.limit()
+        return self.limit or self._memory.limit()
 
     @contextmanager
     def _written_down(self, size: int) -> Iterator[None]:
-        """Around a trial: what does not come back from it is known to the next start."""
-        kept, job = self._kept, self._of.job
+        """Note a trial while it runs, so that the next start knows of one that did not come back."""
+        kept, job = self._kept, self.job
         before, kept.trying = kept.trying, size
-        if job.ranks.is_main_process:
-            kept.write()
+        self._write()
         job.barrier()
         try:
             yield
         except BaseException as error:
-            is_memory = isinstance(explain(error, job.device, lambda _: Remedies([])), DeviceMemoryError)
-            if is_memory:
+            # A launcher sends SIGTERM if another rank has ended.
+            is_told = isinstance(error, Terminated) and job.ranks.world_size > 1
+            if is_of_memory(error):
                 log.warning(
                     "micro_batch_size auto: the trial of %d ran out of memory; the same command starts "
                     "below it (%s)",
                     size,
                     kept.file,
                 )
-            elif job.ranks.is_main_process and not self._may_be_of_peers(error):
+            elif not is_told and not is_from_peers(error):
                 kept.trying = before
-                kept.write()
+                self._write()
             raise
         kept.trying = before
 
-    def _may_be_of_peers(self, error: BaseException) -> bool:
-        """A launcher sends SIGTERM where another rank has ended."""
-        is_told = isinstance(error, Terminated) and self._of.job.ranks.world_size > 1
-        return is_told or is_from_peers(error)
-
     def _tell(self, line: str) -> None:
-        if self._of.job.ranks.is_main_process:
+        if self.job.ranks.is_main_process:
             log.info("%s", line)
 
     def _summary(self, size: int, candidates: Sequence[int]) -> str:
-        """What was tried, what each took, what was chosen and why not more."""
-
-        def of(uses: Sequence[Use]) -> str:
-            return f"{max(use.most for use in uses) / GIB:.2f}"
-
+        """Say what was tried, what each took, what was chosen and why not more."""
         limit = min(use.limit for use in self._tried[size])
-        tried = ", ".join(f"{each} {of(uses)}" for each, uses in self._tried.items())
-        line = (
-            f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; a step may take "
+        tried = ", ".join(
+            f"{each} {max(use.most for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
         )
-        line += f"{MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
+        line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; "
+        line += f"a step may take {MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
         larger = next((each for each in candidates if each > size), None)
         if not fits(self._tried[size]):
             line += "; nothing smaller than this, which takes more"
@@ -518,62 +443,29 @@ class Trials:
         return f"{line}; kept in {self._kept.file}"
 
     def _known(self) -> dict[str, Any]:
-        """All that decides the answer."""
-        of, config = self._of, self._of.config
-        resolved, device = of.resolved, of.job.device
-        smallest = self._of.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
+        """Return all that decides the answer."""
+        config, resolved, device = self.config, self.resolved, self.job.device
+        smallest = self.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
         (row,) = smallest.read_again(0)
+        name, memory = "cpu", memory_now().limit
         if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-            memory = torch.cuda.get_device_properties(device).total_memory
-        else:
-            name, memory = "cpu", memory_now().limit
-        return {
+            card = torch.cuda.get_device_properties(device)
+            name, memory = card.name, card.total_memory
+        sections = ("model", "adapter", "objective", "optimizer")
+        return config.model_dump(mode="json", include=set(sections)) | {
             "row": {key: described(value) for key, value in row.items()},
-            "model": config.model.model_dump(mode="json"),
-            "adapter": None if config.adapter is None else config.adapter.model_dump(mode="json"),
-            "objective": config.objective.model_dump(mode="json"),
-            "optimizer": config.optimizer.model_dump(mode="json"),
             "split": str(resolved.split),
-            "ranks": [resolved.split.world_size, of.job.ranks.local_world_size],
+            "ranks": [resolved.split.world_size, self.job.ranks.local_world_size],
             "compile": resolved.compile,
             "tf32": resolved.tf32,
             "deepspeed": resolved.deepspeed,
             "samples": resolved.plan.global_batch_size,
             "device": name,
             "memory_gib": round(memory / GIB, 1),
-            "limit": of.limit,
+            "limit": self.limit,
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
         }
 
 
-class _Ear:
-    """Takes the peak of each phase where it ends."""
-
-    def __init__(self, peaks: Peaks):
-        self._peaks = peaks
-        self._began = peaks.now()
-        self.most: dict[str, int] = {}
-        self.forward = 0
-
-    def ends(self, phase: str) -> None:
-        """See Phases.heard_by."""
-        most = self._peaks.take()
-        self.most[phase] = max(self.most.get(phase, 0), most)
-        if phase == "forward":
-            self.forward = max(self.forward, most - self._began)
-        elif phase != "communication":  # what ZeRO 3 gathers in between interrupts a forward
-            self._began = self._peaks.now()
-
-    @property
-    def work(self) -> int:
-        """Before the update."""
-        return max((most for phase, most in self.most.items() if phase != "optimizer"), default=0)
-
-
 def _bytes_of(group: Sequence[Batch]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(group))
-
-
-def _adds_noise(config: RunConfig) -> bool:
-    return config.model.neftune_alpha is not None

@@ -35,7 +35,7 @@ def in_the_second_step(job, deepspeed):
     holder.step = look
     for _ in range(2):
         engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
-    assert states(engine, "cuda").total == 0
+    assert not any(states(engine, "cuda").values())
     return *found[len(found) // 2], engine.num_parameters  # after the first micro-batch that follows a step
 
 
@@ -43,13 +43,13 @@ def in_the_second_step(job, deepspeed):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_names_what_it_holds(ranks, stage):
     for said, there, number in ranks(2).run(in_the_second_step, zero(stage, "bf16")):
-        shares = [each / number for each in (said.parameters, said.gradients, said.optimizer)]
+        shares = [each / number for each in list(said.values())[:3]]
         assert shares == pytest.approx(SHARES[stage](2), rel=0.05)
-        assert said.total == pytest.approx(there, rel=0.05)
+        assert sum(said.values()) == pytest.approx(there, rel=0.05)
 
 
 def test_so_does_plain_pytorch(ranks):
     for said, there, number in ranks(1).run(in_the_second_step, None):
-        shares = [each / number for each in (said.parameters, said.gradients, said.optimizer)]
+        shares = [each / number for each in list(said.values())[:3]]
         assert shares == pytest.approx([4, 4, 8], rel=0.01)
-        assert said.total == pytest.approx(there, rel=0.05)
+        assert sum(said.values()) == pytest.approx(there, rel=0.05)

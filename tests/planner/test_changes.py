@@ -1,50 +1,175 @@
-"""A change as it is told, and which comes first."""
+"""What to change of a run, which split is suggested, and how far a run could go."""
 
 from __future__ import annotations
 
 import pytest
+import yaml
+from support.launch import ROOT
 
-from pipeline.config.loading import parse_override
-from pipeline.planner.forecast import Change, ranked, word
+from pipeline.config.settings import load_settings
+from pipeline.errors import ConfigError
+from pipeline.planner.changes import BATCH, OTHER_CURVE, ZERO, Change, for_memory, for_time, priced, suggest
+from pipeline.planner.forecast import Forecast, forecast
+from pipeline.planner.hardware import place_of
+from pipeline.planner.shapes import model_of
 
-GIB = 2**30
+SIZES = {
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_layers": 32, "num_heads": 32},
+    "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_layers": 40, "num_heads": 40},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_layers": 80, "num_heads": 64}
+    | {"num_key_value_heads": 8},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_layers": 126, "num_heads": 128}
+    | {"num_key_value_heads": 8},
+}
 
 
-def test_it_is_told_by_its_words_its_gain_and_its_price():
-    plain = Change("micro-batch 8 -> 4", ("batch.micro_batch_size=4",), GIB, 1.23456, "")
-    assert str(plain) == "batch.micro_batch_size=4 (-1.00 GiB, 1.23 times as long, micro-batch 8 -> 4)"
-    other = Change("shorter rows", ("data.sequence_length=64",), None, None, "another curve")
-    assert str(other) == "data.sequence_length=64 (another curve)"
-
-
-def test_what_is_enough_stands_first_the_cheapest_of_it_at_the_front():
-    slow, fast = Change("slow", ("a=1",), 9, 2.0, ""), Change("fast", ("b=1",), 8, 1.1, "")
-    little, unknown = Change("little", ("c=1",), 2, 1.0, ""), Change("unknown", ("d=1",), None, None, "")
-    other = Change("other", ("e=1",), 9, 1.0, "shorter rows", other_curve=True)
-    less = Change("less", ("f=1",), 3, 1.0, "shorter rows", other_curve=True)
-    told = ranked([unknown, less, little, other, slow, fast], lambda each: (each.gain or 0) >= 7)
-    assert told == [fast, slow, other, little, less, unknown]
+def settings_of(folder, size, rows=128, length=4096, *words):
+    """A Llama with rows of 4,096 tokens, 128 a step."""
+    path = folder / f"{size}.yaml"
+    model = {"kind": "causal_lm", "architecture": "llama", "vocab_size": 32000, **SIZES[size]}
+    data = {"kind": "text", "paths": ["python_stdlib"], "sequence_length": length}
+    path.write_text(
+        yaml.safe_dump({"max_steps": 100, "model": model, "data": data, "batch": {"global_batch_size": rows}})
+    )
+    return load_settings(path, None, words)
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("size", "gib", "gpus", "nodes", "rows", "length", "file", "recomputes"),
     [
-        None,
-        False,
-        True,
-        1,
-        3e-4,
-        "full",
-        "my run",
-        "1e3",
-        "null",
-        "yes",
-        "a: b",
-        "#1",
-        "",
-        [0.9, 0.95],
-        {"a": None},
+        ("7B", 24, 1, 1, 128, 4096, "zero3_nvme", "full"),
+        ("7B", 80, 8, 1, 128, 4096, "zero1", "none"),
+        ("13B", 80, 8, 1, 128, 4096, "zero3", "none"),
+        ("70B", 80, 8, 8, 128, 4096, "zero3", "full"),
+        ("70B", 80, 8, 1, 128, 4096, "zero3_offload", "full"),
+        ("7B", 80, 8, 1, 4, 32768, "sequence2", "full"),
     ],
 )
-def test_a_word_is_read_as_what_it_was_made_of(value):
-    assert parse_override(word("model.key", value)) == (["model", "key"], value)
+def test_the_first_rung_that_fits_is_suggested(
+    tmp_path, size, gib, gpus, nodes, rows, length, file, recomputes
+):
+    """Its words make the run that was planned, with the recipe's global batch and as many rows as fit."""
+    settings = settings_of(tmp_path, size, rows, length)
+    place, model = place_of(None, gib, gpus, nodes, None, None), model_of(settings.config)
+    found = suggest(settings, model, place)
+    assert found.words[:2] == ("--deepspeed", file)
+    assert f"model.activation_checkpointing={recomputes}" in found.words
+    again = forecast(settings.followed_by(found.words), model, place)
+    assert again.fits
+    assert (again.peak, again.resolved.plan) == (found.found.peak, found.found.resolved.plan)
+    assert again.resolved.plan.global_batch_size == rows
+    batch = again.resolved.plan
+    if batch.gradient_accumulation_steps % 2 == 0 and batch.micro_batch_size < 64:
+        more = (f"batch.micro_batch_size={2 * batch.micro_batch_size}",)
+        more += (f"batch.gradient_accumulation_steps={batch.gradient_accumulation_steps // 2}",)
+        assert not forecast(settings.followed_by((*found.words, *more)), model, place).fits
+
+
+def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
+    """405 billion parameters on 8 cards of 80 GB need terabytes beside them."""
+    settings = settings_of(tmp_path, "405B")
+    place, model = place_of("h100", None, 8, 1, None, None), model_of(settings.config)
+    found = suggest(settings, model, place)
+    assert found.words[1] == "zero3_nvme"
+    assert found.found.states.disk.total > 2**40 / 8
+    words = (
+        "--deepspeed",
+        "zero3_offload",
+        "model.activation_checkpointing=full",
+        "batch.micro_batch_size=1",
+    )
+    found = forecast(settings.followed_by(words), model, place)
+    assert found.lacking.startswith("host memory, ")
+    assert "of 2,048 GiB a machine" in found.lacking
+    assert any(
+        "GiB of host memory a machine are assumed; give --host-memory" in line for line in found.remarks()
+    )
+
+
+def test_why_nothing_can_be_suggested_is_told(tmp_path):
+    large = settings_of(tmp_path, "405B")
+    with pytest.raises(
+        ConfigError, match=r"no split of llama \(40\d,.*fits on .*the last one lacks host memory, "
+    ):
+        suggest(large, model_of(large.config), place_of("h100", None, 1, 1, None, None))
+    settings = settings_of(tmp_path, "7B", 128, 4096, "engine.precision=bf16")
+    with pytest.raises(ConfigError, match=r"--suggest: .*engine"):
+        suggest(settings, model_of(settings.config), place_of("h100", None, 8, 1, None, None))
+
+
+def test_a_change_is_told_by_its_words_its_gain_and_its_price():
+    words = ("batch.micro_batch_size=4",)
+    plain = Change("the same step in 2 times as many parts", BATCH, words, gain=2**30, slower=1.23456)
+    told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step in 2 times as many parts)"
+    assert str(plain) == told
+    other = Change("shorter rows, another curve", OTHER_CURVE, ("data.sequence_length=64",))
+    assert str(other) == "data.sequence_length=64 (shorter rows, another curve)"
+
+
+class Peak:
+    """Stands for a forecast of which only the peak is asked."""
+
+    peak = 10
+
+    def __init__(self, fits: bool = True):
+        self.fits = fits
+
+
+def test_what_is_enough_is_first_the_cheapest_of_it_at_the_front():
+    def change(name, gain, slower, fits, kind=ZERO):
+        return Change(name, kind, (name,), gain=gain, slower=slower, fits=fits), Peak(bool(fits))
+
+    found = [
+        change("unknown", None, None, None),
+        change("less, another curve", 3, 1.0, False, OTHER_CURVE),
+        change("little", 2, 1.0, False),
+        change("another curve", 9, 1.0, True, OTHER_CURVE),
+        change("slow", 9, 2.0, True),
+        change("fast", 8, 1.1, True),
+        change("more memory", -5, 0.5, True),
+    ]
+    names = [each.name for each in for_memory(found, Peak())]
+    assert names == ["fast", "slow", "another curve", "little", "less, another curve"]
+    assert [each.name for each in for_memory(found, Peak(), missing=9)][:3] == [
+        "slow",
+        "another curve",
+        "fast",
+    ]
+    assert [each.name for each in for_time(found)] == ["more memory"]
+
+
+def test_what_is_as_fast_is_not_proposed():
+    """Such as an offload that costs nothing and gains nothing: the simpler split stays."""
+    settings = load_settings(
+        ROOT / "launch" / "recipes" / "llama_8b.yaml", ROOT / "ds_configs" / "zero3.json"
+    )
+    place, model = place_of("h100", None, 8, 1, None, None), model_of(settings.config)
+
+    def at(changed) -> Forecast:
+        return forecast(changed, model, place)
+
+    now = at(settings)
+    found = for_time(priced(settings, now, at))
+    assert found
+    assert all(each.slower < 0.98 for each in found)
+    assert not [each for each in found if any("offload" in word and "cpu" in word for word in each.overrides)]
+
+
+def test_what_frees_the_hosts_memory_helps_where_that_is_lacking(tmp_path):
+    words = (
+        "--deepspeed",
+        "zero3_offload",
+        "model.activation_checkpointing=full",
+        "batch.micro_batch_size=1",
+    )
+    settings = settings_of(tmp_path, "7B").followed_by(words)
+    place, model = place_of("h100", None, 8, 1, None, 64), model_of(settings.config)
+
+    def at(changed) -> Forecast:
+        return forecast(changed, model, place)
+
+    now = at(settings)
+    assert now.lacking.startswith("host memory")
+    found = for_memory(priced(settings, now, at), now)
+    assert found[0].fits
+    assert any("device=none" in word for each in found for word in each.overrides)

@@ -1,15 +1,13 @@
-"""Cards are found by the names that people and torch give them, and what cannot be is said in one line."""
+"""Cards are found by the names that people and torch give them; what is not stated is assumed and said."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planner.hardware import GPUS, Gpu, find_gpu, network_rate, rates_of, this_cpu
-from pipeline.planner.place import place_of
+from pipeline.planner.hardware import GPUS, Gpu, find_gpu, network_rate, peak_flops, place_of
+from pipeline.planner.timing import rates_of
 
 
 @pytest.mark.parametrize(
@@ -20,6 +18,7 @@ from pipeline.planner.place import place_of
         ("A100-40GB", "A100 SXM 40GB"),
         ("a100pcie", "A100 PCIe 80GB"),
         ("4090", "RTX 4090 24GB"),
+        ("rtx4090", "RTX 4090 24GB"),
         ("rtx 6000 ada", "RTX 6000 Ada 48GB"),
         ("l4", "L4 24GB"),
         ("mi300x", "MI300X 192GB"),
@@ -27,8 +26,13 @@ from pipeline.planner.place import place_of
         ("NVIDIA A100-SXM4-80GB", "A100 SXM 80GB"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM 80GB"),
         ("NVIDIA H100 PCIe", "H100 PCIe 80GB"),
+        ("NVIDIA H200", "H200 SXM 141GB"),
+        ("NVIDIA GH200 480GB", "GH200 480GB"),
+        ("NVIDIA L40S", "L40S 48GB"),
         ("NVIDIA GeForce RTX 3090", "RTX 3090 24GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 96GB"),
         ("Tesla V100-SXM2-16GB", "V100 SXM 16GB"),
+        ("AMD Instinct MI300X", "MI300X 192GB"),
     ],
 )
 def test_a_card_by_a_loose_name(asked, name):
@@ -38,11 +42,9 @@ def test_a_card_by_a_loose_name(asked, name):
 def test_every_card_has_what_the_formulas_need():
     for name, gpu in GPUS.items():
         assert find_gpu(name) == gpu
-        assert 0 not in (gpu.peak("fp16") or 0, gpu.bandwidth, gpu.link, gpu.watts), name
-    pcie, sxm = find_gpu("h100-pcie"), find_gpu("h100")
-    assert pcie.peak("bf16") < sxm.peak("bf16")
-    assert find_gpu("h100-nvl").peak("bf16") != sxm.peak("bf16")
-    assert sxm.memory < 80 * GIB
+        assert 0 not in (gpu.peak("fp16") or 0, gpu.bandwidth, gpu.pcie, gpu.host), name
+    assert find_gpu("h100-pcie").bf16 < find_gpu("h100").bf16
+    assert find_gpu("h100").memory < 80 * GIB
 
 
 @pytest.mark.parametrize("asked", ["h300", "80gb", "rtx", "", "\x1b[2J"])
@@ -52,25 +54,62 @@ def test_an_unknown_card_is_one_line_with_what_to_do(asked):
     assert "\n" not in str(caught.value)
 
 
-def test_a_memory_alone_tells_no_times():
+@pytest.mark.parametrize(
+    "device",
+    [
+        *("cpu", "NVIDIA T400", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"),
+        *("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA GeForce GTX 1080", ""),
+    ],
+)
+def test_what_is_not_the_whole_card_has_no_peak(device):
+    assert peak_flops(device, "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "tf32", "teraflops"),
+    [
+        ("Tesla V100-SXM2-32GB", "bf16", False, None),
+        ("Tesla V100-SXM2-32GB", "fp16", False, 125),
+        ("Tesla V100-SXM2-32GB", "fp32", True, 15.7),
+        ("NVIDIA A100-SXM4-80GB", "fp32", False, 19.5),
+        ("NVIDIA A100-SXM4-80GB", "fp32", True, 156),
+        ("NVIDIA H100 NVL", "bf16", False, 835.5),
+    ],
+)
+def test_peaks_by_precision(device, precision, tf32, teraflops):
+    expected = None if teraflops is None else pytest.approx(teraflops * 1e12)
+    assert peak_flops(device, precision, tf32) == expected
+
+
+def test_products_in_fp8_raise_the_peak():
+    half, whole = (peak_flops("NVIDIA H100 80GB HBM3", "bf16", fp8_share=share) for share in (0.5, 1.0))
+    assert whole == pytest.approx(2 * 989.5e12)
+    assert half == pytest.approx(989.5e12 / 0.75)
+
+
+def test_a_memory_alone_is_a_card_of_that_size_and_a_wrong_one_is_refused():
+    place = place_of(None, 80, 8, 1, None, None)
+    assert place.memory == find_gpu("h100").memory
+    assert "times as of H100 SXM 80GB" in str(place)
+    assert place_of(None, 60, 8, 1, None, None).memory == 60 * GIB
     assert rates_of(Gpu("a GPU of 80 GiB", 80 * GIB), 1e9) is None
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="--gpu-memory"):
             place_of(None, wrong, 1, 1, None, None)
 
 
+def test_host_memory_is_assumed_by_the_machine_until_it_is_stated():
+    assumed = place_of("h100", None, 8, 2, None, None)
+    assert (assumed.host_memory, assumed.assumes_host) == (2048 * GIB, True)
+    stated = place_of("h100", None, 8, 2, None, 512)
+    assert (stated.host_memory, stated.assumes_host) == (512 * GIB, False)
+
+
 def test_a_network_is_of_a_gpu_or_of_a_node():
     gpu = find_gpu("h100")
-    assert (
-        network_rate("400", gpu, 8) == network_rate("3200/node", gpu, 8) == network_rate(None, gpu, 8) == 5e10
-    )
+    assert network_rate("400", gpu, 8) == network_rate("3200/node", gpu, 8) == 5e10
+    assert network_rate(None, gpu, 8) == 5e10
     assert network_rate(None, find_gpu("l4"), 4) == 100e9 / 8 / 4
     for wrong in ("fast", "0", "-1", "nan", "400/rack"):
         with pytest.raises(ConfigError, match="--network"):
             network_rate(wrong, gpu, 8)
-
-
-def test_a_cpu_has_times_where_its_rate_was_measured():
-    assert rates_of(this_cpu(4, GIB), 1e9) is None
-    rates = rates_of(replace(this_cpu(4, GIB), measured_flops=2e11), 1e9)
-    assert (rates.products, rates.overlap) == (2e11, 0)

@@ -20,7 +20,8 @@ from pipeline.objectives import build_objective
 from pipeline.planner.activations import Work
 from pipeline.planner.memory import Holding, batch_bytes, memory_of, peak_by_phase
 from pipeline.planner.model import Dimensions, Model, Parameter
-from pipeline.planner.states import Rank, buffers, states_of
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import buffers, states_of
 from pipeline.training.assemble import build_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -189,7 +190,6 @@ def test_parts_and_phases_of_a_recipe():
     found = memory_of(model, config, resolved, "cuda", [holding])
     assert found.is_complete
     assert found.peak == max(found.phases.values()) == found.phases[found.at]
-    assert found.allocated == found.peak - found.framework
-    assert {"parameters", "optimizer", "activations", "recomputed", "loss"} <= set(found.parts)
+    assert {"parameters", "optimizer states", "activations kept", "logits and loss"} <= set(found.parts)
     unknown = replace(holding, own=replace(model, dimensions=None))
     assert not memory_of(model, config, resolved, "cuda", [unknown]).is_complete

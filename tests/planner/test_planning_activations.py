@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.traced_blocks import LAYERS, Case, trace
+from support.traced_blocks import LAYERS, Case, Sizes, trace
 
 from pipeline.planner.activations import (
     Activations,
+    LowRank,
     Recompute,
-    Sizes,
     Work,
     activations_of,
     families,
@@ -21,7 +21,6 @@ from pipeline.planner.activations import (
     rows,
 )
 from pipeline.planner.model import Dimensions
-from pipeline.planner.rank import LowRank
 
 GPT2 = (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0))
 CASES = [

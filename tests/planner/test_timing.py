@@ -1,110 +1,128 @@
-"""A step's time: held to runs that the constants were not fitted to, to what must hold at its limits, and to
-what the trainer counts itself."""
+"""A step's time: held to runs that set no constant, to what must hold at its limits, and to perf/mfu."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from dataclasses import fields, replace
-from pathlib import Path
 from statistics import mean
 
 import pytest
+from support.benchmarks import imported
+from support.launch import ROOT
+from support.tiny import recipe, resolve
 
-from pipeline.planner.hardware import EAGER, find_gpu, rates_of
+from pipeline.planner.hardware import find_gpu
 from pipeline.planner.model import Dimensions, Model, Parameter
-from pipeline.planner.timing import OPTIMIZER_BYTES, Job, exposed, fitted, mean_keys, step_time
+from pipeline.planner.timing import (
+    DOCUMENT,
+    HALF_NETWORK,
+    HALF_RATE,
+    NVME,
+    OPTIMIZER_BYTES,
+    Job,
+    exposed,
+    rates_of,
+    ring,
+    step_time,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
+published = imported("published")
 H100 = rates_of(find_gpu("h100"), 5e10)
 JOB = Job(8.03e9, 6.98e9, 32, 4096, 8192, vocabulary=128256)
-QUIET = replace(H100, straggling=0.0, launch=0.0, floor=0.0, entries=0.0, stream=0.0)
 
 
-@pytest.fixture
-def published(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import published
-
-    return published
-
-
-def test_runs_that_nothing_was_fitted_to_are_met(published):
-    runs, size, correlation = published.summary("test")
-    assert runs >= 150
-    assert size <= 0.08
-    assert correlation >= 0.97
+def test_runs_that_nothing_was_set_by_are_met_and_the_docs_say_how_well():
+    found = published.summary("test")
+    assert found.runs >= 150
+    assert found.mean_error <= 0.08
+    assert found.within_range >= 0.9
+    assert found.correlation >= 0.97
+    text = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    told = f"{found.runs} runs for the test of dense models by torch's kernels: mean error"
+    assert f"{told} {found.mean_error:.1%}, {found.within_range:.0%} within 20%" in text
+    assert published.accuracy().strip() in (ROOT / "docs" / "performance.md").read_text()
 
 
-def test_no_group_of_those_runs_is_met_badly(published):
+def test_no_group_of_those_runs_is_met_badly():
     groups = defaultdict(list)
     for speed in published.load():
         if speed.use == "test":
             groups[speed.group].append(abs(published.error(speed)))
     assert len(groups) >= 10
-    assert {"LoRA"} <= {kind for _, _, kind in groups}
     assert {group: mean(errors) for group, errors in groups.items() if mean(errors) > 0.12} == {}
 
 
-def test_every_field_of_a_published_run_is_read(published):
+def test_every_field_of_a_published_run_is_read():
     told = {"source", "model", "gpu", "gpus", "kernels", "use", "tokens_per_second", "where"}
-    known = {field.name for field in fields(Job)} | told
+    known = {field.name for field in fields(Job)} | told | {"balanced", "overlap"}
     for line in published.SPEEDS.read_text().splitlines():
         assert set(json.loads(line)) <= known
 
 
-def test_without_collectives_a_step_is_its_arithmetic_and_its_optimizer():
+def test_on_one_gpu_a_step_is_its_arithmetic_and_its_optimizer():
     job = replace(JOB, rows=2, micro_batches=3)
-    step = step_time(job, QUIET)
-    tokens = 6 * 8192
-    assert step.linear == pytest.approx(6 * job.blocks * tokens / QUIET.products)
-    assert step.vocabulary == pytest.approx(6 * 4096 * 128256 * tokens / QUIET.products)
-    assert step.attention == pytest.approx(6 * 32 * 4096 * 8192 * tokens / QUIET.attention)
-    assert step.optimizer == pytest.approx(job.parameters * OPTIMIZER_BYTES / QUIET.memory)
-    assert step.seconds == pytest.approx(step.compute + step.optimizer)
-    again = step_time(replace(job, recompute=1.0), QUIET)
-    assert again.linear == pytest.approx(step.linear * 4 / 3)
-    assert again.vocabulary == step.vocabulary
-    assert step_time(replace(job, recompute=0.5), QUIET).linear == pytest.approx(step.linear * 7 / 6)
+    tokens, step = 6 * 8192, step_time(job, H100)
+    assert step.parts["matrix products"] == pytest.approx(6 * job.blocks * tokens / H100.products)
+    attention = 6 * 32 * 4096 * 8192 * tokens / (H100.attention * 8192 / (8192 + HALF_RATE))
+    assert step.parts["attention"] == pytest.approx(attention)
+    assert step.parts["optimizer"] == pytest.approx(job.parameters * OPTIMIZER_BYTES / H100.memory)
+    again = step_time(replace(job, recompute=1.0), H100)
+    assert again.parts["matrix products"] == pytest.approx(step.parts["matrix products"] * 4 / 3)
+
+
+def test_attention_is_priced_by_the_document():
+    """Packed rows of a million tokens cost as much a token as their documents, and long ones reach more."""
+    whole, packed = replace(JOB, length=2**20), replace(JOB, length=2**20, span=2**17)
+    seconds = [step_time(each, H100).parts["attention"] for each in (whole, packed)]
+    assert 7.5 < seconds[0] / seconds[1] < 8.0
+    short = replace(JOB, length=2**17)
+    assert seconds[1] / 8 == pytest.approx(step_time(short, H100).parts["attention"])
+    rates = [
+        job.length * job.looks_back / step_time(job, H100).parts["attention"]
+        for job in (short, replace(JOB, length=512))
+    ]
+    assert 2 < rates[0] / rates[1] < 3
+
+
+@pytest.mark.parametrize(
+    ("data", "document_tokens", "span"),
+    [
+        ({}, None, DOCUMENT),
+        ({}, 100_000, 100_000),
+        ({"separate_documents": False}, None, 2**20),
+        ({"packing": "none"}, 500, 2**20),
+        ({"sequence_length": 1024}, None, 1024),
+    ],
+)
+def test_documents_are_those_of_the_recipe(data, document_tokens, span):
+    text = {"kind": "text", "paths": ["python_stdlib"], "sequence_length": 2**20, **data}
+    config, resolved = resolve(recipe(data=text), {"torch": {"parallel": "single"}}, 1)
+    model = Model("m", (Parameter("layers.0.w", (8, 8)),), Dimensions("llama", 1, 8, 8, 1, 1, 8, 16, False))
+    job = Job.of(model, config, resolved, document_tokens)
+    assert job is not None
+    assert job.span == span
 
 
 def test_frozen_matrices_save_their_gradients():
-    whole = step_time(JOB, QUIET)
-    adapter = step_time(replace(JOB, weight_gradients=0.0, trained=0.005), QUIET)
-    assert adapter.linear == pytest.approx(whole.linear * 2 / 3)
-    assert adapter.optimizer < whole.optimizer / 100
+    whole = step_time(JOB, H100)
+    adapter = step_time(replace(JOB, weight_gradients=0.0, trained=0.005), H100)
+    assert adapter.parts["matrix products"] == pytest.approx(whole.parts["matrix products"] * 2 / 3)
+    assert adapter.parts["optimizer"] < whole.parts["optimizer"] / 100
     assert adapter.model_flops < whole.model_flops
-    held = step_time(replace(JOB, weight_gradients=0.0, trained=0.005, quantised=True), QUIET)
-    assert held.elementwise > adapter.elementwise
 
 
 def test_a_pipelines_bubble_shrinks_with_its_micro_batches():
-    free = replace(QUIET, network=1e18, link=1e18, link_latency=0.0, network_latency=0.0)
     for count in (4, 8, 64):
-        job = replace(JOB, vocabulary=0, stage=1, pipeline=4, micro_batches=count)
-        step = step_time(job, free)
-        assert step.bubble / step.compute == pytest.approx(3 / count)
+        step = step_time(replace(JOB, stage=1, pipeline=4, micro_batches=count), H100)
+        work = sum(step.parts[name] for name in ("matrix products", "attention", "between the products"))
+        work += step.parts["output layer and loss"] + step.parts["waiting inside of a replica"]
+        assert step.parts["bubble of the stages"] / work == pytest.approx(3 / count, rel=0.01)
 
 
-def test_the_stage_with_the_output_layer_has_fewer_blocks():
-    job = replace(JOB, stage=1, pipeline=8, micro_batches=32)
-    assert step_time(job, QUIET).seconds < step_time(replace(job, balanced=False), QUIET).seconds
-
-
-def test_a_step_takes_as_long_as_the_stage_with_the_most_blocks():
-    job = replace(JOB, stage=1, pipeline=4, micro_batches=32, balanced=False)
-    even = step_time(job, QUIET)
-    uneven = step_time(replace(job, dealt=(7, 9, 10, 6)), QUIET)
-    assert uneven.linear / even.linear == pytest.approx(10 / 8)
-    assert uneven.vocabulary == 0 < step_time(replace(job, dealt=(7, 7, 8, 10)), QUIET).vocabulary
-
-
-SPLITS = [{"stage": stage, "data": 64, "hpz": hpz} for stage in range(4) for hpz in (False, stage == 3)]
-SPLITS += [
-    {"stage": 1, "data": 8, "tensor": 8},
-    {"stage": 1, "data": 8, "pipeline": 8},
-    {"stage": 3, "data": 8, "sequence": 8},
-]
+SPLITS = [{"stage": stage, "data": 64} for stage in range(4)]
+SPLITS += [{"stage": 1, "data": 8, "tensor": 8}, {"stage": 1, "data": 8, "pipeline": 8}]
+SPLITS += [{"stage": 3, "data": 8, "sequence": 8}]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -115,38 +133,35 @@ def test_a_slower_network_never_makes_a_step_faster(split):
     assert seconds[-1] > seconds[0]
 
 
+def test_a_ring_over_hundreds_of_nodes_is_slower():
+    """By half where nodes are as many as HALF_NETWORK."""
+    few, many = (ring(1e9, 8 * nodes, 1, H100) for nodes in (2, HALF_NETWORK))
+    assert many / few == pytest.approx(2.0, rel=0.1)
+
+
 def test_what_is_kept_elsewhere_is_waited_for():
     job = replace(JOB, stage=3, data=8)
-    plain = step_time(job, H100)
-    on_cpu = step_time(replace(job, optimizer_on="cpu"), H100)
-    on_disk = step_time(replace(job, optimizer_on="nvme"), H100)
-    assert plain.offload == 0 < on_cpu.offload
-    assert plain.optimizer < on_cpu.optimizer < on_disk.optimizer
-    assert on_disk.optimizer == pytest.approx(24 * job.parameters / H100.nvme)
+    plain, on_cpu, on_disk = (
+        step_time(replace(job, optimizer_on=where), H100).parts for where in ("", "cpu", "nvme")
+    )
+    assert plain["to and from the host"] == 0 < on_cpu["to and from the host"]
+    assert plain["optimizer"] < on_cpu["optimizer"] < on_disk["optimizer"]
+    assert on_disk["optimizer"] == pytest.approx(24 * job.parameters / NVME)
     weights = step_time(replace(job, weights_on="cpu"), replace(H100, host=1e9))
-    assert weights.offload > 0
-    assert step_time(replace(job, activations_on="cpu"), replace(H100, host=1e9)).offload > 0
+    assert weights.parts["to and from the host"] > 0
 
 
-def test_what_nothing_hides_is_waited_for():
-    assert exposed(8.0, beside=100.0, pieces=8) == 1.0
-    assert exposed(8.0, beside=0.0, pieces=8) == 8.0
-    assert exposed(8.0, beside=3.0, pieces=8) == 5.0
-    assert exposed(8.0, beside=100.0, pieces=8, disturbance=0.5) == 4.5
-
-
-def test_a_measured_speed_corrects_the_prediction():
-    job = replace(JOB, stage=3, data=8)
-    corrected = fitted(job, H100, 5000)
-    assert step_time(job, corrected).tokens_per_second == pytest.approx(5000)
-    with pytest.raises(ValueError, match="communication alone"):
-        fitted(job, H100, 1e9)
+@pytest.mark.parametrize(
+    ("beside", "disturbance", "waited"),
+    [(100.0, 0.0, 1.0), (0.0, 0.0, 8.0), (3.0, 0.0, 5.0), (100.0, 0.5, 4.5)],
+)
+def test_what_nothing_hides_is_waited_for(beside, disturbance, waited):
+    assert exposed(8.0, beside, 8, disturbance) == waited
 
 
 def test_a_launch_bound_model_takes_what_the_host_takes():
-    rates = rates_of(find_gpu("h100"), 5e10, kernels=EAGER)
-    small = Job(1e7, 8e6, 8, 256, 128)
-    assert step_time(small, rates).seconds == pytest.approx(8 * EAGER.floor, rel=0.05)
+    rates = rates_of(find_gpu("h100"), 5e10, compiled=False)
+    assert step_time(Job(1e7, 8e6, 8, 256, 128), rates).seconds == pytest.approx(8 * rates.floor, rel=0.05)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -159,23 +174,14 @@ def test_flops_are_those_that_the_trainer_counts(family):
     sizes |= {"num_key_value_heads": 2, "vocab_size": 96, "tie_word_embeddings": False}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(family, **sizes)
-    whole = AutoModelForCausalLM.from_config(config)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     parameters = tuple(Parameter(name, tuple(p.shape)) for name, p in whole.named_parameters())
     experts = (4, 2) if family == "mixtral" else (0, 0)
-    window = getattr(config, "sliding_window", None)
-    of = Dimensions(family, 2, 32, 48, 4, 2, 8, 96, False, *experts, window)
-    job = Job.of(Model(family, parameters, of), 64)
+    model = Model(family, parameters, Dimensions(family, 2, 32, 48, 4, 2, 8, 96, False, *experts))
+    text = {"kind": "text", "paths": ["python_stdlib"], "sequence_length": 64}
+    config, resolved = resolve(recipe(data=text), {"torch": {"parallel": "single"}}, 1)
+    job = Job.of(model, config, resolved)
     assert job.flops_per_token() == flops_per_token(whole, 64)
-    assert job.flops_per_token(causal=True) == flops_per_token(whole, 64, causal=True)
-    frozen = tuple(replace(p, trains=False) for p in parameters)
-    added = (Parameter("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 32)),)
-    adapter = Job.of(Model(family, frozen + added, of), 64)
-    assert adapter.flops_per_token() == flops_per_token(whole, 64, frozen=True)
-    assert 0 < adapter.trained < 0.02
-    assert Job.of(Model("images", parameters), 64) is None
-
-
-def test_keys_of_a_window():
-    assert mean_keys(64, 64) == 32
-    assert mean_keys(64, 16) == 16 - 2
+    frozen = replace(model, parameters=tuple(replace(p, trains=False) for p in parameters))
+    assert Job.of(frozen, config, resolved).flops_per_token() == flops_per_token(whole, 64, frozen=True)
+    assert Job.of(replace(model, dimensions=None), config, resolved) is None

@@ -25,12 +25,28 @@ from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
-from pipeline.planner.activations import Sizes
 from pipeline.training.assemble import hold_base
 
 LAYERS, VOCABULARY = 2, 61
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a micro-batch and a block."""
+
+    rows: int
+    length: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    experts: int = 0
+    experts_per_token: int = 0
+    rank: int = 0
+    """Of an adapter."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,11 @@ from pipeline.config.split import Device
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
-from pipeline.planner.forecast import EngineStates, Planned
-from pipeline.training.device_failures import TrainingAdvice, explain
+from pipeline.files import format_bytes
+from pipeline.planner.forecast import forecast
+from pipeline.planner.hardware import place_of
+from pipeline.planner.shapes import model_of
+from pipeline.training.device_failures import Shortage, TrainingAdvice, explain
 
 # Word for word, of torch 2.11's allocator.
 CUDA = (
@@ -60,38 +63,56 @@ def test_a_lever_that_is_pulled_already_is_left_out():
 def test_a_plan_that_fails_hides_no_error():
     """Of a formula: the memory is the news."""
 
-    def fail() -> Planned:
+    def fail(_):
         raise ZeroDivisionError
 
     settings = load_settings(ROOT / "launch" / "recipes" / "python_stdlib.yaml", None, [])
-    remedies = TrainingAdvice(settings, JOB, plan=fail)
-    found = explain(torch.OutOfMemoryError(CUDA), torch.device("cuda"), remedies)
+    found = explain(
+        torch.OutOfMemoryError(CUDA), torch.device("cuda"), TrainingAdvice(settings, JOB, plan=fail)
+    )
     assert isinstance(found, DeviceMemoryError)
     assert "the plan had said" not in str(found)
 
 
-def test_what_was_held_what_was_planned_and_changes_that_the_settings_accept():
+def test_what_was_held_what_was_planned_and_changes_with_their_gains():
+    """One change of a kind; the settings accept each, and keep the batch of the step."""
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
-    settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", ["batch.micro_batch_size=8"])
-    remedies = TrainingAdvice(
+    words = ["batch.micro_batch_size=64", "batch.global_batch_size=128"]
+    settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", words)
+    place, model = place_of("h100", 2, 2, 1, None, None), model_of(settings.config)
+    held = {"parameters": 10 * gib, "gradients": 5 * gib, "optimizer": 20 * gib, "engine's buffers": gib}
+    job = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
+    advice = TrainingAdvice(
         settings,
-        JOB,
-        states=lambda kind: EngineStates(10 * gib, 5 * gib, 20 * gib, gib) if kind == "cuda" else None,
-        plan=lambda: Planned(100 * gib, int(79.11 * gib)),
+        job,
+        states=lambda kind: held,
+        plan=lambda changed: forecast(changed, model, place),
     )
-    text = str(explain(torch.OutOfMemoryError(CUDA), torch.device("cuda"), remedies))
-    assert (
-        "held: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, 1.00 GiB engine's buffers, "
-        "34.12 GiB activations and temporaries; the plan had said 100.00 GiB of 79.11 GiB. What helps, most "
-        "first: model.activation_checkpointing=full (-31.02 GiB, 1.45 times as long, blocks are"
-    ) in text  # alone it gains what is missing, the others less
-    changes = re.findall(r"(?:first: |; )([^(;]+) \(-[\d.]+ GiB", text.partition("What helps, most ")[2])
-    assert len(changes) == 3
-    before = settings.resolve(2, Device.cpu()).plan.global_batch_size
-    for words in changes:
-        changed = settings.followed_by(words.split()).resolve(2, Device.cpu())
-        assert changed.plan.global_batch_size == before
-    assert "ds.zero_optimization.offload_optimizer.device=cpu (-20.00 GiB" in text
+    found = advice(Shortage("cpu"))
+    assert found.facts[0].startswith(
+        "held: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, 1.00 GiB engine's buffers"
+    )
+    assert re.fullmatch(r"the plan had said [\d.]+ GiB of 2.00 GiB", found.facts[1])
+    assert found.doing == " at micro_batch_size 64"
+    now = forecast(settings, model, place)
+    for lever in found.levers:
+        words, gain = re.fullmatch(r"(.*?) \(-([\d.]+ [GM]iB), .*\)", lever).groups()
+        changed = settings.followed_by(words.split())
+        assert format_bytes(now.peak - forecast(changed, model, place).peak) == gain
+        if "sequence_length" not in words:
+            assert changed.resolve(2, Device.cpu()).plan.global_batch_size == 128
+    assert len({lever.partition("=")[0] for lever in found.levers}) == 3
+
+
+def test_the_hosts_memory_beside_a_gpu_has_levers_of_its_own():
+    settings = load_settings(
+        ROOT / "launch" / "recipes" / "python_stdlib.yaml", ROOT / "ds_configs" / "zero2_offload.json", []
+    )
+    levers = TrainingAdvice(settings, Job(Ranks(0, 0, 2, 2), torch.device("cuda")))._for_the_host()
+    assert [lever.partition(" (")[0] for lever in levers][-2:] == [
+        "ds.zero_optimization.offload_optimizer.device=none",
+        "1 of 2 ranks on this machine",
+    ]
 
 
 @pytest.mark.parametrize(

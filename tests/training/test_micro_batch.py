@@ -26,7 +26,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
-from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, Search, Trials, settle
+from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, Search
 
 DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -74,11 +74,10 @@ def train(
         limit,
     )
     if calibrates:
-        trials = Trials(search)
-        most = [max(use.most for use in trials.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
+        most = [max(use.most for use in search.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
         engine.close()
         return int((most[1] + most[2]) / 2 / MARGIN)
-    plan = settle(search).plan
+    plan = search.settle().plan
     loader = build_loader(config, plan, data, engine)
     curve = []
     for step in range(3):
@@ -141,13 +140,13 @@ def test_the_next_start_knows(tmp_path, caplog):
 
 
 def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, monkeypatch):
-    def fail(self: Trials, plan: Any) -> Any:
+    def fail(self: Search, plan: Any) -> Any:
         if plan.micro_batch_size > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return load(self, plan)
 
-    load = Trials._batches
-    monkeypatch.setattr(Trials, "_batches", fail)
+    load = Search._batches
+    monkeypatch.setattr(Search, "_batches", fail)
     with pytest.raises(torch.OutOfMemoryError):
         train(ALONE, None, "auto", tmp_path, limit=2**40)
     monkeypatch.undo()

@@ -7,21 +7,21 @@ from torch import nn
 
 from pipeline.engine.clipping import at_rest
 from pipeline.monitoring.metrics import resident_now
-from pipeline.training.micro_batch import OfHost, as_if_stepped
+from pipeline.training.micro_batch import PeakMemory, as_if_stepped
 
 MIB = 2**20
 
 
 def test_a_peak_is_that_of_its_own_stretch():
-    peaks = OfHost(1)
+    peaks = PeakMemory(torch.device("cpu"), 1)
     peaks.begin()
     before = peaks.now()
     torch.ones(16 * MIB)  # 64 MiB, gone at once
-    assert 60 * MIB < peaks.take() - before < 90 * MIB
+    assert 60 * MIB < peaks.read_and_reset() - before < 90 * MIB
     torch.ones(4 * MIB)
-    assert peaks.take() - before < 40 * MIB
+    assert peaks.read_and_reset() - before < 40 * MIB
     assert peaks.limit() > before
-    assert OfHost(2).limit() < peaks.limit()
+    assert PeakMemory(torch.device("cpu"), 2).limit() < peaks.limit()
 
 
 def test_states_of_a_refused_step_are_in_memory_and_unchanged():

@@ -19,7 +19,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
 from pipeline.monitoring.report.runs import summary_lines
 from pipeline.planner.model import Model, Parameter
-from pipeline.planner.states import states
+from pipeline.planner.rank import Rank
+from pipeline.planner.states import states_of
 
 HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16 = {"bf16": {"enabled": True}}
@@ -39,7 +40,7 @@ def bytes_a_parameter(
     tree: dict[str, Any], json: dict[str, Any] | None, ranks: int, model: Model = MANY
 ) -> float:
     config, resolved = resolve(tree, json, ranks)
-    return states(model, config, resolved).device.total / model.numel
+    return states_of(Rank.of(model, config, resolved)).device.total / model.numel
 
 
 @pytest.mark.parametrize(
@@ -193,18 +194,17 @@ def test_the_plan_stands_before_the_first_step(told):
     _, done, run = told
     lines = done.stderr.splitlines()
     plan = {
-        line.split()[0]: line
-        for line in lines
-        if re.match(r"(model|split|batch|steps|memory|plan|run)  ", line)
+        line.split()[0]: line for line in lines if re.match(r"(model|split|batch|steps|memory|run)  ", line)
     }
     assert re.search(r"llama, [\d,]+ parameters$", plan["model"])
     assert plan["split"].endswith("plain PyTorch, one process, fp32; 1 rank on cpu")
     assert "8 (micro_batch_size) x 1 (gradient_accumulation_steps) x 1" in plan["batch"]
     assert plan["steps"].endswith("10, 80 samples, 2,560 tokens")
-    assert re.search(
-        r"623 KiB a rank for weights.*; .* [\d.]+ GiB, of which [\d.]+ GiB are free", plan["memory"]
+    expected = re.search(
+        r"([\d.]+) GiB of [\d.]+ expected \(weights, gradients and optimizer states 0.00\); .* "
+        r"[\d.]+ GiB, of which [\d.]+ GiB are free",
+        plan["memory"],
     )
-    expected = re.search(r"([\d.]+) GiB of [\d.]+ expected", plan["plan"])
     (took,) = [row for row in rows_and_events(run) if row.get("event") == "plan"]
     assert float(expected[1]) == pytest.approx(took["memory_expected_gib"], abs=0.01)
     assert took["memory_measured_gib"] == pytest.approx(took["memory_expected_gib"], rel=0.2)

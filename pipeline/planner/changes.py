@@ -1,0 +1,422 @@
+"""Changes of a run for memory or time, the simplest split that fits, and how far a run could go.
+
+A change is words to put behind the command that was typed; what the settings refuse is never told.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from pipeline.config.loading import get_dotted
+from pipeline.config.settings import Resolved, Settings
+from pipeline.errors import ConfigError, PipelineError
+from pipeline.files import format_bytes
+from pipeline.planner.forecast import Forecast, forecast
+from pipeline.planner.hardware import Place
+from pipeline.planner.model import Dimensions, Model
+from pipeline.planner.shapes import families, model_of, read_config, standard_words
+
+FASTER, LEAST = 0.98, 0.01
+"""Share of the time of a step, and of the memory, from which on something counts as a change."""
+BATCH, RECOMPUTATION, OTHER_CURVE = "batch", "recomputation", "other curve"
+ZERO, OFFLOAD = "ZeRO", "offload"
+ACTIVATIONS = (BATCH, RECOMPUTATION, OTHER_CURVE)
+"""Kinds of change that make activations smaller."""
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that takes less memory or time, everything else staying as it is."""
+
+    name: str
+    """What is changed, in a few words: the price that is no time, such as another curve, is named too."""
+    kind: str
+    """BATCH, RECOMPUTATION, OTHER_CURVE, ZERO or OFFLOAD."""
+    overrides: Words
+    """Put behind the command: `model.activation_checkpointing=full`, `--deepspeed`, `FILE`."""
+    saves: bool = True
+    """Whether it is meant for memory, not for time."""
+    gain: int | None = None
+    """Bytes a rank; `None`: not known."""
+    slower: float | None = None
+    """A step takes so many times as long; `None`: not known."""
+    fits: bool | None = None
+    """Whether the run fits with it; `None`: not known."""
+
+    def __str__(self) -> str:
+        gain = [] if self.gain is None else [f"-{format_bytes(self.gain)}"]
+        price = [] if self.slower is None else [f"{self.slower:.2g} times as long"]
+        return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
+
+
+def candidates(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+    """Yield what could be changed, in the order in which it is tried first; not yet whether it can."""
+    plan, model = resolved.plan, settings.config.model.language_model
+    size, steps = plan.micro_batch_size, plan.gradient_accumulation_steps
+    if not plan.is_open:
+        smaller = [size // n for n in (2, 3, 5, 4, 8) if size % n == 0]
+        for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
+            parts = size // micro
+            yield Change(f"the same step in {parts} times as many parts", BATCH, _batch(micro, steps * parts))
+        for n in (2, 4):
+            if steps % n == 0:
+                name = f"the same step in {n} times fewer parts"
+                yield Change(name, BATCH, _batch(size * n, steps // n), saves=False)
+    if model is not None:
+        now = model.activation_checkpointing
+        key = "model.activation_checkpointing"
+        beside: Words = () if model.activation_budget_gib is None else ("model.activation_budget_gib=null",)
+        if now != "full" or beside:
+            name = "blocks are computed again in the backward"
+            yield Change(name, RECOMPUTATION, (f"{key}=full", *beside))
+        if now == "none":
+            yield Change("blocks keep matrix products alone", RECOMPUTATION, (f"{key}=selective",))
+        if now != "none":
+            beside += ("model.activation_offload=false",) if model.activation_offload else ()
+            yield Change("nothing is computed again", RECOMPUTATION, (f"{key}=none", *beside), saves=False)
+    yield from _of_states(settings, resolved)
+    if model is not None and not model.activation_offload:
+        words: Words = ("model.activation_offload=true",)
+        if model.activation_checkpointing != "full":
+            words = ("model.activation_checkpointing=full", *words)
+        yield Change("the inputs of blocks wait in host memory", RECOMPUTATION, words)
+    yield from _of_other_curves(settings, resolved)
+
+
+def _batch(micro: int, steps: int) -> Words:
+    return (f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={steps}")
+
+
+def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+    """Yield where weights, gradients and optimizer states could be."""
+    json, split = settings.deepspeed, resolved.split
+    ranks = split.dp_world_size * split.sequence_parallel
+    if json is None:
+        for stage in (3, 2, 1):
+            yield Change(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"), saves=ranks > 1)
+        for stage in (2, 3):
+            yield Change(f"ZeRO {stage} on the host", OFFLOAD, ("--deepspeed", f"zero{stage}_offload"))
+        return
+    now, section = split.zero_stage, "ds.zero_optimization"
+    for stage in (3, 2, 1, 0):
+        if stage != now:
+            words: Words = (f"{section}.stage={stage}",)
+            yield Change(f"ZeRO {now} -> {stage}", ZERO, words, saves=stage > now and ranks > 1)
+    at = {
+        what: get_dotted(json, f"zero_optimization.offload_{what}.device") or "none"
+        for what in ("optimizer", "param")
+    }
+    keys = {what: f"{section}.offload_{what}.device" for what in at}
+    if at["optimizer"] == "none":
+        words = (f"{keys['optimizer']}=cpu",) if now else (f"{section}.stage=2", f"{keys['optimizer']}=cpu")
+        yield Change("the optimizer on the host", OFFLOAD, words)
+    if at["param"] == "none":
+        moved = [f"{key}=cpu" for what, key in keys.items() if at[what] == "none"]
+        yield Change("weights and optimizer on the host", OFFLOAD, (f"{section}.stage=3", *moved))
+    if back := [f"{key}=none" for what, key in keys.items() if at[what] != "none"]:
+        yield Change("nothing on the host", OFFLOAD, tuple(back), saves=False)
+
+
+def _of_other_curves(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+    config = settings.config
+    if resolved.split.precision == "fp32":
+        key = "engine.precision=bf16" if settings.split is None else "ds.bf16.enabled=true"
+        yield Change("the curve of bf16", OTHER_CURVE, (key,))
+    if (tokens := config.data.tokens_per_row) is not None and tokens > 1:
+        name = f"rows are {tokens} tokens now: other rows, another curve"
+        yield Change(name, OTHER_CURVE, (f"data.sequence_length={tokens // 2}",))
+    if config.adapter is None and config.model.pretrained_from is not None:
+        name = "an adapter: another curve, and another learning rate"
+        yield Change(name, OTHER_CURVE, ("adapter.kind=lora",))
+    elif config.adapter is not None and config.adapter.quantize is None:
+        yield Change("the base in 4 bits: another curve", OTHER_CURVE, ("adapter.quantize=nf4",))
+
+
+def priced(
+    settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]
+) -> list[tuple[Change, Forecast]]:
+    """Return the changes that the settings accept, with gain and price.
+
+    Args:
+        forecast: Of changed settings; a PipelineError: they cannot be run.
+    """
+    found = []
+    for change in candidates(settings, now.resolved):
+        with suppress(PipelineError):
+            after = forecast(settings.followed_by(change.overrides))
+            slower = after.time.seconds / now.time.seconds if after.time and now.time else None
+            found.append((replace(change, gain=now.peak - after.peak, slower=slower, fits=after.fits), after))
+    return found
+
+
+def for_memory(found: list[tuple[Change, Forecast]], now: Forecast, missing: int = 0) -> list[Change]:
+    """Return what takes less memory.
+
+    First comes what is enough by itself, the fastest of it at the front; then the others by their gain. Among
+    both those that give another curve come last.
+
+    Args:
+        missing: Bytes that have to go at least, whatever the formulas say.
+    """
+
+    def key(change: Change) -> tuple[bool, bool, float]:
+        is_enough = bool(change.fits) and (not missing or (change.gain or 0) >= missing)
+        price = (change.slower or 1.0) if is_enough else -float(change.gain or 0)
+        return not is_enough, change.kind == OTHER_CURVE, price
+
+    helps = [
+        each for each, _ in found if (each.gain or 0) > LEAST * now.peak or (each.fits and now.fits is False)
+    ]
+    return sorted(helps, key=key)
+
+
+def for_time(found: list[tuple[Change, Forecast]]) -> list[Change]:
+    """Return what fits and is faster, along the same curve; the fastest first."""
+    faster = [
+        change
+        for change, after in found
+        if after.fits and (change.slower or 1.0) < FASTER and change.kind != OTHER_CURVE
+    ]
+    return sorted(faster, key=lambda change: change.slower or 1.0)
+
+
+LADDER: tuple[tuple[str, Words, str], ...] = (
+    ("zero1", (), "none"),
+    ("zero2", (), "none"),
+    ("zero3", (), "none"),
+    ("zero3", (), "selective"),
+    ("zero3", (), "full"),
+    ("zero2_offload", (), "full"),
+    ("zero3_offload", (), "full"),
+    ("zero3_nvme", (), "full"),
+    *(("sequence2", (f"ds.sequence_parallel_size={n}",), "full") for n in (2, 4, 8)),
+    *(("tensor2", (f"ds.tensor_parallel.autotp_size={n}",), "full") for n in (2, 4, 8)),
+)
+"""What `--suggest` tries, the simplest first: a file of ds_configs/, words on it, which blocks recompute."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The first split that fits."""
+
+    words: Words
+    """Behind the command, in place of its `--deepspeed FILE`."""
+    found: Forecast
+
+
+def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
+    """Find the first rung of the ladder that fits, with the largest micro-batch for the global batch.
+
+    Raises:
+        ConfigError: Nothing fits, or it is not known what would.
+    """
+    refused, lacking, is_known = "", "", False
+    for file, cut, recomputation in LADDER:
+        words = ("--deepspeed", file, *cut, *_recomputing(settings, recomputation))
+        best = None
+        for batch in _by_rows(settings, place, int(cut[0].rpartition("=")[2]) if cut else 1):
+            try:
+                found = forecast(settings.followed_by((*words, *batch)), model, place)
+            except ConfigError as error:
+                refused = str(error)
+                break
+            is_known = is_known or found.memory.is_complete
+            if not found.fits:
+                lacking = found.lacking
+                break
+            best = Suggestion((*words, *batch), found)
+        if best is not None:
+            return best
+    if not is_known:
+        why = refused or f"what {model.name} takes on {place} is not known; the plan without it says what is"
+        raise ConfigError(f"--suggest: {why}")
+    raise ConfigError(
+        f"--suggest: no split of {model.name} ({model.numel:,} parameters) fits on {place} (the last one "
+        f"lacks {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a shorter "
+        "data.sequence_length"
+    )
+
+
+def _recomputing(settings: Settings, mode: str) -> Words:
+    model = settings.config.model.language_model
+    if model is None:
+        return ()
+    words: Words = (f"model.activation_checkpointing={mode}",)
+    if model.activation_offload:
+        words += ("model.activation_offload=false",)
+    if model.activation_budget_gib is not None:
+        words += ("model.activation_budget_gib=null",)
+    return words
+
+
+def _by_rows(settings: Settings, place: Place, cut: int) -> Iterator[Words]:
+    """Yield words for the recipe's global batch in micro-batches, ascending.
+
+    Args:
+        cut: Ranks that share a row.
+    """
+    batch = settings.config.batch
+    rows = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+    total = batch.global_batch_size or rows * (batch.gradient_accumulation_steps or 1) * place.ranks
+    if place.ranks % cut or total % (place.ranks // cut):
+        return
+    samples = total // (place.ranks // cut)
+    of_json = [f"ds.{key}=auto" for key, ours in settings.adopted.items() if ours.startswith("batch.")]
+    for size in range(1, min(samples, MOST_SUGGESTED_ROWS) + 1):
+        if samples % size == 0:
+            yield (*_batch(size, samples // size), *of_json)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far a run can go."""
+
+    found: Forecast | None
+    """`None`: not even the smallest fits."""
+    words: Words
+    """Behind the command; they make the run that was planned."""
+    stops: str = "memory"
+    """What ends the search."""
+
+
+STEP = 128
+"""Tokens by which a row grows."""
+MOST_TOKENS, MOST_ROWS, MOST_TIMES, MOST_LAYERS = 2**26, 2**14, 64, 2**10
+MOST_SUGGESTED_ROWS = 64
+NO_MORE = "more is not tried"
+
+
+def longest_sequence(settings: Settings, model: Model, place: Place) -> Limit:
+    """Find the longest rows that fit, with a micro-batch of one.
+
+    Raises:
+        ConfigError: How memory grows with a row is not known of this model.
+    """
+    most, stops = MOST_TOKENS, NO_MORE
+    section = settings.config.model
+    if model.dimensions is None:
+        raise ConfigError(
+            f"--longest: what a row of {model.name} takes is known of the recipe's length alone"
+        )
+    if (given := section.pretrained_from) is not None:
+        stated = standard_words(model.dimensions.family, read_config(given))
+        if (positions := stated.get("max_position_embeddings") or most) < most:
+            most, stops = positions, f"{given} has no more positions"
+    stated_positions = section.language_model.max_sequence_length if section.language_model else None
+
+    def at(number: int) -> Words:
+        tokens = min(number * STEP, most)
+        words = [f"data.sequence_length={tokens}"]
+        if stated_positions is not None:
+            words.append(f"model.max_sequence_length={max(tokens, stated_positions)}")
+        return (*words, *_one_micro_batch(settings, 1))
+
+    return _furthest(settings, model, place, at, -(-most // STEP), stops)
+
+
+def largest_micro_batch(settings: Settings, model: Model, place: Place) -> Limit:
+    """Find the most rows of a micro-batch that fit, one micro-batch a step, whatever the global batch."""
+    return _furthest(settings, model, place, lambda rows: _one_micro_batch(settings, rows), MOST_ROWS)
+
+
+def largest_model(settings: Settings, model: Model, place: Place) -> Limit:
+    """Find the largest new model of the family: as wide as fits in proportion, then as deep.
+
+    A micro-batch is one row.
+    """
+    dimensions = model.dimensions
+    if dimensions is None or settings.config.model.pretrained_from is not None:
+        unknown = f"how {model.name} would grow is not known"
+        return Limit(None, (), "pretrained weights have one size" if dimensions else unknown)
+    batch = _one_micro_batch(settings, 1)
+    split = settings.followed_by(batch).resolve(place.ranks, place.device).split
+    step = split.tensor_parallel * split.sequence_parallel  # ranks that share a row divide its heads
+    language = settings.config.model.language_model
+    grouped = "num_key_value_heads" in families()[dimensions.family]["defaults"] or (
+        language is not None and language.num_key_value_heads is not None
+    )
+
+    def wide(number: int) -> dict[str, int]:
+        sizes = _in_proportion(dimensions, number * step)
+        return sizes if grouped else {k: v for k, v in sizes.items() if k != "num_key_value_heads"}
+
+    def words(sizes: dict[str, int]) -> Words:
+        return (*(f"model.{key}={size}" for key, size in sizes.items()), *batch)
+
+    most = max(1, MOST_TIMES * dimensions.key_value_heads // step)
+    widest = _furthest(settings, model, place, lambda number: words(wide(number)), most)
+    given: dict[str, int] = {}
+    if widest.found is not None and (reached := widest.found.model.dimensions) is not None:
+        given = wide(reached.key_value_heads // step)
+
+    def deep(number: int) -> Words:
+        return words(given | {"num_layers": number})
+
+    deepest = _furthest(settings, model, place, deep, MOST_LAYERS)
+    return max(widest, deepest, key=lambda limit: limit.found.model.numel if limit.found else 0)
+
+
+def _in_proportion(dimensions: Dimensions, key_value_heads: int) -> dict[str, int]:
+    """Return the sizes of a model with so many, all else in proportion."""
+    heads = dimensions.heads // dimensions.key_value_heads * key_value_heads
+    hidden = heads * dimensions.hidden // dimensions.heads
+    ratio = hidden / dimensions.hidden
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": max(64, round(dimensions.intermediate * ratio / 64) * 64),
+        "num_layers": max(1, round(dimensions.layers * ratio)),
+        "num_heads": heads,
+        "num_key_value_heads": key_value_heads,
+    }
+
+
+def _one_micro_batch(settings: Settings, rows: int) -> Words:
+    """Return words for one micro-batch of so many rows, whatever recipe and JSON say of a batch."""
+    words = _batch(rows, 1)
+    if settings.config.batch.global_batch_size is not None:
+        words += ("batch.global_batch_size=null",)
+    of_json = [key for key, ours in settings.adopted.items() if ours.startswith("batch.")]
+    return (*words, *(f"ds.{key}=auto" for key in of_json))
+
+
+def _furthest(
+    settings: Settings,
+    model: Model,
+    place: Place,
+    at: Callable[[int], Words],
+    most: int,
+    stops: str = NO_MORE,
+) -> Limit:
+    """Find the largest number whose words fit, of those below which all fit.
+
+    Args:
+        at: Words for the command line, by a number that grows.
+        model: Used if it has to be built to be known, and these words change nothing of it.
+        stops: Why no more than `most` is tried.
+    """
+    found: dict[int, Forecast] = {}
+    refused: dict[int, str] = {}
+
+    def is_too_large(number: int) -> bool:
+        try:
+            changed = settings.followed_by(at(number))
+            found[number] = forecast(changed, model_of(changed.config) or model, place)
+        except PipelineError as error:
+            refused[number] = str(error)
+            return True
+        if not found[number].memory.is_complete:
+            raise ConfigError(
+                f"--longest, --largest: what activations take is not known of {model.name}, computed so; "
+                "without the option the plan says what is known"
+            )
+        return not found[number].fits
+
+    best = bisect_left(range(1, most + 1), True, key=is_too_large)
+    if best == most:
+        return Limit(found[best], at(best), stops)
+    return Limit(found.get(best), at(best) if best else (), refused.get(best + 1, "memory"))
