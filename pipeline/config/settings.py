@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from pipeline.config.shipped import find_deepspeed_json, find_recipe
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.split_conflicts import Choice, refuse_impossible
 from pipeline.errors import ConfigError
-from pipeline.files import is_path
+from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain
 from pipeline.redaction import redact
 
 
@@ -282,11 +283,15 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     if given is None:
         return config
     folder = Path(given).expanduser()
-    if (folder / "adapter_config.json").is_file():  # transformers would load the adapter and its base
+    description = folder / "adapter_config.json"
+    if description.is_file():  # transformers would load the adapter and its base
+        base = None
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            base = json.loads(read_plain(description, CONFIGURATION_LIMIT)).get("base_model_name_or_path")
         raise ConfigError(
-            f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write its "
-            f"base there and adapter.weights={given} to train it further, or merge it into its base and give "
-            "that"
+            f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "
+            f"model.pretrained={base or 'ITS_BASE'} and adapter.weights={given} to train it further, or "
+            "merge it into its base and give that"
         )
     data = config.data.documents
     if data is None or data.tokenizer.pretrained is not None:

@@ -54,7 +54,8 @@ def are_probabilities(scores: Tensor) -> bool | None:
     if scores.shape[-1] < 2 or not scores.numel():
         return False
     scores = scores.detach()
-    if scores.min() < 0 or bool(((scores.sum(-1) - 1).abs() > 0.01).any()):
+    has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
+    if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
         return False
     return True if scores[..., 0].numel() > 1 else None  # logits of one row do once in 400 times
 

@@ -33,6 +33,7 @@ def run(tmp_path):
     store = CheckpointStore(directory / "checkpoints", Retention(5), ALONE, SPLIT)
     for step in (20, 40, 60):
         state = {"global_step": step, "tokens_seen": step * 1e9, "eval_loss": 100 / step}
+        state["best_by"] = {"metric": "loss", "value": 100 / step, "mode": "min"}
         store.save_final(PlainEngine(0, 1, seed=step), state)
     return directory
 
