@@ -314,19 +314,19 @@ class Wrong(NamedTuple):
 
 def reading_of(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> Reading:
     """Return the samples of a batch with the ranges of its entries."""
-    extents = {
-        name: _extent(value) for name, value in batch.items() if name not in UNREAD and _is_looked_at(value)
-    }
+    extents = {}
+    for name, value in batch.items():
+        if name in UNREAD or not isinstance(value, Tensor) or value.dtype not in WHOLE:
+            continue
+        if value.device.type != "cpu" or not value.numel():
+            continue
+        values = value.numpy()  # torch would wake all its threads for a few kB
+        lowest = counted = int(values.min())
+        if lowest < 0:
+            below = values[values < 0]
+            counted = int(below[below != IGNORE_INDEX].min(initial=0))
+        extents[name] = Extent(lowest, counted, int(values.max()))
     return Reading(indices, sources, extents)
-
-
-def _extent(value: Tensor) -> Extent:
-    values = value.numpy()  # torch would wake all its threads for a few kB
-    lowest = counted = int(values.min())
-    if lowest < 0:
-        below = values[values < 0]
-        counted = int(below[below != IGNORE_INDEX].min(initial=0))
-    return Extent(lowest, counted, int(values.max()))
 
 
 def _is_looked_at(value: Any) -> bool:
