@@ -85,7 +85,7 @@ def batch_of(examples, in_row: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_it_is_trls(name, in_row):
     section = TypeAdapter(ObjectiveConfig).validate_python(SECTIONS[name])
-    objective = OBJECTIVES[section.kind](section, None, False)
+    objective = OBJECTIVES[section.kind](section, None, None)
     phases = (0.2, 0.0) if name == "kto" else (0.0, 0.2)
     model, reference = map(small_model, phases)
     batch = batch_of(answers(section.kind), in_row)
