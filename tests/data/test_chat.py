@@ -478,7 +478,19 @@ TALK = [turn("user", "a"), turn("assistant", "b")]
         ),
         ({"messages": TALK}, "alpaca", "in data.layout alpaca; its fields: 'messages'; expected: alpaca has"),
         ({"messages": []}, "auto", "the conversation is empty"),
+        ({"messages": "a"}, "auto", "field 'messages' is a string; expected a list of turns"),
+        ({"messages": ["a"]}, "auto", "turn 1 of 'messages' is a string"),
+        (
+            {"messages": [*TALK, turn("narrator", "x")]},
+            "auto",
+            "turn 3 of 'messages' has the role 'narrator'; exp",
+        ),
         ({"messages": [turn("user", None)]}, "auto", "turn 1 of 'messages' holds a null in place of text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "auto",
+            "turn 1 of 'messages' holds 'image_url'; only",
+        ),
         ({"instruction": 1, "output": "a"}, "auto", "field 'instruction' holds a number in place of text"),
         (
             {"messages": [turn("user", "\ud800"), TALK[1]]},
@@ -512,6 +524,20 @@ def test_what_has_no_answer_is_dropped_unless_all_is_learned(make_encoder):
     assert make_encoder()([("rows:1", {"messages": TALK[:1]})], tally) == []
     assert tally == {"conversations dropped: no answer": 1}
     assert one(make_encoder(learn_from="all"), TALK[:1]).loss_mask is None
+
+
+def test_a_missing_or_broken_template_is_one_line(make_encoder, tmp_path):
+    for changes, message in (
+        ({"chat_template": None}, "has no chat template; set data.chat_template: chatml, or a file"),
+        (
+            {"chat_template": str(tmp_path / "no")},
+            r"/no cannot be read: No such file .*built-in one \(chatml\)",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            make_encoder(**changes)
+    with pytest.raises(DataError, match="no Jinja: line 2: "):
+        make_encoder("a\n{% if %}")
 
 
 def write_rows(path, rows):

@@ -74,6 +74,29 @@ def test_links_to_folders_are_not_followed(tmp_path):
     assert "gone.txt is a link to something that is not there" in one_line(tmp_path)
 
 
+def test_a_missing_path_names_its_neighbour(tmp_path):
+    write(tmp_path / "corpus/train.txt", "x")
+    message = one_line(tmp_path / "corpus/trian.txt")
+    assert "data.paths: " in message
+    assert "trian.txt does not exist" in message
+    assert message.endswith(f"did you mean {tmp_path}/corpus/train.txt?")
+    assert one_line(tmp_path / "corpsu/train.txt").endswith(f"did you mean {tmp_path}/corpus?")
+    assert "did you mean" not in one_line(tmp_path / "zzz")
+    assert one_line("python_stdlb").endswith("did you mean python_stdlib?")
+    assert "'' does not exist" in one_line("")
+    assert "File name too long" in one_line("x" * 5000)
+
+
+def test_no_usable_file(tmp_path):
+    write(tmp_path / "a.pdf", "x")
+    write(tmp_path / "b", "x")
+    (tmp_path / "empty").mkdir()
+    assert "holds only 2 other files (.pdf, without a suffix); expected" in one_line(tmp_path)
+    assert "the folder" in one_line(tmp_path / "empty")
+    assert "the glob" in one_line(tmp_path / "*.txt")
+    assert "expected one of .txt .md" in one_line(tmp_path / "a.pdf")
+
+
 def test_a_folder_gives_its_json_lists_and_a_named_file_of_json_is_always_read(tmp_path):
     write(tmp_path / "rows.json", b"\xef\xbb\xbf \n[{}]")
     write(tmp_path / "more.json.gz", gzip.compress(b"[]"))

@@ -126,6 +126,30 @@ def test_not_utf8(tmp_path):
     assert f"{packed}: not UTF-8: byte 0xe9 at byte offset 3;" in one_line(source(packed), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "not a line of JSON: Expecting ',' delimiter"),
+        ("[1, 2]", "is a list; expected an object"),
+        ("null", "is a null; expected an object"),
+        ('"text"', "is a string; expected an object"),
+        ('{"body": "a", "id": 1}', "no field 'text'; its fields: 'body', 'id'. Set data.text_field"),
+        ("{}", "its fields: none"),
+        ('{"text": 3}', "field 'text' is a number; expected a string"),
+        ('{"text": null}', "field 'text' is a null"),
+        ('{"text": "\\ud800"}', "no valid text: surrogates not allowed"),
+        ('{"text": ' + "9" * 5000 + "}", "not a line of JSON"),
+        ("[" * 100_000, "not a line of JSON"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_bad_line_of_jsonl(tmp_path, line, message):
+    path = write(tmp_path / "data.jsonl", json.dumps({"text": "good"}) + "\n\n" + line + "\n")
+    found = one_line(source(path), tmp_path)
+    assert found.startswith(f"{path}:3: ")
+    assert message in found
+
+
 def test_bad_records_are_skipped_and_counted_where_that_is_asked_for(tmp_path):
     write(
         tmp_path / "a.jsonl",
@@ -222,6 +246,33 @@ def test_csv_comes_back_as_it_was_written(tmp_path_factory, rows, ending):
     span = Span(str(path), "csv")
     found = [record for _, record in read_csv(span, BadRecords(False, Tally()), None)]
     assert found == [{"a": first, "b": second} for first, second in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"no parquet", "cannot be read as parquet"),
+        ("a.parquet", b"", "cannot be read as parquet"),
+        ("a.parquet", as_parquet()[:-20], "cannot be read as parquet"),
+        (
+            "a.parquet",
+            as_parquet([{"body": "x", "id": 1}]),
+            "row 1: no field 'text'; its fields: 'body', 'id'",
+        ),
+        ("a.parquet", as_parquet([{"text": "x"}, {"text": None}]), "row 2: field 'text' is a null"),
+        ("a.parquet", as_parquet([{"text": b"x"}]), "row 1: field 'text' is a bytes; expected a string"),
+        ("a.arrow", b"no arrow", "cannot be read as Arrow"),
+        ("a.arrow", as_arrow(stream=True)[:-300], "cannot be read as Arrow"),
+        ("a.arrow", as_arrow(stream=False)[:-30], "cannot be read as Arrow"),
+        ("a.arrow", b"", "is empty, so no Arrow file"),
+        ("a.feather", b"FEA1....", "cannot be read as Arrow"),  # version 1 of Feather
+    ],
+)
+def test_a_bad_table(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    found = one_line(source(path), tmp_path)
+    assert found.startswith(str(path))
+    assert message in found
 
 
 def test_a_text_in_a_table_that_is_not_utf8(tmp_path):
