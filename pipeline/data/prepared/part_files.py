@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from pipeline.data.prepared.encoder import Document
 from pipeline.errors import DataError
-from pipeline.files import format_bytes, publish_folder
+from pipeline.files import format_bytes, publish_folder, replace_file
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORMAT_VERSION = 2  # part of every key: raise it when the files would come out differently
 INDEX = "part.json"
+CHECKED = "checked.json"  # times of last change at which the content is known to be right
 SPLITS = ("train", "eval")
 MOST_SEGMENTS = 2  # of a document
 
@@ -96,6 +97,7 @@ def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
             temporary.mkdir(parents=True)
         yield temporary
         with writing_to(cache_dir, what):
+            write_json(temporary / CHECKED, {path.name: _changed(path) for path in temporary.iterdir()})
             if folder.exists():  # damaged
                 shutil.rmtree(folder)
             publish_folder(temporary, folder, temporary.iterdir())
@@ -109,25 +111,38 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
+def _changed(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
 def find_damage(folder: Path, index: str, verify: bool) -> str | None:
     """Return what is wrong with the files that the index of a folder lists; `None`: nothing.
 
+    The content of a file is read if it was changed or copied since it was last known to be right.
+
     Args:
         index: Name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
-        verify: Whether to compare the content as well as the sizes.
+        verify: Whether to read the content of all.
     """
     files = (read_json(folder / index) or {}).get("files")
     if not files:
         return f"{index} cannot be read"
+    known = read_json(folder / CHECKED) or {}
+    times = {}
     for name, expected in files.items():
         try:
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, {expected['bytes']} were written"
-            if verify and checksum_of(folder / name) != expected["xxh3_128"]:
+            times[name] = _changed(folder / name)
+            is_read = verify or known.get(name) != times[name]
+            if is_read and checksum_of(folder / name) != expected["xxh3_128"]:
                 return f"the content of {name} is not what was written, by its checksum"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
+    if not times.items() <= known.items():
+        with suppress(OSError):  # where nothing can be written, the next start reads the content again
+            replace_file(folder / CHECKED, json.dumps(times))
     return None
 
 

@@ -37,6 +37,7 @@ from pipeline.data.prepared.part_files import (
     held_lock,
     is_prepared,
     read_json,
+    writing_to,
 )
 from pipeline.data.prepared.pool import PartTask, PrepareProgress, prepare_here, prepare_in_pool
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
@@ -180,7 +181,7 @@ def prepare_documents(
     Args:
         config: The recipe's data section.
         shard: (index, count): prepare only every count-th part, and return only those.
-        verify: Compare the content of all that is there with its checksums, not only the sizes.
+        verify: Compare the content of all that is there with its checksums, not only of what was touched.
 
     Raises:
         DataError: a source, a document, the tokenizer or the cache cannot be used; a worker was killed.
@@ -217,7 +218,8 @@ def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
         damage = damage_of(task.folder, verify)
         if damage is not None:
             log.warning("%s is damaged (%s): it is prepared again", task.folder, damage)
-            (task.folder / INDEX).unlink(missing_ok=True)
+            with writing_to(task.cache_dir, "a damaged part"):
+                (task.folder / INDEX).unlink(missing_ok=True)
         return damage is not None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

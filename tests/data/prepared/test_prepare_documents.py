@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.data.prepared import TokenStore, prepare_documents
+from pipeline.data.prepared import TokenStore, part_files, prepare_documents
 from pipeline.errors import DataError
 
 
@@ -165,6 +165,7 @@ def alter(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+    os.utime(path, ns=(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -186,13 +187,24 @@ def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, m
     content, made = content_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
     told()
     damage(folder / name)
-    prepare_documents(config, verify=damage is alter)  # a file of the right size is not read without
+    prepare_documents(config)
     text = told()
     assert text.count("is damaged") == 1
     assert name in text
     assert content_of(tmp_path / "cache") == content
     changed = {key for key, inode in made_parts(tmp_path / "cache").items() if made[key] != inode}
     assert changed == {folder.name}
+
+
+def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_config, told, monkeypatch):
+    config = make_config(corpus[:1], tmp_path / "cache")
+    folder = prepare_documents(config).sources[0].train.parts[0].folder
+    for path in folder.iterdir():
+        os.utime(path)
+    prepare_documents(config)
+    monkeypatch.setattr(part_files, "checksum_of", None)  # nothing is read now
+    prepare_documents(config)
+    assert "damaged" not in told()
 
 
 def test_a_damaged_part_whose_source_is_gone_is_an_error(corpus, tmp_path, make_config):
@@ -245,7 +257,7 @@ def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_
     other = prepare_documents(config.model_copy(update={"cache_dir": str(tmp_path / "other")}))
     assert other.fingerprint == first.fingerprint
     (folder,) = (tmp_path / "cache" / "tokenizers").iterdir()
-    truncate(folder / "tokenizer.json")
+    alter(folder / "tokenizer.json")
     told()
     assert prepare_documents(config).fingerprint == first.fingerprint
     assert told().count("the tokenizer in") == 1
