@@ -139,13 +139,25 @@ def prepare_error(*given, **changes):
     return message
 
 
-def test_a_tokenizer_without_an_end_of_document(corpus, tmp_path):
+def test_bad_tokenizers(corpus, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def error(name):
+        return prepare_error([corpus], tmp_path / "cache", tokenizer=TokenizerConfig(pretrained=str(name)))
+
+    assert "missing.json does not exist" in error(tmp_path / "missing.json")
+    (tmp_path / "empty").mkdir()
+    assert "has no tokenizer; name the one" in error(tmp_path / "empty")
+    (tmp_path / "bad.json").write_text("{}")
+    assert "bad.json: " in error(tmp_path / "bad.json")
+    assert "'someone/no-such-model': there is no such folder" in error("someone/no-such-model")
+
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "endless.json"))
-    given = TokenizerConfig(pretrained=str(tmp_path / "endless.json"))
-    message = prepare_error([corpus], tmp_path / "cache", tokenizer=given)
-    assert "endless.json has no end-of-document token; set eos_token" in message
+    assert "endless.json has no end-of-document token; set eos_token" in error(tmp_path / "endless.json")
 
 
 def test_too_little_text(tmp_path):

@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_SIZE = 1 << 20
+LARGEST_RATIO = 200  # text rarely shrinks to a tenth
+HARMLESS_SIZE = 1 << 30  # bytes that a file may decompress to whatever its ratio
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,35 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
             import pyarrow as pa
 
             stream: Any = pa.CompressedInputStream(pa.PythonFile(file), compression)
-            yield cast(BinaryIO, io.BufferedReader(stream, BUFFER_SIZE))
+            yield io.BufferedReader(_Bounded(path, stream), BUFFER_SIZE)
     except OSError as error:
         if compression and error.errno is None:  # pyarrow's own
             raise DataError(
                 f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
             ) from None
         raise unreadable(path, error) from None
+
+
+class _Bounded(io.RawIOBase):
+    """Decompressed content, unless a small file holds endless amounts: one line of it may fill the memory."""
+
+    def __init__(self, path: str, stream: Any) -> None:
+        self._path = path
+        self._stream = stream
+        self._left = max(HARMLESS_SIZE, LARGEST_RATIO * os.path.getsize(path))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size: int = self._stream.readinto(buffer)
+        self._left -= size
+        if self._left < 0:
+            raise DataError(
+                f"{self._path}: decompresses to more than {LARGEST_RATIO} times its size, unlike text; "
+                "decompress it yourself if it is to be trusted"
+            )
+        return size
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> DataError:

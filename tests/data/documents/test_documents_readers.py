@@ -14,6 +14,7 @@ from documents_support import COMPRESS, one_line, parts_of, read, source, texts,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.documents import streams
 from pipeline.data.documents.readers import read_csv
 from pipeline.data.documents.records import BadRecords, Tally
 from pipeline.data.documents.streams import Span
@@ -107,6 +108,15 @@ def test_damaged_compression(tmp_path, suffix, harm):
     assert str(path) in message
     if harm in ("cut", "other", "behind"):
         assert "compression is damaged or cut short" in message
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_small_file_that_decompresses_without_an_end(tmp_path, monkeypatch, suffix):
+    path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](b'{"text": "' + bytes(20_000_000)))
+    monkeypatch.setattr(streams, "HARMLESS_SIZE", 1 << 20)
+    assert f"{path}: decompresses to more than 200 times its size" in one_line(source(path), tmp_path)
+    few = write(tmp_path / f"b.txt{suffix}", COMPRESS[suffix](b"a" * 1_000_000))
+    assert len(texts(source(few), tmp_path)[0]) == 1_000_000
 
 
 def test_what_has_no_text_is_left_out_or_known(tmp_path):
