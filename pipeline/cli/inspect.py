@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if config.data.custom is None:
         inspect_view.show_classes(screen, bundle.train, list(bundle.eval.values()))
+    if config.data.images is not None:
+        inspect_view.show_shared_images(screen, bundle.train, bundle.eval)
     _show_first_batch(screen, config, bundle)
 
 

@@ -299,6 +299,15 @@ def show_classes(screen: Screen, train: Any, held_out: Sequence[Any]) -> None:
         screen.line(f"{line}  (+ {others[number]:,} held out)" if others[number] else line)
 
 
+def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) -> None:
+    """Show how many held-out image files are also trained on, by their size and end."""
+    trained = np.sort(train.images.hashes()[train.rows])
+    for name, dataset in held_out.items():
+        hashes = np.sort(dataset.images.hashes()[dataset.rows])
+        shared = count_shared(hashes, trained)
+        screen.line(f"{name}: {shared:,} of {len(hashes):,} held-out images are also trained on")
+
+
 def class_names(dataset: Any) -> tuple[str, ...]:
     """Return the names of the classes, or their numbers if they have none."""
     names = getattr(dataset, "class_names", None)

@@ -204,6 +204,18 @@ def test_images(tmp_path, folder, capsys):
     assert "inputs (3, 3, 12, 12) float32" in " ".join(shown.split())
 
 
+def test_held_out_images_that_are_trained_on_are_counted(tmp_path, folder, capsys):
+    for name in ("cat", "bee"):
+        (tmp_path / "held" / name).mkdir(parents=True)
+        copied = (folder / name / "1.png").read_bytes()
+        (tmp_path / "held" / name / "a.png").write_bytes(copied)
+    Image.new("RGB", (9, 9)).save(tmp_path / "held" / "cat" / "new.png")
+    held = str(tmp_path / "held")
+    data = {"kind": "images", "path": str(folder), "image_size": 12, "eval_path": held}
+    assert inspect(tmp_path, data) == 0
+    assert "images: 2 of 3 held-out images are also trained on" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_digits(tmp_path, capsys):
     assert inspect(tmp_path, {"kind": "digits"}) == 0

@@ -307,8 +307,10 @@ def test_the_usual_ones(augmentations):
         ({"RandomHorizontalFlip": {"prob": 0.5}}, "RandomHorizontalFlip: no argument 'prob'"),
         ({"RandomHorizontalFlip": {"p": "often"}}, "RandomHorizontalFlip.p: 'often'; expected a number"),
         ({"ColorJitter": {"brightness": -3.0}}, "ColorJitter.brightness: -3.0; expected a number from 0 on"),
-        ({"RandomErasing": {"scale": [0.5, 0.1]}}, "scale: [0.5, 0.1]; expected two numbers from 0 on"),
-        ({"RandomErasing": {"scale": 0.5}}, "scale: 0.5; expected two numbers from 0 on"),
+        ({"RandomErasing": {"scale": [0.5, 0.1]}}, "scale: [0.5, 0.1]; expected two numbers from 0 to 1"),
+        ({"RandomErasing": {"scale": 0.5}}, "scale: 0.5; expected two numbers from 0 to 1"),
+        ({"RandomErasing": {"p": 5}}, "p: 5; expected a number from 0 to 1"),
+        ({"RandomResizedCrop": {"ratio": [0, 1]}}, "ratio: [0, 1]; expected two numbers from 0.01 to 100"),
     ],
 )
 def test_augmentations_that_cannot_be(folder, augmentations, message):

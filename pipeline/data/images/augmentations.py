@@ -21,6 +21,8 @@ from pipeline.errors import DataError
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 Draw = Callable[[float, float], float]
 """Draws a number between two."""
+LIMITS = {"p": (0.0, 1.0), "scale": (0.0, 1.0), "ratio": (0.01, 100.0)}
+"""Least and most of an argument; any other one is from 0 on."""
 
 
 def flip_horizontally(image: Tensor, draw: Draw, *, p: float = 0.5) -> Tensor:
@@ -163,8 +165,10 @@ def _checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
             raise DataError(f"data.augmentations.{name}: no argument {key!r}{did_you_mean(key, defaults)}")
         is_pair = isinstance(defaults[key], tuple)
         numbers = value if is_pair and isinstance(value, list) and len(value) == 2 else [value]
-        are_numbers = all(isinstance(each, int | float) and each >= 0 for each in numbers)
+        least, most = LIMITS.get(key, (0.0, math.inf))
+        are_numbers = all(isinstance(each, int | float) and least <= each <= most for each in numbers)
         if not are_numbers or len(numbers) != 1 + is_pair or numbers != sorted(numbers):
-            expected = "two numbers from 0 on, the smaller one first" if is_pair else "a number from 0 on"
+            bounds = f"from {least:g} {'on' if most == math.inf else f'to {most:g}'}"
+            expected = f"two numbers {bounds}, the smaller one first" if is_pair else f"a number {bounds}"
             raise DataError(f"data.augmentations.{name}.{key}: {value!r}; expected {expected}")
     return given
