@@ -16,7 +16,6 @@ from torch import Tensor
 from pipeline.data.batches import IGNORE_INDEX, first_wrong, shown
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
-from pipeline.objectives.input_checks import are_probabilities, check_labels, find_labels
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.linear_cross_entropy import OutputHeads, loss_in
 from pipeline.objectives.model_call import Caller, ModelCall, logits_of, unwrapped
@@ -216,6 +215,44 @@ class CausalLM(OverVocabulary):
         assert tokens_E is not None
         total_E = batch.all_reduce_sum(tokens_E)
         self._of_global_batch = lambda _: total_E
+
+
+def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
+    """Return the first of these entries that the batch has.
+
+    Raises:
+        DataError: It has none of them, or they are no class numbers.
+    """
+    name = next((name for name in names if name in batch), None)
+    if name is None:
+        raise DataError(f"objective {objective} reads {names[0]!r}, and the batch has {shown(batch)}")
+    labels = batch[name]
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        raise DataError(
+            f"objective {objective} reads class numbers (integers from 0) from {name!r}, and the batch has "
+            f"{shown({name: labels})}; make them such in the data set, or use an objective of your own"
+        )
+    return name
+
+
+def check_labels(batch: Batch, name: str, classes: int) -> None:
+    """Raise a DataError if a label is neither -100 nor in [0, classes)."""
+    if (wrong := first_wrong(batch, name, classes)) is not None:
+        raise DataError(
+            f"{name!r} has {wrong.value}, and the model has {classes} outputs: expected 0 to {classes - 1} "
+            f"({IGNORE_INDEX}: not counted){wrong.sample}"
+        )
+
+
+def are_probabilities(scores: Tensor) -> bool | None:
+    """Return whether scores (..., C) look like probabilities; `None` of too few. Waits for the device."""
+    if scores.shape[-1] < 2 or not scores.numel():
+        return False
+    scores = scores.detach()
+    has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
+    if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
+        return False
+    return True if scores[..., 0].numel() > 1 else None  # logits of one row do once in 400 times
 
 
 class Classification(Caller):

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map
 from pipeline.config.import_paths import may_not_exit
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
-from pipeline.objectives.input_checks import FirstCalls
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
-from pipeline.objectives.model_call import Caller, ModelCall, loss_of, shape_of, unwrapped
+from pipeline.objectives.model_call import Caller, FirstCalls, ModelCall, loss_of, shape_of, unwrapped
 
 METRIC = re.compile(r"[A-Za-z][\w.@-]*")
 BUILT_IN = {
