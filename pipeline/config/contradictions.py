@@ -123,12 +123,12 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.num_heads", "model.num_key_value_heads"),
             f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
         )
-    if width and heads and "head_dim" not in model.extra:
+    if width and heads and "head_dim" not in model.extra and model.pretrained is None:
         if width % heads:
             yield (
                 ("model.hidden_size", "model.num_heads"),
                 f"model.hidden_size {width} is not a multiple of num_heads {heads}; change either, or state "
-                "the width of a head: model.extra: {head_dim: ...}",
+                "the width of a head, if the architecture has one of its own: model.extra: {head_dim: ...}",
             )
         elif (
             model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra) and width // heads % 2

@@ -125,7 +125,8 @@ class CausalLMConfig(ModelSection):
     many blocks recompute as that asks for, by what the first one is seen to keep."""
     activation_offload: bool = False
     """With `activation_checkpointing`: the input of each block that recomputes waits for backward in host
-    memory. For long sequences: what a GPU keeps of one no longer grows with the blocks."""
+    memory. For long sequences: what a GPU keeps of one no longer grows with the blocks. The copies run on
+    the compute stream, so a step takes longer."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Multiply the blocks' linear layers in fp8, by this recipe of torchao (the `fp8` extra): one scale a
     tensor, the fastest; one a row; one a row, and the gradients of weights as they are. On a CPU emulated.

@@ -49,11 +49,23 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
             f"model.kind: {config.kind} returned a {type(model).__name__}; return the module inside: the "
             "DeepSpeed JSON says how the work is divided"
         )
+    _refuse_expert_layers(model, config.kind)
     if is_sharded:  # shards are in the run's precision already
         _hold_statistics_in_fp32(model)
     else:
         _hold_in_fp32(model, config.kind)
     return model
+
+
+def _refuse_expert_layers(model: nn.Module, kind: str) -> None:
+    """Refuse layers of deepspeed.moe: they want groups and optimizers that DeepSpeed makes."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "group_name") or getattr(parameter, "allreduce", True) is False:
+            raise ModelError(
+                f"model.kind: {kind} has a layer of deepspeed.moe ({name}), whose experts are neither "
+                "divided nor saved here; write the experts as modules or as one stacked parameter, or use "
+                "kind: causal_lm with architecture: mixtral"
+            )
 
 
 def _refuse_unfilled(model: nn.Module, kind: str) -> None:

@@ -18,7 +18,14 @@ from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.linear_cross_entropy import OutputHeads, loss_in
-from pipeline.objectives.model_call import Caller, ModelCall, logits_of, unwrapped
+from pipeline.objectives.model_call import (
+    PROBABILITIES,
+    Caller,
+    ModelCall,
+    are_probabilities,
+    logits_of,
+    unwrapped,
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,10 @@ class CausalLM(OverVocabulary):
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
-        return (self._labels(batch) != IGNORE_INDEX).sum()
+        count = (self._labels(batch) != IGNORE_INDEX).sum()
+        if self._is_first_count:
+            self._warn_of_none(count, "labels")
+        return count
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
@@ -244,17 +254,6 @@ def check_labels(batch: Batch, name: str, classes: int) -> None:
         )
 
 
-def are_probabilities(scores: Tensor) -> bool | None:
-    """Return whether scores (..., C) look like probabilities; `None` of too few. Waits for the device."""
-    if scores.shape[-1] < 2 or not scores.numel():
-        return False
-    scores = scores.detach()
-    has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
-    if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
-        return False
-    return True if scores[..., 0].numel() > 1 else None  # logits of one row do once in 400 times
-
-
 class Classification(Caller):
     """Cross entropy over classes, with optional class weights, over the labels that are not -100.
 
@@ -287,6 +286,8 @@ class Classification(Caller):
         labels = batch[name].long()
         weights_C = self._weights(labels.device)
         valid = labels != IGNORE_INDEX
+        if self._is_first_count:
+            self._warn_of_none(valid.sum(), name)
         if weights_C is None:
             return valid.sum()
         if (wrong := first_wrong(batch, name, weights_C.numel())) is not None:
@@ -329,9 +330,5 @@ class Classification(Caller):
             return
         found = are_probabilities(scores)
         if found:
-            raise ModelError(
-                "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes "
-                "logits, of which it computes the softmax itself: leave the model's softmax out, or return "
-                "the logarithm of its outputs"
-            )
+            raise ModelError(PROBABILITIES)
         self._checks_scores = found is None

@@ -9,6 +9,8 @@ indexes there is checked in each later batch, on the host: on a GPU such an erro
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +30,8 @@ from pipeline.models.document_attention import BOUNDS
 from pipeline.models.embeddings import KEYS
 from pipeline.models.transformers_facts import is_model
 from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, part_of_vocabulary
+
+log = logging.getLogger(__name__)
 
 
 def logits_of(output: Any) -> Tensor:
@@ -281,6 +285,7 @@ class Caller:
     means: Mapping[str, tuple[str, str]] = {}
     targets: Sequence[str] = TARGET_KEYS
     weighted: Mapping[str, float] = {}
+    _is_first_count = True
 
     def __init__(self, call: ModelCall | None = None) -> None:
         self._call = call or ModelCall()
@@ -291,6 +296,17 @@ class Caller:
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """See Objective.prepare_step: nothing."""
+
+    def _warn_of_none(self, count: Tensor, name: str) -> None:
+        """Warn if the first count is 0: of labels that are all left out nothing is learned."""
+        self._is_first_count = False
+        if not count:
+            log.warning(
+                "no label of the first micro-batch counts: all of %r are %d; if that holds for all of the "
+                "data, nothing is learned",
+                name,
+                IGNORE_INDEX,
+            )
 
 
 def unwrapped(model: Callable[..., Any]) -> Any:
@@ -319,6 +335,23 @@ class IndexRange:
     def expected(self) -> str:
         """The owner, and the numbers that it takes."""
         return f"{self.owner}: expected 0 to {self.size - 1}"
+
+
+def are_probabilities(scores: Tensor) -> bool | None:
+    """Return whether scores (..., C) look like probabilities; `None` of too few. Waits for the device."""
+    if scores.shape[-1] < 2 or not scores.numel():
+        return False
+    scores = scores.detach()
+    has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
+    if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
+        return False
+    return True if scores[..., 0].numel() > 1 else None  # logits of one row do once in 400 times
+
+
+PROBABILITIES = (
+    "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes logits, of which "
+    "it computes the softmax itself: leave the model's softmax out, or return the logarithm of its outputs"
+)
 
 
 class IndexChecks:
@@ -474,11 +507,11 @@ class LossChecks(TorchFunctionMode):
         super().__init__()
         self._batch = batch
         self._indices = indices
-        self._means: list[Tensor] = []
+        self._means: list[tuple[Tensor, float]] = []
 
-    def is_mean(self, loss: Tensor) -> bool:
-        """Return whether this very tensor is the result of a mean, of a loss or a plain one."""
-        return any(loss is mean for mean in self._means)
+    def mean_over(self, loss: Tensor) -> float | None:
+        """Return what was divided by if this very tensor is a mean, of a loss or a plain one."""
+        return next((divisor for mean, divisor in self._means if loss is mean), None)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -486,9 +519,11 @@ class LossChecks(TorchFunctionMode):
         named = kwargs or {}
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
             self._check_targets(args[0], args[1], named.get("ignore_index", IGNORE_INDEX))
+        if function is F.cross_entropy and args and are_probabilities(_classes_last(args[0])):
+            raise ModelError(PROBABILITIES)
         result = function(*args, **named)
         if function in (torch.mean, Tensor.mean) or named.get("reduction") == "mean":
-            self._means.append(result)
+            self._means.append((result, _divisor(function, args, named)))
         return result
 
     def _check_targets(self, scores: Tensor, targets: Any, ignored: int) -> None:
@@ -498,3 +533,19 @@ class LossChecks(TorchFunctionMode):
             classes = scores.shape[1 if scores.dim() > 1 else 0]
             owner = f"the scores of a cross entropy are for {classes} classes"
             self._indices.note(self._batch, targets, IndexRange(classes, owner, ignored))
+
+
+def _classes_last(scores: Tensor) -> Tensor:
+    return scores.movedim(1, -1) if scores.dim() > 1 else scores
+
+
+def _divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
+    """Return the number of elements that a mean is over: of a cross entropy its targets, NaN with weights."""
+    if function not in (F.cross_entropy, F.nll_loss):
+        return float(args[0].numel() if args else 1)
+    scores, targets = args[:2]
+    if named.get("weight") is not None:
+        return math.nan
+    if targets.is_floating_point():
+        return float(_classes_last(scores)[..., 0].numel())
+    return float((targets != named.get("ignore_index", IGNORE_INDEX)).sum())

@@ -103,15 +103,10 @@ class Custom(Caller):
                 f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
-        samples = num_samples(batch)
-        is_mean = checks is not None and checks.is_mean(loss) and not hasattr(self.function, "count")
-        if is_mean and self._reduction is None and samples > 1:
-            raise ConfigError(
-                f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
-                f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
-                "the number of targets, or objective.reduction: sum if the value is the sum"
-            )
         count = self.count(batch).to(loss.device)
+        divisor = None if checks is None else checks.mean_over(loss)
+        if divisor is not None and not hasattr(self.function, "count"):
+            self._check_mean(divisor, num_samples(batch), float(count))
         extras = self._sums(metrics, loss.device)
         if self._reduction == "mean":  # which is NaN where there is no target
             loss = torch.where(count > 0, loss * count, 0.0)
@@ -141,6 +136,22 @@ class Custom(Caller):
             for key, value in zip(self.means[name], pair, strict=True):
                 extras[key] = _on_device(value, device)
         return extras
+
+    def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
+        """Refuse a mean that the recipe does not state, or that is over something else than the targets."""
+        if self._reduction is None and samples > 1:
+            raise ConfigError(
+                f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
+                f'{samples} samples (reduction="sum"). Write objective.reduction: mean, which weights it by '
+                "the number of targets, or objective.reduction: sum if the value is the sum"
+            )
+        if self._reduction == "mean" and targets and divisor % targets:
+            raise ConfigError(
+                "objective.reduction: mean: the function's mean is not over the micro-batch's "
+                f"{targets:g} targets (class weights, a mask, another ignore_index, or a mean by sample); "
+                "give the function an attribute `count`, a function of the batch that returns what its mean "
+                "is over, or return the sum"
+            )
 
 
 def _means(names: Any, function: str) -> dict[str, tuple[str, str]]:
