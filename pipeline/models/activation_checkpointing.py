@@ -126,10 +126,8 @@ EXPENSIVE = {
 }
 
 
-OLDEST = (
-    5,
-    23,
-)  # the transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`
+# The transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
+OLDEST = (5, 23)
 
 
 def checkpoint_activations(

@@ -108,6 +108,18 @@ def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypa
     assert found[1] <= 4 * 32 * (1024 + 1)
 
 
+def test_keys_and_values_of_two_widths_make_no_square_either():
+    """As multi-head latent attention has them, for which torch's kernel on a CPU makes all scores."""
+    query, key, _ = heads(1, 1024, 2, torch.float32)
+    value = torch.randn(1, 2, 1024, 6, requires_grad=True)
+    with Largest() as largest:
+        output, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
+        output.sum().backward()
+    assert largest.elements <= 4 * document_attention.QUERIES * 1024
+    expected = oracle(*(each.double() for each in (query, key, value)), torch.arange(1024)[None])
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("architecture", MODELS)
@@ -138,6 +150,22 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         found.append(gradients(model, logits))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
+def test_generation_and_padding_are_transformers_own(architecture):
+    """With windows shorter than the prompt."""
+    ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
+    ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **how), theirs.generate(ids, **how))
+    with torch.no_grad():
+        assert torch.equal(
+            ours(input_ids=ids, attention_mask=mask).logits[1, 4:],
+            theirs(input_ids=ids, attention_mask=mask).logits[1, 4:],
+        )
 
 
 class Calls(TorchDispatchMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_document_attention import heads
 from torch import Tensor, nn
 
@@ -77,3 +78,14 @@ def test_no_fp32_copy_is_kept_for_backward(attend):
         attend(query, key, value)
     rows = 4 * query[..., 0].numel()  # the logarithm of the sum of exponentials, of first keys
     assert sum(kept.values()) <= 4 * query.numel() * query.element_size() + rows
+
+
+def test_dropout_and_other_widths_go_through_torchs_function():
+    query, key, value = heads(1, 20, 4, torch.bfloat16)
+    wider = torch.cat([value, value], -1)
+    expected = F.scaled_dot_product_attention(query, key, wider, is_causal=True)
+    torch.testing.assert_close(whole_rows(query, key, wider), expected)
+    attention = DocumentAttention()
+    dropped, _ = attention(nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=no_bounds(query.device))
+    assert dropped.shape == (1, 20, 4, 8)
+    assert not torch.equal(dropped.transpose(1, 2), whole_rows(query, key, value))

@@ -178,3 +178,16 @@ def test_training_on_padded_rows_computes_again_what_it_computed(caplog):
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
     assert caplog.text.count("batches have an attention_mask") == 1
+
+
+def test_the_trial_has_a_window_that_shows(monkeypatch, caplog):
+    """The model's own is longer than the trial's documents."""
+    attend = DocumentAttention.__call__
+
+    def without(*given, sliding_window, **rest):
+        return attend(*given, **rest)
+
+    monkeypatch.setattr(DocumentAttention, "__call__", without)
+    with caplog.at_level(logging.INFO):
+        choose_attention(make("mistral", None, sliding_window=4096, num_key_value_heads=4), True, CPU)
+    assert "asks more of its attention than products within documents" in caplog.text

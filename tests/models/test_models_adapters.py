@@ -160,6 +160,22 @@ def test_what_cannot_be_is_told_in_a_line(adapter, match):
         make_engine(ALONE, asked(**adapter), PLAIN, token_bundle())
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"]])
+def test_all_linear_is_taken_as_peft_means_it(targets):
+    """Every linear layer but the output layer, which is the default."""
+
+    def trained(**adapter):
+        engine = make_engine(ALONE, asked(**adapter), PLAIN, token_bundle())
+        return {name for name, p in engine.module.named_parameters() if p.requires_grad}
+
+    assert trained(targets=targets) == trained()
+
+
+def test_the_advice_for_an_embedding_trains_it():
+    engine = make_engine(ALONE, asked(modules_to_save=["embed_tokens"]), PLAIN, token_bundle())
+    assert any("embed_tokens" in name and p.requires_grad for name, p in engine.module.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("family", "width", "rate"), [("llama", 4096, 2.858e-4), ("qwen3", 4096, 4.730e-4), ("llama", 2000, 5e-4)]
 )

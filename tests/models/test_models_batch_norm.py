@@ -107,6 +107,11 @@ def test_two_ranks_with_half_the_micro_batch_are_one_rank(ranks, oracle, split):
             torch.testing.assert_close(other_statistics[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_the_statistics_are_the_same_bits_on_all_ranks(ranks):
+    _, first, _ = (results := ranks(2).run(curve_and_statistics, None))[0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in first.items())
+
+
 # --- one layer ----------------------------------------------------------------------------------------
 
 
@@ -148,6 +153,13 @@ def test_uneven_batches_give_what_one_layer_gives(ranks, kind, momentum):
     for a, b, whole in zip(first[5:], second[5:], expected[5:], strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_goes_in_and_comes_out(ranks):
+    expected = uneven(ALONE, nn.BatchNorm2d, 0.1, torch.bfloat16)[0]
+    parts = [result[0] for result in ranks(2).run(uneven, nn.BatchNorm2d, 0.1, torch.bfloat16)]
+    assert parts[0].dtype == torch.bfloat16
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=2e-2, atol=2e-2)
 
 
 # --- the conversion -----------------------------------------------------------------------------------

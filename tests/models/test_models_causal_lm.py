@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
+from pipeline.models.document_attention import NAME
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
@@ -83,6 +84,18 @@ def test_a_new_model_has_the_recipes_sizes(architecture):
     assert logits(model).shape == (4, 16, VOCABULARY)
 
 
+def test_what_follows_from_a_stated_size_follows_from_it():
+    config = build(tiny(num_heads=8)).config
+    assert (config.head_dim, config.num_key_value_heads) == (4, 8)
+    assert build(tiny(num_key_value_heads=2)).config.num_key_value_heads == 2
+
+
+def test_further_fields_go_in_by_their_own_names():
+    model = build(tiny(extra={"tie_word_embeddings": True, "rms_norm_eps": 1e-4}))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.rms_norm_eps == 1e-4
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_loss_at_step_0_is_that_of_guessing(architecture):
     ids = tokens(1, (8, 16))
@@ -103,6 +116,25 @@ def test_initial_weights_depend_on_the_seed_alone(architecture):
     same = [torch.equal(a, b) for a, b in zip(first.parameters(), longer.parameters(), strict=True)]
     drawn = [p.std() > 0 and p.dim() > 1 for p in first.parameters()]
     assert not any(s and d for s, d in zip(same, drawn, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_initial_weights_are_drawn_as_transformers_draws_them(architecture):
+    mine = build(tiny(architecture, hidden_size=128))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(mine.config, dtype=torch.float32)
+    for (name, a), (_, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+        assert a.mean().item() == pytest.approx(b.mean().item(), abs=2e-3), name
+        assert a.std().item() == pytest.approx(b.std().item(), rel=0.1), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_weights_compute_what_transformers_computes(architecture):
+    mine = build(tiny(architecture))
+    theirs = AutoModelForCausalLM.from_config(mine.config, dtype=torch.float32)
+    theirs.load_state_dict(mine.state_dict())
+    gelu = 2e-7 if architecture == "gpt2" else 0  # which is torch's own here, and rounds otherwise
+    torch.testing.assert_close(logits(mine), logits(theirs), rtol=0, atol=gelu)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -137,6 +169,15 @@ def test_a_saved_model_comes_back_the_same(tmp_path, architecture):
     assert all(p.dtype == torch.float32 and p.requires_grad for p in again.parameters())
 
 
+def test_half_precision_weights_are_loaded_into_fp32(tmp_path):
+    model = build(tiny(), seed=4).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    again = build(CausalLMConfig(pretrained=str(tmp_path)))
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.float())
+
+
 def test_stating_what_the_weights_are_is_fine_and_anything_else_is_not(saved):
     _, folder = saved
     build(CausalLMConfig(pretrained=str(folder), num_layers=2, hidden_size=32, extra={"hidden_act": "silu"}))
@@ -162,6 +203,17 @@ def test_missing_and_unexpected_weights_are_named(saved):
     assert "\n" not in message
     assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
     assert "unexpected: model.layers.1.mlp.upward.weight" in message
+
+
+def test_weights_of_another_shape_are_named(saved):
+    _, folder = saved
+
+    def cut(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
+
+    change_weights(folder, cut)
+    with pytest.raises(ModelError, match=r"do not fit the model; .*model\.norm\.weight"):
+        build(CausalLMConfig(pretrained=str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +275,13 @@ def test_a_folder_that_is_not_there_is_told_as_such(name):
         build(CausalLMConfig(pretrained=name))
 
 
+def test_a_folder_may_begin_with_a_tilde(saved, monkeypatch):
+    model, folder = saved
+    monkeypatch.setenv("HOME", str(folder.parent))
+    again = build(CausalLMConfig(pretrained="~/model"))
+    assert_same_weights(again, model)
+
+
 def test_an_encoder_has_no_language_model_to_train(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ModelError, match="vit is no language model: its config has no vocab_size"):
@@ -277,6 +336,26 @@ def test_the_sizes_of_one_architecture_do_for_another(architecture):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("is_pretrained", [False, True])
+def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretrained, tmp_path):
+    """Its sdpa of older releases leaves the cap out."""
+    config = tiny("gemma2", extra={"head_dim": 8, "attn_logit_softcapping": 0.01})
+    model = build(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(100)
+    if is_pretrained:
+        model.save_pretrained(tmp_path)
+        model = build(CausalLMConfig(pretrained=str(tmp_path)))
+    ours = logits(model)
+    assert model.config._attn_implementation == NAME
+    mask = torch.ones(4, 16, dtype=torch.long)  # goes through transformers'
+    torch.testing.assert_close(model(input_ids=tokens(), attention_mask=mask).logits, ours)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert (logits(model) - ours).abs().max() > 0.1 * ours.abs().max()
+
+
 def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
     request = ModelRequest(Whole())
     with pytest.raises(ModelError, match=r"model\.vocab_size: the data has no tokenizer; write the number"):
@@ -315,3 +394,9 @@ def test_an_encoder_trained_as_a_language_model_is_an_error_whose_advice_works(t
             before = decoder.eval()(input_ids=ids).logits[:, :-1]
             ids[0, -1] = 7
             assert torch.equal(decoder(input_ids=ids).logits[:, :-1], before)
+
+
+def test_a_transformers_that_is_too_old_to_recompute_is_told(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
+    with pytest.raises(ModelError, match=r"5\.23 or newer, and 5\.22\.1 is installed: pip install 'tr"):
+        build(tiny(activation_checkpointing="full"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from pipeline.models.activation_checkpointing import checkpoint_activations, share_recomputed
+from pipeline.models.huggingface import reward_model_class
 from pipeline.models.sizes import block_flops_per_token, flops_per_token
 
 T = 96
@@ -138,3 +140,16 @@ def test_of_frozen_matrices_no_gradient_is_worked_out():
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(256, (1, T)), use_cache=False).logits.sum().backward()
     assert flops_per_token(model, T, frozen=True) == pytest.approx(counted(counter) / T, rel=1e-6)
+
+
+def test_a_reward_model_has_a_head_for_one_number():
+    config = LlamaConfig(**SHAPE)
+    whole = flops_per_token(AutoModelForCausalLM.from_config(config), T)
+    model = reward_model_class(config).from_config(config)
+    config.architectures = [type(model).__name__]
+    assert whole - flops_per_token(model, T) == 6 * (config.vocab_size - 1) * config.hidden_size
+
+
+def test_what_has_no_such_shape_has_no_figure():
+    assert flops_per_token(nn.Linear(2, 2), T) is None
+    assert flops_per_token(AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)), None) is None

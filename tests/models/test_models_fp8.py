@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
+from pipeline.models.blocks import compile_blocks
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.sizes import flops_per_token, fp8_share
 from pipeline.models.transforms import Placement, transform
@@ -114,6 +115,37 @@ def test_nothing_but_weights_themselves_is_kept_of_weights():
     kept = [each for each in kept if id(of_weights.get(each.untyped_storage().data_ptr())) in linear]
     assert len(kept) == 14
     assert all(id(each) in linear for each in kept)
+
+
+def test_what_is_not_finite_stays_so():
+    model = language_model()
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    layer(torch.randn(4, 32)).backward(torch.full((4, 64), float("inf")))
+    assert layer.weight.grad.isnan().all()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_give_the_same(mode):
+    torch.testing.assert_close(
+        gradients(language_model(activation_checkpointing=mode)), gradients(language_model())
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_blocks_give_the_same(name):
+    expected = gradients(language_model(name))
+    model = language_model(name)
+    compile_blocks(model, "aot_eager")
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_layers_get_no_gradient():
+    model = language_model(freeze=["*.mlp.*"])
+    gradients_by_name = dict(zip(dict(model.named_parameters()), gradients(model)[1:], strict=True))
+    assert {name for name, gradient in gradients_by_name.items() if gradient is None} == {
+        name for name in gradients_by_name if ".mlp." in name
+    }
 
 
 def test_the_peak_is_that_of_the_products_in_fp8_and_of_the_others_together():

@@ -108,3 +108,13 @@ def test_running_statistics_are_those_of_fp32(dtype):
     exact = x.double().transpose(0, 1).flatten(1)
     torch.testing.assert_close(layer.running_mean.double(), exact.mean(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.running_var.double(), exact.var(1), rtol=1e-4, atol=0)
+
+
+def test_a_packed_sequence_and_a_state_of_its_own_go_into_a_recurrent_layer():
+    layer = halved(nn.LSTM(8, 4, batch_first=True), torch.bfloat16)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 5, 8), torch.tensor([5, 3]), batch_first=True)
+    state = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, (hidden, _) = layer(packed, state)
+    assert out.data.dtype == hidden.dtype == torch.bfloat16
+    assert out.data.shape == (8, 4)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.record import rows_of
-from support.tiny import recipe, resolve, token_bundle
+from support.tiny import make_engine, recipe, resolve, token_bundle
+from support.token_store import Part, Store
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
+from pipeline.data.packing import pack
 from pipeline.data.random_numbers import token_keys
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -21,11 +23,14 @@ from pipeline.models import build_model
 from pipeline.models.embeddings import noise_for
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
+from pipeline.objectives import CausalLM
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
+from pipeline.training.safeguard import with_keys
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS = 5
+END = 0
 ALPHA = 30.0  # large enough to be seen in a loss of small weights
 
 
@@ -128,6 +133,25 @@ def test_a_document_has_the_same_noise_wherever_it_lies_and_another_each_step():
         drawn = noise_for(token_keys({"input_ids": one[None]}, *key), 8, ALPHA)[0]
         assert not (drawn == alone).any()
     assert not (alone[0] == alone[1]).any()
+
+
+def test_packing_does_not_change_a_steps_loss():
+    documents = [list(range(1 + 20 * i, 1 + 20 * i + size)) for i, size in enumerate((5, 9, 3, 12, 7))]
+    tokens = [token for document in documents for token in (*document, END)]
+    ends = np.cumsum([len(document) + 1 for document in documents])
+    store = Store([Part(np.array(tokens, dtype=np.uint16), ends, None)])
+    losses = {}
+    for packing in ("none", "best_fit"):
+        rows = pack(store, packing, 24, True, END)
+        losses[packing], rows_taken = [], len(rows)
+        for alpha in (ALPHA, None):
+            engine = make_engine(ALONE, tree_of(alpha), None, token_bundle())
+            batch = rows.__getitems__(range(rows_taken))
+            batches = with_keys([batch], 0, 0) if alpha else [batch]
+            losses[packing].append(float(engine.train_step(batches, CausalLM(), 1e-3, 0).loss_sum))
+    assert rows_taken < len(documents)
+    assert losses["best_fit"] == pytest.approx(losses["none"], rel=1e-6)
+    assert abs(losses["none"][0] / losses["none"][1] - 1) > 1e-3, "the test cannot fail"
 
 
 def test_what_has_no_tokens_is_refused():

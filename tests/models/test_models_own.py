@@ -49,6 +49,16 @@ def large_and_lazy():
     return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyLinear(3))
 
 
+def broken():
+    return nn.Linear("wide", 1)
+
+
+def with_experts():
+    from deepspeed.moe.layer import MoE
+
+    return nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2))
+
+
 def called_once():
     model = nn.LazyLinear(2)
     model(torch.zeros(1, 3))
@@ -91,6 +101,25 @@ def test_classes_come_from_the_recipe_or_the_data():
         outputs(None, None)
 
 
+def test_dropout_acts_in_training_alone():
+    model = build_model(CNNConfig(kind="cnn", dropout=0.5), REQUEST, seed=0)
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(model.eval()(images), model(images))
+    assert not torch.equal(model.train()(images), model(images))
+
+
+def test_a_function_is_called_with_its_arguments():
+    model = own("line", width=3, bias=False)
+    assert isinstance(model, nn.Linear)
+    assert (model.in_features, model.bias) == (3, None)
+
+
+def test_its_weights_depend_on_the_seed_alone():
+    first = own("line", width=3)
+    torch.rand(10)
+    assert torch.equal(first.weight, own("line", width=3).weight)
+
+
 # --- a model of one's own -----------------------------------------------------------------------------
 
 
@@ -104,6 +133,7 @@ def test_classes_come_from_the_recipe_or_the_data():
         ("test_models_own:line", {}, "model.args do not fit test_models_own:line: missing a required"),
         ("test_models_own:line", {"widht": 3, "width": 3}, "got an unexpected keyword argument 'widht'"),
         ("test_models_own:none_at_all", {}, "returned a dict, not an nn.Module"),
+        ("test_models_own:with_experts", {}, "(1.deepspeed_moe.experts.deepspeed_experts.0.weight), whose"),
     ],
 )  # fmt: skip
 def test_what_leads_to_no_model_is_one_line(kind, args, message):
@@ -129,6 +159,11 @@ def test_parameters_without_values_are_named():
     with pytest.raises(ModelError, match=r"values: 0\.weight, 0\.bias, 1\.weight, \.\.\. are lazy; give the"):
         own("large_and_lazy")
     assert own("called_once").weight.shape == (2, 3)
+
+
+def test_an_error_inside_the_users_function_keeps_its_type():
+    with pytest.raises(TypeError):
+        own("broken")
 
 
 def test_a_class_written_in_c_may_be_named():

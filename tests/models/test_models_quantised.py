@@ -56,6 +56,12 @@ def test_two_ranks_have_the_curve_of_one(ranks, alone, split, allowed):
     assert max(loss, evaluation) < allowed
 
 
+def test_dora_has_one_curve_too(ranks):
+    one = train(ALONE, asked(kind="dora"), PLAIN, STEPS)
+    two = ranks(2).run(train, asked(kind="dora"), zero(2), STEPS)[0]
+    assert max(differences(two, one)) < 1e-6
+
+
 def test_a_weight_takes_half_a_byte_and_its_scales():
     tree = asked()
     tree["model"] = WIDE | {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -86,6 +87,16 @@ def test_a_sliding_window_shorter_than_the_sequence_slides():
     assert not torch.allclose(logits, model(input_ids=ids).logits), "the window made no difference"
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_every_weight_has_its_own_name_once(kind):
+    model = small(kind)
+    layered = cut_into_layers(model)
+    tied = {"lm_head.weight"} if kind == "gpt2" else set()
+    assert len(layered.names()) == len(set(layered.names()))
+    assert set(layered.names()) == set(model.state_dict()) - tied
+    assert layered.num_parameters == model.num_parameters()
+
+
 def test_cutting_leaves_the_model_and_the_random_numbers_as_they_were():
     model = small("llama").train()
     before = torch.get_rng_state()
@@ -108,3 +119,8 @@ def test_what_cannot_be_cut_is_named_with_what_works(kind, why):
         cut_into_layers(small(kind))
     assert f"a {kind} cannot be cut into pipeline stages: {why}" in str(error.value)
     assert "use zero_optimization.stage 3 instead" in str(error.value)
+
+
+def test_a_model_of_ones_own_is_refused():
+    with pytest.raises(ModelError, match="it is no model of transformers"):
+        cut_into_layers(nn.Linear(2, 2))

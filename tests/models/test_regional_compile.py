@@ -225,3 +225,19 @@ def test_the_first_call_is_looked_at_without_compiling_anything_twice():
         DataError, match=r"'input_ids' has 50, and model\.embed_tokens, Embedding.* has 50 rows"
     ):
         ModelCall()(model, wrong)
+
+
+def test_a_loss_in_the_first_call_of_a_compiled_model_is_looked_at():
+    class OwnLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(Halves(), Halves())
+
+        def forward(self, x, labels):
+            return nn.functional.cross_entropy(self.blocks(x), labels)
+
+    model = OwnLoss()
+    compiled(model)
+    call = ModelCall(with_targets=True)
+    with pytest.raises(DataError, match="'labels' has 7, and the scores of a cross entropy"):
+        call(model, {"x": torch.ones(2, 4), "labels": torch.full((2,), 7)})

@@ -15,6 +15,7 @@ from support.heard import heard
 from support.saved import store_in
 from support.tiny import make_engine, recipe, token_bundle
 from support.weights import assert_same, cnn, copied, llama, load, refused, small
+from torch import nn
 
 PLAIN = {"torch": {"parallel": "single"}}
 
@@ -56,6 +57,14 @@ def test_every_kind_of_file_gives_the_same_weights(tmp_path, kind):
     assert_same(load(llama(), SOURCES[kind](expected, tmp_path)), expected)
 
 
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_a_folder_that_transformers_wrote(tmp_path, shard_size):
+    saved = llama(seed=3)
+    saved.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
+    assert_same(load(llama(), tmp_path), copied(saved))
+
+
 def test_a_snapshot_in_the_hubs_cache_is_made_of_links(tmp_path):
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
@@ -63,6 +72,17 @@ def test_a_snapshot_in_the_hubs_cache_is_made_of_links(tmp_path):
     save_file(copied(cnn(seed=3)), blobs / "abc")
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
     assert_same(load(cnn(), snapshot), copied(cnn(seed=3)))
+
+
+@pytest.mark.parametrize("build", [cnn, small, llama])
+def test_any_model_is_filled_to_the_last_buffer(tmp_path, build):
+    expected = {name: value + 1 for name, value in copied(build(seed=3)).items()}
+    torch.save(expected, tmp_path / "w.pt")
+    model = build()
+    places = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert_same(load(model, tmp_path / "w.pt"), expected)
+    assert places == {name: value.data_ptr() for name, value in model.state_dict().items()}
+    assert all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -165,6 +185,13 @@ def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_whole_pickled_module_is_told_what_to_save(tmp_path):
+    torch.save(nn.Linear(3, 4), tmp_path / "w.pt")
+    told = refused(small(), tmp_path / "w.pt")
+    assert "holds torch.nn.modules.linear.Linear, which would have to be run as code" in told
+    assert "save model.state_dict() instead" in told
+
+
 @pytest.mark.parametrize(
     "name", ["../w.safetensors", "ABSOLUTE", "link.safetensors", "below/../../w.safetensors"]
 )
@@ -184,6 +211,11 @@ def test_nothing_outside_the_folder_is_read(tmp_path, name, suffix):
     assert f"points outside of itself: {stem!r}" in refused(small(), folder)
 
 
+def whole_safetensors(folder):
+    save_file(copied(small()), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -200,6 +232,7 @@ def test_nothing_outside_the_folder_is_read(tmp_path, name, suffix):
         (lambda to: (to / "w.bin").write_bytes(b"no weights") and to / "w.bin", "cannot be read as weights"),
         (lambda to: torch.save([torch.ones(1)], to / "w.pt") or to / "w.pt", "holds no tensors by name"),
         (lambda to: torch.save({}, to / "w.pt") or to / "w.pt", "holds no tensors by name"),
+        (lambda to: os.truncate(whole_safetensors(to), 300) or to, "model.safetensors cannot be read as saf"),
         (lambda to: torch.save(copied(small()), to / "w.pt") or os.truncate(to / "w.pt", 900) or to / "w.pt",
          "cannot be read as weights: "),
         (lambda to: torch.save({"module": {}}, to / "mp_rank_00_model_states.pt") or to, "zero_to_fp32.py"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parity.measure import ALONE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.heard import heard
 from support.tiny import recipe, resolve, token_bundle
 from support.weights import SIZES, assert_same, cnn, copied, llama, load, refused, small
@@ -92,6 +92,10 @@ def test_the_models_own_names_decide(keys, expected):
     assert matched(keys, NAMES) == expected
 
 
+def test_a_model_that_is_all_in_a_module_keeps_it():
+    assert matched(["module.weight"], ["module.weight", "more.weight"]) == {"module.weight": "module.weight"}
+
+
 # --- what does not fit --------------------------------------------------------------------------------
 
 
@@ -123,6 +127,12 @@ def test_not_strict_loads_what_fits_and_says_the_rest_once(tmp_path):
     assert len(told) == 1
     for word in ("norm.running_mean", "more.4 and 2 more", "first.weight ([4, 5] in the file"):
         assert word in told[0]
+
+
+def test_nothing_that_fits_is_an_error_strict_or_not(tmp_path):
+    save_file(copied(cnn()), tmp_path / "w.safetensors")
+    for strict in (True, False):
+        assert "nothing in" in refused(small(), tmp_path / "w.safetensors", strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -269,3 +279,9 @@ def test_a_run_starts_from_them_and_one_that_goes_on_does_not_read_them(tmp_path
     build_engine(config, resolved, ALONE, token_bundle(), resumes=True)
     with pytest.raises(ModelError, match="does not exist"):
         build_engine(config, resolved, ALONE, token_bundle())
+
+
+def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(copied(cnn(seed=3)), tmp_path / "w.safetensors")
+    assert_same(load(cnn(), "~/w.safetensors"), load_file(tmp_path / "w.safetensors"))

@@ -69,6 +69,27 @@ def test_it_equals_torchs_own_over_several_blocks(dtype, rows):
     compare(*make(rows, 1000, dtype, seed=rows, ignored=0.2), scale=0.37)
 
 
+def test_it_equals_torchs_own_with_a_row_larger_than_a_block():
+    compare(*make(3, 300_000, torch.float32, seed=0), scale=1e-3)
+
+
+def test_all_rows_ignored_give_zero_and_a_zero_gradient():
+    logits, _ = make(9, 11, torch.float32, seed=0)
+    logits.requires_grad_()
+    total = cross_entropy_sum(logits, torch.full((9,), IGNORE_INDEX))
+    total.backward()
+    assert total.item() == 0.0
+    assert not logits.grad.any()
+
+
+def test_it_leaves_logits_and_labels_alone():
+    logits, labels = make(12, 33, torch.float32, seed=3, ignored=0.5)
+    before = logits.clone(), labels.clone()
+    compare(logits, labels)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(labels, before[1])
+
+
 @pytest.mark.parametrize("logit", [float("nan"), float("inf")])
 def test_a_logit_that_is_no_number_reaches_the_loss(logit):
     logits, labels = make(4, 6, torch.float32, seed=0)

@@ -85,6 +85,11 @@ def test_any_number_of_tokens_has_one_graph_and_the_blocks_numbers(dtype):
     assert len(graphs) == 2, "the loss, and its gradient"
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_token_or_none(tokens):
+    compare(*make(tokens, torch.float32), FusedKernels(Graphs()))
+
+
 def of_linear(dtype, kernels, tokens=130, bias=False, of_tokens=False):
     """Return the loss of a linear layer's outputs, in chunks of 50 tokens, and its gradients."""
     generator = torch.Generator().manual_seed(tokens)

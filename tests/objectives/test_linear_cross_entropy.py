@@ -96,6 +96,18 @@ def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
     compare(*make(20, words, dtype, ignored=0.2))
 
 
+def test_products_in_bf16_give_gradients_of_fp32_parameters_as_under_autocast():
+    compare(*make(30, 50, torch.float32), dtype=torch.bfloat16)
+
+
+def test_what_needs_no_gradient_gets_none():
+    hidden, weight, _, labels = make(6, 20, torch.float32)
+    weight.requires_grad_()
+    linear_cross_entropy_sum(hidden, weight, None, labels, torch.float32).backward()
+    assert hidden.grad is None
+    assert weight.grad is not None
+
+
 def test_small_probabilities_and_sums_over_many_tokens_are_within_fp16():
     hidden, weight, _, labels = make(300, 50, torch.float16, spread=0.0)
     hidden[:, 0], weight[5, 0], labels[:] = 1.0, 14.0, 5  # the others' are 8e-7
@@ -227,6 +239,12 @@ class Wrapped(nn.Module):
 def test_other_models_keep_their_logits(llama):
     others = (Wrapped(llama), lambda **_: None, torch.compile(llama), nn.DataParallel(llama))
     assert [OutputHeads().of(other) for other in others] == [None] * 4
+
+
+def test_a_model_is_compiled_whole_with_its_logits():
+    model = small("llama")
+    model.compile()
+    assert OutputHeads().of(model) is None
 
 
 def test_the_model_is_left_as_it_was(llama):

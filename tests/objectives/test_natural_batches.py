@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import namedtuple
 
 import numpy as np
@@ -142,6 +143,14 @@ def test_samples_that_make_no_batch(samples, message):
 def test_what_a_collate_may_not_return(batch, message):
     with pytest.raises(DataError, match=message):
         as_batch(batch, 3)
+
+
+def test_samples_are_counted_whatever_stands_first():
+    time_first = as_batch((torch.zeros(7, 3, 4), torch.zeros(3)), 3)
+    assert num_samples(time_first) == 3
+    assert num_samples(as_batch((torch.zeros(2, 4), torch.zeros(2)), 3)) == 2  # a collate left one out
+    assert num_samples(moved(time_first, lambda _, tensor: tensor * 1)) == 3
+    assert pickle.loads(pickle.dumps(time_first)).num_samples == 3
 
 
 def test_an_entry_that_is_not_there_is_told_with_those_that_are():
@@ -322,6 +331,43 @@ def test_labels_are_looked_at_on_the_host_whatever_is_on_the_device():
         Classification()(LINEAR, on_device)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.tensor([0, 1, 3]), "'labels' has 3, and the model has 3 outputs: expected 0 to 2"),
+        (torch.tensor([0, -1, -100]), "'labels' has -1, and the model has 3 outputs"),
+        (torch.tensor([0.0, 1.0, 2.0]), r"class numbers .integers from 0. .* labels \(3,\) float32"),
+        (["cat", "dog", "cat"], r"class numbers .* labels .list of str"),
+        (torch.zeros(3, 1, dtype=torch.long), r"returned \(3, 3\), and 'labels' has \(3, 1\)"),
+        (torch.zeros(2, dtype=torch.long), r"returned \(3, 3\), and 'labels' has \(2,\)"),
+    ],
+)
+def test_labels_that_do_not_fit(labels, message):
+    with pytest.raises((DataError, ModelError), match=message):
+        Classification()(LINEAR, {"inputs": X, "labels": labels})
+
+
+def test_labels_that_are_not_there():
+    for objective in (Classification(), CausalLM()):
+        with pytest.raises(DataError, match=r"reads 'labels', and the batch has inputs \(3, 2\) float32"):
+            objective.count({"inputs": X})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.int16])
+def test_labels_of_any_integer_type_and_name(dtype):
+    expected = Classification()(LINEAR, {"inputs": X, "labels": Y})
+    for name in ("labels", "label", "target", "targets"):
+        loss = Classification()(LINEAR, {"inputs": X, name: Y.to(dtype)})
+        assert torch.equal(loss.loss_sum, expected.loss_sum)
+
+
+def test_a_class_for_each_token():
+    tokens = nn.Linear(2, 3)
+    batch = {"inputs": X[None], "labels": torch.tensor([[0, -100, 2]])}
+    loss = Classification()(tokens, batch)
+    assert (loss.count, loss.extras["samples"]) == (2, 2)
+
+
 def test_a_language_models_labels():
     model = Recorder(lambda input_ids: torch.zeros(*input_ids.shape, 5))
     ids = torch.ones(2, 4, dtype=torch.long)
@@ -392,6 +438,35 @@ def test_what_an_entry_indexes_in_the_first_call_later_batches_are_held_to():
         given(Y + 2)
     with pytest.raises(DataError, match=r"'kinds' has -1, .* expected 0 to 8 \(sample 1 of other\)$"):
         given(Y, Y - 1)
+
+
+def test_labels_of_ones_own_loss_are_held_to_its_classes_in_every_batch():
+    def loss(outputs, batch):
+        labels = batch["targets"].reshape(-1)
+        return nn.functional.cross_entropy(outputs, labels, reduction="sum", ignore_index=7)
+
+    objective = Custom(loss)
+    for targets in (Y, torch.tensor([0, 7, 2])):
+        objective(LINEAR, batch_read(inputs=X, targets=targets))
+    with pytest.raises(DataError, match=r"'targets' has -100, and .* 3 classes: .* \(sample 0 of one\)$"):
+        objective(LINEAR, batch_read(inputs=X, targets=torch.tensor([0, -100, 7])))
+
+
+def test_a_loss_of_ones_own_sees_outputs_in_fp32():
+    seen = []
+    model = Recorder(lambda x: {"logits": x.bfloat16(), "pair": (x.half(), 3)})
+    Custom(lambda outputs, batch: seen.append(outputs) or X.sum())(model, {"inputs": X})
+    assert (seen[0]["logits"].dtype, seen[0]["pair"][0].dtype) == (torch.float32, torch.float32)
+
+
+def test_the_users_own_error_keeps_its_type():
+    def broken(x):
+        raise TypeError("missing a required argument: 'x'")
+
+    with pytest.raises(TypeError):
+        ModelCall()(Recorder(broken), {"inputs": X})
+    with pytest.raises(ZeroDivisionError):
+        Custom(lambda outputs, batch: 1 / 0)(LINEAR, {"inputs": X})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -71,6 +72,24 @@ def test_causal_lm_on_shifted_labels_is_transformers_loss(model, tokens):
     assert loss.count == CausalLM().count(batch) == (labels != -100).sum()
 
 
+def test_causal_lm_gives_transformers_gradient(model, tokens):
+    input_ids, labels = tokens
+    weight = model.lm_head.weight
+    loss = CausalLM()(model, {"input_ids": input_ids, "labels": labels})
+    (mine,) = torch.autograd.grad(loss.loss_sum / loss.count, weight)
+    (theirs,) = torch.autograd.grad(model(input_ids=input_ids, labels=labels).loss, weight)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_without_a_valid_label_counts_nothing_and_is_told_once(model, tokens, caplog):
+    batch = {"input_ids": tokens[0], "labels": torch.full_like(tokens[0], -100)}
+    loss = CausalLM()(model, batch)
+    assert (loss.loss_sum.item(), loss.count.item()) == (0.0, 0)
+    for objective in (CausalLM(), Classification(), Classification([1.0, 2.0])):
+        assert [int(objective.count(batch)) for _ in range(2)] == [0, 0]
+    assert caplog.text.count("no label of the first micro-batch counts: all of 'labels' are -100") == 3
+
+
 # --- Classification -----------------------------------------------------------------------------------
 
 
@@ -117,10 +136,27 @@ def test_classification_counts_the_correct_ones(classes):
     assert set(loss.extras) == set(further_sums(Classification.means))
 
 
+def test_class_weights_are_exact_in_half_precision(classes):
+    model, batch = classes
+    weights = [1.0, 1.001, 0.999, 1.0, 1.0]
+    loss = Classification(weights)(Logits(model.logits.detach().bfloat16()), batch)
+    assert loss.loss_sum.dtype == loss.count.dtype == torch.float32
+    assert loss.count == torch.tensor(weights)[batch["labels"]].sum()
+
+
 def test_too_many_class_weights_are_told(classes):
     model, batch = classes
     with pytest.raises(ConfigError, match=r"^objective\.class_weights: 6 weights for 5 classes$"):
         Classification([1.0] * 6)(model, batch)
+
+
+def test_too_few_class_weights_are_told_by_the_count_as_well(classes):
+    model, batch = classes
+    objective = Classification([1.0] * 4)
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 4 weights for 5 classes$"):
+        objective(model, batch)
+    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 4 weights, and a label is 4$"):
+        objective.count(batch)
 
 
 # --- Custom -------------------------------------------------------------------------------------------
@@ -218,6 +254,14 @@ def test_names_that_no_metric_can_have_are_one_line(names, words):
         Custom(named)
 
 
+def test_one_name_of_a_metric_may_be_a_text():
+    def named(outputs, batch):
+        return outputs.sum()
+
+    named.metrics = "accuracy"
+    assert list(Custom(named).means) == ["accuracy"]
+
+
 def cross_entropy_sum(outputs, batch):
     return F.cross_entropy(outputs.flatten(0, -2), batch["targets"].flatten(), reduction="sum")
 
@@ -252,6 +296,58 @@ def test_a_mean_is_weighted_by_its_targets(size):
     expected = of_global_batch(Custom(cross_entropy_sum), batch, 6)
     found = of_global_batch(Custom(cross_entropy_mean, reduction="mean"), batch, size)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_mean_over_something_else_than_the_targets_says_what_to_write():
+    def masked(outputs, batch):
+        return (outputs - batch["targets"])[batch["mask"]].square().mean()
+
+    def weighted(outputs, batch):
+        return F.cross_entropy(outputs, batch["targets"].long().flatten(), torch.arange(3.0))
+
+    batch = {"inputs": torch.ones(4, 3), "targets": torch.ones(4, 1), "mask": torch.arange(4) > 0}
+    for function in (masked, weighted):
+        with pytest.raises(ConfigError, match=r"not over the micro-batch's 4 targets .* attribute `count`"):
+            Custom(function, reduction="mean")(nn.Linear(3, 3 if function is weighted else 1), batch)
+    masked.count = lambda batch: batch["mask"].sum()
+    assert Custom(masked, reduction="mean")(nn.Linear(3, 1), batch).count == 3
+
+
+def test_probabilities_in_a_cross_entropy_of_ones_own_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
+    batch = {"inputs": torch.randn(4, 3), "targets": torch.tensor([0, 1, 2, 0])}
+    for objective in (Custom(cross_entropy_sum), Classification()):
+        with pytest.raises(ModelError, match=r"outputs are probabilities .* leave the model's softmax out"):
+            objective(model, batch)
+
+
+class Recomputed(nn.Module):
+    """Its loss is inside what is computed again in the backward, where nothing is looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, inputs, targets):
+        def loss(inputs):
+            return F.cross_entropy(self.linear(inputs), targets)
+
+        return checkpoint(loss, inputs, use_reentrant=False)
+
+
+def test_a_look_at_a_loss_leaves_nothing_to_recompute():
+    model = Recomputed()
+    result = ModelLoss()(model, {"inputs": torch.randn(4, 3), "targets": torch.tensor([0, 1, 2, 3])})
+    result.loss_sum.backward()
+    assert model.linear.weight.grad.abs().sum() > 0
+
+
+def test_a_cross_entropy_of_no_sample_is_one():
+    def of_none(outputs, batch):
+        return outputs.sum() + F.cross_entropy(outputs[:0], batch["targets"][:0], reduction="sum")
+
+    result = Custom(of_none)(nn.Linear(3, 4), {"inputs": torch.randn(2, 3), "targets": torch.tensor([0, 1])})
+    assert result.loss_sum.isfinite()
 
 
 # --- what goes into a model and comes out of it ---------------------------------------------------------

@@ -117,3 +117,10 @@ def test_log1mexp_is_exact_where_a_plain_one_is_not():
     assert log1mexp(x).tolist() == pytest.approx(expected, rel=1e-12)
     log1mexp(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+def test_smoothing_of_a_loss_that_knows_none_is_refused():
+    tree = tree_of("dpo hinge")
+    tree["objective"] = tree["objective"] | {"label_smoothing": 0.1}
+    with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1, and the loss hinge knows none"):
+        resolve(tree, None, 1)

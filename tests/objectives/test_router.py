@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
+from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pipeline.data.random_numbers import seed_step
@@ -150,3 +150,9 @@ def test_what_cannot_balance_experts_says_so(ranks, how, split):
         )
         assert how in line
         assert "\n" not in line
+
+
+def test_padding_is_not_counted():
+    """The rows' labels end early: what is behind counts in neither sum."""
+    assert (MaskedTokens().valid < 24).any()
+    hold(train_rows(ALONE, tree_of(mixture(), 8), None))
