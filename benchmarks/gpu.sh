@@ -2,7 +2,7 @@
 # What needs a CUDA machine. One part a call, each under ten minutes: bash benchmarks/gpu.sh first
 #   first   550 s: versions and ceilings, loss curves, the tests marked gpu, and tokens/s of GPT-2 124M and of a
 #           1.2B Llama beside compiled PyTorch, the Trainer and fp8. Call `second` within 30 s of its end.
-#   second  200 s: kernels and host waits of a step, and each way to compute attention, loss and AdamW
+#   second  110 s: kernels and host waits of a step of each engine
 #   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers; 8b needs 130 GB
 #   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's
 #   ckpt    what a save costs the training that goes on
@@ -13,9 +13,9 @@
 # A machine without network needs the wheels in .whl/, which git ignores; made on one that has it by
 #   pip wheel --no-deps --no-build-isolation "deepspeed>=0.19.8,<0.20" hjson -w .whl
 #   there="--only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d .whl"
-#   pip download $there pydantic xxhash && pip download $there --no-deps liger-kernel
+#   pip download $there pydantic xxhash && pip download $there --no-deps liger-kernel "transformers>=5.23"
 #   pip download $there --platform manylinux_2_28_x86_64 --no-deps "torchao>=0.18,<0.19"
-# which are 10 MB beside the torch, transformers, accelerate, peft, rich, psutil and numpy of that machine.
+# which are 20 MB beside the torch, accelerate, peft, rich, psutil and numpy of that machine.
 set -u
 cd "$(dirname "$0")/.."
 parts="first|second|gpt2|1b|8b|8b-lora|ckpt|overhead"
@@ -52,7 +52,7 @@ little=() census=(--model gpt2-124m)
 
 case $1 in
 first)
-  seconds=25 run benchmarks/gpu_ops.py --facts ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
+  seconds=25 run benchmarks/gpu_facts.py ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
   # Nothing of these is timed: curves and tests share the machine.
   (seconds=${CURVE_SECONDS:-210} run benchmarks/gpu_curve.py ${little[@]+"${little[@]}"} --output "$results/curve.jsonl" &&
     exit $failed) &
@@ -69,7 +69,6 @@ first)
 second)
   # shellcheck disable=SC2086
   seconds=110 run benchmarks/gpu_census.py "${census[@]}" --engines ${SPLITS:-plain 2 3} --output "$results/census.jsonl"
-  seconds=80 run benchmarks/gpu_ops.py ${little[@]+"${little[@]}"} --output "$results/ops.jsonl"
   ;;
 gpt2)
   # shellcheck disable=SC2086

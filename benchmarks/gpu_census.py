@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_ops import is_kernel
+from gpu_facts import is_kernel
 from processes import FinishedError, Gate, Participant, ParticipantError, Task, wait_for_device
 from report import append_line
 from throughput import Group, group_tasks

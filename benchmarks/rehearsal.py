@@ -19,7 +19,7 @@ REQUIREMENTS = REPOSITORY / "benchmarks" / "rehearsal.txt"
 TAGS = ["manylinux_2_17_x86_64", "manylinux_2_24_x86_64", "manylinux_2_28_x86_64"]
 TARGET = ["--only-binary=:all:", "--python-version", "3.12", *(f"--platform={tag}" for tag in TAGS)]
 BROUGHT = ["pydantic", "xxhash"]
-BROUGHT_ALONE = ["liger-kernel", "torchao>=0.18,<0.19"]
+BROUGHT_ALONE = ["transformers>=5.23", "liger-kernel", "torchao>=0.18,<0.19"]
 BUILT = ["deepspeed>=0.19.8,<0.20", "hjson"]
 PARTS = ["train", "tests", "first", "second"]
 
