@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeline.config.split import Device
@@ -52,7 +53,6 @@ H100 PCIe 80GB      | 79.1   | 756 756 378 51           | 2039 | 64  | 0   | 200
 H100 NVL 94GB       | 93.1   | 835.5 835.5 417.5 60     | 3938 | 64  | 0   | 200 | 128
 H200 SXM 141GB      | 139.8  | 989.5 989.5 494.7 67     | 4800 | 64  | 450 | 400 | 256
 H200 NVL 141GB      | 139.8  | 835.5 835.5 417.5 60     | 4800 | 64  | 0   | 200 | 256
-GH200 480GB         | 94.5   | 989.5 989.5 494.7 67     | 4000 | 450 | 450 | 400 | 440
 B200 180GB          | 178.35 | 2250 2250 1125 75        | 8000 | 64  | 900 | 400 | 256
 A100 SXM 80GB       | 79.15  | 312 312 156 19.5         | 2039 | 32  | 300 | 200 | 128
 A100 PCIe 80GB      | 79.15  | 312 312 156 19.5         | 1935 | 32  | 0   | 100 | 128
@@ -72,6 +72,15 @@ V100 SXM 32GB       | 31.73  | 0 125 0 15.7             | 900  | 16  | 150 | 100
 V100 SXM 16GB       | 15.77  | 0 125 0 15.7             | 900  | 16  | 150 | 100 | 60
 T4 16GB             | 14.74  | 0 65 0 8.1               | 320  | 16  | 0   | 0   | 48
 MI300X 192GB        | 191.98 | 1307.4 1307.4 0 163.4    | 5300 | 64  | 448 | 400 | 256
+GH200 96GB          | 94.5   | 989.5 989.5 494.7 67     | 4000 | 450 | 450 | 400 | 440
+GB200 192GB         | 184.0  | 2500 2500 1250 80        | 8000 | 225 | 900 | 400 | 220
+B300 SXM 288GB      | 268.2  | 2250 2250 1125 75        | 8000 | 64  | 900 | 800 | 256
+GB300 288GB         | 268.2  | 2500 2500 1250 80        | 8000 | 225 | 900 | 800 | 220
+H800 SXM 80GB       | 79.1   | 989.5 989.5 494.7 67     | 3350 | 64  | 200 | 400 | 256
+H800 PCIe 80GB      | 79.1   | 756 756 378 51           | 2039 | 64  | 0   | 200 | 128
+H20 96GB            | 95.1   | 148 148 74 44            | 4000 | 64  | 450 | 400 | 256
+L40 48GB            | 44.4   | 181 181 90.5 90.5        | 864  | 32  | 0   | 0   | 64
+A40 48GB            | 44.4   | 149.7 149.7 74.8 37.4    | 696  | 32  | 0   | 0   | 64
 """
 
 
@@ -99,7 +108,7 @@ def _read_sheets() -> dict[str, Gpu]:
 
 GPUS = _read_sheets()
 _NOISE = {"nvidia", "amd", "instinct", "tesla", "geforce", "generation", "hbm2", "hbm2e", "hbm3", "hbm3e"}
-_NOISE |= {"blackwell", "server", "workstation", "edition"}
+_NOISE |= {"blackwell", "server", "workstation", "edition", "ac", "oam"}
 _NOT_ALONE = {"sxm", "pcie", "nvl", "rtx", "ada", "pro"}
 FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|50|6000 Ada|PRO)|MI3)")
 
@@ -130,6 +139,14 @@ def sold_gigabytes(gpu: Gpu) -> int:
     return int(gpu.name.rpartition(" ")[2].removesuffix("GB"))
 
 
+def _find_device(name: str) -> Gpu | None:
+    """Find a card by torch's name; some are sold with another memory than the list has (GH200 480GB)."""
+    for asked in (name, re.sub(r"\d+ ?GB\b", "", name)):
+        with suppress(ConfigError):
+            return find_gpu(asked)
+    return None
+
+
 def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: float = 0.0) -> float | None:
     """Return the dense peak in FLOP/s of a device by torch's name; `None` if it is not known.
 
@@ -137,9 +154,8 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: 
         fp8_share: Share of the FLOPs that is multiplied in fp8, at twice the rate of 16 bits on every card
             that has it. The peak is of all FLOPs together.
     """
-    try:
-        gpu = find_gpu(device_name)
-    except ConfigError:
+    gpu = _find_device(device_name)
+    if gpu is None:
         return None
     peak = gpu.peak(precision, tf32)
     return None if peak is None else 1 / (fp8_share / (2 * gpu.fp16) + (1 - fp8_share) / peak)
@@ -274,10 +290,7 @@ def on_gpus(
     host: int | None = None,
 ) -> Place:
     """Return GPUs that are there; of one that is not in the list only the memory is known."""
-    try:
-        gpu = replace(find_gpu(name), memory=memory)
-    except ConfigError:
-        gpu = Gpu(name, memory)
+    gpu = replace(_find_device(name) or Gpu(name, memory), memory=memory)
     return Place(
         gpu=gpu,
         device=device,

@@ -214,9 +214,13 @@ def _flat_moments(rank: Rank, parts: Sequence[Part]) -> int:
     return sum(_stepped(rank, group.kind, part.own) for group, part in zip(rank.groups, parts, strict=True))
 
 
-def _stepped(rank: Rank, kind: str, number: int) -> int:
-    """Return the bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number."""
-    is_own = kind == "adamw" and rank.offloads("optimizer") is not None
+def _stepped(rank: Rank, kind: str, number: int, on_host: bool = True) -> int:
+    """Return the bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number.
+
+    Args:
+        on_host: Whether it is stepped there, if the optimizer is offloaded.
+    """
+    is_own = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
     size = 2 if has_half_states(rank.json) else 4
     return moments(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
@@ -276,13 +280,20 @@ def _sharded(rank: Rank) -> States:
     offload = rank.offloads("optimizer")
     master = 2 if has_half_masters(rank.json) else 4
     disk, gradients = Held(), 0
-    for kind, own in sub_groups(rank):
-        held = Held(0, 0, master * own, _stepped(rank, kind, own))
+    groups = sub_groups(rank)
+    # DeepSpeed counts sub-groups, not elements, and steps the first of them on the GPU, if there is one.
+    ratio = 1.0 if rank.on_cpu else rank.zero("offload_optimizer.ratio", 1.0)
+    staying = int((1 - ratio) * len(groups))
+    for index, (kind, own) in enumerate(groups):
+        stays = index < staying
+        held = Held(0, 0, master * own, _stepped(rank, kind, own, on_host=not stays))
         gradients += rank.summed * own
         if offload is None:
             device += held
         elif offload == "nvme" and master * own >= _SWAPPED:
             disk += held + Held(0, master * own)
+        elif stays:
+            device += held + Held(0, master * own)
         else:
             host += held + Held(0, master * own)
     if offload is None:

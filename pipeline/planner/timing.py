@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
@@ -61,6 +62,8 @@ class Job:
     """Of a parameter and its gradient, as they are sent."""
     optimizer_on: str = ""
     """Where its states are: `cpu`, `nvme`; empty: on the GPU."""
+    offloaded: float = 1.0
+    """Share of the optimizer that is there."""
     weights_on: str = ""
     """Where stage 3 keeps them: `cpu`, `nvme`."""
 
@@ -106,6 +109,7 @@ class Job:
             fp8=0.0 if fp8 == "none" else 2 / 3 if fp8 == "rowwise_with_gw_hp" else 1.0,
             weight_bytes=width,
             optimizer_on=_where(resolved, "optimizer"),
+            offloaded=_of_zero(resolved, "offload_optimizer.ratio", 1.0),
             weights_on=_where(resolved, "param"),
         )
 
@@ -155,9 +159,14 @@ def _recomputed(config: RunConfig) -> float:
     return {"none": 0.0, "selective": 0.5, "full": 1.0}[how] if isinstance(how, str) else 1.0 / how
 
 
+def _of_zero(resolved: Resolved, key: str, default: Any) -> Any:
+    found = get_dotted(resolved.deepspeed or {}, f"zero_optimization.{key}")
+    return default if found is None else found
+
+
 def _where(resolved: Resolved, what: str) -> str:
-    device = get_dotted(resolved.deepspeed or {}, f"zero_optimization.offload_{what}.device")
-    return "" if device in (None, "none") else str(device)
+    device = _of_zero(resolved, f"offload_{what}.device", "none")
+    return "" if device == "none" else str(device)
 
 
 @dataclass(frozen=True)
@@ -197,7 +206,7 @@ HOOKS = 5e-3
 """Seconds more of the host a block at ZeRO 3, whose hooks stand on every module."""
 HALF_RATE = 770
 """Tokens over which attention reaches half of its rate."""
-LIKE_H100 = ("H100", "H200", "GH200", "B200", "MI3")
+LIKE_H100 = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
 HALF_NETWORK = 200
 """Nodes between which a ring has half of the network's rate."""
 NVLINK = 3e11
@@ -389,6 +398,8 @@ def _update(job: Job, rates: Rates, once: float) -> tuple[float, float]:
         moved += job.micro_batches * max(0.0, 2 * shard * job.weight_bytes / rate - once)
     if not job.optimizer_on:
         return trained * OPTIMIZER_BYTES / rates.memory, moved
+    staying = trained * (1 - job.offloaded) * OPTIMIZER_BYTES / rates.memory
+    trained *= job.offloaded
     # Gradients go to the host in the backward, the weights come back after the step.
     times = job.micro_batches if job.stage >= 2 else 1
     moved += times * max(0.0, trained * job.weight_bytes / rates.host - once * 2 / 3)
@@ -396,4 +407,4 @@ def _update(job: Job, rates: Rates, once: float) -> tuple[float, float]:
     seconds = trained * on_node / HOST_ADAM
     if job.optimizer_on == "nvme":  # weights and two moments in fp32, read and written beside the step
         seconds = max(seconds, 2 * 12 * trained * on_node / NVME)
-    return seconds, moved
+    return seconds + staying, moved

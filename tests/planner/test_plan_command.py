@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from contextlib import nullcontext
 
 import pytest
@@ -248,3 +249,10 @@ def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
     told = capsys.readouterr().err
     assert text in told.splitlines()[-1]
     assert "Traceback" not in told
+
+
+def test_the_recipe_says_as_much_host_memory_as_the_plan(capsys):
+    offload = ["--deepspeed", str(ROOT / "ds_configs" / "zero3_offload.json"), "--gpu", "h100"]
+    told = plan_json(capsys, *LLAMA_8B, *offload)
+    stated = re.search(r"with (\d+) GiB of host memory", Path(LLAMA_8B[1]).read_text())
+    assert int(stated[1]) == round(told["host_bytes"] / 2**30)

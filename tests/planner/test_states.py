@@ -27,7 +27,7 @@ from support.tiny import VOCABULARY, recipe, resolve
 from pipeline.planner.model import Model
 from pipeline.planner.rank import Rank
 from pipeline.planner.shapes import model_of
-from pipeline.planner.states import states_of
+from pipeline.planner.states import States, states_of
 
 PATIENCE = 900.0
 
@@ -167,3 +167,19 @@ def test_of_what_else_there_is(ranks, name):
     batch = {"batch": {"gradient_accumulation_steps": 2, "global_batch_size": 16}}
     tree = recipe(model=given.model, **(batch | given.changes))
     agrees(ranks, tree, given.json, given.world_size)
+
+
+def test_a_ratio_leaves_the_first_sub_groups_on_the_gpu():
+    """DeepSpeed counts sub-groups: of two, one is stepped where 0.5 of the optimizer is offloaded."""
+    tree = recipe(model=LLAMA)
+    model = whole_of(tree)
+
+    def held(ratio: float) -> States:
+        split = zero(3, sub_group_size=model.numel // 2, offload_optimizer=CPU | {"ratio": ratio}) | BF16
+        return states_of(Rank.of(model, *resolve(tree, split, 1)))
+
+    all_there, half = held(1.0), held(0.5)
+    assert all_there.device.masters == 0
+    assert half.device.masters == pytest.approx(all_there.host.masters / 2, rel=0.1)
+    assert half.device.masters + half.host.masters == all_there.host.masters
+    assert half.device.gradients == half.device.masters

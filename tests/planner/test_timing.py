@@ -147,6 +147,8 @@ def test_what_is_kept_elsewhere_is_waited_for():
     assert plain["to and from the host"] == 0 < on_cpu["to and from the host"]
     assert plain["optimizer"] < on_cpu["optimizer"] < on_disk["optimizer"]
     assert on_disk["optimizer"] == pytest.approx(24 * job.parameters / NVME)
+    half = step_time(replace(job, optimizer_on="cpu", offloaded=0.5), H100).parts
+    assert half["optimizer"] == pytest.approx((plain["optimizer"] + on_cpu["optimizer"]) / 2)
     weights = step_time(replace(job, weights_on="cpu"), replace(H100, host=1e9))
     assert weights.parts["to and from the host"] > 0
 
