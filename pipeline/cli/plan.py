@@ -257,8 +257,10 @@ def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Setti
 def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
     suggestion = suggest(settings, model, place)
     found = suggestion.found
-    typed = [each for each in settings.overrides if not each.startswith(("ds.", "batch."))]
-    words: tuple[Word, ...] = ("--config", settings.recipe_path, *suggestion.words, *typed)
+    # The last of two words for one key counts, so what is suggested follows what was typed.
+    typed = [each for each in settings.overrides if not each.startswith("ds.")]
+    file, others = suggestion.words[:2], suggestion.words[2:]
+    words: tuple[Word, ...] = ("--config", settings.recipe_path, *file, *typed, *others)
     command = train_command(place.per_node, *words)
     if place.nodes > 1:
         command = shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)

@@ -5,6 +5,7 @@ A change is words to put behind the command that was typed; what the settings re
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -94,9 +95,9 @@ def _batch(micro: int, steps: int) -> Words:
 
 def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
     """Yield where weights, gradients and optimizer states could be."""
-    json, split = settings.deepspeed, resolved.split
+    tree, split = settings.deepspeed, resolved.split
     ranks = split.dp_world_size * split.sequence_parallel
-    if json is None:
+    if tree is None:
         for stage in (3, 2, 1):
             yield Change(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"), saves=ranks > 1)
         for stage in (2, 3):
@@ -108,7 +109,7 @@ def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
             words: Words = (f"{section}.stage={stage}",)
             yield Change(f"ZeRO {now} -> {stage}", ZERO, words, saves=stage > now and ranks > 1)
     at = {
-        what: get_dotted(json, f"zero_optimization.offload_{what}.device") or "none"
+        what: get_dotted(tree, f"zero_optimization.offload_{what}.device") or "none"
         for what in ("optimizer", "param")
     }
     keys = {what: f"{section}.offload_{what}.device" for what in at}
@@ -205,7 +206,7 @@ class Suggestion:
     """The first split that fits."""
 
     words: Words
-    """Behind the command, in place of its `--deepspeed FILE`."""
+    """Behind the command, in place of its `--deepspeed FILE` and its `ds.` words."""
     found: Forecast
 
 
@@ -216,8 +217,11 @@ def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
         ConfigError: Nothing fits, or it is not known what would.
     """
     refused, lacking, is_known = "", "", False
+    own = tuple(each for each in settings.overrides if not each.startswith("ds."))
+    stated = _stated(settings)
+    settings = replace(settings, overrides=own)
     for file, cut, recomputation in LADDER:
-        words = ("--deepspeed", file, *cut, *_recomputing(settings, recomputation))
+        words = ("--deepspeed", file, *cut, *stated, *_recomputing(settings, recomputation))
         best = None
         for batch in _by_rows(settings, place, int(cut[0].rpartition("=")[2]) if cut else 1):
             try:
@@ -240,6 +244,13 @@ def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
         f"lacks {lacking}); take more GPUs, more memory, an adapter (adapter.kind=lora), or a shorter "
         "data.sequence_length"
     )
+
+
+def _stated(settings: Settings) -> Words:
+    """Return words for what the JSON, which another one replaces, states in place of the recipe."""
+    tree = settings.config.model_dump(mode="json")
+    keys = dict.fromkeys(key for key in settings.adopted.values() if not key.startswith("batch."))
+    return tuple(f"{key}={json.dumps(get_dotted(tree, key))}" for key in keys)
 
 
 def _recomputing(settings: Settings, mode: str) -> Words:
@@ -266,10 +277,9 @@ def _by_rows(settings: Settings, place: Place, cut: int) -> Iterator[Words]:
     if place.ranks % cut or total % (place.ranks // cut):
         return
     samples = total // (place.ranks // cut)
-    of_json = [f"ds.{key}=auto" for key, ours in settings.adopted.items() if ours.startswith("batch.")]
     for size in range(1, min(samples, MOST_SUGGESTED_ROWS) + 1):
         if samples % size == 0:
-            yield (*_batch(size, samples // size), *of_json)
+            yield _batch(size, samples // size)
 
 
 @dataclass(frozen=True)

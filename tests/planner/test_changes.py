@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 import pytest
 import yaml
 from support.launch import ROOT
 
+from pipeline.__main__ import main
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 from pipeline.planner.changes import BATCH, OTHER_CURVE, ZERO, Change, for_memory, for_time, priced, suggest
@@ -63,6 +67,30 @@ def test_the_first_rung_that_fits_is_suggested(
         more = (f"batch.micro_batch_size={2 * batch.micro_batch_size}",)
         more += (f"batch.gradient_accumulation_steps={batch.gradient_accumulation_steps // 2}",)
         assert not forecast(settings.followed_by((*found.words, *more)), model, place).fits
+
+
+def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path, capsys):
+    """With what was typed and what the JSON stated, and without what of the recipe is not to be."""
+    recipe, own = settings_of(tmp_path, "7B").recipe_path, tmp_path / "own.json"
+    adam = {"type": "Adam", "params": {"lr": 7e-5, "betas": [0.9, 0.99]}}
+    own.write_text(
+        json.dumps({"optimizer": adam, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}})
+    )
+    typed = ["run_dir=my run", "model.activation_checkpointing=full", "ds.gradient_clipping=0.25"]
+    typed += ["ds.gradient_accumulation_steps=4"]
+    words = ["plan", "--config", str(recipe), "--deepspeed", str(own), "--gpu", "h100", "--gpus", "8"]
+    assert main([*words, "--suggest", "--json", *typed]) in (0, None)
+    told = json.loads(capsys.readouterr().out)
+    command = shlex.split(told["command"].partition(" train ")[2])
+    assert command[0::2][:2] == ["--config", "--deepspeed"]
+    again = load_settings(command[1], command[3], command[4:])
+    optimizer, config = again.config.optimizer, again.config
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.max_grad_norm) == (7e-5, (0.9, 0.99), 0.25)
+    assert (config.run_dir, config.model.activation_checkpointing) == ("my run", "none")
+    place = place_of("h100", None, 8, 1, None, None)
+    found = forecast(again, model_of(config), place)
+    assert found.peak == told["memory"]["peak_bytes"]
+    assert found.resolved.plan.global_batch_size == told["batch"]["global_batch_size"]
 
 
 def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):

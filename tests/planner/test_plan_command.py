@@ -6,8 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from support.launch import ROOT
