@@ -78,18 +78,6 @@ def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_stage_that_becomes_slow_is_named(ranks, tmp_path, slow):
-    found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], slow, 40)
-    (line,) = found[0][0]
-    assert f": rank {slow} on {platform.node()} " in line
-    (event,), _ = slow_events(tmp_path)
-    assert (event["rank"], event["phase"]) == (slow, "forward")
-    assert " and before that " in event["message"]
-    assert 40 < event["step"] <= 64
-
-
-@pytest.mark.slow
 def test_a_rank_is_compared_with_those_of_its_stage(ranks, tmp_path):
     ranks(4).run(warnings_of_a_run, tmp_path, SPLITS["pipeline"], 2, 0)
     (event,), _ = slow_events(tmp_path)

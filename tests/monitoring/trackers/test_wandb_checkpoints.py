@@ -46,7 +46,8 @@ PROGRAM = """
             trackers.write(step, {"train/loss": step / 7})
             if word == "save":
                 loss, seed = rest
-                state = {"global_step": step, "tokens_seen": 1.0, "eval_loss": loss}
+                best_by = loss and {"metric": "loss", "value": loss, "mode": "min"}
+                state = {"global_step": step, "tokens_seen": 1.0, "eval_loss": loss, "best_by": best_by}
                 store.save(PlainEngine(0, 1, seed=seed), state, wait=True)
             elif word == "distrust":
                 store.distrust_after(step)
