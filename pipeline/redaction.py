@@ -197,8 +197,8 @@ _INSIDE = re.compile(
     r"""A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16} | gh[opsur]_[A-Za-z0-9_]{36} | SG\.[\w-]{22}\.[\w-]{43}
     | gl(?:(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[\w-]{20,64}) | GR1348941[\w-]{20,50}
     | (?<![^\s=:"])AKC(?=[A-Za-z]{0,80}\d)[A-Za-z0-9]{10,} | (?:AC|SK)(?=[a-z]{0,31}\d)[a-z0-9]{32}
-    | pypi-AgE[\w-]{80,} | sq0csp-[\w-]{43} | [rs]k_live_[0-9a-zA-Z]{24}
-    | AccountKey=[a-zA-Z0-9+/=]{88} | xox[abposr]-(?:\d{1,20}-){1,9}[a-z0-9]+""",
+    | pypi-AgE[\w-]{80,} | sq0csp-[\w\\-]{43} | [rs]k_live_[0-9a-zA-Z]{24}
+    | AccountKey=[a-zA-Z0-9+/=]{88} | xox[abposr]-(?>(?:\d+-)+)[a-z0-9]+""",
     re.VERBOSE,
 )
 # user:password@, and TOKEN@ where it is no name of a user. Behind a colon a number is a port; behind the @ a

@@ -19,6 +19,7 @@ from support.wandb_server import KEY, Server, environment
 
 from pipeline.errors import ConfigError, one_line, printable
 from pipeline.monitoring.events import Event
+from pipeline.monitoring.report.page import encode
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
 from pipeline.training.api import evaluate
 from pipeline.training.run_directory import git_diff
@@ -132,6 +133,26 @@ def test_harmless_text_stays_as_it_is(text: str, monkeypatch):
         monkeypatch.setenv(name, value)
     assert redact_text(text) == text
     assert redact({"text": text, "words": [text]}) == {"text": text, "words": [text]}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "AKIA" + "ABCD1234" * 2,
+        "gh" + "p_" + "Ab1" * 12,
+        "gl" + "pat-" + "abc7" * 5,
+        "SG." + "a1" * 11 + "." + "b2" * 21 + "c",
+        "xox" + "b-" + "123456789012-" * 12 + "a1b2",
+        "sq0" + "csp-" + "a1B\\" * 10 + "a1B",
+        "sk_" + "live_" + "aB1" * 8,
+        "AC" + "0a" * 16,
+        "AccountKey=" + "aB1+" * 22,
+        "pypi-" + "AgEIcHlwaS5vcmc" + "aB1_" * 20,
+    ],
+)
+def test_a_key_is_hidden_directly_behind_a_word(key: str):
+    for before in ("", "prefix", "prefix_", "9"):
+        assert key[-8:] not in redact_text(f"got {before}{key} there")
 
 
 def test_the_tables_are_as_long_as_they_must_be():
@@ -457,3 +478,17 @@ def test_an_exception_that_nothing_catches_is_printed_without(tmp_path: Path):
     assert done.returncode == 1
     assert "hunter2" not in done.stderr
     assert done.stderr.count("ValueError: password=[redacted]") == 2
+
+
+def test_the_report_of_an_earlier_version_s_run_has_none(tmp_path: Path):
+    run, secret = tmp_path / "run", "gl" + "pat-" + "abc7" * 6
+    (run / "logs").mkdir(parents=True)
+    row = {"step": 1, "train/loss": 1.0}
+    events = [{"step": 1, "event": name, "message": secret, "level": "error"} for name in ("x", "run_failed")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [row, *events]))
+    arguments = {"password": secret, "words": ["--token", secret]}
+    (run / "recipe.yaml").write_text(json.dumps({"model": {"kind": "x:y", "args": arguments}}))
+    (run / "logs" / "rank00000.log").write_text(f"2026-11-27 10:00:00,000 ERROR pipeline.failure {secret}\n")
+    shown = encode([run])
+    assert shown.count(REDACTED) >= 5
+    assert secret not in shown

@@ -17,11 +17,32 @@ OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
 
+# What to write -> names that other trainers and libraries use for it.
+_INSTEAD = {
+    "write adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fusedadam fused_adam",
+    "write adamw, and divide its states by --deepspeed zero2 or keep them in host memory by --deepspeed "
+    "zero2_offload": "adam8bit adam_8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_4bit "
+    "adamw_torch_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit",
+    "write adamw, and for the matrices of the blocks optimizer.groups: "
+    '[{patterns: ["*_proj.weight"], kind: muon}]': "muon",
+    "docs/extending.md has it as a class of yours": "lion lion_8bit paged_lion_8bit paged_lion_32bit",
+    **{f"write torch.optim:{name}": name.lower() for name in ("Adamax", "NAdam", "RAdam", "RMSprop")},
+    "write constant, and schedule.warmup": "constant_with_warmup warmuplr",
+    "write cosine, and schedule.min_learning_rate_ratio": "cosine_with_min_lr warmupcosinelr",
+    "docs/extending.md has it as a function of three lines": "cosine_with_restarts inverse_sqrt",
+    "write linear, which has power 1": "polynomial polynomial_decay warmupdecaylr",
+    "write wsd, and schedule.decay_steps": "trapezoidal warmup_stable_decay",
+}
+OTHER_NAMES = {name: text for text, names in _INSTEAD.items() for name in names.split()}
+
+
 def _known_kind(value: Any, built_in: Any) -> Any:
-    """Return the kind, or raise a ValueError with the nearest name of a built-in one."""
+    """Return the kind, or raise a ValueError with what to write in its place."""
     kinds = get_args(built_in)
     if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
         return value
+    if (advice := OTHER_NAMES.get(value.lower().replace("-", "_"))) is not None:
+        raise ValueError(f"{value!r} is no known kind; {advice}")
     raise ValueError(
         f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; your own: package.module:function, "
         "see docs/extending.md"

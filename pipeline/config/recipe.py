@@ -10,6 +10,7 @@ from pydantic import BaseModel, Tag, ValidationError
 
 from pipeline.config.command_lines import shell_line
 from pipeline.config.contradictions import contradictions
+from pipeline.config.data_schema import ImagesDataConfig
 from pipeline.config.import_paths import advice_on_file
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
@@ -28,32 +29,59 @@ _SAME = {
     "batch.global_batch_size (all ranks) or batch.micro_batch_size (one rank at a time)": "batch_size",
     "batch.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu",
     "checkpoint.every": "save_steps save_interval save_every",
+    "checkpoint.keep_best": "load_best_model_at_end",
     "checkpoint.keep_last": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "data.eval_fraction": "val_set_size validation_split",
-    "data.paths": "train_file data_path data_dir",
-    "data.sequence_length": "sequence_len cutoff_len max_seq_length max_seq_len seq_length "
-    "seq_len block_size",
-    "data.sources": "dataset datasets dataset_name",
-    "eval.every": "eval_steps eval_interval",
+    "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "data.chat_template": "template",
+    "data.eval_fraction": "val_set_size val_size test_size validation_split",
+    "data.packing": "sample_packing",
+    "data.paths": "train_file train_files data_path data_dir",
+    "data.prepare_workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
+    "data.sequence_length": "sequence_len cutoff_len max_seq_length max_seq_len seq_length seq_len "
+    "block_size model_max_length",
+    "data.sources": "dataset datasets dataset_name train_dataset",
+    "data.tokenizer.pretrained": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "distributed.timeout_seconds": "ddp_timeout",
+    "early_stopping.min_delta": "early_stopping_threshold early_stopping_min_delta",
+    "early_stopping.patience": "early_stopping_patience",
+    "engine.compile": "torch_compile",
+    "eval.every": "eval_steps eval_interval evals_per_epoch",
     "loader.num_workers": "dataloader_num_workers",
+    "log.console": "log_level logging_level",
     "log.every": "logging_steps log_interval",
+    "log.tensorboard": "use_tensorboard",
     "max_epochs": "num_train_epochs num_epochs epochs",
-    "max_steps": "max_iters train_steps num_steps",
+    "max_steps": "max_iters train_steps num_steps total_steps",
     "model.activation_checkpointing": "gradient_checkpointing",
-    "model.attention": "flash_attention flash_attn attn_implementation",
+    "model.architecture": "model_type",
+    "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
+    "model.freeze": "freeze_layers freeze_parameters frozen_parameters",
     "model.pretrained or model.architecture": "model.name",
-    "model.pretrained": "model_name_or_path model_name base_model",
-    "name": "run_name",
-    "optimizer.betas": "adam_beta1 adam_beta2",
+    "model.pretrained": "model_name_or_path model_name base_model model_path pretrained_model_name_or_path",
+    "name": "run_name experiment_name",
+    "objective.label_smoothing": "label_smoothing_factor",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon epsilon",
     "optimizer.learning_rate": "lr",
-    "optimizer.max_grad_norm": "grad_clip gradient_clipping",
-    "run_dir": "output_dir",
-    "schedule.kind": "lr_scheduler_type lr_scheduler",
-    "schedule.min_learning_rate_ratio": "min_lr",
-    "schedule.warmup": "warmup_steps warmup_ratio",
-    "wandb.mode": "report_to",
+    "optimizer.max_grad_norm": "grad_clip gradient_clipping gradient_clip_val clip_grad",
+    "run_dir": "output_dir out_dir save_dir",
+    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler",
+    "schedule.min_learning_rate_ratio": "min_lr min_lr_ratio cosine_min_lr_ratio",
+    "schedule.warmup": "warmup_steps warmup_ratio num_warmup_steps warmup_iters",
+    "wandb.entity": "wandb_entity",
+    "wandb.mode": "report_to use_wandb wandb_mode",
+    "wandb.project": "wandb_project",
 }
+_FIRST = {"batch": "global_batch_size", "checkpoint": "every", "data": "paths", "eval": "every"}
+_FIRST |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "schedule": "kind"}
+"""Section -> the key that a single value in its place most likely is for."""
+_GONE = {
+    "log.nodes": "W&B's own system metrics show the main process's machine",
+    "objective.outputs": "have the model return logits, without a softmax",
+}
+"""Key that there once was -> what to do instead."""
+_OF_IMAGE_DATASETS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
+"""Keys that data of kind images once had."""
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
@@ -112,7 +140,8 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        return f"{start}expected a section of keys and values, given {given!r}"
+        hint = f"; did you mean {dotted}.{_FIRST[dotted]}?" if dotted in _FIRST and given else ""
+        return f"{start}expected a section of keys and values, given {given!r}{hint}"
     if kind == "value_error":  # one of our own, which says what was given
         return start + str(problem["ctx"]["error"])
     if kind == "string_pattern_mismatch" and (advice := advice_on_file(given)) is not None:
@@ -129,6 +158,10 @@ def _unknown(key: str, dotted: str, section: Section | None) -> str:
         return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
+    if dotted in _GONE:
+        return f"this key is gone; {_GONE[dotted]}"
+    if section is ImagesDataConfig and key in _OF_IMAGE_DATASETS:
+        return "this key is gone; images are read from a folder for each class: data.path and data.eval_path"
     ours = ALIASES.get(dotted) or ALIASES.get(key, dotted)
     if ours != dotted:  # the same: a key of another kind of this section
         return f"unknown key; here it is {ours}"

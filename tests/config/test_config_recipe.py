@@ -103,6 +103,27 @@ def test_an_unknown_key_may_have_the_name_of_its_section(load, tmp_path, section
             "batch.batch_size: unknown key; here it is batch.global_batch_size (all ranks)",
         ),
         ("model.name=x", "model.name: unknown key; here it is model.pretrained or model.architecture"),
+        (
+            "optimizer=adam",
+            "optimizer: expected a section of keys and values, given 'adam'; did you mean optimizer.kind?",
+        ),
+        ("sample_packing=true", "sample_packing: unknown key; here it is data.packing"),
+        ("torch_compile=true", "torch_compile: unknown key; here it is engine.compile"),
+        ("log.nodes=true", "log.nodes: this key is gone; W&B's own system metrics show"),
+        (
+            "objective.outputs=probabilities",
+            "objective.outputs: this key is gone; have the model return logits",
+        ),
+        (
+            "data={kind: images, path: a, dataset: b}",
+            "data.dataset: this key is gone; images are read from a fol",
+        ),
+        ("optimizer.kind=adamw_torch", "optimizer.kind: 'adamw_torch' is no known kind; write adamw"),
+        ("optimizer.kind=muon", "optimizer.kind: 'muon' is no known kind; write adamw, and for the matrices"),
+        (
+            "schedule.kind=warmup-stable-decay",
+            "schedule.kind: 'warmup-stable-decay' is no known kind; write wsd, and",
+        ),
         ("betas=[0.9, 0.99]", "betas: unknown key; here it is optimizer.betas"),
         ("every=3", "every: unknown key; here it is log.every or eval.every or checkpoint.every"),
         ("optimizer.warmup=3", "optimizer.warmup: unknown key; here it is schedule.warmup"),
@@ -254,8 +275,8 @@ def test_a_missing_section_is_told(load, tmp_path, name):
     ("new", "message"),
     [
         ("", "model: expected a section of keys and values, given None"),
-        (" 3", "model: expected a section of keys and values, given 3"),
-        (" [a]", "model: expected a section of keys and values, given ['a']"),
+        (" 3", "model: expected a section of keys and values, given 3; did you mean model.pretrained?"),
+        (" [a]", "model: expected a section of keys and values, given ['a']; did you mean model.pretrained?"),
         (" {}", "model.kind: missing"),
         (" {kind: }", "model.kind: missing"),
         (" {kind: 3}", "model.kind: '3' is no known kind"),
