@@ -75,13 +75,8 @@ _SAME = {
 _FIRST = {"batch": "global_batch_size", "checkpoint": "every", "data": "paths", "eval": "every"}
 _FIRST |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "schedule": "kind"}
 """Section -> the key that a single value in its place most likely is for."""
-_GONE = {
-    "log.nodes": "W&B's own system metrics show the main process's machine",
-    "objective.outputs": "have the model return logits, without a softmax",
-}
-"""Key that there once was -> what to do instead."""
 _OF_IMAGE_DATASETS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
-"""Keys that data of kind images once had."""
+"""Keys of a data set on the hub, which data of kind images does not read."""
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
@@ -158,10 +153,8 @@ def _unknown(key: str, dotted: str, section: Section | None) -> str:
         return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-    if dotted in _GONE:
-        return f"this key is gone; {_GONE[dotted]}"
     if section is ImagesDataConfig and key in _OF_IMAGE_DATASETS:
-        return "this key is gone; images are read from a folder for each class: data.path and data.eval_path"
+        return "unknown key; images are read from a folder for each class: data.path and data.eval_path"
     ours = ALIASES.get(dotted) or ALIASES.get(key, dotted)
     if ours != dotted:  # the same: a key of another kind of this section
         return f"unknown key; here it is {ours}"

@@ -229,7 +229,6 @@ NAMES = [
         ("text", "data.sources", [{"dataset": LONG}], {"data.paths": None}),
         ("chat", "data.chat_template", LONG, {}),
         ("images", "data.path", LONG, {}),
-        ("images", "data.dataset", LONG, {"data.path": None}),
     ]
 ]
 

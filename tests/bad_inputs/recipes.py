@@ -205,7 +205,7 @@ TOGETHER = [
     ],
     Case(
         "a subset of a folder of images",
-        ["recipe.yaml:", "data: subset goes with dataset"],
+        ["recipe.yaml:", "data.subset: unknown key; images are read from a folder for each class"],
         base="images",
         recipe={"data.subset": "en"},
     ),
