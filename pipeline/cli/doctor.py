@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pipeline.config.command_lines import own_command
 from pipeline.config.settings import load_settings
-from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.distributed.doctor.examination import Wanted, examine, examine_step, in_step, this_machine
 from pipeline.distributed.doctor.rows import Row, is_red, show
 from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
@@ -65,11 +64,10 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     if not (arguments.deepspeed or arguments.config or arguments.overrides):
         return wanted
     settings = load_settings(
-        arguments.config or DEFAULT_RECIPE,
+        arguments.config,
         arguments.deepspeed,
         arguments.overrides,
         import_paths=not arguments.no_import_paths,
-        is_default=arguments.config is None,
     )
     documents = settings.config.data.documents
     cache = wanted.folders[1] if documents is None else str(documents.cache_dir)

@@ -170,11 +170,10 @@ def _positive(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     settings = load_settings(
-        arguments.config or DEFAULT_RECIPE,
+        arguments.config,
         arguments.deepspeed,
         arguments.overrides,
         import_paths=not arguments.no_import_paths,
-        is_default=arguments.config is None,
     )
     place = place_of(
         arguments.gpu,

@@ -122,11 +122,10 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     try:
         import_paths = not arguments.no_import_paths
         settings = load_settings(
-            arguments.config or DEFAULT_RECIPE,
+            arguments.config,
             arguments.deepspeed,
             arguments.overrides,
             import_paths=import_paths,
-            is_default=arguments.config is None,
         )
         is_told = ranks.is_main_process and settings.config.log.shows_rows
         if is_told and settings.split is not None:

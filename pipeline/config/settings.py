@@ -18,7 +18,7 @@ from pipeline.config.loading import ConfigFile, Dumper, Tree, get_dotted, parse_
 from pipeline.config.optional_packages import require
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
-from pipeline.config.shipped import find_deepspeed_json, find_recipe
+from pipeline.config.shipped import DEFAULT_RECIPE, find_deepspeed_json, find_recipe
 from pipeline.config.split import Device, Split, deepspeed_split
 from pipeline.config.split_conflicts import Choice, refuse_impossible
 from pipeline.errors import ConfigError
@@ -118,7 +118,7 @@ class Settings:
             path = Path(added[at + 1])
             del added[at : at + 2]
         words = [*self.overrides, *added]
-        return load_settings(self.recipe_path, path, words, is_default=self.is_default)
+        return load_settings(None if self.is_default else self.recipe_path, path, words)
 
     @property
     def split_path(self) -> Path | None:
@@ -211,26 +211,26 @@ def _compiles(asked: bool | str | None, split: Split, device: Device, needs_modu
 
 
 def load_settings(
-    recipe: str | Path,
+    recipe: str | Path | None,
     deepspeed: str | Path | None = None,
     overrides: Sequence[str] = (),
     *,
     import_paths: bool = True,
-    is_default: bool = False,
 ) -> Settings:
     """Read and check both files with the command line's overrides.
 
     Args:
-        recipe: YAML, what is trained. A path, or the name of a shipped file.
+        recipe: YAML, what is trained. A path, or the name of a shipped file. `None`: the default recipe, in
+            which the JSON's numbers replace the file's.
         deepspeed: JSON, how the work is split. A path, or the name of a shipped file. `None`: plain PyTorch.
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
-        is_default: Whether nobody chose the recipe: the JSON's numbers replace those of its file.
 
     Raises:
         ConfigError: See pipeline.config.loading, pipeline.config.recipe and pipeline.config.deepspeed_json.
     """
-    recipe = find_recipe(Path(recipe))
+    is_default = recipe is None
+    recipe = find_recipe(DEFAULT_RECIPE if recipe is None else Path(recipe))
     deepspeed = None if deepspeed is None else find_deepspeed_json(Path(deepspeed))
     parsed = [parse_override(argument) for argument in overrides]
     for_deepspeed = [(parts[1:], value) for parts, value in parsed if parts[0] == "ds"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.tiny import curve_of, recipe
 
-from pipeline.cli.train import DEFAULT_RECIPE, main
+from pipeline.cli.train import main
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
 
@@ -49,7 +49,7 @@ def test_a_trainers_file_is_taken_as_it_is(written, tmp_path, capsys, name):
 
 def test_a_number_of_the_file_replaces_that_of_a_recipe_nobody_chose(written):
     path = written("caljoseph/Large-sentence-embedder/configs/deepspeed_config.json")
-    settings = load_settings(DEFAULT_RECIPE, path, [], is_default=True)
+    settings = load_settings(None, path)
     config = settings.config
     assert (config.optimizer.learning_rate, config.optimizer.betas) == (2e-5, (0.9, 0.95))
     assert (config.optimizer.weight_decay, config.max_steps) == (0.01, 100_000)
