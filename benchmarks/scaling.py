@@ -1,7 +1,7 @@
 """How collectives and the pipeline's engines scale here: python benchmarks/scaling.py [--ranks 1 2 4]
 
 Measures all-reduces and all-gathers, and fits what a hop and a byte cost. Then steps of the engines at a few
-numbers of ranks. What pipeline/planner/timing.py predicts of many GPUs is in scaled_runs.py.
+numbers of ranks.
 """
 
 from __future__ import annotations
