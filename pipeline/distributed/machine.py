@@ -72,12 +72,12 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Memory of this process and of its machine or cgroup, in bytes."""
 
     resident: int
-    """Of this process."""
+    """Memory of this process."""
     used: int
-    """Of the limit, by all who share it; without cached files, which the kernel takes back as needed."""
+    """Memory used by all who share the limit, without cached files, which the kernel frees as needed."""
     limit: int
     by_cgroup: bool
     num_kills: int
@@ -249,16 +249,16 @@ GIVE_A_CARD = "docker run --gpus all, srun --gpus; under WSL2, NVIDIA's driver i
 
 
 class Torch(NamedTuple):
-    """How a torch was built."""
+    """Versions that torch was built with."""
 
     version: str
     cuda: str | None
-    """`13.0`; None: without CUDA."""
+    """CUDA version, as `13.0`; None if built without CUDA."""
     hip: str | None
 
 
 class CardFault(NamedTuple):
-    """Why torch cannot compute on the cards of a machine."""
+    """Reason why torch cannot compute on the GPUs of a machine."""
 
     found: str
     fix: str

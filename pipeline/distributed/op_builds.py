@@ -15,7 +15,7 @@ class NativeOp:
     builder: str
     """The class in deepspeed.ops.op_builder."""
     folders: tuple[str, ...]
-    """Below torch's extensions directory, in the order they are built."""
+    """Folders below torch's extensions directory, in the order they are built."""
     duration: str
     needs_nvcc: bool = False
 

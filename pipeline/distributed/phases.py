@@ -1,5 +1,6 @@
-"""Which phase a run's seconds go into: a timeline that is cut where one phase gives way to another, so that
-they add up. On a GPU it is the device's own, and nothing waits until it is read.
+"""Assigns the seconds of a run to phases: a timeline is cut where one phase follows another, so they add up.
+
+On a GPU the timeline is the device's own, and nothing waits until it is read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeline.distributed.progress import Phase, note_phase
 
 OTHER = "other"
 ASIDE = "aside"
-"""What belongs to no step and has no name."""
+"""Phase of work that belongs to no step."""
 PHASES = (
     "data",
     "forward",

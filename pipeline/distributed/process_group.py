@@ -265,7 +265,7 @@ class Job:
     everyone: list[RankProcess] = field(default_factory=list, repr=False)
     """All ranks, in order; empty without a group."""
     progress: Progress = field(default_factory=Progress, repr=False)
-    """Where the training thread says what it does."""
+    """Record in which the training thread notes what it does."""
     watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run is doing: noted by the training thread, read by the watchdog and after a failure."""
+"""Notes what the training thread is doing, for the watchdog and for the report of a failure."""
 
 from __future__ import annotations
 

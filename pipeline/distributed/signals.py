@@ -26,7 +26,7 @@ from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, Ranks
 from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks for a stop, beside Ctrl-C."""
+"""Signals that ask for a stop, beside Ctrl-C."""
 STDOUT, STDERR = 1, 2
 LAUNCHER_PERIOD = 1.0  # seconds between two looks for the launcher
 log = logging.getLogger(__name__)

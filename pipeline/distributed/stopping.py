@@ -23,8 +23,7 @@ EVALUATE_FLAG, END_FLAG = 1 << 40, 1 << 41
 
 
 class StopOnSignal:
-    """While active, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP asks for a stop; a second SIGINT ends the
-    process.
+    """Asks for a stop at the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second SIGINT ends the process.
 
     SIGUSR1 is what Slurm is told to send before a time limit or a preemption (`--signal=USR1@120`). SIGHUP
     comes where the terminal was closed; it stays ignored where it was (nohup).

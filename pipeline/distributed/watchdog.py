@@ -55,7 +55,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class ThreadPosition(NamedTuple):
-    """Where a thread is."""
+    """Position of a thread."""
 
     collective: str | None
     """`all_reduce`, `barrier`, ...; None if it waits for no other rank."""
@@ -158,7 +158,7 @@ def _recorded(only_active: bool) -> dict[str, Any]:
 
 
 HANG_EXIT_CODE = 124
-"""Of every rank of a job that hung or lost a rank; `timeout` ends with it too."""
+"""Exit code of every rank of a job that hung or lost a rank, as of `timeout`."""
 FAILURE = "pipeline/failure"
 NOBODY = "-"
 
@@ -178,16 +178,16 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the job ends: claimed once, by the first rank that knows."""
+    """Reason why the job ends, claimed once, by the first rank that knows."""
 
     rank: int
     why: str
     """`raised`: the rank shows its own error. `hang`, `lost`: the rank at fault must be found."""
     code: int
     seconds: float = 0.0
-    """Seconds without progress, of a hang."""
+    """Seconds without progress, for `hang`."""
     what: str = ""
-    """Of `lost`: the rank whose heartbeats stopped, as it was described then."""
+    """Description of the rank whose heartbeats stopped, for `lost`."""
 
 
 @dataclass(frozen=True)
@@ -375,11 +375,11 @@ class Shutdown:
         progress: Progress,
     ):
         self.folder: Path | None = None
-        """Where stacks are written; None if nowhere yet."""
+        """Folder for the stacks; None if there is none yet."""
         self.before_leaving: Callable[[], object] = lambda: None
         """Last work of a process that is rank 0 or reports why the job ends; raises nothing."""
         self.frames: list[FrameSummary] = []
-        """Where the training thread was when it raised an exception, if it did."""
+        """Stack of the training thread when it raised an exception; empty if it did not."""
         self.tell: Callable[[int, str], None] = _tell_nobody
         """Called with the step and the sentence by the rank that reports; takes seconds at the most."""
         self.advise: Callable[[], str] = advise

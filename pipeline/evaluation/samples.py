@@ -33,8 +33,9 @@ class Sample(NamedTuple):
 
 
 def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sample | None:
-    """What the recipe's section `sample` asks for, the same on every rank; None for a model that cannot
-    generate. Collective.
+    """Return the sample that the recipe asks for, the same on every rank; None if the model cannot generate.
+
+    Collective.
 
     Without a prompt in the recipe, conversations and preferences give their first held-out prompt.
     """
@@ -67,8 +68,10 @@ def _held_out_prompt(data: DataBundle) -> list[int] | None:
 def build_sampler(
     writer: Generates, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
-    """What has the model write after the evaluation of a step, and tells it; None: it is not asked for, or
-    the model writes no text.
+    """Return a function that has the model write a sample after the evaluation of a step, and reports it.
+
+    Returns:
+        None if no sample is asked for or the model writes no text.
     """
     if data.tokenizer is None or not config.sample.every_eval or not config.sample.max_new_tokens:
         return None

@@ -1,1 +1,1 @@
-"""What is wrong with the machines of a job, before it starts: every host is asked, each answer is judged."""
+"""Finds what is wrong with the machines of a job before it starts: asks every host and judges each answer."""

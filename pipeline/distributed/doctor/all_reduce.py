@@ -24,7 +24,7 @@ MODULE = "pipeline.distributed.doctor.all_reduce"
 LIMIT = 240.0
 """Seconds for the all-reduce and what leads to it."""
 STEPS = ("starting", "loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce")
-"""What a rank does, in order."""
+"""Steps of a rank, in order."""
 SIZES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
 """Bytes of a transfer and of the large all-reduce."""
 TRIES = 3
@@ -39,16 +39,16 @@ Rounds = list[list[list[int]]]
 
 @dataclass
 class Measured:
-    """What a rank measured, as far as it came. Bytes a second."""
+    """Measurements of a rank, as far as it came. Speeds are bytes a second."""
 
     rank: int
     step: str = STEPS[0]
-    """What it did last."""
+    """The last step that it began."""
     problem: str = ""
     links: list[list[float]] = field(default_factory=list)
-    """From which rank, to which rank, speed, of each transfer that it received."""
+    """Sender, receiver and speed of each transfer that this rank received."""
     bandwidth: float = 0.0
-    """Of the all-reduce as a rank's link sees it: 2 (n - 1) / n x size / time."""
+    """Bus bandwidth of the all-reduce: 2 (n - 1) / n x size / time."""
     size: int = 0
 
 

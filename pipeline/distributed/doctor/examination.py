@@ -67,7 +67,7 @@ TASKS_LIMIT = 120.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to examine."""
+    """Hosts and settings to examine."""
 
     devices: Mapping[str, list[int] | None]
     """Every host of the job and its devices (None: all it has), in order: the first is the master."""
@@ -117,7 +117,7 @@ def this_machine(wanted: Wanted) -> Wanted:
 
 @dataclass
 class _Examination:
-    """What is known so far. Keys are hosts in the job's order, without those that did not answer."""
+    """Answers so far. Keys are hosts in the job's order, without those that did not answer."""
 
     wanted: Wanted
     nodes: Mapping[str, NodeProcess]

@@ -51,10 +51,10 @@ OPS = {op.label: op for op in (CPU_ADAM, ASYNC_IO, QUANTIZER)}
 
 @dataclass(frozen=True)
 class Question:
-    """What the doctor asks of one machine."""
+    """The doctor's question to one machine."""
 
     token: str
-    """Of this examination; other programs do not know it."""
+    """Secret of this examination, which no other program knows."""
     name: str
     names: list[str]
     """All hosts of the job."""
@@ -77,10 +77,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found on this machine."""
+    """Result of one check on this machine."""
 
     fine: str
-    """What to say if there is no fault."""
+    """Text of the row if there is no fault."""
     faults: list[Fault]
 
 

@@ -1,4 +1,4 @@
-"""What machines know of the network between them, and the checks that compare it.
+"""Reads the network between machines, on each of them, and compares what they see.
 
 The first half runs on each machine; the checks are pure and see all machines.
 """
@@ -28,21 +28,21 @@ CONNECT_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class Network:
-    """How a machine is known, and how it sees the others."""
+    """Names and addresses of a machine, and of the others as it sees them."""
 
     hostname: str
     boot_id: str
-    """With the host name: which machine it is, whatever it is called."""
+    """Identifies the machine together with its host name, whatever others call it."""
     interfaces: dict[str, list[str]]
     """Interfaces that are up, in the kernel's order -> their addresses."""
     names: dict[str, list[str]]
     """Each host's name -> its addresses as seen from here; empty if it is unknown."""
     own_address: str | None
-    """What gloo would take the host's own name for; None: no address of this machine."""
+    """Address that gloo would use for the host's own name; None if it is not one of this machine's."""
     by_ssh: str | None = None
     """Address at which ssh found this machine."""
     port: int = 0
-    """Where it listens."""
+    """Port on which it listens."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that choose the interface."""
     has_gpus: bool = False
@@ -75,9 +75,9 @@ class Link:
 
 
 Networks = Mapping[str, Network]
-"""By host, in the job's order: the first is the master."""
+"""Host -> its network, in the job's order: the first is the master."""
 Links = Mapping[str, Sequence[Link]]
-"""By the host that they start from."""
+"""Host -> the links that start there."""
 
 
 def is_loopback(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""How the doctor asks a node, and how a process of ours answers: one question after another."""
+"""Asks a node of the doctor's, and answers such questions: one after another."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Status = Literal["ok", "warning", "fail"]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong on one host, and what to do about it."""
+    """A fault of one host, and what to do about it."""
 
     status: Status
     found: str

@@ -1,1 +1,1 @@
-"""How a job is started on one or many machines: what launch/*.sh hand over to."""
+"""Starts a job on one or many machines; launch/*.sh call it."""

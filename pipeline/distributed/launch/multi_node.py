@@ -69,9 +69,9 @@ class Launch:
     options: argparse.Namespace
     devices: Devices
     folder: str
-    """On every node: the environment, and the exit codes of the ranks."""
+    """Folder on every node for the environment and the exit codes of the ranks."""
     document: dict[str, Any]
-    """What the guards are given, with secrets."""
+    """Message to the guards; holds secrets."""
     arguments: list[str]
     """train.py's arguments that stand on the command line."""
 

@@ -1,4 +1,4 @@
-"""How a module of this project is started on another node, and how it is talked to.
+"""Starts a module of this project on another node and exchanges messages with it.
 
 A run's guard and the doctor's probe talk over standard input and output, a JSON object a line.
 """
@@ -74,7 +74,7 @@ class NodeProcess:
     ):
         self.name = name
         self.step = "starting"
-        """What the process says that it is busy with."""
+        """Step that the process reported last."""
         self.heard: Callable[[str], None] = lambda step: None
         """Called with each step."""
         self._reader = reader

@@ -66,7 +66,7 @@ def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
 
 @dataclass
 class _NodeState:
-    """What is known of a node."""
+    """State of a node."""
 
     process: NodeProcess
     exit_records: dict[str, dict[str, int]] = field(default_factory=dict)
