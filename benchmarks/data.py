@@ -23,7 +23,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -35,8 +34,7 @@ from workload import REPOSITORY
 VOCAB_SIZE = 32_000
 TRAINING_CHARACTERS = 30_000_000  # of text for the tokenizer; about 10 s
 RAW = "tokenizers, texts in memory"
-STANDARD, FAST = "prepare, tokenizers, jsonl", "prepare, gigatoken, "
-WANTED = {STANDARD: 0.9, f"{FAST}jsonl": 10.0, f"{FAST}text": 10.0}  # of the bare tokeniser's rate
+WANTED = {"prepare, jsonl": 0.9, "prepare, text": 0.9}  # of the bare tokeniser's rate
 WAIT_STEPS, LONGEST_WAIT = 20, 0.01  # steps of the default run, and of a step what it may wait for data
 
 
@@ -108,19 +106,6 @@ def prepare_seconds(source: Path, tokenizer: Path, cache: Path) -> tuple[float, 
     return seconds, tokens
 
 
-@contextmanager
-def without_gigatoken() -> Iterator[None]:
-    """Hide the faster tokeniser, as if it were not installed."""
-    before = sys.modules.get("gigatoken")
-    sys.modules["gigatoken"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["gigatoken"]
-        if before is not None:
-            sys.modules["gigatoken"] = before
-
-
 def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Return MB of text a second of each participant, a number a round.
 
@@ -129,8 +114,7 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
     from pipeline.data.tokenizer import train_tokenizer
 
     texts = first_texts(python_texts(), arguments.megabytes)
-    few = first_texts(texts, arguments.standard_megabytes)
-    jsonl, few_jsonl = write_jsonl(folder / "all.jsonl", texts), write_jsonl(folder / "few.jsonl", few)
+    jsonl = write_jsonl(folder / "all.jsonl", texts)
     files = folder / "files"
     files.mkdir()
     for number, text in enumerate(texts):
@@ -139,23 +123,18 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
     learned = [text for text, end in zip(texts, lengths, strict=True) if end <= TRAINING_CHARACTERS]
     tokenizer, cache = folder / "bpe.json", folder / "cache"
     tokenizer.write_text(train_tokenizer(learned, VOCAB_SIZE).backend_tokenizer.to_str(), "utf-8")
-    prepare_seconds(few_jsonl, tokenizer, cache)  # imports, and files into the page cache
+    prepare_seconds(jsonl, tokenizer, cache)  # imports, and files into the page cache
     found: dict[str, list[float]] = {name: [] for name in (RAW, *WANTED)}
     for turn in range(arguments.prepare_rounds):
-        first = raw_seconds(tokenizer, few)
+        first = raw_seconds(tokenizer, texts)
         counts = set()
         for name in [*WANTED][:: 1 if turn % 2 == 0 else -1]:
-            if name == STANDARD:
-                with without_gigatoken():
-                    seconds, _ = prepare_seconds(few_jsonl, tokenizer, cache)
-                found[name].append(megabytes_of(few) / seconds)
-            else:
-                source = jsonl if name.endswith("jsonl") else files
-                seconds, tokens = prepare_seconds(source, tokenizer, cache)
-                counts.add(tokens)
-                found[name].append(megabytes_of(texts) / seconds)
+            source = jsonl if name.endswith("jsonl") else files
+            seconds, tokens = prepare_seconds(source, tokenizer, cache)
+            counts.add(tokens)
+            found[name].append(megabytes_of(texts) / seconds)
         assert len(counts) == 1, f"not the same tokens from every format: {counts}"
-        found[RAW].append(2 * megabytes_of(few) / (first + raw_seconds(tokenizer, few)))
+        found[RAW].append(2 * megabytes_of(texts) / (first + raw_seconds(tokenizer, texts)))
     return found
 
 
@@ -201,8 +180,9 @@ def main() -> int:
             speeds = measure_prepare(arguments, Path(folder))
         results["prepare_megabytes_per_second"] = speeds
         lines = [[name, f"{median(rounds):.2f}"] for name, rounds in speeds.items()]
-        sizes = f"{arguments.megabytes:g} MB of Python, {arguments.standard_megabytes:g} MB with tokenizers"
-        print_table(console, f"text into tokens: {sizes}", ["participant", "MB/s"], lines)
+        print_table(
+            console, f"text into tokens: {arguments.megabytes:g} MB of Python", ["participant", "MB/s"], lines
+        )
         claims += prepare_claims(speeds)
     if arguments.loader_rounds:
         # After the rest: this needs torch, which the processes that tokenise would import along with it.
@@ -228,8 +208,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--megabytes", type=float, default=200, help="of text, with gigatoken")
-    add("--standard-megabytes", type=float, default=66, help="of that text, with tokenizers: it takes long")
+    add("--megabytes", type=float, default=66, help="of text")
     add("--prepare-rounds", type=int, default=2, help="0: leave out")
     add("--loader-rounds", type=int, default=7, help="0: leave out")
     add("--loader-megabytes", type=int, default=200, help="of tokens that are read")

@@ -9,10 +9,7 @@ import pytest
 from distributed.launch.test_installation import find_python
 from support.launch import ROOT, environment
 
-ABSENT = (
-    "datasets zstandard gigatoken wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout "
-    "PIL pandas"
-)
+ABSENT = "datasets zstandard wandb plotly torchao bitsandbytes hypothesis xdist pytest_timeout PIL pandas"
 COLLECT = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT.split()!r}))  # None: importing it fails

@@ -25,7 +25,7 @@ from pipeline.monitoring.trackers import check_trackers
 HIDING = ROOT / "tests" / "support" / "hidden_packages"
 OPTIONAL = (
     "wandb plotly datasets pyarrow sklearn PIL peft accelerate jinja2 ninja "
-    "tensorboard torchao bitsandbytes gigatoken pynvml kubernetes_validate"
+    "tensorboard torchao bitsandbytes pynvml kubernetes_validate"
 )
 
 

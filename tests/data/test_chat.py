@@ -89,7 +89,7 @@ def make_encoder(tokenizer, tmp_path_factory):
         file.write_text(TEMPLATES.get(template, template))
         given = {"kind": "chat", "paths": ["x"], "chat_template": str(file), "sequence_length": 100_000}
         config = ChatDataConfig(**(given | changes))
-        return ChatEncoder(EncoderSettings(config, where, own.eos_token_id, token_ids_end(own), False, 1))
+        return ChatEncoder(EncoderSettings(config, where, own.eos_token_id, token_ids_end(own), 1))
 
     return make
 

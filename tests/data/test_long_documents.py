@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared import encoder
-from pipeline.data.prepared.encoder import NASTY, EncoderSettings, TextEncoder
+from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
 from pipeline.data.tokenizer import cut_text, train_tokenizer
 
 ALPHABET = [
@@ -98,6 +98,24 @@ NORMALIZERS = {
 }
 
 
+# Text that tokenisers most often disagree about.
+NASTY = (
+    "",
+    " ",
+    "   \n\t \r\n\r\n  x",
+    "don't I'LL we've IT'S 'tis",
+    "1234567890 12,345.67 １２３ ½ ²",
+    "a\x00b\x7f\x1b[0m",
+    "é e\u0301 \u1e9b\u0323 ﬁ İi ß",
+    "🤷🏽\u200d♀️🇩🇪 \U0010ffff\ufffd",
+    "\ufeffbyte order mark\u2028line\u2029paragraph\u00a0space\u200b\u3000",
+    "日本語のテキスト 한국어 العربية עברית हिन्दी ไทย",
+    "=" * 200 + "-" * 77 + " " * 130 + "x",
+    "\t\tif (x != 0) { return ~x; } // ok\r\n",
+    "snake_case CamelCase SHOUTED __dunder__ x1y2",
+)
+
+
 def nasty_texts(number: int) -> list[str]:
     drawn = random.Random(number)
     texts = ["".join(drawn.choices(ALPHABET, k=drawn.randint(1, 60))) for _ in range(number)]
@@ -158,7 +176,7 @@ def test_the_encoder_cuts_long_texts_alone(tmp_path, monkeypatch):
     core = trained(PRE_TOKENIZERS["llama3"])
     core.save(str(tmp_path / "tokenizer.json"))
     settings = EncoderSettings(
-        TextDataConfig(kind="text", paths=["x"]), tmp_path, 1, core.get_vocab_size(), fast=False, threads=1
+        TextDataConfig(kind="text", paths=["x"]), tmp_path, 1, core.get_vocab_size(), threads=1
     )
     texts = [text for text in nasty_texts(200) if text]
     whole = TextEncoder(settings)([("", text) for text in texts], Tally())
@@ -194,7 +212,7 @@ text = " ".join(f"word{number * 7919 % 5003}" for number in range(400_000))
 before = peak()
 train_tokenizer([text], 400).save_pretrained(folder)
 trained = peak() - before
-settings = EncoderSettings(TextDataConfig(kind="text", paths=["x"]), folder, 0, 400, fast=False, threads=1)
+settings = EncoderSettings(TextDataConfig(kind="text", paths=["x"]), folder, 0, 400, threads=1)
 TextEncoder(settings)([("", text)], Tally())
 print(trained // len(text), (peak() - before) // len(text))
 """

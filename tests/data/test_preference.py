@@ -45,7 +45,7 @@ def make_encoder(tokenizer, tmp_path_factory):
         given = {"kind": "preference", "paths": ["x"], "sequence_length": 1000} | changes
         end = tokenizer.eos_token_id
         config = PreferenceDataConfig(**given)
-        return PreferenceEncoder(EncoderSettings(config, folder, end, token_ids_end(tokenizer), False, 1))
+        return PreferenceEncoder(EncoderSettings(config, folder, end, token_ids_end(tokenizer), 1))
 
     return make
 
@@ -168,7 +168,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     )
     own.save_pretrained(str(tmp_path))
     config = PreferenceDataConfig(kind="preference", paths=["x"], sequence_length=1000)
-    settings = EncoderSettings(config, tmp_path, own.eos_token_id, token_ids_end(own), False, 1)
+    settings = EncoderSettings(config, tmp_path, own.eos_token_id, token_ids_end(own), 1)
     row = {"prompt": SKY, "chosen": " <|begin|>", "rejected": " it is"}
     tally = Tally()
     (document,) = PreferenceEncoder(settings)([("rows:1", row)], tally)

@@ -75,9 +75,7 @@ def make_encoder(tmp_path_factory):
             kind="chat", paths=["x"], chat_template=str(FOLDER / f"{template}.jinja"), sequence_length=100_000
         )
         end = tokenizer.eos_token_id
-        return ChatEncoder(
-            EncoderSettings(config, folder, end, token_ids_end(tokenizer), False, 1)
-        ), tokenizer
+        return ChatEncoder(EncoderSettings(config, folder, end, token_ids_end(tokenizer), 1)), tokenizer
 
     return make
 

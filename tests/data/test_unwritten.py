@@ -187,7 +187,7 @@ def encoders(tokenizer):
             (ChatEncoder, ChatDataConfig(kind="chat", **given)),
             (PreferenceEncoder, PreferenceDataConfig(kind="preference", **given)),
         ):
-            made = EncoderSettings(config, folder, own.eos_token_id, token_ids_end(own), False, 1)
+            made = EncoderSettings(config, folder, own.eos_token_id, token_ids_end(own), 1)
             found[name, encoder] = encoder(made)
     return found
 

@@ -56,12 +56,9 @@ def command_line(recipe: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "pipeline", "prepare", "--config", str(recipe), *arguments]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """As where gigatoken is not installed: the standard tokeniser takes long enough to be disturbed."""
-    without = folder / "without"
-    without.mkdir(exist_ok=True)
-    (without / "gigatoken.py").write_text("raise ImportError\n")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(without), str(ROOT)])}
+def environment() -> dict[str, str]:
+    """Return the variables of a command that prepares data of this checkout."""
+    return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 class Command:
@@ -82,7 +79,7 @@ class Command:
             text=True,
             start_new_session=True,
             preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, which takes no lock)
-            env=environment(recipe.parent),
+            env=environment(),
         )
 
     def end(self) -> Ended:

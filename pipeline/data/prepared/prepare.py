@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import compress, islice
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,10 @@ from pipeline.config.data_schema import (
     DocumentsConfig,
     SourceConfig,
 )
-from pipeline.data.documents.part import Part, find_parts, no_text, read_texts
+from pipeline.data.documents.part import Part, find_parts, no_text
 from pipeline.data.documents.records import Tally
 from pipeline.data.documents.streams import DigestCache, hash_of
-from pipeline.data.prepared.encoder import (
-    SAMPLE_DOCUMENTS,
-    EncoderSettings,
-    is_faithful,
-    plain_text_tokenizer,
-)
+from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.part_files import (
     FORMAT_VERSION,
     INDEX,
@@ -233,16 +228,13 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
     size = sum(task.part.size for task in tasks)
     known = all(task.part.size for task in tasks)
     workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
-    fast = _choose_fast(config, tokenizer, tasks)
-    threads = -(-cores // workers)
     settings = EncoderSettings(
         config=config,
         tokenizer=tokenizer.path,
         end_of_document=tokenizer.tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
-        fast=fast,
-        # The standard tokeniser takes a minute for a part: workers without one leave their cores to the rest.
-        threads=threads if fast else min(cores, 2 * threads),
+        # A part takes a worker a minute: workers without one leave their cores to the rest.
+        threads=min(cores, 2 * -(-cores // workers)),
     )
     log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
     with PrepareProgress(size, len(tasks)) as progress:
@@ -255,16 +247,6 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
                 break
             log.info("another process is at %d more: waiting for it", len(tasks))
     log.info("tokenised %s", progress)
-
-
-def _choose_fast(config: DocumentsConfig, tokenizer: TokenizerFolder, tasks: Sequence[PartTask]) -> bool:
-    """Return whether gigatoken can take the place of tokenizers, tried on documents of parts all over."""
-    if config.conversations is not None:
-        return False
-    chosen = tasks[:: max(1, len(tasks) // 30)]
-    each = max(1, SAMPLE_DOCUMENTS // len(chosen))
-    sample = (text for task in chosen for _, text in islice(read_texts(task.part, Tally()), each))
-    return is_faithful(tokenizer.path, plain_text_tokenizer(tokenizer.path), sample)
 
 
 def _gather(

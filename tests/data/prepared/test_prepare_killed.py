@@ -247,7 +247,7 @@ def test_on_a_full_disk_it_ends_with_one_line_and_with_room_goes_on(recipe_for, 
     recipe = recipe_for(room, corpus).rename(tmp_path / "recipe.yaml")
     command = ["unshare", "-m", "sh", "-c", FULL_DISK, "sh", size, str(room), str(tmp_path)]
     command += command_line(recipe)
-    code = subprocess.run(command, env=environment(tmp_path), timeout=PATIENCE, check=False).returncode
+    code = subprocess.run(command, env=environment(), timeout=PATIENCE, check=False).returncode
     if code:
         pytest.skip("no permission to mount here")
 
