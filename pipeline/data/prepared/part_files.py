@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress
 from pathlib import Path
@@ -31,6 +32,7 @@ INDEX = "part.json"
 CHECKED = "checked.json"  # times of last change at which the content is known to be right
 SPLITS = ("train", "eval")
 MOST_SEGMENTS = 2  # of a document
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -55,11 +57,12 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> Iterator[bool]:
+def held_lock(cache_dir: Path, name: str, wait: bool = True, notice: str = "") -> Iterator[bool]:
     """Hold the lock `name` of the cache; no other process then has it, however that one ended.
 
     Args:
-        alive: None: do not wait. Otherwise called about every second while another process holds the lock.
+        wait: Whether to wait for another process that holds it.
+        notice: Logged before waiting.
 
     Yields:
         Whether it is held.
@@ -68,17 +71,26 @@ def held_lock(cache_dir: Path, name: str, alive: Callable[[], None] | None) -> I
     with writing_to(cache_dir, "a lock file"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=0 if alive is None else 1)
-            except Timeout:
-                if alive is None:
-                    break
-                alive()
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if notice:
+                log.info("%s", notice)
+            if wait:
+                lock.acquire()
     try:
         yield lock.is_locked
     finally:
         lock.release()
+
+
+_unfinished: set[Path] = set()
+
+
+def discard_unfinished() -> None:
+    """Remove what `filling` has not published yet: this process is about to end."""
+    for folder in _unfinished:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -91,6 +103,7 @@ def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
         what: Name of the folder in the error of `writing_to`.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
+    _unfinished.add(temporary)
     try:
         with writing_to(cache_dir, what):
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed writer
@@ -104,6 +117,8 @@ def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        _unfinished.discard(temporary)
 
 
 def write_json(path: Path, content: Any) -> None:

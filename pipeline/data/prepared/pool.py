@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,14 @@ from typing import Any
 from pipeline.data.documents.part import Part, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
 from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records, TextEncoder
-from pipeline.data.prepared.part_files import PartWriter, filling, held_lock, is_prepared, writing_to
+from pipeline.data.prepared.part_files import (
+    PartWriter,
+    discard_unfinished,
+    filling,
+    held_lock,
+    is_prepared,
+    writing_to,
+)
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
 
@@ -66,31 +71,18 @@ class PartTask:
 
 
 class PrepareProgress:
-    """Adds up what is done, and shows it: a bar on a terminal, else a line now and then."""
+    """Adds up what is done, and logs a line now and then."""
 
-    def __init__(self, total_bytes: int, num_parts: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
+    def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
         self._finished_parts = 0
         self._done: Counter[str] = Counter()
         self._start = self._last_line = time.monotonic()
-        self._bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("preparing", total=max(1, total_bytes))
-
-    def __enter__(self) -> PrepareProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def add(self, done: Mapping[str, int]) -> None:
         """Count what was prepared since the last call."""
         self._done.update(done)
-        self._bar.update(self._task, completed=self._done["bytes"])
-        if self._bar.disable and time.monotonic() - self._last_line >= LINE_SECONDS:
+        if time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             log.info("preparing: %d of %d parts, %s", self._finished_parts, self._num_parts, self)
 
@@ -116,7 +108,7 @@ def prepare_part(
         task: Which part.
         settings: Of the encoder.
         encoder: Made from them.
-        report: Called for every batch, and while waiting; what it raises ends the work without a trace.
+        report: Called for every batch.
         wait: Whether to wait for another process that prepares the same part.
 
     Returns:
@@ -125,7 +117,7 @@ def prepare_part(
     Raises:
         DataError: a record cannot be used, the cache cannot be written, or there is no memory left.
     """
-    with held_lock(task.cache_dir, task.key, (lambda: report({})) if wait else None) as held:
+    with held_lock(task.cache_dir, task.key, wait) as held:
         if held and not is_prepared(task.folder):
             try:
                 _write(task, settings, encoder, report)
@@ -248,25 +240,30 @@ def prepare_in_pool(
         DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
     """
     context = multiprocessing.get_context("spawn")
-    lifeline, theirs = context.Pipe()  # its other end closes with this process, however that ends
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(theirs, settings))
-    processes: list[BaseProcess] = []
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(settings,))
+    others = set(multiprocessing.active_children())
+    processes: set[BaseProcess] = set()
     # Large ones first, so that workers run out of work at about the same time.
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
     left = []
+    # Ctrl-C reaches every process of a terminal: workers inherit it blocked, and this process ends them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _ignoring_interrupts():
+        try:
             futures = {pool.submit(_work, task, wait): task for task in by_size}
-            processes += multiprocessing.active_children()
+        finally:
+            processes |= set(multiprocessing.active_children()) - others
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(futures):
             done = future.result()
             if done is None:
                 left.append(futures[future])
             else:
-                progress.finish_part()
                 progress.add(done)
+                progress.finish_part()
     except BaseException as error:
-        lifeline.close()  # ends each worker after the batch that it is at
+        for process in processes:
+            process.terminate()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise DataError(_describe_death([process.exitcode or 0 for process in processes])) from None
@@ -275,23 +272,9 @@ def prepare_in_pool(
     return left
 
 
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Let children that are started inside inherit it: Ctrl-C reaches every process of a terminal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _describe_death(codes: Sequence[int]) -> str:
     if SCRIPT_RAN_CODE in codes:
         return _unguarded()
-    # Where one is dead the pool ends the others by SIGTERM.
     code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
@@ -320,47 +303,33 @@ def _unguarded() -> str:
 # Of a worker process.
 _settings: EncoderSettings | None = None
 _encoder: Encoder | None = None
-_is_abandoned = threading.Event()
-_is_busy = threading.Lock()
+SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
-class _AbandonedError(Exception):
-    """The process that asked for the part is gone, or wants it no more."""
-
-
-def _start(lifeline: Connection, settings: EncoderSettings) -> None:
+def _start(settings: EncoderSettings) -> None:
     global _settings
     _settings = settings
     # For the Rust libraries, before they are first used.
     os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
-
-
-def _end_with_parent(lifeline: Connection) -> None:
-    with suppress(EOFError, OSError):
-        lifeline.recv()
-    _is_abandoned.set()
-    # A parent that lives ends the pool itself; of a worker that exits it would kill the others.
+    signal.signal(signal.SIGTERM, _end)
+    ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    with _is_busy:
-        os._exit(1)
+    if parent is not None and os.getppid() != parent.pid:  # gone before the line above
+        os._exit(0)
+
+
+def _end(*_: object) -> None:
+    """Remove the part that is being written, and leave."""
+    discard_unfinished()
+    os._exit(0)
 
 
 def _work(task: PartTask, wait: bool) -> Counter[str] | None:
-    """Prepare a part; `None`: another process does."""
+    """Prepare a part, and return what was counted; `None`: another process prepares it."""
     global _encoder
     assert _settings is not None
+    if _encoder is None:
+        _encoder = build_encoder(_settings)
     done: Counter[str] = Counter()
-
-    def report(sizes: Mapping[str, int]) -> None:
-        done.update(sizes)
-        if _is_abandoned.is_set():
-            raise _AbandonedError
-
-    with _is_busy:
-        if _encoder is None:
-            _encoder = build_encoder(_settings)
-        return done if prepare_part(task, _settings, _encoder, report, wait) else None
+    return done if prepare_part(task, _settings, _encoder, done.update, wait) else None

@@ -11,7 +11,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,8 +194,7 @@ def prepare_documents(
         if len(missing) < len(tasks):
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
         lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
-        say_once = cache(partial(log.info, "another process prepares this data: waiting for it"))
-        with held_lock(cache_dir, lock, say_once):
+        with held_lock(cache_dir, lock, notice="another process prepares this data: waiting for it"):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
     prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)
@@ -237,15 +235,15 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
         threads=min(cores, 2 * -(-cores // workers)),
     )
     log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
-    with PrepareProgress(size, len(tasks)) as progress:
-        for wait in (False, True):
-            if workers == 1:
-                tasks = prepare_here(tasks, settings, wait, progress)
-            else:
-                tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
-            if not tasks:
-                break
-            log.info("another process is at %d more: waiting for it", len(tasks))
+    progress = PrepareProgress(len(tasks))
+    for wait in (False, True):  # a process on another machine makes some of them meanwhile
+        if workers == 1:
+            tasks = prepare_here(tasks, settings, wait, progress)
+        else:
+            tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
+        if not tasks:
+            break
+        log.info("another process is at %d more: waiting for it", len(tasks))
     log.info("tokenised %s", progress)
 
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +138,8 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     folder = cache_dir / "tokenizers" / key
     if find_damage(folder, INDEX, verify=False) is None:
         return folder
-    say_once = cache(partial(log.info, "another process is making the tokenizer: waiting for it"))
-    with held_lock(cache_dir, f"tokenizer-{key}", say_once):
+    notice = "another process is making the tokenizer: waiting for it"
+    with held_lock(cache_dir, f"tokenizer-{key}", notice=notice):
         if find_damage(folder, INDEX, verify=False) is not None:
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)

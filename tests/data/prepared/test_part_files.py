@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +108,25 @@ def test_what_is_abandoned_leaves_nothing(tmp_path):
 
 
 def test_a_lock_is_held_by_one(tmp_path):
-    with held_lock(tmp_path, "a", None) as first, held_lock(tmp_path, "a", None) as second:
+    with held_lock(tmp_path, "a", wait=False) as first, held_lock(tmp_path, "a", wait=False) as second:
         assert (first, second) == (True, False)
-    with held_lock(tmp_path, "a", None) as third:
+    with held_lock(tmp_path, "a", wait=False) as third:
         assert third
+
+
+def test_a_lock_is_waited_for_with_a_notice(tmp_path, caplog):
+    caplog.set_level("INFO")
+    is_free = []
+
+    def wait():
+        with held_lock(tmp_path, "a", notice="waiting"):
+            is_free.append(True)
+
+    other = threading.Thread(target=wait)
+    with held_lock(tmp_path, "a"):
+        other.start()
+        while "waiting" not in caplog.text:
+            time.sleep(0.01)
+        assert not is_free
+    other.join()
+    assert is_free
