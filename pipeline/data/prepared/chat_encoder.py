@@ -6,9 +6,10 @@ An answer is kept whole or left out, and counted.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -353,40 +354,28 @@ class ChatEncoder:
         return self._writer.length(written) <= self._config.sequence_length + 1
 
     def _shorten(self, written: list[Written], tally: Tally) -> list[Written | None]:
-        """Return the first turns, up to an answer, of each that is too long, or None.
-
-        As many turns as fit, found by halving: with so many conversations at once, in a few rounds.
-        """
-        if not written:
-            return []
-        if self._config.too_long == "error":
+        """Return the first turns, up to an answer, of each that is too long, or None."""
+        if written and self._config.too_long == "error":
             raise ConfigError(
                 f"{written[0].where}: the conversation has {len(written[0].ids):,} tokens, a sequence "
                 f"{self._config.sequence_length:,}; raise data.sequence_length, or set data.too_long: shorten"
             )
-        best: list[Written | None] = [None] * len(written)
-        if self._config.too_long == "drop":
-            for long in written:
-                tally.note(TOO_LONG, long.where)
-            return best
-        ends = [
-            [number + 1 for number in each.conversation.answers if number + 1 < len(each.conversation.turns)]
-            for each in written
-        ]
-        low, high = [0] * len(written), [len(each) for each in ends]
-        while open_ := [number for number in range(len(written)) if low[number] < high[number]]:
-            middle = [(low[number] + high[number]) // 2 for number in open_]
-            tried = self._writer.write(
-                [
-                    (written[n].where, written[n].conversation.first(ends[n][m]))
-                    for n, m in zip(open_, middle, strict=True)
-                ]
-            )
-            for number, at, each in zip(open_, middle, tried, strict=True):
-                if self._fits(each):
-                    low[number], best[number] = at + 1, each
-                else:
-                    high[number] = at
-        for long, shortened in zip(written, best, strict=True):
-            tally.note(TOO_LONG if shortened is None else SHORTENED, long.where)
-        return best
+        shortened = []
+        for long in written:
+            first = self._first_turns(long) if self._config.too_long == "shorten" else None
+            tally.note(TOO_LONG if first is None else SHORTENED, long.where)
+            shortened.append(first)
+        return shortened
+
+    def _first_turns(self, long: Written) -> Written | None:
+        """Return as many turns, up to an answer, as fit; `None`: the first answer does not."""
+
+        @cache
+        def first(end: int) -> Written:
+            (written,) = self._writer.write([(long.where, long.conversation.first(end))])
+            return written
+
+        turns = len(long.conversation.turns)
+        ends = [number + 1 for number in long.conversation.answers if number + 1 < turns]
+        fitting = bisect_left(ends, True, key=lambda end: not self._fits(first(end)))
+        return first(ends[fitting - 1]) if fitting else None
