@@ -126,11 +126,10 @@ class WatchConfig(Closed):
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
     """The same of a step whose loss or gradient norm lies far above those of the steps before it. `skip`:
     it changes nothing; each step then waits for the device."""
-    on_corruption: Literal["log", "stop", "leave"] = "stop"
+    on_corruption: Literal["log", "stop"] = "stop"
     """Ranks that hold the same weights do not have the same bits. `stop`: the run ends without a further
     checkpoint, with exit code 14, and those that may hold what is wrong are set aside: started again, it goes
-    on from one that all ranks agreed on. `leave`: so it does without the machine of the rank that differs,
-    under `launch/torchrun.sh --nnodes MIN:MAX`; where that cannot be, as `stop`."""
+    on from one that all ranks agreed on."""
     compare_every: int = Field(25, ge=0)
     """Steps between two comparisons of replicas: under `ddp` and ZeRO 0 weights, reduced gradients and
     optimizer state, at ZeRO 1 and 2 the weights of all steps since the last one. 0: none."""

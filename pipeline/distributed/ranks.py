@@ -1,13 +1,12 @@
-"""This process's rank, read from the launcher's environment, and the torchrun agent above it. No torch."""
+"""This process's rank, read from the launcher's environment. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,60 +276,3 @@ def cpu_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]
     if stated.isdigit() and int(stated) > 0 and not by_torchrun:
         return int(stated)
     return max(1, num_cores // num_sharers)
-
-
-AGENT = "PIPELINE_AGENT"
-"""Set by launch/torchrun.sh: the agent's process number, MIN of --nnodes, 1 where the store is its own."""
-
-
-@dataclass(frozen=True)
-class Agent:
-    """The torchrun agent of one machine, in a job of several."""
-
-    number: int
-    """The same for all ranks of the machine, and for no other's."""
-    least: int
-    """Machines that the job goes on with."""
-    is_endpoint: bool
-    """Whether all machines meet in a store of its own."""
-    restarts_left: int
-
-    def leave(self) -> None:
-        """End the agent and so its ranks: the others stop and meet without it. One rank calls it.
-
-        After any other end of a rank it would start the ranks again, or close the meeting for all.
-        """
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-def read_agent(environment: Mapping[str, str]) -> Agent | None:
-    """Return this rank's agent; None if launch/torchrun.sh did not start it."""
-    pid, _, rest = environment.get(AGENT, "").partition(":")
-    least, _, is_endpoint = rest.partition(":")
-    if pid != str(os.getppid()) or "GROUP_RANK" not in environment:
-        return None
-    restarts = int(environment["TORCHELASTIC_MAX_RESTARTS"]) - int(environment["TORCHELASTIC_RESTART_COUNT"])
-    return Agent(int(environment["GROUP_RANK"]), int(least), is_endpoint == "1", restarts)
-
-
-def why_none_leaves(agents: Sequence[Agent | None], leaving: Collection[int]) -> str | None:
-    """Return what has to change before the machines of some ranks could leave; None if they can.
-
-    Args:
-        agents: The agent of each rank.
-        leaving: Ranks whose machines leave.
-    """
-    known = [each for each in agents if each is not None]
-    if len(known) < len(agents):
-        return "a machine leaves what launch/torchrun.sh --nnodes MIN:MAX has started"
-    gone = {known[rank].number for rank in leaving}
-    stays = {each.number: each for each in known if each.number not in gone}
-    if not stays:
-        return "no machine would be left"
-    if len(stays) < known[0].least:
-        return f"--nnodes has a MIN of {known[0].least}, and {len(stays)} would be left: lower it"
-    if any(each.restarts_left < 1 for each in stays.values()):
-        return "no restart is left: raise --max-restarts"
-    if any(each.is_endpoint and each.number in gone for each in known):
-        return "all meet on its machine: give --rdzv-endpoint another one"
-    return None

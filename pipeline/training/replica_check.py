@@ -7,7 +7,6 @@ engine/replicas.py says what is compared and what is not.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from pipeline.config.schema import WatchConfig
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import read_agent, why_none_leaves
-from pipeline.distributed.signals import ignore_stop_signals
 from pipeline.engine.replicas import HISTORY, KINDS, Replicas
 from pipeline.monitoring.events import CORRUPTION, Event
 
@@ -41,12 +38,10 @@ class ReplicaCheck:
         self._job = job
         self._replicas = replicas
         every = watch.compare_every
-        self._action = watch.on_corruption
-        self._leaving: list[int] = []  # ranks whose machines leave
+        self.stops = watch.on_corruption == "stop"
+        """Whether the run ends where replicas differ."""
         has_any = job.ranks.world_size > 1 and every > 0
-        own = (None if replicas is None else replicas.key, read_agent(os.environ))
-        everyone = job.gather_object(own) if has_any else []
-        keys, self._agents = [key for key, _ in everyone], [agent for _, agent in everyone]
+        keys = job.gather_object(None if replicas is None else replicas.key) if has_any else []
         alike = Counter(key for key in keys if key is not None)
         self._groups = [
             [rank for rank, key in enumerate(keys) if key == which]
@@ -69,10 +64,6 @@ class ReplicaCheck:
                 len(processors),
                 ", ".join(processors),
             )
-        if self._every and self._action == "leave":
-            hindrances = [why_none_leaves(self._agents, [rank]) for rank in range(len(self._agents))]
-            if all(hindrances):
-                log.warning("watch.on_corruption=leave: no machine can: %s", hindrances[-1])
 
     @property
     def is_on(self) -> bool:
@@ -102,20 +93,6 @@ class ReplicaCheck:
                 table[self._job.ranks.rank] = own
             self._send(step, self._job.all_reduce_sum(table))
         return found if is_gpu else self._read()
-
-    @property
-    def stops(self) -> bool:
-        """Whether the run ends where replicas differ, at the least for as long as machines take to meet."""
-        return self._action != "log"
-
-    def leave(self) -> None:
-        """Has this rank's machine leave the job, if it is one that does; its process is yet to end."""
-        rank = self._job.ranks.rank
-        own = self._agents[rank]
-        if own is not None and own in [self._agents[each] for each in self._leaving]:
-            ignore_stop_signals()  # the agent's, on its way out
-            if rank == self._agents.index(own):
-                own.leave()
 
     def went_back(self, step: int) -> None:
         """The run goes on from an earlier step."""
@@ -158,22 +135,10 @@ class ReplicaCheck:
         who = f"those of {named} are not those of the other {len(group) - len(wrong)} ranks"
         if len(wrong) == len(group):
             who = f"{named} have different ones, and which of them is right cannot be told"
-        fields = {"ranks": ",".join(map(str, wrong)), "kind": kind}
-        if self._action == "leave":
-            who += f"; {self._try_to_leave(wrong, fields, which_is_known=len(wrong) < len(group))}"
         return Event(
             CORRUPTION,
             f"the {what} should be the same on {len(group)} ranks, bit by bit, and {who}",
             ADVICE,
             level="error",
-            fields=fields,
+            fields={"ranks": ",".join(map(str, wrong)), "kind": kind},
         )
-
-    def _try_to_leave(self, wrong: list[int], fields: dict[str, str], which_is_known: bool) -> str:
-        """What is told of it: the machines of these ranks leave, or why none does."""
-        hindrance = why_none_leaves(self._agents, wrong) if which_is_known else "nobody knows which is to"
-        if hindrance is not None:
-            return f"no machine leaves the job: {hindrance}"
-        self._leaving = wrong
-        fields["leaves"] = ", ".join(sorted({self._job.everyone[rank].host for rank in wrong}))
-        return f"{fields['leaves']} leaves the job, and the others go on"

@@ -342,7 +342,6 @@ class Recovery:
         self._trackers.tell(step, found)
         if check.stops:
             self._checkpoints.distrust_after(check.good_until)
-            check.leave()
             raise DeviceFailedError(
                 f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
                 f"{check.good_until} counts any more; the same command goes on from one before "

@@ -292,7 +292,7 @@ def test_other_splits_and_optimizers_are_no_corruption(ranks, name):
         assert last == 7
 
 
-def corrupted(job, split, folder: str, at: int, action: str = "stop"):
+def corrupted(job, split, folder: str, at: int):
     """What a run ends with one of whose ranks has a bit flipped before step `at`."""
 
     def prepare(parts, poison):
@@ -308,7 +308,7 @@ def corrupted(job, split, folder: str, at: int, action: str = "stop"):
 
         parts.loader.next_group = next_group
 
-    watch = {"compare_every": 5, "on_corruption": action}
+    watch = {"compare_every": 5, "on_corruption": "stop"}
     try:
         train(job, split, folder, {}, prepare=prepare, checkpoint={"every": 4, "keep_last": 9}, watch=watch)
     except DeviceFailedError as error:
@@ -331,22 +331,9 @@ def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp
     when = "of step 10" if split == "ddp" else "between steps 5 and 10"
     assert f"the weights {when} should be the same on 2 ranks" in told["message"]
     assert "rank 1 on" in told["message"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "hindrance"),
-    [
-        (2, "nobody knows which is to"),
-        (4, "a machine leaves what launch/torchrun.sh --nnodes MIN:MAX has started"),
-    ],
-)
-def test_where_no_machine_can_leave_the_run_ends_and_says_why(ranks, world_size, hindrance, tmp_path, caplog):
-    said = ranks(world_size).run(corrupted, None, str(tmp_path), 9, "leave", timeout=500)
-    assert "no checkpoint after step 5 counts" in said[0]
+    assert ranks(world_size).run(corrupted, deepspeed, str(tmp_path), 0, timeout=500) == [None] * world_size
     (told,) = events(tmp_path, "corruption")
-    assert f"no machine leaves the job: {hindrance}" in told["message"]
-    assert "leaves" not in told
+    assert (told["step"], told["from_step"]) == (4, 10)
 
 
 @pytest.mark.slow

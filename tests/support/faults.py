@@ -71,8 +71,6 @@ class Faulty(nn.Module):
             _fail(os.environ.get("EVALUATION_FAULT", ""))
         mine = int(os.environ.get("RANK", "0")) == self.rank
         if mine and self.training and self.calls == self.at and self._first_time():
-            if self.fault == "flip":
-                self.linear.weight.data.view(torch.int32)[0, 0] ^= 1 << 10
             _fail(self.fault)
         logits: Tensor = self.linear(inputs)
         if self.fault == "nan" and self.training and self.calls >= self.at:
@@ -137,9 +135,3 @@ def hungry(each: int, most: int | None = None) -> nn.Module:
 
 def faulty(fault: str, rank: int = 0, at: int = 3, once_file: str | None = None) -> nn.Module:
     return Faulty(fault, rank, at, once_file)
-
-
-def on_a_broken_machine(at: int) -> nn.Module:
-    """Where BROKEN_MACHINE is set, a bit of its weights flips in that forward."""
-    broken = "BROKEN_MACHINE" in os.environ
-    return Faulty("flip", int(os.environ["RANK"]) if broken else -1, at, None)

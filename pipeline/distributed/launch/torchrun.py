@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.multi_node import TRAIN, program
 from pipeline.distributed.machine import count_gpus
-from pipeline.distributed.ranks import AGENT, is_port
+from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import Wait, own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
@@ -115,18 +115,6 @@ def wait_for_others(words: Sequence[str]) -> None:
     wait_for_port(host, int(port), what, wait, is_here=lambda: own_address(host) is not None)
 
 
-def described(words: Sequence[str]) -> str:
-    """Return the description for ranks of the agent that this process becomes: see ranks.AGENT."""
-    given = _values(words[1 : words.index(str(TRAIN))])
-    least = given.get("nnodes", "1").partition(":")[0]
-    stated = re.search(r"is_host=(\w+)", given.get("rdzv_conf", ""))
-    if stated is not None:
-        serves = stated[1].lower() in ("1", "true", "t", "yes", "y")
-    else:
-        serves = own_address(split_endpoint(given.get("rdzv_endpoint", "localhost"))[0]) is not None
-    return f"{os.getpid()}:{least}:{int(serves)}"
-
-
 def _values(options: Sequence[str]) -> dict[str, str]:
     """Return option -> value, in torchrun's spelling with underscores; a flag's value means nothing."""
     found = {}
@@ -186,8 +174,7 @@ def _launch(argv: Sequence[str]) -> int:
         return 1  # no mistake in what was given: it may be there the next time
     # Else torch keeps the ranks' store from attempt to attempt, on the machine that had rank 0 in the first:
     # lost, it is looked for there by all machines but the one that takes its place.
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", AGENT: described(words)}
-    os.execve(words[0], words, os.environ | told)
+    os.execve(words[0], words, os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 if __name__ == "__main__":
