@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -224,7 +224,7 @@ class Safeguard:
         return {name: detector.state_dict() for name, detector in self._detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; a checkpoint of an earlier version has nothing of it."""
+        """Take the state of a checkpoint; a new run has none."""
         for name, detector in self._detectors.items():
             if name in state:
                 detector.load_state_dict(state[name])
@@ -235,42 +235,27 @@ CAUSE_ADVICE = "look at these samples and at that part of the model"
 NOT_KNOWN = "not known any more"
 
 
+@dataclass
 class Recovery:
     """Answers alerts and bad steps as the recipe says. All calls are collective."""
 
-    def __init__(
-        self,
-        *,
-        job: Job,
-        engine: Engine,
-        objective: Objective,
-        source: BatchSource,
-        plan: BatchPlan,
-        seed: int,
-        adds_noise: bool,
-        checkpoints: CheckpointStore,
-        safeguard: Safeguard,
-        replica_check: ReplicaCheck | None,
-        meters: Meters,
-        alerts: Sequence[Alert],
-        callbacks: CallbackRunner | None,
-        trackers: Trackers,
-    ):
-        self._job = job
-        self._engine = engine
-        self._objective = objective
-        self._source = source
-        self._replayable = source if isinstance(source, Replayable) else None
-        self._plan = plan
-        self._seed = seed
-        self._adds_noise = adds_noise
-        self._checkpoints = checkpoints
-        self._safeguard = safeguard
-        self._replica_check = replica_check
-        self._meters = meters
-        self._alerts = alerts
-        self._callbacks = callbacks
-        self._trackers = trackers
+    job: Job
+    engine: Engine
+    objective: Objective
+    source: BatchSource
+    plan: BatchPlan
+    seed: int
+    adds_noise: bool
+    checkpoints: CheckpointStore
+    safeguard: Safeguard
+    replica_check: ReplicaCheck | None
+    meters: Meters
+    alerts: Sequence[Alert]
+    callbacks: CallbackRunner | None
+    trackers: Trackers
+
+    def __post_init__(self) -> None:
+        self._replayable = self.source if isinstance(self.source, Replayable) else None
         self._examined = 0
 
     def describe(self, first: int, last: int) -> str:
@@ -284,15 +269,15 @@ class Recovery:
             StoppedError: see Safeguard.act.
         """
         if event.name == NO_TARGETS and "at_step" in event.fields:
-            samples = self._safeguard.samples_of(int(event.fields["at_step"]))
+            samples = self.safeguard.samples_of(int(event.fields["at_step"]))
             named = NOT_KNOWN if samples is None else self.describe(*samples)
             event = replace(event, message=f"{event.message}; samples: {named}")
-        self._trackers.tell(step, event)
+        self.trackers.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
             bad = int(event.fields["at_step"])
-            if (samples := self._safeguard.samples_of(bad)) is not None:
+            if (samples := self.safeguard.samples_of(bad)) is not None:
                 self.examine(bad, samples)
-        return self._safeguard.act(step, event)
+        return self.safeguard.act(step, event)
 
     def roll_back(self, request: RollbackRequested, abandoned: int) -> dict[str, Any]:
         """Restore the newest checkpoint before a bad step, and leave out the samples since.
@@ -306,10 +291,10 @@ class Recovery:
         Raises:
             StoppedError: there is no such checkpoint, or the run rolled back too often.
         """
-        until = self._safeguard.going_back(request)
-        self._job.progress.at("resuming", abandoned)
-        with self._meters.exclude_from_step_time("checkpoint"):
-            remembered = self._checkpoints.go_back(self._engine, until)
+        until = self.safeguard.going_back(request)
+        self.job.progress.at("resuming", abandoned)
+        with self.meters.exclude_from_step_time("checkpoint"):
+            remembered = self.checkpoints.go_back(self.engine, until)
         if remembered is None:
             raise StoppedError(
                 f"{request.why.name} at step {request.step}: there is no checkpoint of step {until} or "
@@ -317,18 +302,18 @@ class Recovery:
                 "checkpoint.keep_last"
             )
         step = int(remembered["global_step"])
-        stretches = self._safeguard.leave_out(request)
-        self._source.load_state_dict(remembered)
+        stretches = self.safeguard.leave_out(request)
+        self.source.load_state_dict(remembered)
         if self._replayable is not None:
             self._replayable.leave_out(stretches)
-        self._safeguard.load_state_dict(remembered.get("safeguard", {}))
-        restore(self._alerts, remembered.get("watchers", {}))
-        if self._callbacks is not None:
-            self._callbacks.load_state_dict(remembered.get("callbacks", {}))
-        if self._replica_check is not None:
-            self._replica_check.went_back(step)
-        self._meters.restart()
-        self._trackers.tell(step, self._safeguard.went_back(request, abandoned, step, stretches))
+        self.safeguard.load_state_dict(remembered.get("safeguard", {}))
+        restore(self.alerts, remembered.get("watchers", {}))
+        if self.callbacks is not None:
+            self.callbacks.load_state_dict(remembered.get("callbacks", {}))
+        if self.replica_check is not None:
+            self.replica_check.went_back(step)
+        self.meters.restart()
+        self.trackers.tell(step, self.safeguard.went_back(request, abandoned, step, stretches))
         return remembered
 
     def distrust(self, step: int, found: Event) -> None:
@@ -337,11 +322,11 @@ class Recovery:
         Raises:
             DeviceFailedError: the recipe ends the run there.
         """
-        check = self._replica_check
+        check = self.replica_check
         assert check is not None
-        self._trackers.tell(step, found)
+        self.trackers.tell(step, found)
         if check.stops:
-            self._checkpoints.distrust_after(check.good_until)
+            self.checkpoints.distrust_after(check.good_until)
             raise DeviceFailedError(
                 f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
                 f"{check.good_until} counts any more; the same command goes on from one before "
@@ -354,18 +339,18 @@ class Recovery:
             return
         self._examined += 1
         micro_batches = self._replayable.read_again(samples[0])
-        if self._adds_noise:
-            micro_batches = with_keys(micro_batches, self._seed, step - 1)
-        seed = partial(seed_step, self._seed, step - 1, self._engine.seed_rank)
-        search = CauseSearch(self._engine, self._objective, self._job, self._plan, seed)
+        if self.adds_noise:
+            micro_batches = with_keys(micro_batches, self.seed, step - 1)
+        seed = partial(seed_step, self.seed, step - 1, self.engine.seed_rank)
+        search = CauseSearch(self.engine, self.objective, self.job, self.plan, seed)
         cause = search.find(micro_batches)
         if cause is None:
             message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
-            self._trackers.tell(step, Event("non_finite_cause", message, level="info"))
+            self.trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
-        rank = self._job.everyone[cause.rank] if self._job.everyone else "this process"
+        rank = self.job.everyone[cause.rank] if self.job.everyone else "this process"
         message = f"step {step}: the first that is infinite or NaN is {cause.told(rank)}"
-        self._trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
+        self.trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 
 def with_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:

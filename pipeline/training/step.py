@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.data.loader import BatchSource, Prefetching
@@ -41,50 +42,32 @@ class Outcome(NamedTuple):
     learning_rate: float
 
 
+@dataclass
 class TrainStep:
-    """Steps the engine. All calls are collective."""
+    """Steps the engine. All calls are collective. `None` stands for what the recipe does not ask for."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        objective: Objective,
-        source: BatchSource,
-        learning_rate: LearningRate,
-        seed: int,
-        adds_noise: bool,
-        progress: Progress,
-        stop: StopOnSignal,
-        safeguard: Safeguard,
-        recovery: Recovery,
-        replica_check: ReplicaCheck | None = None,
-        histograms: HistogramMeter | None = None,
-        callbacks: CallbackRunner | None = None,
-        profiled: Profiled = nullcontext,
-    ):
-        """Take what a step uses; `None` stands for what the recipe does not ask for.
+    engine: Engine
+    objective: Objective
+    source: BatchSource
+    learning_rate: LearningRate
+    seed: int
+    adds_noise: bool
+    """Whether batches bring what noise on the embeddings is drawn from."""
+    progress: Progress
+    stop: StopOnSignal
+    """Asks for a stop."""
+    safeguard: Safeguard
+    recovery: Recovery
+    replica_check: ReplicaCheck | None = None
+    histograms: HistogramMeter | None = None
+    callbacks: CallbackRunner | None = None
+    profiled: Profiled = nullcontext
+    """Around each step, given its number."""
 
-        Args:
-            adds_noise: Whether batches bring what noise on the embeddings is drawn from.
-            stop: Asks for a stop.
-            profiled: Around each step, given its number.
-        """
-        self._engine = engine
-        self._objective = objective
-        self._source = source
+    def __post_init__(self) -> None:
+        source = self.source
         self._prefetching = source if isinstance(source, Prefetching) and source.is_ahead else None
-        self._learning_rate = learning_rate
-        self._seed = seed
-        self._adds_noise = adds_noise
-        self._progress = progress
-        self._stop = stop
-        self._safeguard = safeguard
-        self._recovery = recovery
-        self._replica_check = replica_check
-        self._histograms = histograms
-        self._callbacks = callbacks
-        self._profiled = profiled
-        self._flag_reader = FlagReader(engine.device)
+        self._flag_reader = FlagReader(self.engine.device)
 
     def run(self, global_step: int, alarm: Alarm | None) -> Outcome:
         """Make the next step that counts: the first one, unless the safeguard leaves samples out.
@@ -93,47 +76,47 @@ class TrainStep:
             global_step: Optimizer steps done.
             alarm: Asks for a checkpoint by the clock; `None` never does.
         """
-        engine, source, phases = self._engine, self._source, self._engine.phases
+        engine, source, phases = self.engine, self.source, self.engine.phases
         asked: Flags | None = None
-        learning_rate = self._learning_rate(global_step)
+        learning_rate = self.learning_rate(global_step)
         while True:
-            self._progress.at("step", global_step)
+            self.progress.at("step", global_step)
             first = source.samples_seen
             with phases.measured("data"):  # of a GPU what it waits for, while the host reads
                 micro_batches = source.next_group()
             samples = (first, source.samples_seen)
-            if self._replica_check is not None:
-                self._replica_check.begin(global_step)
-            if self._adds_noise:
-                micro_batches = with_keys(micro_batches, self._seed, global_step)
+            if self.replica_check is not None:
+                self.replica_check.begin(global_step)
+            if self.adds_noise:
+                micro_batches = with_keys(micro_batches, self.seed, global_step)
             # Dropout follows from seed and step alone: a resumed run draws what the unbroken one drew.
-            seed_step(self._seed, global_step, engine.seed_rank)
+            seed_step(self.seed, global_step, engine.seed_rank)
             # One sum with the counts of the step tells all ranks what each asks for.
-            flags = STOP_FLAG if self._stop.signal_number is not None else 0
+            flags = STOP_FLAG if self.stop.signal_number is not None else 0
             if not flags and alarm is not None and alarm.due():
                 flags = SAVE_FLAG
-            if self._callbacks is not None:
-                for request in self._callbacks.to_send():
+            if self.callbacks is not None:
+                for request in self.callbacks.to_send():
                     flags |= FLAGS[request]
-            limits = self._safeguard.limits if self._safeguard.reads_steps else None
-            shown = nullcontext() if self._histograms is None else self._histograms.looking(global_step + 1)
-            with self._profiled(global_step + 1), shown:
-                result = engine.train_step(micro_batches, self._objective, learning_rate, flags, limits)
+            limits = self.safeguard.limits if self.safeguard.reads_steps else None
+            shown = nullcontext() if self.histograms is None else self.histograms.looking(global_step + 1)
+            with self.profiled(global_step + 1), shown:
+                result = engine.train_step(micro_batches, self.objective, learning_rate, flags, limits)
             if self._prefetching is not None:  # while the device computes
                 with phases.measured("data"):
                     self._prefetching.fetch_ahead()
-            found = None if self._replica_check is None else self._replica_check.end(global_step)
+            found = None if self.replica_check is None else self.replica_check.end(global_step)
             if found is not None:
-                self._recovery.distrust(global_step, found)
+                self.recovery.distrust(global_step, found)
             told = self._flag_reader.read(result.flags)
             asked = told if asked is None else asked | told
-            if self._safeguard.accepts_step(global_step + 1, result, samples, self._recovery.describe):
+            if self.safeguard.accepts_step(global_step + 1, result, samples, self.recovery.describe):
                 return Outcome(result, asked, learning_rate)
-            if self._safeguard.is_nonfinite:
-                self._recovery.examine(global_step + 1, samples)
+            if self.safeguard.is_nonfinite:
+                self.recovery.examine(global_step + 1, samples)
             if asked.stop:
                 return Outcome(None, asked, learning_rate)
 
     def forget_requests(self) -> None:
         """Drop what the ranks asked for in steps that a rollback gave up."""
-        self._flag_reader = FlagReader(self._engine.device)
+        self._flag_reader = FlagReader(self.engine.device)
