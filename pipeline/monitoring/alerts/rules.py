@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -750,14 +749,10 @@ class DataStarvation:
 class ThroughputDrop:
     """Reports steps that take much longer than before, for minutes; again after they recovered.
 
-    A run that resumes in the same place is compared with its steps before; elsewhere it begins anew.
+    A resumed run begins anew: its machines, disks and ranks may be others.
     """
 
-    name = "throughput_drop"
-
-    def __init__(self, place: str = "") -> None:
-        """Take, in words, what else a step's time depends on: split, ranks, machines, devices."""
-        self._place = place
+    def __init__(self) -> None:
         self._window = _Window(WINDOW_STEPS, WINDOW_SECONDS)
         self._fast: tuple[float, float] | None = None
         self._slow = 0
@@ -782,7 +777,7 @@ class ThroughputDrop:
     def _event(self, now: float, waits: float, fast: float, waited: float) -> Event:
         is_data = waits - waited > (now - fast) / 2
         return Event(
-            self.name,
+            "throughput_drop",
             f"steps take {now / fast:.1f} times as long as they did ({1000 * now:.0f} ms, before "
             f"{1000 * fast:.0f} ms)" + (", most of it waiting for data" if is_data else ""),
             "look at the disk that data is read from, and raise loader.num_workers"
@@ -791,18 +786,6 @@ class ThroughputDrop:
             "slow rank (perf/slowest_rank) and for memory that is short (memory/alloc_retries)",
             fields={"seconds": now, "seconds_before": fast},
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """See Remembers. The open window is left out: a process's first row is not like the others."""
-        return {"place": self._place, "fast": self._fast, "slow": self._slow, "is_told": self._is_told}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Remembers."""
-        if state["place"] != self._place or state["fast"] is None:
-            return
-        seconds, waits = state["fast"]
-        self._fast = (float(seconds), float(waits))
-        self._slow, self._is_told = int(state["slow"]), bool(state["is_told"])
 
 
 @dataclass(frozen=True)
@@ -1028,16 +1011,6 @@ class WatchedRun:
         devices = [get_dotted(self.resolved.deepspeed or {}, key) for key in keys]
         return self.alerts and "nvme" not in devices
 
-    @property
-    def place(self) -> str:
-        """What a step's time depends on besides the recipe, see ThroughputDrop."""
-        device = self.engine.device
-        is_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_gpu else f"{os.cpu_count()} cores"
-        machines = len({each.host for each in self.job.everyone}) or 1
-        ranks = self.job.ranks.world_size
-        return f"{self.resolved.split}; {ranks} ranks, {machines} machines, {name}"
-
 
 @dataclass(frozen=True)
 class AlertKind:
@@ -1060,7 +1033,7 @@ ALERTS = {
     "loss_rise": AlertKind(lambda run: LossRise()),
     "eval_divergence": AlertKind(lambda run: EvalDivergence()),
     "data_starvation": AlertKind(lambda run: DataStarvation(run.config.loader.num_workers)),
-    "throughput_drop": AlertKind(lambda run: ThroughputDrop(run.place)),
+    "throughput_drop": AlertKind(lambda run: ThroughputDrop()),
     "slow_rank": AlertKind(
         lambda run: SlowRank(
             run.job.everyone, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages

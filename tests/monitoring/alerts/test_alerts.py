@@ -375,13 +375,5 @@ def test_a_spike_is_not_told_again_since_the_run_went_on_within_it():
     assert asked(second, rows[41:]) == []
 
 
-@pytest.mark.parametrize(("place", "times"), [("8 ranks", 1), ("4 ranks", 0)], ids=["same", "other"])
-def test_steps_are_held_to_those_before_where_the_run_goes_on_in_the_same_place(place, times):
-    first, second = ThroughputDrop("8 ranks"), ThroughputDrop(place)
-    asked(first, FAST)
-    restore([second], json.loads(json.dumps(state_of([first]))))
-    assert len(asked(second, SLOW)) == times
-
-
 def test_a_run_that_goes_on_without_what_it_began_with_is_told_nothing():
     assert asked(LossRise(), of_losses(*[[each] for each in WORSE]), step=1000) == []
