@@ -55,14 +55,13 @@ from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, WallTime, Workload
 from pipeline.monitoring.trackers import build_trackers
-from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.planner.hardware import peak_flops
 from pipeline.training.banner import tell_of_choices
 from pipeline.training.callbacks import build_callbacks
 from pipeline.training.expectation import expect, guessed
-from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState, rows_until
+from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState
 from pipeline.training.micro_batch import Search
 from pipeline.training.reference_logps import Rows, compute_reference, with_zeros
 from pipeline.training.replica_check import ReplicaCheck
@@ -275,7 +274,9 @@ def assemble(
     """Build every component and, where there is a checkpoint, restore it. Collective."""
     objective = checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
-    checkpoint = chosen(checkpoints, job)  # before anything is built: what is passed over is told first
+    job.progress.at("resuming")
+    checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
+    job.progress.at("starting")
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)
     adapter = adapters.described(config, engine.module, job, open_checkpoint, checkpoint)
@@ -290,7 +291,8 @@ def assemble(
     loader = build_loader(config, resolved.plan, data, engine)
     schedule = build_schedule(config, loader, job, data)
     tell_of_choices(config, resolved, job, loader, schedule.max_steps)
-    keep_description(engine, data, job, directory)
+    if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
+        write_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
     start, remembered = go_on(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
@@ -305,11 +307,19 @@ def assemble(
     meters = build_meters(
         config, resolved, job=job, engine=engine, objective=objective, directory=directory, resumed=checkpoint
     )
-    due = rows_until(start.global_step, schedule.log, schedule.eval if held_out else None, owes)
-    trackers = open_trackers(
-        config, resolved, job, checkpoints, start_step=start.global_step, schedule=schedule, due=due
+    trackers = build_trackers(
+        config,
+        run_dir=directory,
+        is_main_process=job.ranks.is_main_process,
+        start_step=start.global_step,
+        max_steps=schedule.max_steps,
+        run_config=described(config, resolved, job, directory),
+        redo_evaluation=owes,
     )
-    safeguard = build_safeguard(config, schedule.log.every, trackers, remembered)
+    if job.ranks.is_main_process and config.wandb.checkpoints:
+        checkpoints.shown_to(trackers.show)
+    safeguard = Safeguard(config.watch, schedule.log.every, trackers.tell)
+    safeguard.load_state_dict(remembered.get("safeguard", {}))
     alerts = build_alerts(
         config,
         resolved,
@@ -349,14 +359,6 @@ def assemble(
         callbacks=build_callbacks(config, job, trackers.tell, remembered, has_eval=held_out is not None),
         tell_sample=build_sampler(engine, data, config, trackers.tell),
     )
-
-
-def chosen(checkpoints: CheckpointStore, job: Job) -> Manifest | None:
-    """The checkpoint that the run goes on from. Collective."""
-    job.progress.at("resuming")
-    found = checkpoints.choose()
-    job.progress.at("starting")
-    return found
 
 
 def settled(
@@ -436,12 +438,6 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     )
 
 
-def keep_description(engine: Engine, data: DataBundle, job: Job, directory: Path) -> None:
-    """What a checkpoint's weights are to be read into, and the tokenizer."""
-    if job.ranks.is_main_process:
-        write_description(engine.module, data.tokenizer, directory / "model")
-
-
 def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -> Objective:
     """Return the recipe's objective.
 
@@ -455,46 +451,6 @@ def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
     return objective
-
-
-def open_trackers(
-    config: RunConfig,
-    resolved: Resolved,
-    job: Job,
-    checkpoints: CheckpointStore,
-    *,
-    start_step: int,
-    schedule: RunSchedule,
-    due: Mapping[str, list[int]],
-) -> Trackers:
-    """Open the trackers of a run, and show them its checkpoints where the recipe asks for that.
-
-    Args:
-        start_step, due: See build_trackers.
-    """
-    directory = checkpoints.folder.parent
-    trackers = build_trackers(
-        config,
-        run_dir=directory,
-        is_main_process=job.ranks.is_main_process,
-        start_step=start_step,
-        max_steps=schedule.max_steps,
-        run_config=described(config, resolved, job, directory),
-        due=due,
-        redo_evaluation=schedule.owes_evaluation,
-    )
-    if job.ranks.is_main_process and config.wandb.checkpoints:
-        checkpoints.shown_to(trackers.show)
-    return trackers
-
-
-def build_safeguard(
-    config: RunConfig, log: int, trackers: Trackers, remembered: Mapping[str, Any]
-) -> Safeguard:
-    """What is done about a step that goes wrong, with what was normal before. `log`: steps between rows."""
-    safeguard = Safeguard(config.watch, log, trackers.tell)
-    safeguard.load_state_dict(remembered.get("safeguard", {}))
-    return safeguard
 
 
 def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:

@@ -129,18 +129,6 @@ class Cadence:
         return step == 0 or self.due(step)
 
 
-def rows_until(step: int, logs: Cadence, evaluations: Cadence | None, owes: bool) -> dict[str, list[int]]:
-    """Return the steps up to `step` that should have a row: of training, and of evaluations.
-
-    Args:
-        owes: Whether the evaluation of `step` itself has still to come.
-    """
-    due = {"train": [at for at in range(1, step + 1) if at == 1 or logs.due(at)]}
-    if evaluations is not None:
-        due["eval"] = [0, *(at for at in range(1, step + 1 - owes) if evaluations.due(at))] if step else []
-    return due
-
-
 @dataclass(frozen=True)
 class RunSchedule:
     """When a run logs, evaluates, saves and ends."""

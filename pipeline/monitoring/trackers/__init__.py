@@ -5,9 +5,8 @@ Which of them a recipe asks for, and how each is made.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,6 @@ from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, itera
 from pipeline.monitoring.trackers.notify import NotifyTracker, ways_of
 from pipeline.monitoring.trackers.tensorboard_events import TensorBoardTracker, import_writer
 from pipeline.redaction import redact
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,6 @@ def build_trackers(
     start_step: int,
     max_steps: int,
     run_config: dict[str, Any],
-    due: Mapping[str, Collection[int]] | None = None,
     redo_evaluation: bool = False,
 ) -> Trackers:
     """Open every tracker the recipe asks for.
@@ -93,8 +89,6 @@ def build_trackers(
         start_step: Optimizer steps done before this process. Rows of later steps are taken back.
         max_steps: Optimizer steps of the whole run.
         run_config: Configuration of the run that trackers show; they get it without secrets.
-        due: Group of metrics, `train` or `eval` -> steps up to `start_step` that should have a row; one line
-            names those that metrics.jsonl lacks.
         redo_evaluation: Whether the evaluation of `start_step` comes again.
 
     Raises:
@@ -110,8 +104,6 @@ def build_trackers(
         undo.callback(lambda: Trackers(trackers).close(1))
         record = JsonlTracker(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
         trackers.append(record)
-        if (said := record.gaps(due or {})) is not None:
-            logger.warning("%s %s; the run goes on without them", record.path, said)
         run = TrackedRun(
             config=config,
             directory=run_dir,

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from pipeline.errors import PipelineError, stretches
+from pipeline.errors import PipelineError
 from pipeline.files import replacing, synchronise
 from pipeline.monitoring.events import CORRUPTION, ROLLBACK, Event
 from pipeline.redaction import redact
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -46,13 +48,13 @@ class JsonlTracker:
             MetricsFileError: The file cannot be written.
         """
         self.path = path
-        self._steps: Mapping[str, Collection[int]] = {}
-        self._num_damaged = 0
         self._rewinds = 0
         self._steps_given_up = 0
         try:
-            if start_step > 0 and path.exists():
-                self._steps, self._num_damaged, rollback = _take_back(path, start_step, redo_evaluation)
+            if start_step > 0 and not path.exists():
+                log.warning("%s is gone, with the rows up to step %d; the run goes on", path, start_step)
+            elif start_step > 0:
+                rollback = _take_back(path, start_step, redo_evaluation)
                 self._rewinds = int(rollback.get("rewinds", 0))
                 self._steps_given_up = int(rollback.get("steps_given_up", 0))
             if start_step == 0:
@@ -61,24 +63,6 @@ class JsonlTracker:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(path, error) from error
-
-    def gaps(self, due: Mapping[str, Collection[int]]) -> str | None:
-        """Return in words what is wrong with the rows of a resumed run; `None` if nothing is.
-
-        Args:
-            due: Group of metrics, as `train` -> steps at which the run wrote a row of it.
-        """
-        lacking = []
-        for group, steps in due.items():
-            if missing := sorted(set(steps).difference(self._steps.get(group, ()))):
-                rows = f"{len(missing)} {group} row{'s' * (len(missing) > 1)}"
-                lacking.append(f"{rows} (step {stretches(missing, steps)})")
-        found = []
-        if self._num_damaged:
-            found.append(f"had {self._num_damaged} damaged line{'s' * (self._num_damaged > 1)}")
-        if lacking:
-            found.append(f"lacks {' and '.join(lacking)}")
-        return " and ".join(found) or None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Append one row.
@@ -198,17 +182,14 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
-def _take_back(
-    path: Path, last_step: int, redo_evaluation: bool
-) -> tuple[Mapping[str, set[int]], int, Record]:
+def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Record:
     """Remove lines after `last_step` and damaged ones, in one step: a kill leaves the old file or the new.
 
     It reads a row at a time: a long run has hundreds of thousands. The file is cut off at its end, or written
     anew if it was damaged in between or has a line about corruption, which stays.
 
     Returns:
-        Group of metrics, as `train` -> steps that have a row of it; the number of damaged lines, without the
-        last one, which a kill may tear; and the last rollback of `replay`, or an empty record.
+        The last rollback of `replay`, or an empty record.
     """
 
     def kept(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,13 +199,12 @@ def _take_back(
             return None
         return {"from_step": row["step"], **row, "step": last_step}  # steps do not fall in a record
 
-    steps = defaultdict[str, set[int]](set)
     prefix = size = num_damaged = 0  # bytes up to the first line that goes, and bytes seen
     has_holes = was_torn = False
     rollback: Record = {}
     with path.open("rb") as file:
         for line in file:
-            num_damaged += was_torn
+            num_damaged += was_torn  # but the last one, which a kill may tear
             row = _decode(line)
             was_torn = row is None
             if row is not None and (stays := kept(row)) is not None:
@@ -232,16 +212,15 @@ def _take_back(
                 prefix += len(line)
                 if is_rollback(row) and row["step"] < last_step:
                     rollback = row
-                for group in ("train", "eval"):
-                    if f"{group}/loss" in row:
-                        steps[group].add(int(row["step"]))
             size += len(line)
     if has_holes:
         _rewrite(path, kept)
     elif prefix < size:
         os.truncate(path, prefix)
         synchronise(path)
-    return steps, num_damaged, rollback
+    if num_damaged:
+        log.warning("%s had damaged lines (%d); the run goes on without", path, num_damaged)
+    return rollback
 
 
 def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
