@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pipeline.data.prepared.prepare import PreparedSource
 
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
-BAR = 40  # characters of the longest one
 
 
 def lengths_of(stores: Iterable[TokenStore]) -> NDArray[np.int64]:
@@ -71,25 +70,6 @@ def count_targets(rows: PackedDataset, advance: Callable[[int], object]) -> int:
     return in_loss
 
 
-def bars(labels: Sequence[str], counts: Sequence[int]) -> list[str]:
-    """Return a line of characters for each count; the longest has BAR of them."""
-    most = max([*counts, 1])
-    width, digits = max(map(len, labels), default=0), max(len(f"{count:,}") for count in [*counts, 0])
-    return [
-        f"{label:>{width}}  {count:>{digits},}  {'█' * max(round(BAR * count / most), min(count, 1))}"
-        for label, count in zip(labels, counts, strict=True)
-    ]
-
-
-def length_bars(lengths: NDArray[np.int64]) -> list[str]:
-    """Return the number of documents by length, a line for each doubling of it."""
-    if not len(lengths):
-        return []
-    counts = np.bincount(np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-    shown = range(int(np.flatnonzero(counts)[0]), len(counts))
-    return bars([f"{2**power:,} to {2 ** (power + 1) - 1:,}" for power in shown], counts[shown].tolist())
-
-
 IN_LOSS, CONTEXT, MARK = "bold green", "dim", "cyan"
 OF_KIND = {CHOSEN: IN_LOSS, REJECTED: "bold red", MISMATCHED: "bold yellow"}
 OPEN, CLOSE = "⟦", "⟧"
@@ -98,10 +78,9 @@ MOST_TOKENS = 2048  # of one row
 
 def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
     """Show the number and the lengths of the documents of each source."""
-    rows, everything = [], []
+    rows = []
     for source in sources:
         lengths = lengths_of([source.train, source.eval])
-        everything.append(lengths)
         held_out = len(lengths_of([source.eval]))
         shares = (50, 95, 100) if len(lengths) else ()
         cells = [
@@ -118,9 +97,6 @@ def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
     for source in sources:
         for line in source.tally.lines():
             screen.line(f"{source.name}: {line}")
-    screen.title("Documents by length in tokens")
-    for line in length_bars(np.concatenate(everything)):
-        screen.line(line)
 
 
 def show_copies(screen: Screen, sources: Sequence[PreparedSource], eval_sets: Sequence[str]) -> None:
@@ -294,9 +270,8 @@ def show_classes(screen: Screen, train: Any, held_out: Sequence[Any]) -> None:
     order = np.argsort(-counts, kind="stable")[:MOST_CLASSES].tolist()
     if len(names) > MOST_CLASSES:
         screen.line(f"the {MOST_CLASSES} largest classes")
-    lines = bars([names[number] for number in order], [int(counts[number]) for number in order])
-    for number, line in zip(order, lines, strict=True):
-        screen.line(f"{line}  (+ {others[number]:,} held out)" if others[number] else line)
+    rows = [(names[number], f"{counts[number]:,}", f"{others[number]:,}") for number in order]
+    screen.table(("class", "training images", "held out"), rows)
 
 
 def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ BESIDE_THE_POINT = {
     *("checkpoint", "wandb", "sample", "runs_dir", "run_dir", "callbacks"),
     *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
-READERS = ("tensorboard", "csv", "sinks", "console")  # in `log`: of the same rows; csv in older recipes
+READERS = ("tensorboard", "sinks", "console")  # in `log`: of the same rows
 DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
 FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
