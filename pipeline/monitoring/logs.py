@@ -14,7 +14,7 @@ from pipeline.monitoring.events import PLAN
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever sys.stderr is now: a live console line replaces it while it is shown."""
+    """Writes to whatever sys.stderr is now: a progress bar replaces it while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

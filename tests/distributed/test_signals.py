@@ -70,9 +70,9 @@ def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
 def test_a_row_shown_on_a_terminal_that_was_just_closed_is_no_error():
     """The launcher gets the SIGHUP, and passes it on: a rank may print before."""
     outside, inside = pty.openpty()
-    words = "import sys; from rich.console import Console\n"
+    words = "import sys\n"
     words += "from pipeline.monitoring.trackers.console import ConsoleTracker\n"
-    words += "sink = ConsoleTracker(Console(), max_steps=9); row = {'train/loss': 1.0, 'eval/loss': 1.0}\n"
+    words += "sink = ConsoleTracker(9); row = {'train/loss': 1.0, 'eval/loss': 1.0}\n"
     words += "sink.write(1, row); sys.stdin.readline(); sink.write(2, row); sink.write(3, row); sink.close(0)"
     child = subprocess.Popen(
         [sys.executable, "-c", words],

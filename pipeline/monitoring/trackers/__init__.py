@@ -5,15 +5,12 @@ Which of them a recipe asks for, and how each is made.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from pipeline.config.command_lines import shell_line
 from pipeline.config.optional_packages import require
@@ -177,11 +174,8 @@ def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
 def _open_console(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.shows_rows:
         return []
-    # Open MPI hands every rank a pty, whatever its own output is. Notebooks get plain lines.
-    is_terminal = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
-    console = Console(force_terminal=is_terminal, force_jupyter=False)
     # Not on a thread: its lines stand between those of the log, in the order of what happened.
-    return [Dispensable(ConsoleTracker(console, max_steps=run.max_steps), "the console")]
+    return [Dispensable(ConsoleTracker(run.max_steps), "the console")]
 
 
 TRACKERS = {

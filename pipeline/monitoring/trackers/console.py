@@ -1,4 +1,4 @@
-"""The run on a screen: one live line in a terminal, short plain lines in a log file.
+"""The run on a screen: a short plain line every few seconds.
 
 The numbers are those of the row, rounded; only the time left is computed here.
 """
@@ -10,10 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from typing import TextIO
 
 from pipeline.distributed.signals import detach_closed_terminal
 from pipeline.files import format_duration
@@ -38,27 +35,25 @@ class ConsoleTracker:
 
     def __init__(
         self,
-        console: Console,
-        *,
         max_steps: int,
+        *,
+        file: TextIO | None = None,
         min_interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Look whether there is a terminal; nothing is printed before the first row.
+        """Print nothing before the first row.
 
         Args:
-            console: Where to print.
             max_steps: Optimizer steps of the whole run.
-            min_interval: Least seconds between two plain lines; the first, the last and evaluations always
-                have one.
+            file: Where to print; `None`: to what standard output is by then.
+            min_interval: Least seconds between two lines; the first, the last and evaluations always have
+                one.
             clock: Monotonic seconds.
         """
-        self._console = console
         self._max_steps = max_steps
+        self._file = file
         self._min_interval = min_interval
         self._clock = clock
-        self._is_terminal = console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
-        self._live: Live | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first training row
         self._printed_at = -math.inf
         self._unprinted: str | None = None
@@ -68,11 +63,7 @@ class ConsoleTracker:
         """Show one row: as an evaluation, as training, or as both."""
         evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
         if len(evaluation) < len(row):
-            parts = train_parts(step, self._max_steps, row, self._seconds_left(step, row))
-            if self._is_terminal:
-                self._show_live(parts)
-            else:
-                self._print_throttled(step, GAP.join(parts))
+            self._print_throttled(step, train_line(step, self._max_steps, row, self._seconds_left(step, row)))
         if evaluation:
             for line in eval_lines(step, self._max_steps, evaluation):
                 self._print(line)
@@ -82,10 +73,7 @@ class ConsoleTracker:
 
     @printing()
     def close(self, exit_code: int) -> None:
-        """Leave the newest row on the screen and give the terminal back."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Leave the newest row on the screen."""
         if self._unprinted is not None:
             self._print(self._unprinted)
 
@@ -103,19 +91,6 @@ class ConsoleTracker:
             return None
         return max(self._max_steps - step, 0) * seconds_per_step
 
-    def _show_live(self, parts: list[str]) -> None:
-        if self._live is None:
-            # No refresh thread: the line changes when there is a row, and at no other time.
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-            self._console.show_cursor(True)  # Live hides it, and a killed run would never give it back
-        width = self._console.width - 1  # a full last column makes some terminals wrap
-        while len(parts) > 2 and len(GAP.join(parts)) > width:
-            del parts[-2]  # the last one is the time left
-        text = Text(GAP.join(parts), no_wrap=True, overflow="crop")
-        text.truncate(width)
-        self._live.update(text, refresh=True)
-
     def _print_throttled(self, step: int, line: str) -> None:
         now = self._clock()
         self._unprinted = line
@@ -125,12 +100,11 @@ class ConsoleTracker:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        self._console.out(line, highlight=False)
-        self._console.file.flush()
+        print(line, file=self._file, flush=True)
 
 
-def train_parts(step: int, max_steps: int, row: Mapping[str, float], seconds_left: float | None) -> list[str]:
-    """Return the parts of a training row's line."""
+def train_line(step: int, max_steps: int, row: Mapping[str, float], seconds_left: float | None) -> str:
+    """Return the line of a training row."""
     parts = [_head("step", step, max_steps)]
     if (skipped := row.get("train/skipped_steps", 0)) > 0:
         parts.append(f"skipped {skipped:.0f}")
@@ -139,7 +113,7 @@ def train_parts(step: int, max_steps: int, row: Mapping[str, float], seconds_lef
             parts.append(" ".join(filter(None, (before, show(value).rjust(width), after))))
     if seconds_left is not None and math.isfinite(seconds_left):
         parts.append(f"{format_duration(seconds_left):>6} left")
-    return parts
+    return GAP.join(parts)
 
 
 def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]:

@@ -1,32 +1,12 @@
-"""The console: short plain lines in a file, one live line that never wraps in a terminal."""
+"""The console: short plain lines, some seconds apart."""
 
 import io
 import re
 
-import pytest
 from monitoring.trackers.test_trackers_composite import build, recipe
-from rich.console import Console
-from support.terminal import in_terminal
 
 from pipeline.config.schema import LogConfig
 from pipeline.monitoring.trackers.console import ConsoleTracker, count, decimals, two_digits
-
-PROGRAM = """
-    import math
-    from rich.console import Console
-    from pipeline.monitoring.trackers.console import ConsoleTracker
-
-    tracker = ConsoleTracker(Console(), max_steps=20000)
-    for step in range(0, 20000, 4000):
-        row = {"train/loss": 9.87654, "train/learning_rate": 2e-4, "train/grad_norm": 0.5213,
-               "perf/mfu": 0.412, "perf/tokens_per_second": 12345.6, "perf/step_time_seconds": 3.0,
-               "train/skipped_steps": 3, "memory/peak_allocated_gib": 61.21, "train/loss_scale": 65536.0}
-        tracker.write(step, row)
-        tracker.write(step, {"eval/loss": 3.0, "eval/perplexity": 20.0855})
-        print("somebody else prints")
-    tracker.write(20000, row)
-    tracker.close(0)
-"""
 
 
 class Clock:
@@ -43,7 +23,7 @@ def train_row(loss: float = 2.5) -> dict[str, float]:
 
 def plain_tracker(max_steps: int) -> tuple[ConsoleTracker, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
-    return ConsoleTracker(Console(file=out), max_steps=max_steps, min_interval=5.0, clock=clock), out, clock
+    return ConsoleTracker(max_steps, file=out, min_interval=5.0, clock=clock), out, clock
 
 
 def test_plain_lines_are_throttled_but_first_last_and_eval_always_stand():
@@ -96,32 +76,6 @@ def test_plain_lines_are_never_wrapped_or_coloured(monkeypatch):
     assert "\x1b" not in out.getvalue()
 
 
-@pytest.mark.parametrize("columns", [20, 80, 120, 160])
-def test_terminal_line_never_wraps_and_evals_stay(columns: int):
-    output = in_terminal(PROGRAM, columns)
-    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line).rsplit("\r", 1)[-1] for line in output.split("\n")]
-    assert sum("eval" in line for line in lines) >= 5
-    assert sum("somebody else prints" in line for line in lines) == 5
-    live = [line for line in lines if "step" in line]
-    assert live
-    assert all(len(line) < columns for line in live)
-    if columns >= 80:
-        assert all("loss  9.8765" in line and "lr 2.00e-04" in line and "left" in line for line in live)
-        assert all("skipped 3" in line for line in live)
-    if columns >= 160:
-        assert all("mfu 41.2%" in line and "mem  61.2 GiB" in line and "scale 65536" in line for line in live)
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor is hidden at the end"
-
-
-def test_what_is_said_to_be_no_terminal_gets_plain_lines():
-    """As mpirun's: a pty that ends in a file."""
-    program = PROGRAM.replace("Console()", "Console(force_terminal=False)")
-    assert program != PROGRAM
-    output = in_terminal(program, 80)
-    assert "\x1b" not in output
-    assert "step" in output
-
-
 def test_numbers():
     assert [decimals(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
     assert [two_digits(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
@@ -142,14 +96,6 @@ def test_several_sets_stand_under_each_other():
         "          code  loss  2.5000",
         "     long_name  loss 1.234e+04",
     ]
-
-
-def test_a_notebook_gets_the_lines_of_a_file(tmp_path, monkeypatch, capsys):
-    """rich would show each as HTML of its own."""
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    with build(tmp_path, recipe()) as trackers:
-        trackers.write(1, train_row())
-    assert capsys.readouterr().out.startswith("step 1/4  loss  2.5000")
 
 
 def test_a_quiet_console_has_no_rows(tmp_path, capsys):
