@@ -10,7 +10,6 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ from pipeline.models.document_attention import (
     keep_cudnn_from_masks,
     no_bounds,
 )
-from pipeline.models.sharding import runnable
 from pipeline.models.transformers_facts import caps_scores, is_model
 
 if TYPE_CHECKING:
@@ -111,7 +109,7 @@ def unserved(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"the model has layers of {', '.join(sorted(kinds))}"
-    trial = _twin(model)
+    trial = small_model(model)
     if trial is None:
         return f"no small {type(model).__name__} could be made to try another one on"
     rows = _trial_rows(torch.device("cpu"))
@@ -127,7 +125,7 @@ def unserved(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel | None:
+def small_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return an evaluating model of the same class with two layers and few words, if one can be made."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -182,7 +180,7 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
     """
     config: Any = model.config
     attention = config.get_text_config()._attn_implementation
-    trial = None if attention == NAME else _twin(model)
+    trial = None if attention == NAME else small_model(model)
     if trial is None:
         return
     dtype = dtype if "flash" in str(attention) else torch.float32  # in which small effects show
@@ -201,6 +199,7 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
         )
 
 
+@torch.no_grad()
 def refuse_leaks(
     model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
@@ -220,23 +219,13 @@ def refuse_leaks(
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
         raise _leaks(name, "passes a state on from token to token")
-    if _leaks_when_tried(model, device or torch.device("cpu"), dtype):
+    trial, device = small_model(model), device or torch.device("cpu")
+    if trial is None:
+        raise _leaks(name, "cannot be tried on a small copy")
+    _hand_on_bounds(trial.to(device, dtype), str(trial.config._attn_implementation))
+    one_TV, other_TV = trial(**_trial_rows(device)).logits[:, 4:].float()
+    if _differ(one_TV, other_TV, dtype):
         raise _leaks(name, "looks past the position_ids")
-
-
-@torch.no_grad()
-def _leaks_when_tried(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
-    trial = _twin(model)
-    ready: AbstractContextManager[None] = nullcontext()
-    if trial is not None:
-        _hand_on_bounds(trial.to(device, dtype), str(trial.config._attn_implementation))
-    elif any(hasattr(p, "ds_numel") for p in model.parameters()):
-        return False  # in shards, it cannot be run here
-    else:
-        trial, device, ready = model, torch.device("cpu"), runnable(model)
-    with ready:
-        one_TV, other_TV = trial(**_trial_rows(device)).logits[:, 4:].float()
-    return _differ(one_TV, other_TV, dtype)
 
 
 def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:

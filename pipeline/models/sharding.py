@@ -11,13 +11,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-from pipeline.models.transformers_facts import caps_scores
 
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
@@ -204,55 +201,6 @@ def give_values(parameter: nn.Parameter, values: Tensor) -> None:
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))
     torch.utils.swap_tensors(parameter, filled)
-
-
-@contextmanager
-def runnable(model: Any) -> Iterator[None]:
-    """Inside it a model of transformers evaluates on the CPU in fp32, whatever it has of its parameters.
-
-    A module has such copies of its own only during its forward; of what has no values small random ones that
-    its name decides: every run sees the same ones, and no more than one module's are in memory.
-    """
-    was_training, attention = model.training, model.config._attn_implementation
-    if "flash" in attention:
-        # Flash attention does not run on a CPU, and transformers' sdpa leaves a cap out.
-        has_sdpa = model._supports_sdpa and not caps_scores(model.config)
-        model.config._attn_implementation = "sdpa" if has_sdpa else "eager"
-    model.eval()
-    hooks = []
-    for name, module in model.named_modules():
-        if any(_is_elsewhere(p) for p in module.parameters(recurse=False)):
-            lent: dict[str, Any] = {}
-            hooks.append(module.register_forward_pre_hook(partial(_lend, lent, name)))
-            hooks.append(module.register_forward_hook(partial(_take_back, lent), always_call=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
-        if model.config._attn_implementation != attention:
-            model.config._attn_implementation = attention
-
-
-def _lend(lent: dict[str, Any], name: str, module: nn.Module, _: Any) -> None:
-    for key, parameter in module._parameters.items():
-        if parameter is not None and _is_elsewhere(parameter):
-            lent[key] = parameter
-            is_empty = parameter.is_meta
-            values = (
-                trial_values(parameter, f"{name}.{key}") if is_empty else parameter.detach().cpu().float()
-            )
-            module._parameters[key] = nn.Parameter(values, False)
-
-
-def _is_elsewhere(parameter: Tensor) -> bool:
-    return parameter.device.type != "cpu" or parameter.dtype in (torch.bfloat16, torch.float16)
-
-
-def _take_back(lent: dict[str, Any], module: nn.Module, *_: Any) -> None:
-    module._parameters.update(lent)
-    lent.clear()
 
 
 def trial_values(parameter: Tensor, name: str) -> Tensor:

@@ -1,7 +1,7 @@
 """A decoder language model of transformers, cut into the layers that pipeline stages are made of.
 
-The cut is proven: before it is used, the layers in a row must give the whole model's logits, with values lent
-to what has none on this rank.
+The cut is proven: before it is used, a small model of the same class is cut the same way, and its layers in a
+row must give its logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
+from pipeline.models.attention import small_model
 from pipeline.models.document_attention import WholeRows, bounds_for
-from pipeline.models.sharding import runnable
 from pipeline.planner.rank import NORMS
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
@@ -198,13 +198,19 @@ def without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.
 
 
 def cut_into_layers(model: nn.Module) -> LayeredModel:
-    """The model as a row of layers, on the very parameters of the model.
+    """Return the model as a row of layers, on the very parameters of the model.
 
     Raises:
-        ModelError: its architecture is none that can be cut; says which part is in the way.
+        ModelError: Its architecture is none that can be cut; says which part is in the way.
     """
     if not isinstance(model, PreTrainedModel):
         raise _uncuttable(type(model).__name__, "it is no model of transformers")
+    layered = _cut(model)
+    _prove(model)
+    return layered
+
+
+def _cut(model: PreTrainedModel) -> LayeredModel:
     kind = model.config.model_type
     if model.config.get_text_config() is not model.config:
         raise _uncuttable(kind, "it is more than a language model")
@@ -240,7 +246,6 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
         *after,
         Head(names[head], head),
     ]
-    _prove(model, layers, kind)
     return LayeredModel(
         layers=layers,
         first_block=len(before),
@@ -253,17 +258,21 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
 
 
 @torch.no_grad()
-def _prove(model: PreTrainedModel, layers: list[Layer], kind: str) -> None:
-    """Holds the layers in a row to the model's own logits, on a few random tokens."""
+def _prove(model: PreTrainedModel) -> None:
+    """Compare the layers of a small model of the class with its own logits, on a few random tokens."""
+    kind = model.config.model_type
+    trial = small_model(model)
+    if trial is None:
+        raise _uncuttable(kind, "no small one could be made to try the cut on")
+    trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
     length = min(PROOF_TOKENS, getattr(model.config, "max_position_embeddings", PROOF_TOKENS))
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+    ids = torch.randint(trial.config.vocab_size, (1, length), generator=generator)
     try:
-        with runnable(model):
-            expected = model(input_ids=ids, use_cache=False).logits
-            carried: Any = ids
-            for layer in layers:
-                carried = layer(carried)
+        expected = trial(input_ids=ids, use_cache=False).logits
+        carried: Any = ids
+        for layer in _cut(trial).layers:
+            carried = layer(carried)
         agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     except Exception as error:  # whatever a block raises that is not called as its model would
         raise _uncuttable(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None

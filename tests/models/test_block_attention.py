@@ -16,7 +16,6 @@ from pipeline.models.document_attention import (
     DocumentAttention,
     document_bounds,
 )
-from pipeline.models.sharding import runnable
 
 ROWS = {"documents": ([5, 1, 30, 3, 9], [16, 17, 15]), "whole rows": ([48], [48])}
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -229,13 +228,3 @@ def test_every_branch_of_a_gpu_is_taken_by_what_needs_it(dtype, width, asked, ke
     assert any(kernel in name for name in names)
     kernels = ("_varlen_attn.", "_efficient_attention_forward", "aten._safe_softmax.")
     assert sum(any(each in name for name in names) for each in kernels) == (kernel in kernels)
-
-
-def test_a_model_of_flash_attention_is_tried_on_a_cpu_by_what_knows_its_scores():
-    """transformers' sdpa refuses capped scores, or leaves the cap out."""
-    model = make_windowed("gemma2", None)
-    model.config._attn_implementation = "flash_attention_2"
-    with runnable(model):
-        assert model.config._attn_implementation == "eager"
-        model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    assert model.config._attn_implementation == "flash_attention_2"
