@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen  # its operator
-import transformers
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.dropout import _DropoutNd
@@ -126,10 +125,6 @@ EXPENSIVE = {
 }
 
 
-# The transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
-OLDEST = (5, 23)
-
-
 def checkpoint_activations(
     model: PreTrainedModel,
     mode: Literal["none", "full", "selective"] | int,
@@ -152,12 +147,6 @@ def checkpoint_activations(
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
     if mode == "selective":
         how["context_fn"] = _keep_expensive
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ModelError(
-            f"model.activation_checkpointing needs transformers {oldest} or newer, and "
-            f"{transformers.__version__} is installed: pip install 'transformers>={oldest}'"
-        )
     every = mode if isinstance(mode, int) else 1
     try:
         model.activation_checkpointing_enable(how, every_n_layers=every, offload=offload)

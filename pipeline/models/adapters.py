@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ def add_adapter(
         dtype: Of products.
 
     Raises:
-        ConfigError: a name matches nothing; the rank is too large.
+        ConfigError: a name matches nothing.
         ModelError: `config.weights` cannot be read, or is of another model.
     """
     given = PeftFolder.shared(config.weights, job) if config.weights is not None else None
@@ -249,7 +249,6 @@ def add_adapter(
     if given is not None:
         given.refuse_missing(layers)
     targets = targets_of(config, model, layers)
-    _refuse_too_large(rank := config.rank or RANK, targets, layers)
     whole = trained_whole(config, model)
     embeddings = [p for p in vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
@@ -276,20 +275,10 @@ def add_adapter(
     trained = sum(number_of(p) for p in model.parameters() if p.requires_grad)
     log.info(
         "adapter: %s of rank %d, alpha %g, on %d linear layers%s: %s parameters are trained",
-        *(config.kind, rank, config.alpha or ALPHA, len(targets)),
+        *(config.kind, config.rank or RANK, config.alpha or ALPHA, len(targets)),
         f"; {len(whole) + len(embeddings)} tensors are trained whole" if whole or embeddings else "",
         f"{trained:,}",
     )
-
-
-def _refuse_too_large(rank: int, targets: Iterable[str], layers: Mapping[str, tuple[int, int]]) -> None:
-    for name in targets:
-        outputs, inputs = layers[name]
-        if rank > min(outputs, inputs):
-            raise ConfigError(
-                f"adapter.rank is {rank}, and {name} is a matrix of {outputs} x {inputs}: expected "
-                f"{min(outputs, inputs)} at the most, or leave the layer out of adapter.targets"
-            )
 
 
 def peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:

@@ -218,12 +218,6 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-BLOCK = 64  # tokens of short documents that share one small mask on a CPU
-
-Runs = list[tuple[int, Tensor | None]]
-"""Tokens of one call on a CPU, and the mask of its documents; None: it is one document."""
-
-
 def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
     """Return whether torch's kernel on a CPU takes documents of `longest` tokens without T x T scores."""
     query, _, value = heads
@@ -232,51 +226,22 @@ def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
     return longest <= QUERIES or (scores.dropout == 0 and query.shape[-1] == value.shape[-1])
 
 
-def runs_of(bounds: list[int], rows: int) -> Runs | None:
-    """Return the calls that serve these documents; `None`: each row is one document."""
-    sizes = [end - start for start, end in pairwise(bounds) if end > start]
-    if len(sizes) == rows:
-        return None
-    runs: list[list[int]] = []
-    filled = BLOCK
-    for size in sizes:
-        if filled + size > BLOCK:
-            runs.append([])
-            filled = 0
-        runs[-1].append(size)
-        filled += size
-    return [(sum(run), _mask(run) if len(run) > 1 else None) for run in runs]
-
-
-def _mask(sizes: list[int]) -> Tensor:
-    """Return (n, n), 0 where one attends, else -inf: every layer would make that of a boolean one."""
-    document = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    is_seen = (document[:, None] == document).tril_()
-    return torch.zeros(is_seen.shape, dtype=torch.float32).masked_fill_(~is_seen, -torch.inf)
-
-
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend_on_cpu(heads: Heads, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Return (B, heads, T, width): causal, or as the mask says.
-
-    Args:
-        mask: (T, T), fp32: what is added to the scores.
-        scores: Scaling and dropout count.
-    """
+def attend_on_cpu(heads: Heads, scores: Scores) -> Tensor:
+    """Return (B, heads, T, width), each row one document. Of `scores`, scaling and dropout count."""
     query, key, value = _autocast(heads)
     if query.dtype == torch.bfloat16 and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
-        output: Tensor = _InFp32.apply(query, key, value, mask, scores.scaling)
+        output: Tensor = _InFp32.apply(query, key, value, scores.scaling)
         return output
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if mask is None else mask.to(query.dtype),
         dropout_p=scores.dropout,
-        is_causal=mask is None,
+        is_causal=True,
         scale=scores.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -286,24 +251,20 @@ class _InFp32(torch.autograd.Function):
     """Keeps what came, and no copy of it: these are made again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-    ) -> Tensor:
-        wide, of_rows = _forward(
-            query.float(), key.float(), value.float(), 0.0, mask is None, attn_mask=mask, scale=scaling
-        )
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        wide, of_rows = _forward(query.float(), key.float(), value.float(), 0.0, True, scale=scaling)
         output: Tensor = wide.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, output, of_rows)
+        ctx.save_for_backward(query, key, value, output, of_rows)
         ctx.scaling = scaling
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, output, of_rows = ctx.saved_tensors
+        query, key, value, output, of_rows = ctx.saved_tensors
         wide = [t.float() for t in (of_output, query, key, value, output)]
-        found = _backward(*wide, of_rows, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling)
-        return *(t.to(query.dtype) for t in found), None, None
+        found = _backward(*wide, of_rows, 0.0, True, scale=ctx.scaling)
+        return *(t.to(query.dtype) for t in found), None
 
 
 NAME = "documents"
@@ -442,32 +403,31 @@ class DocumentAttention:
     ) -> Tensor:
         """Memory grows with T: where torch's kernel would make all scores of a document, in blocks."""
         if bounds is not None or positions is not None:
-            return self._in_runs(heads, bounds, positions, scores)
+            return self._document_by_document(heads, bounds, positions, scores)
         if is_served(heads, heads[0].shape[2], scores):
-            return attend_on_cpu(heads, None, scores).transpose(1, 2).contiguous()
+            return attend_on_cpu(heads, scores).transpose(1, 2).contiguous()
         return attend_in_blocks(heads, None, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _in_runs(self, heads: Heads, bounds: Tensor | None, positions: Any, scores: Scores) -> Tensor:
-        """On a CPU: a call a document, one for consecutive short ones."""
+    def _document_by_document(
+        self, heads: Heads, bounds: Tensor | None, positions: Any, scores: Scores
+    ) -> Tensor:
         rows, _, length, _ = heads[0].shape
 
-        def find() -> tuple[Tensor, Runs | None]:
+        def find() -> tuple[Tensor, list[int]]:
             found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
-            return found, runs_of(found.tolist(), rows)
+            return found, [end - start for start, end in pairwise(found.tolist()) if end > start]
 
-        found, runs = self._of(positions if bounds is None else bounds, rows, find)
-        longest = length if runs is None else max(size for size, _ in runs)
-        if not is_served(heads, longest, scores):
+        found, sizes = self._of(positions if bounds is None else bounds, rows, find)
+        if not is_served(heads, max(sizes), scores):
             return attend_in_blocks(heads, found, scores)
-        if runs is None:
-            return attend_on_cpu(heads, None, scores).transpose(1, 2).contiguous()
-        sizes = [size for size, _ in runs]
+        if len(sizes) == rows:
+            return attend_on_cpu(heads, scores).transpose(1, 2).contiguous()
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in heads]
         outputs = []
-        for (_, mask), *of_run in zip(runs, *parts, strict=True):
-            query, key, value = (t.transpose(0, 1)[None] for t in of_run)
-            outputs.append(attend_on_cpu((query, key, value), mask, scores)[0].transpose(0, 1))
+        for of_document in zip(*parts, strict=True):
+            query, key, value = (t.transpose(0, 1)[None] for t in of_document)
+            outputs.append(attend_on_cpu((query, key, value), scores)[0].transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (rows, length))
 
     def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:

@@ -263,7 +263,7 @@ def _prove(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     trial = small_model(model)
     if trial is None:
-        raise _uncuttable(kind, "no small one could be made to try the cut on")
+        raise _uncuttable(kind, "the cut cannot be tried on a small copy")
     trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
     length = min(PROOF_TOKENS, getattr(model.config, "max_position_embeddings", PROOF_TOKENS))

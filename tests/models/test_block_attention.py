@@ -13,6 +13,7 @@ from pipeline.models import document_attention
 from pipeline.models.activation_checkpointing import checkpoint_activations
 from pipeline.models.document_attention import (
     BOUNDS,
+    NAME,
     DocumentAttention,
     document_bounds,
 )
@@ -43,7 +44,8 @@ def small_blocks(monkeypatch):
 
 
 def make_windowed(architecture: str, attention: str | None = "auto"):
-    return make(architecture, attention, num_key_value_heads=2, pad_token_id=0, **MODELS[architecture])
+    more = MODELS.get(architecture, {})
+    return make(architecture, attention, num_key_value_heads=2, pad_token_id=0, **more)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -151,7 +153,7 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss"])
 def test_generation_and_padding_are_transformers_own(architecture):
     """With windows shorter than the prompt."""
     ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
@@ -165,6 +167,7 @@ def test_generation_and_padding_are_transformers_own(architecture):
             ours(input_ids=ids, attention_mask=mask).logits[1, 4:],
             theirs(input_ids=ids, attention_mask=mask).logits[1, 4:],
         )
+    assert ours.config._attn_implementation == NAME, "a look at a mask is for that call alone"
 
 
 class Calls(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks
@@ -136,3 +136,18 @@ def test_models_that_leak_are_refused_in_one_line(architecture, why):
         refuse_leaks(model)
     assert "data.separate_documents=false" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class OfThreeLayers(LlamaForCausalLM):
+    """A class whose configuration does not let itself be cut."""
+
+    def __init__(self, config):
+        assert config.num_hidden_layers == 3
+        super().__init__(config)
+
+
+@pytest.mark.parametrize("refuse", [refuse_leaks, cut_into_layers])
+def test_a_model_that_cannot_be_tried_on_a_small_copy_is_refused(refuse):
+    model = OfThreeLayers(AutoConfig.for_model("llama", **SMALL | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match="small copy"):
+        refuse(model)
