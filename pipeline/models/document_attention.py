@@ -223,28 +223,15 @@ def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
     query, _, value = heads
     if scores.is_bounded or longest > (scores.window or longest):
         return False
-    return longest <= QUERIES or (scores.dropout == 0 and query.shape[-1] == value.shape[-1])
+    return longest <= QUERIES or _is_fused_on_cpu(query, value, scores)
+
+
+def _is_fused_on_cpu(query: Tensor, value: Tensor, scores: Scores) -> bool:
+    return scores.dropout == 0 and query.shape[-1] == value.shape[-1]
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def attend_on_cpu(heads: Heads, scores: Scores) -> Tensor:
-    """Return (B, heads, T, width), each row one document. Of `scores`, scaling and dropout count."""
-    query, key, value = _autocast(heads)
-    if query.dtype == torch.bfloat16 and scores.dropout == 0 and query.shape[-1] == value.shape[-1]:
-        output: Tensor = _InFp32.apply(query, key, value, scores.scaling)
-        return output
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=scores.dropout,
-        is_causal=True,
-        scale=scores.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
 
 
 class _InFp32(torch.autograd.Function):
@@ -405,7 +392,7 @@ class DocumentAttention:
         if bounds is not None or positions is not None:
             return self._document_by_document(heads, bounds, positions, scores)
         if is_served(heads, heads[0].shape[2], scores):
-            return attend_on_cpu(heads, scores).transpose(1, 2).contiguous()
+            return self._whole_rows(*heads, scores)
         return attend_in_blocks(heads, None, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -422,15 +409,21 @@ class DocumentAttention:
         if not is_served(heads, max(sizes), scores):
             return attend_in_blocks(heads, found, scores)
         if len(sizes) == rows:
-            return attend_on_cpu(heads, scores).transpose(1, 2).contiguous()
+            return self._whole_rows(*heads, scores)
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in heads]
         outputs = []
         for of_document in zip(*parts, strict=True):
             query, key, value = (t.transpose(0, 1)[None] for t in of_document)
-            outputs.append(attend_on_cpu((query, key, value), scores)[0].transpose(0, 1))
+            outputs.append(self._whole_rows(query, key, value, scores)[0])
         return torch.cat(outputs).unflatten(0, (rows, length))
 
     def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        output: Tensor
+        if query.device.type == "cpu":
+            query, key, value = _autocast((query, key, value))
+            if query.dtype == torch.bfloat16 and _is_fused_on_cpu(query, value, scores):
+                output = _InFp32.apply(query, key, value, scores.scaling)
+                return output.transpose(1, 2).contiguous()
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not key.shape[-1] == value.shape[-1] <= 256:
             key, value = _repeated(query, key), _repeated(query, value)
