@@ -6,7 +6,6 @@
 #   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers; 8b needs 130 GB
 #   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's
 #   ckpt    what a save costs the training that goes on
-#   overhead  what rows, sinks and clocks cost a step
 # Results go to $OUT, else to benchmarks/results/, a line after every participant: a kill loses nothing.
 # Without a GPU (or with TINY=1) it goes through the same motions with a tiny model.
 #
@@ -18,7 +17,7 @@
 # which are 20 MB beside the torch, accelerate, peft, rich, psutil and numpy of that machine.
 set -u
 cd "$(dirname "$0")/.."
-parts="first|second|gpt2|1b|8b|8b-lora|ckpt|overhead"
+parts="first|second|gpt2|1b|8b|8b-lora|ckpt"
 if [[ "|$parts|" != *"|${1:-none}|"* ]]; then
   echo "bash benchmarks/gpu.sh $parts: which one? Given: ${1:-nothing}" >&2
   exit 2
@@ -98,11 +97,6 @@ ckpt)
   saved=(--model llama-1b --groups plain-1 2-1 --rounds 3)
   [ "$tiny" = 1 ] && saved=(--quick --groups 2-1)
   run benchmarks/checkpoint.py "${saved[@]}" --output "$results/checkpoint.json"
-  ;;
-overhead)
-  measured=(--model gpt2-124m --precision bf16)
-  [ "$tiny" = 1 ] && measured=(--model tiny --rounds 2 --most 10)
-  run benchmarks/overhead.py "${measured[@]}" --stages plain 2 --output "$results/overhead.jsonl"
   ;;
 esac
 exit $failed

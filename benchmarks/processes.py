@@ -42,8 +42,6 @@ class Task:
     """Module whose `take_part` is called in every rank."""
     label: str = ""
     """What the name says besides, such as the JSON file where it is not the stage's own."""
-    silence_seconds: float = SILENCE_SECONDS
-    """How long a rank may say nothing before it counts as hung."""
 
     @property
     def name(self) -> str:
@@ -183,9 +181,8 @@ class Participant:
     def _receive(self) -> list[Any]:
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            seconds = self.task.silence_seconds
             try:
-                answer = pipe.recv() if pipe.poll(seconds) else f"silent for {seconds:g} s"
+                answer = pipe.recv() if pipe.poll(SILENCE_SECONDS) else f"silent for {SILENCE_SECONDS:g} s"
             except (EOFError, OSError):
                 answer = "died"
             if isinstance(answer, str):
