@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,18 @@ class Trained:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Notes(logging.Handler):
-    """Collects what the pipeline says of compilation and attention."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = record.getMessage()
-        if line.startswith(("compile:", "attention:")):
-            self.lines.append(line)
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Collect the pipeline's lines of compilation and attention."""
+    log, handler, lines = logging.getLogger("pipeline"), logging.Handler(), list[str]()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: record.getMessage().startswith(("compile:", "attention:")))
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
 
 
 def recipe(curve: Curve, size: dict[str, int], weights: Path) -> dict[str, Any]:
@@ -184,10 +185,7 @@ def train(
         skeleton = build_model(config.model, model_request(config, data, Whole(), draws=False), config.seed)
         curve_inputs.write_weights(skeleton, weights)
         resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-        log, notes = logging.getLogger("pipeline"), Notes()
-        log.setLevel(logging.INFO)
-        log.addHandler(notes)
-        cleanup.callback(log.removeHandler, notes)
+        notes = cleanup.enter_context(noted())
         engine = build_engine(config, resolved, job, data)
         cleanup.callback(engine.close)
         objective = build_objective(config, resolved.compile)
@@ -206,7 +204,7 @@ def train(
         trained.facts = {
             "compiled": compiled_blocks(engine.module),
             "compilations": counters["stats"]["unique_graphs"],
-            "notes": notes.lines,
+            "notes": notes,
         }
         return trained
 
@@ -309,7 +307,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, help="append each case's record to this file of JSON lines as soon as it ends")
     add("--precision", choices=["fp32", "bf16"], default="bf16")
     add("--cases", nargs="+", choices=list(CURVES), default=list(CURVES), metavar="NAME", help="of these")
-    add("--splits", nargs="+", choices=list(SPLITS), default=list(SPLITS))
     add("--tiny", action="store_true", help="smaller models, with a reference of their own")
     add("--write-reference", action="store_true", help=f"compute {REFERENCE.name} on this CPU")
     return parser.parse_args(words)
@@ -326,7 +323,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 return 2
             write_reference(job)
             return 0
-        for split in arguments.splits:  # plain first: where time is short, each model has had its turn
+        for split in SPLITS:  # plain first: where time is short, each model has had its turn
             for name in arguments.cases:
                 record = run_case(job, CURVES[name], split, arguments)
                 append_line(arguments.output, record)
@@ -337,7 +334,7 @@ def main(words: Sequence[str] | None = None) -> int:
     finally:
         job.close()
     held = sum(record["holds"] for record in records)
-    wanted = len(arguments.cases) * len(arguments.splits)
+    wanted = len(arguments.cases) * len(SPLITS)
     print(f"{held} of {wanted} curves hold")
     return 0 if held == wanted else 1
 
