@@ -8,63 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from support import wandb_program
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
-
-# Logs `steps` rows (eval at every 5th step), then ends as told; prints what the parent must know.
-PROGRAM = """
-    import json, logging, os, signal, sys, time
-    from pathlib import Path
-    from pipeline.config.model_schema import CNNConfig
-    from pipeline.config.data_schema import DigitsDataConfig
-    from pipeline.config.schema import RunConfig, WandbConfig
-    from pipeline.monitoring.trackers import build_trackers
-
-    run_dir, start_step, last_step, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    logging.basicConfig(level=logging.INFO, format="LOG %(message)s", stream=sys.stdout)
-    config = RunConfig(name="trial", max_steps=40, model=CNNConfig(kind="cnn"),
-                       data=DigitsDataConfig(kind="digits"), wandb=WandbConfig(mode=sys.argv[5], tags=["t"]))
-    run_dir.mkdir(exist_ok=True)
-    began = time.monotonic()
-    trackers = build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step,
-                              max_steps=40, run_config={"seed": 7})
-    print("OPEN", time.monotonic() - began)
-    with trackers:
-        if end == "owed":
-            trackers.write(start_step, {"eval/loss": start_step / 9})
-        for step in range(start_step + 1, last_step + 1):
-            if step == start_step + 3 and end == "core":
-                import subprocess
-                subprocess.run(["pkill", "-9", "-P", str(os.getpid()), "wandb-core"], check=True)
-                time.sleep(0.3)
-            trackers.write(step, {"train/loss": step / 7, "train/grad_norm": float("nan")})
-            if step % 5 == 0:
-                trackers.write(step, {"eval/loss": step / 9})
-        if end.startswith("server"):
-            signal_name, pid = end.split(":")[1:]
-            time.sleep(0.5)
-            os.kill(int(pid), getattr(signal, signal_name))
-            for step in range(last_step + 1, 31):
-                trackers.write(step, {"train/loss": step / 7})
-        elif end == "flushed":  # killed once the file has the rows: wandb writes it every second
-            (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-            # Each row has this name twice, in its history and its summary: with three the first row is whole.
-            # train/loss would not do, since W&B writes its definition before any row.
-            while path.read_bytes().count(b"train/grad_norm") < 3:
-                time.sleep(0.1)
-            sys.stdout.flush()
-            os._exit(9)
-        elif end == "stop":
-            trackers.close(138)
-        elif end == "kill":
-            sys.stdout.flush()
-            os._exit(9)
-"""
 
 
 @pytest.fixture
@@ -73,35 +22,11 @@ def server(tmp_path: Path):
         yield server
 
 
-class Outcome:
-    """What one run of the program printed, and how long it took."""
-
-    def __init__(self, printed: str, seconds: float):
-        self.opened = float(re.findall(r"OPEN (\S+)", printed)[0])
-        self.seconds = seconds
-        self.said = [line for line in printed.splitlines() if "W&B" in line]
-
-
-def run(folder: Path, env: dict[str, str], *, start=0, last=12, end="close", mode="auto") -> Outcome:
-    command = arguments(folder, start=start, last=last, end=end, mode=mode)
-    began = time.monotonic()
-    done = subprocess.run(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder.parent,
-        check=False,
-    )
-    assert done.stderr == "", "wandb, or a traceback, on the user's screen"
-    assert done.returncode == (9 if end in ("kill", "flushed") else 0), done.stdout
-    return Outcome(done.stdout, time.monotonic() - began)
-
-
-def arguments(folder: Path, *, start=0, last=12, end="close", mode="auto") -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), str(start), str(last), end, mode]
+def run(folder: Path, env: dict[str, str], *end: list, start=0, last=12, mode="auto") -> list[str]:
+    """Rows to the step `last`, then what `end` says; the lines about W&B."""
+    words = ["rows", start + 1, last, 0], *end
+    said = wandb_program.run(folder, env, start, *words, mode=mode, tags=["t"])
+    return [line for line in said.splitlines() if "W&B" in line]
 
 
 def check_rows(rows: list[dict], last: int) -> None:
@@ -115,7 +40,7 @@ def check_rows(rows: list[dict], last: int) -> None:
 
 @pytest.mark.slow
 def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Server):
-    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
+    (said,) = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
     ((name, kept),) = server.runs().items()
     assert name == run_id(tmp_path / "trial-1")
     check_rows(server.rows(name), last=12)
@@ -124,18 +49,16 @@ def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Ser
     assert json.loads(kept["config"])["seed"]["value"] == 7
     assert (kept["project"], kept["exitcode"]) == ("deepspeed-pipeline", 0)
     assert not [call for call in server.calls() if call.get("GAP")]
-    assert len(done.said) == 1
-    assert server.url in done.said[0]
+    assert server.url in said
     assert {item.name for item in tmp_path.iterdir()} <= {"trial-1", "server", ".cache"}
 
 
 @pytest.mark.slow
 def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: Server):
     folder = tmp_path / "trial-1"
-    done = run(folder, environment(tmp_path, server.url))
+    (said,) = run(folder, environment(tmp_path, server.url))
     check_rows(offline_rows(folder), last=12)
     assert not (server.folder / "requests.jsonl").exists()
-    (said,) = done.said
     assert "no API key" in said
     assert re.search(r"wandb sync \S*/trial-1/wandb/offline-run-\S+$", said)
 
@@ -144,7 +67,7 @@ def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: S
 def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
     ours, theirs = pty.openpty()
     env = environment(tmp_path, "http://127.0.0.1:9")
-    command = arguments(tmp_path / "trial-1", last=2, mode="online")
+    command = wandb_program.command(tmp_path / "trial-1", 0, ["rows", 1, 2, 0], mode="online")
     done = subprocess.run(
         command, env=env, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, timeout=300, check=True
     )
@@ -169,11 +92,11 @@ def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
 def test_wandb_mode_of_the_environment(tmp_path: Path, server: Server, variable, mode, expected):
     folder = tmp_path / "trial-1"
     env = environment(tmp_path, server.url, WANDB_MODE=variable, **KEY)
-    done = run(folder, env, mode=mode)
+    said = run(folder, env, mode=mode)
     assert bool(list(folder.glob("wandb/offline-run-*"))) == (expected == "offline")
     assert (server.folder / "runs.json").exists() == (expected == "online")
     is_overridden = mode == "online"  # a line more
-    assert len(done.said) == (0 if variable == "disabled" else 1 + is_overridden)
+    assert len(said) == (0 if variable == "disabled" else 1 + is_overridden)
     if variable == "shared":
         check_rows(server.rows(run_id(folder)), last=12)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 14
@@ -188,8 +111,7 @@ def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, serv
         (tmp_path / "netrc").chmod(0o600)
         run(tmp_path / "trial-1", environment(tmp_path, server.url))
         check_rows(server.rows(run_id(tmp_path / "trial-1")), last=12)
-    done = run(tmp_path / "trial-2", environment(tmp_path, server.url, WANDB_API_KEY=key))
-    (line,) = done.said
+    (line,) = run(tmp_path / "trial-2", environment(tmp_path, server.url, WANDB_API_KEY=key))
     assert "W&B is offline" in line
     assert said in line
     check_rows(offline_rows(tmp_path / "trial-2"), last=12)
@@ -198,7 +120,7 @@ def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, serv
 @pytest.mark.slow
 def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
-    run(folder, env, last=12, end="kill")  # wandb loses what it had not sent: here, all
+    run(folder, env, ["kill"], last=12)  # wandb loses what it had not sent: here, all
     first_id = run_id(folder)
     run(folder, env, start=10, last=16)
     run(folder, env, start=16, last=21)  # from where the server stands
@@ -211,19 +133,19 @@ def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: 
 @pytest.mark.slow
 def test_a_step_whose_evaluation_is_still_to_come_is_not_closed_by_a_stop(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
-    run(folder, env, last=10, end="stop")
+    run(folder, env, ["close", 138], last=10)
     assert [row["_step"] for row in server.rows(run_id(folder))] == list(range(1, 10))
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     assert '"eval/loss"' in rows.pop()
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")  # as if the stop had come before it
-    run(folder, env, start=10, last=16, end="owed")
+    wandb_program.run(folder, env, 10, ["eval", 10], ["rows", 11, 16, 0])
     check_rows(server.rows(run_id(folder)), last=16)
 
 
-def sync(done: Outcome, env: dict[str, str], folder: Path) -> None:
+def sync(said: list[str], env: dict[str, str], folder: Path) -> None:
     """Runs the command that the run named."""
-    (said,) = (line for line in done.said if "to upload: " in line)
-    command = [*shlex.split(said.partition("to upload: ")[2]), "--yes"]
+    (line,) = (line for line in said if "to upload: " in line)
+    command = [*shlex.split(line.partition("to upload: ")[2]), "--yes"]
     command[0] = str(Path(sys.executable).with_name(command[0]))
     subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=300, check=True)
 
@@ -234,11 +156,11 @@ def sync(done: Outcome, env: dict[str, str], folder: Path) -> None:
 def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path, server, synced_between):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url)
     online = environment(tmp_path, server.url, **KEY)
-    first = run(folder, env, last=12, end="flushed")
+    first = run(folder, env, ["flushed"], last=12)
     kept = folder.joinpath("wandb_run_id").read_text()
     if synced_between:
         sync(first, online, tmp_path)
-    run(folder, env, start=10, last=16, end="kill")  # which may leave a file without a row
+    run(folder, env, ["kill"], start=10, last=16)  # which may leave a file without a row
     last = run(folder, env, start=10, last=21)
     check_rows(offline_rows(folder), last=21)
     assert len(list(folder.glob("wandb/**/offline-run-*"))) == 3
@@ -252,25 +174,28 @@ def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path,
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
 def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server: Server, signal_name: str):
     env = environment(tmp_path, server.url, **KEY)
-    done = run(tmp_path / "trial-1", env, end=f"server:{signal_name}:{server.process.pid}")
-    assert done.seconds < 200, "wandb would wait for ever; at the interpreter's exit, too"
-    assert "within 8 s; metrics.jsonl has them all" in done.said[-1]
+    began = time.monotonic()
+    said = run(tmp_path / "trial-1", env, ["signal", signal_name, server.process.pid], ["rows", 13, 30, 0])
+    assert time.monotonic() - began < 200, "wandb would wait for ever; at the interpreter's exit, too"
+    assert "within 8 s; metrics.jsonl has them all" in said[-1]
     # The command that is named uploads them, once the server is there again.
     server.process.kill()
     server.start()
-    command = shlex.split(done.said[-1].partition("to upload them: ")[2])
+    command = shlex.split(said[-1].partition("to upload them: ")[2])
     command[0] = str(Path(sys.executable).with_name(command[0]))
     subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=300, check=True)
     arrived = server.rows(run_id(tmp_path / "trial-1"))
     assert {row["_step"]: row["train/loss"] for row in arrived} == {step: step / 7 for step in range(1, 31)}
-    assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 32
+    assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 36
 
 
 @pytest.mark.slow
 def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):
-    done = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY), end="core")
-    assert len(done.said) == 2
-    assert "training goes on without it" in done.said[1]
+    env = environment(tmp_path, server.url, **KEY)
+    said = wandb_program.run(tmp_path / "trial-1", env, 0, ["rows", 1, 2, 0], ["core"], ["rows", 3, 12, 0])
+    lines = [line for line in said.splitlines() if "W&B" in line]
+    assert len(lines) == 2
+    assert "training goes on without it" in lines[1]
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14
 
 
