@@ -1,7 +1,6 @@
 """How collectives and the pipeline's engines scale here: python benchmarks/scaling.py [--ranks 1 2 4]
 
-Measures all-reduces and all-gathers, and fits what a hop and a byte cost. Then steps of the engines at a few
-numbers of ranks.
+Measures all-reduces and all-gathers of several sizes, then steps of the engines, at a few numbers of ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from processes import Gate, Participant, Task
-from report import append_line, machine, write_json
+from report import machine, write_json
 from throughput import Group, group_tasks
 from workload import MODELS, Workload
 
@@ -55,21 +53,6 @@ def take_part(task: Task, gate: Gate) -> list[Timing]:
     return timings
 
 
-def fit(timings: list[Timing]) -> tuple[float, float]:
-    """Return (seconds a hop, bytes a second) of rings, by least squares of the relative error."""
-    rows, seconds = [], []
-    for name, ranks, size, taken in timings:
-        rounds = 2 if name == "all_reduce" else 1
-        rows.append([rounds * (ranks - 1), rounds * (ranks - 1) / ranks * size])
-        seconds.append(taken)
-    matrix, taken_array = np.array(rows), np.array(seconds)
-    weighted = matrix / taken_array[:, None]
-    (hop, byte), *_ = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)
-    if hop < 0:  # sizes at which a hop does not show
-        hop, byte = 0.0, float(np.mean(taken_array / matrix[:, 1]))
-    return float(hop), 1 / max(float(byte), 1e-15)
-
-
 def measure_collectives(ranks: list[int], folder: Path) -> list[Timing]:
     """Return the slowest rank's times at each number of ranks above one."""
     timings: list[Timing] = []
@@ -99,7 +82,6 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> list[dict[st
                 participant.finish()
             seconds = median(participant.round_seconds) / arguments.steps
             step = {"engine": participant.task.name, "split": split, "ranks": ranks, "seconds": seconds}
-            append_line(arguments.append, step)
             print(f"{step['engine']:24} {ranks} ranks: {seconds * 1e3:8.1f} ms a step", flush=True)
             found.append(step)
     return found
@@ -113,7 +95,6 @@ def main() -> int:
     add("--model", choices=MODELS, default="llama-50k")
     add("--steps", type=int, default=4, help="optimizer steps a burst")
     add("--rounds", type=int, default=3)
-    add("--append", type=Path, help="JSON lines: each engine as soon as it is measured")
     add("--output", type=Path, help="JSON file of all numbers")
     arguments = parser.parse_args()
     about = machine()
@@ -121,10 +102,9 @@ def main() -> int:
     results: dict[str, Any] = {"machine": about, "command": sys.argv[1:]}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         timings = measure_collectives(arguments.ranks, Path(folder))
-        if timings:
-            hop, rate = fit(timings)
-            print(f"a hop takes {hop * 1e6:.0f} microseconds, a ring carries {rate / 1e9:.2f} GB/s")
-            results |= {"collectives": timings, "hop_seconds": hop, "bytes_per_second": rate}
+        for name, count, size, seconds in timings:
+            print(f"{name:24} {count} ranks: {size / 1024:8,.0f} KiB in {seconds * 1e6:,.0f} microseconds")
+        results["collectives"] = timings
         results["steps"] = measure_engines(arguments, Path(folder))
     write_json(arguments.output, results)
     return 0
