@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from parity.splits import LARGE, TWO_STAGES, zero
 from support.exchange import Gathered, shards_now, whole_of
-from support.memory import forget_peak, held_bytes, resident_bytes
+from support.memory import held_bytes
 from support.ranks import RankPool
 from support.tiny import make_engine, recipe, token_bundle
 from support.weights import SIZES
 
 from pipeline.distributed.process_group import Job
 from pipeline.engine.memory import chosen_by_user
+from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +29,12 @@ def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tu
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, resident = held_bytes(), resident_bytes()
+    held, resident = held_bytes(), resident_now()
     forget_peak()
     engine = make_engine(job, tree, split, data)
     size = 4 * engine.num_parameters
     gc.collect()
-    return (resident_bytes(peak=True) - resident) / size, (held_bytes() - held) / size
+    return (resident_peak() - resident) / size, (held_bytes() - held) / size
 
 
 def test_a_stage_is_all_that_a_rank_ever_has(ranks):

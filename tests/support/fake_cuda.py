@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,16 +186,6 @@ class _Stream:
         return 1.0
 
 
-class _Within:
-    """A stream or a device made the current one."""
-
-    def __init__(self, *_: Any): ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 @contextmanager
 def hopper() -> Iterator[FakeCuda]:
     """Inside it there is one, `DEVICE`, for DeepSpeed too."""
@@ -252,7 +242,7 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     ]
     replaced += [(torch.cuda, name, _Stream) for name in ("current_stream", "default_stream")]
     replaced += [(torch.cuda, name, _Stream) for name in ("Stream", "Event")]
-    replaced += [(torch.cuda, name, _Within) for name in ("stream", "device")]
+    replaced += [(torch.cuda, name, nullcontext) for name in ("stream", "device")]
     replaced.append((torch.cuda, "synchronize", fake.wait))
     replaced.append((F, "scaled_dot_product_attention", _attention))
     replaced.append((dist, "init_process_group", _join))

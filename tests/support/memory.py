@@ -10,9 +10,6 @@ from threading import Event, Thread
 
 import torch
 
-from pipeline.monitoring.metrics import forget_peak as forget_peak
-from pipeline.monitoring.metrics import resident_now, resident_peak
-
 
 def held_bytes() -> int:
     """Bytes of all distinct tensor storages that Python can reach, gradients included.
@@ -31,11 +28,6 @@ def held_bytes() -> int:
                     storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)
     return sum(storages.values())
-
-
-def resident_bytes(peak: bool = False) -> int:
-    """Of this process, now or at the most since `forget_peak`."""
-    return resident_peak() if peak else resident_now()
 
 
 def anonymous_bytes() -> int:

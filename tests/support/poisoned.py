@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from support.tiny import ALONE as ALONE
 from support.tiny import MaskedTokens, deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.data.bundle import DataBundle
 from pipeline.data.sampler import MixtureOrder
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.trackers.jsonl import iterate_record, read_metrics
 from pipeline.objectives import CausalLM, LossSum
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS, BATCH = 48, 8
 # Name -> ranks, DeepSpeed JSON (None: plain PyTorch).
 # A scale that goes up every fifth step, and so down again and again.

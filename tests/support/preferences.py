@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.tiny import ALONE as ALONE
 from support.tiny import VOCABULARY, recipe, resolve, settings
 from torch import Tensor
 
@@ -16,12 +17,10 @@ from pipeline.data.batches import Batch, as_batch, collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_eval_loader, build_meters
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 LENGTH = 24  # of a pair, at the most
 STEPS = 3
 LOSSES: dict[str, dict[str, Any]] = {

@@ -20,12 +20,14 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
+from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine, mean_loss
 from pipeline.engine.schedule import multiplier
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
 VOCABULARY = 257
+ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half
 # precision is held to the same bands.
 BANDS = {"fp32": (2e-6, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}

@@ -6,20 +6,17 @@ Three blocks of a family, prepared by this project's transforms, with a loss tha
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from support.allocations import Storages
+from support.tiny import ALONE
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
-from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import with_bounds
 from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
@@ -28,7 +25,6 @@ from pipeline.models.transforms import Adaptation, Placement, transform
 from pipeline.training.assemble import hold_base
 
 LAYERS, VOCABULARY = 2, 61
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
 
 
@@ -73,47 +69,22 @@ class Case:
         return not self.family.startswith(("gpt2", "qwen2", "phi3", "olmo2", "qwen3_moe"))
 
 
-@dataclass
-class Live(TorchDispatchMode):
+class Live(Storages):
     """A record of every storage that comes and goes on a kind of device."""
 
-    device: str
-    log: list[tuple[str, int, int]] = field(default_factory=list)
-    """(`+`, `-` or a mark; storage; bytes)"""
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._known: dict[int, int] = {}
-        self._count = 0
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.log: list[tuple[str, int, int]] = []
+        """(`+`, `-` or a mark; storage; bytes)"""
 
     def mark(self, name: str) -> None:
         self.log.append((name, 0, 0))
 
-    def number(self, tensor: Tensor) -> int | None:
-        return self._known.get(tensor.untyped_storage()._cdata)
+    def came(self, number: int, size: int) -> None:
+        self.log.append(("+", number, size))
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            self._count += 1
-            number, size = self._count, storage.nbytes()
-            self._known[key] = number
-            self.log.append(("+", number, size))
-            weakref.finalize(storage, self._gone, key, number, size)
-
-    def _gone(self, key: int, number: int, size: int) -> None:
-        self._known.pop(key, None)
+    def gone(self, number: int, size: int) -> None:
         self.log.append(("-", number, size))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            is_here = isinstance(each, Tensor) and each.device.type == self.device
-            if is_here and each.untyped_storage()._cdata not in given:
-                self._see(each)
-        return result
 
 
 class _HeldGradient(torch.autograd.Function):

@@ -50,7 +50,7 @@ def load(model, path, **keys):
 
 def refused(model, path, **keys):
     """The one line with which it is refused; the model stays as it was."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copied(model)
     with pytest.raises(ModelError) as caught:
         load(model, path, **keys)
     message = str(caught.value)
