@@ -167,8 +167,8 @@ def test_the_script_of_this_installation_is_what_is_named(tmp_path, monkeypatch)
 
 
 COMMAND = re.compile(r"-m pipeline |(python|deepspeed|start with|start) \S*launch/|ds-pipeline |wandb sync ")
-PAGES = {"config/reference.py", "cli/plan.py", "cli/import_configs/writing.py"}
-"""Texts for a page or a file: docs/configuration.md, the end of `plan --help`, an imported recipe."""
+PAGES = {"cli/plan.py", "cli/import_configs/writing.py"}
+"""Texts for a page or a file: the end of `plan --help`, an imported recipe."""
 
 
 def test_no_message_has_a_command_of_its_own_making():

@@ -6,14 +6,15 @@ import re
 
 import pytest
 import yaml
+from support.launch import ROOT
 
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.recipe import ALIASES
-from pipeline.config.reference import DOCUMENT
 from pipeline.config.settings import load_settings, recipe_yaml
 from pipeline.errors import ConfigError
 
+PAGE = ROOT / "docs" / "configuration.md"
 RECIPE = """\
 name: small
 max_steps: 10
@@ -197,7 +198,7 @@ def test_a_text_that_looks_like_a_number_is_written_out_in_quotes(load, name):
 
 
 def test_what_others_call_a_key_is_told_by_ours_and_ours_is_there(load, tmp_path):
-    page = DOCUMENT.read_text()
+    page = PAGE.read_text()
     for word, key in ALIASES.items():
         where = f"wandb.{word}" if "." not in word else word
         message = fails_with(load, tmp_path, "", "", f"{where}=3")
@@ -402,7 +403,7 @@ def test_nothing_changes_a_config_after_it_was_validated(load):
 
 
 def test_every_field_has_a_meaning_in_the_documentation():
-    for line in DOCUMENT.read_text().splitlines():
+    for line in PAGE.read_text().splitlines():
         if line.startswith("| `") and ".kind" not in line:
             assert line.replace("\\|", "").rstrip("| ").count("|") in (2, 5), f"{line} has no docstring"
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the schema: python -m pipeline.config.reference"""
+"""Writes the tables of docs/configuration.md from the schema: python docs/write_configuration.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.data_schema import SOURCE_NAME
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.schema import RUN_NAME, RunConfig
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).with_name("configuration.md")
 
 Schema = dict[str, Any]
 """JSON Schema, as pydantic writes it for the recipe."""
