@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config.data_schema import (
-    DocumentsConfig,
-    PreferenceDataConfig,
-    SourceConfig,
-    TextDataConfig,
-)
+from pydantic import BaseModel
+
+from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
 from pipeline.config.interval import cadence_contradictions
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
@@ -35,21 +32,6 @@ OF_EXAMPLES = "kto"
 # Which keys of a source of documents are read with which origin alone.
 OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
-_SIDES = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
-_PAIRS = ("loss", *_SIDES, "rewards/margin", "rewards/accuracy", "sft_loss")
-METRICS = {
-    "causal_lm": ("loss", "perplexity", "router_aux_loss"),
-    "classification": ("loss", "accuracy"),
-    **dict.fromkeys(OF_PAIRS, _PAIRS),
-    "kto": ("loss", *_SIDES, "kl"),
-    "reward": ("loss", *_SIDES[:2], "rewards/margin", "rewards/accuracy"),
-}
-"""Kind of objective -> names of its evaluation's metrics."""
-
-
-LARGEST_MODEL = 10**15
-"""Parameters; a thousand times the largest models there are."""
-
 
 def contradictions(config: RunConfig) -> Iterator[Contradiction]:
     """Yield every pair of keys that cannot stand together."""
@@ -61,31 +43,24 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             ("profile.start_step", "max_steps"),
             f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
         )
+    if config.early_stopping is not None and not config.eval.every:
+        yield (
+            ("early_stopping", "eval.every"),
+            "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
+        )
     yield from cadence_contradictions(config, None)
     if config.model.language_model is not None:
         yield from _of_language_model(config.model.language_model)
     if config.data.documents is not None:
         yield from _of_documents(config.data.documents)
     yield from _of_objective(config)
-    yield from _of_best_metric(config)
-    yield from _of_early_stopping(config)
     yield from _of_optimizer(config.optimizer)
     yield from _of_schedule(config.schedule)
 
 
-def _of_best_metric(config: RunConfig) -> Iterator[Contradiction]:
-    """Check the metric of a built-in objective; the first evaluation checks that of your own objective."""
-    kind = config.objective.kind
-    if kind == "auto":
-        kind = config.model.default_objective or ""
-    known, metric = METRICS.get(kind), config.eval.best_metric
-    of_one_set = any(metric.endswith(f"/{name}") for name in known or ())
-    if known is not None and metric not in known and not of_one_set:
-        yield (
-            ("eval.best_metric", "eval"),
-            f"eval.best_metric: {metric!r} is no metric of objective {kind}; it has {', '.join(known)}, and "
-            "NAME/METRIC of one of several data sets",
-        )
+def _is_set(section: BaseModel, name: str) -> bool:
+    """Return whether a key has another value than its default."""
+    return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
 def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
@@ -138,14 +113,6 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
                 f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
                 "positions need an even head width: change either",
             )
-    layers, inner = model.num_layers or 1, model.intermediate_size or 0
-    parameters = layers * ((width or 0) ** 2 + (width or 0) * inner) + (model.vocab_size or 0) * (width or 1)
-    if parameters > LARGEST_MODEL:
-        yield (
-            ("model.hidden_size", "model.num_layers", "model.intermediate_size", "model.vocab_size"),
-            f"model: more than {parameters:.0e} parameters, which no machine holds; lower hidden_size, "
-            "intermediate_size, num_layers or vocab_size",
-        )
 
 
 def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
@@ -154,12 +121,9 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
     for at, source in named.items():
         for origin, keys in OF_ORIGIN.items():
             for key in keys:
-                unread = getattr(source, origin) is None
-                if unread and getattr(source, key) != SourceConfig.model_fields[key].default:
+                if getattr(source, origin) is None and _is_set(source, key):
                     yield (f"{at}.{key}", at), f"{at}.{key} goes with {origin}, which is not given; drop it"
-    default = TextDataConfig.model_fields["text_field"].default
-    text = data.text
-    if text is not None and text.sources is not None and text.text_field != default:
+    if data.text is not None and data.sources is not None and _is_set(data.text, "text_field"):
         yield (
             ("data.text_field", "data.sources"),
             "data.text_field goes with data.paths; write text_field in each of data.sources",
@@ -200,27 +164,20 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
         )
     if language and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):
-            if getattr(objective, name) != AutoObjectiveConfig.model_fields[name].default:
+            if _is_set(objective, name):
                 key = f"objective.{name}"
                 why = "only classification reads it, and a causal_lm model's objective is causal_lm"
                 yield (key, "objective.kind", "model"), f"{key}: {why}"
+    wanted = None
     if language and config.data.image_shape is not None:
         wanted = "text, chat or preference"
-    elif config.model.cnn is not None and config.data.documents is not None:
+    if config.model.cnn is not None and config.data.documents is not None:
         wanted = "digits or images"
-    else:
-        return
-    yield (
-        ("data.kind", "model.kind"),
-        f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; use {wanted}",
-    )
-
-
-def _of_early_stopping(config: RunConfig) -> Iterator[Contradiction]:
-    if config.early_stopping is not None and not config.eval.every:
+    if wanted is not None:
         yield (
-            ("early_stopping", "eval.every"),
-            "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
+            ("data.kind", "model.kind"),
+            f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; "
+            f"use {wanted}",
         )
 
 
@@ -236,7 +193,7 @@ def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
         )
     kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
     for name in set.intersection(*(set(names) for kind, names in unread.items() if kind in kinds)):
-        if getattr(optimizer, name) != OptimizerConfig.model_fields[name].default:
+        if _is_set(optimizer, name):
             yield (
                 (f"optimizer.{name}", "optimizer.kind"),
                 f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or "
@@ -249,7 +206,7 @@ def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
     if ":" in schedule.kind:
         unread[schedule.kind] = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
     for name in unread.get(schedule.kind, ("decay_steps",)):
-        if getattr(schedule, name) != ScheduleConfig.model_fields[name].default:
+        if _is_set(schedule, name):
             yield (
                 (f"schedule.{name}", "schedule.kind"),
                 f"schedule.{name}: {schedule.kind} decides the whole curve; move it into that function"

@@ -6,6 +6,7 @@ The text under a field is its documentation; docs/configuration.md is generated 
 from __future__ import annotations
 
 import shlex
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -299,7 +300,9 @@ class EvalConfig(Closed):
     def _has_best_mode(self) -> EvalConfig:
         name = self.best_metric.rpartition("/")[2]
         if self.best_mode is None and name not in BEST_MODES:
-            raise ValueError(f"best_metric is {self.best_metric}: write best_mode too, min or max")
+            near = get_close_matches(name, BEST_MODES, n=1)
+            hint = f' (did you mean "{near[0]}"?)' if near else ""
+            raise ValueError(f"best_metric is {self.best_metric}{hint}: write best_mode too, min or max")
         return self
 
 

@@ -92,7 +92,6 @@ def test_what_cannot_stand_together_is_told_first(refused, text, arguments, mess
         (LLAMA, "model.hidden_size=1000000000000"),
         (LLAMA, f"model.hidden_size={'9' * 5000}"),
         (LLAMA, f"model.hidden_size=0x{'f' * 5000}"),
-        (LLAMA, "model={kind: causal_lm, architecture: llama, hidden_size: 1000000, num_layers: 5000}"),
         (LLAMA, "model.num_layers=1000000000000"),
         (LLAMA, "data.sequence_length=1000000000000"),
         (LLAMA, "data.prepare_workers=1000000"),

@@ -256,7 +256,7 @@ def test_early_stopping_counts_evaluations_without_an_improvement(values, settin
 
 def test_early_stopping_watches_the_metric_that_the_recipe_calls_best(tmp_path):
     changes = NEVER_BETTER | {"eval": {"every": 2, "best_metric": "bleu", "best_mode": "max"}}
-    with pytest.raises(ConfigError, match=r"'bleu' is no metric of objective causal_lm; it has loss"):
+    with pytest.raises(ConfigError, match=r"'bleu' is no metric of this run's evaluation; it has loss"):
         ended(ALONE, tmp_path, changes)
 
 
