@@ -11,6 +11,11 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
 _RATIO = "schedule.min_learning_rate_ratio"
+_REPLACED = {
+    "max_steps": ("max_steps", "max_epochs"),
+    "schedule.kind": ("kind", "decay_steps", "min_learning_rate_ratio"),
+}
+"""The recipe's key -> names beside it that say something else once the JSON states it."""
 
 
 class _Stated(NamedTuple):
@@ -22,18 +27,23 @@ class _Stated(NamedTuple):
     """Value as the JSON states it, for messages."""
 
 
-def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile, *, is_default: bool = False) -> None:
-    """Complete the recipe with numbers that a checked JSON states and the recipe does not.
+def drop_replaced_keys(recipe: ConfigFile, file: ConfigFile) -> None:
+    """Drop the keys of the default recipe that a checked JSON replaces; of the batch, all."""
+    for stated in _stated(file):
+        section, _, key = stated.recipe_key.rpartition(".")
+        if section == "batch":
+            recipe.tree.pop(section, None)
+            continue
+        for name in _REPLACED.get(stated.recipe_key, (key,)):
+            (recipe.tree.get(section, {}) if section else recipe.tree).pop(name, None)
 
-    Args:
-        is_default: Whether nobody chose the recipe. The JSON's numbers then replace those of its file, and
-            only the command line's are compared with them.
+
+def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile) -> None:
+    """Complete the recipe with numbers that a checked JSON states and the recipe does not.
 
     Raises:
         ConfigError: Both state a number and the two differ. The message quotes both.
     """
-    if is_default:
-        _drop_what_the_json_replaces(recipe, file)
     has_batch = "batch" in recipe.tree
     adopted: dict[str, str] = {}
     for stated in _stated(file):
@@ -45,10 +55,9 @@ def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile, *, is_default: bo
                 continue
             if mine in adopted:
                 raise ConfigError(f'{said}, {adopted[mine]} is {own}; write "auto" here')
-            if not is_default or recipe.place(key) == "command line":
-                other = f"{recipe.place(key)}: {key} is {own}"
-                raise ConfigError(f'{said}, {other}; write "auto" here, or drop {key} there')
-        if get_dotted(recipe.tree, mine) != stated.value:
+            other = f"{recipe.place(key)}: {key} is {own}"
+            raise ConfigError(f'{said}, {other}; write "auto" here, or drop {key} there')
+        if get_dotted(recipe.tree, mine) is None:
             adopted[mine] = file.at(stated.json_key)
             set_dotted(recipe.tree, mine.split("."), stated.value, adopted[mine])
     is_cosine = get_dotted(file.tree, "scheduler.type") == "WarmupCosineLR"
@@ -96,52 +105,34 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
 def _stated(file: ConfigFile) -> Iterator[_Stated]:
     """Yield what the JSON states, with the recipe's key. "auto" leaves it to the recipe."""
     tree = file.tree
+    peak = get_dotted(tree, "scheduler.params.warmup_max_lr")
     for json_key, mine in keys.ADOPTED.items():
-        value = get_dotted(tree, json_key)
-        if value in (None, "auto"):
+        given = get_dotted(tree, json_key)
+        if given in (None, "auto"):
             continue
-        peak = get_dotted(tree, "scheduler.params.warmup_max_lr")
-        if json_key == "optimizer.params.lr" and peak not in (None, "auto", value):
-            file.notes.append(
-                f"{file.at(json_key)}: DeepSpeed steps at warmup_max_lr, {peak}, not at {value}"
-            )
-        elif json_key == "optimizer.type":
-            yield _as_ours(json_key, mine, value, keys.OPTIMIZERS[value.lower()])
+        if json_key == "optimizer.params.lr" and peak not in (None, "auto", given):
+            continue  # DeepSpeed steps at the other number
+        value = given
+        if json_key == "optimizer.type":
+            value = keys.OPTIMIZERS[given.lower()]
         elif json_key == "scheduler.type":
-            yield _as_ours(json_key, mine, value, keys.SCHEDULES[value])
-        else:
-            yield _Stated(json_key, mine, value, str(value))
+            value = keys.SCHEDULES[given]
+        is_same = str(given).lower() == str(value)
+        yield _Stated(json_key, mine, value, str(given) if is_same else f"{given} (here: {value})")
     if get_dotted(tree, "scheduler.type") == "WarmupDecayLR":
-        low, peak = (get_dotted(tree, f"scheduler.params.warmup_{end}_lr") for end in ("min", "max"))
+        low = get_dotted(tree, "scheduler.params.warmup_min_lr")
         are_numbers = isinstance(low, int | float) and isinstance(peak, int | float) and peak > 0
         floor = low / peak if are_numbers else 0.0
         yield _Stated("scheduler.type", _RATIO, floor, f"WarmupDecayLR (here: {_RATIO} {floor})")
 
 
-def _as_ours(json_key: str, mine: str, given: str, value: str) -> _Stated:
-    quoted = given if given.lower() == value else f"{given} (here: {value})"
-    return _Stated(json_key, mine, value, quoted)
-
-
-def _drop_what_the_json_replaces(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Drop the default recipe's keys that belong to another batch or schedule than the JSON's."""
-    replaced = {
-        "train_batch_size": ("batch.micro_batch_size", "batch.gradient_accumulation_steps"),
-        "scheduler.type": ("schedule.kind", "schedule.decay_steps", _RATIO),
-        "scheduler.params.total_num_steps": ("max_steps", "max_epochs"),
-    }
-    for json_key, ours in replaced.items():
-        is_stated = get_dotted(file.tree, json_key) not in (None, "auto")
-        for dotted in ours if is_stated else ():
-            section, _, key = dotted.rpartition(".")
-            part = get_dotted(recipe.tree, section) if section else recipe.tree
-            if isinstance(part, dict) and recipe.place(dotted) != "command line":
-                part.pop(key, None)
-
-
 def _note_other_warm_up(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Note that DeepSpeed's warm-up differs from the one here, which is linear and begins at 0."""
+    """Note where the rate differs from what the file seems to say, or from DeepSpeed's warm-up."""
     params = get_dotted(file.tree, "scheduler.params") or {}
+    rate, peak = get_dotted(file.tree, "optimizer.params.lr"), params.get("warmup_max_lr")
+    if not {rate, peak} & {None, "auto"} and rate != peak:
+        place = file.at("optimizer.params.lr")
+        file.notes.append(f"{place}: DeepSpeed steps at warmup_max_lr, {peak}, not at {rate}")
     if get_dotted(file.tree, "scheduler.type") in (None, "auto"):
         return
     starts = [params.get(name) for name in ("warmup_min_lr", "warmup_min_ratio")]

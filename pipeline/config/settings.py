@@ -11,7 +11,11 @@ from pathlib import Path
 import yaml
 
 from pipeline.config.batch_plan import BatchPlan, plan_batch
-from pipeline.config.deepspeed_adoption import adopt_stated_numbers, adopt_torch_section
+from pipeline.config.deepspeed_adoption import (
+    adopt_stated_numbers,
+    adopt_torch_section,
+    drop_replaced_keys,
+)
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
 from pipeline.config.loading import ConfigFile, Dumper, Tree, get_dotted, parse_override, read_yaml
@@ -32,30 +36,16 @@ def refuse_missing(choice: Choice) -> None:
     Raises:
         ConfigError: A package is not installed, or the GPU does not multiply in fp8.
     """
-    adapter, split = choice.config.adapter, choice.split
-    fp8 = f"model.fp8: {choice.model('fp8')}"
-    needs_whole = split.zero_stage == 3 and choice.model("pretrained") is not None
-    wanted = [
-        (choice.multiplies_in_fp8, "torchao", fp8, "set model.fp8=none"),
-        (choice.quantizes_base, "bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out"),
-        (
-            adapter is not None,
-            "peft",
-            f"adapter: {adapter and adapter.kind}",
-            "leave adapter out to train all weights",
-        ),
-        (split.tensor_parallel > 1, "accelerate", "tensor_parallel", "leave tensor_parallel out"),
-        (split.pipeline_stages > 1, "accelerate", "pipeline", "leave pipeline out"),
-        (needs_whole, "accelerate", "model.pretrained with ZeRO-3", "set zero_optimization.stage to 2"),
-    ]
-    for is_needed, module, feature, alternative in wanted:
-        if is_needed:
-            require(module, feature, alternative)
-    if choice.multiplies_in_fp8 and not choice.device.fp8:
-        raise ConfigError(
-            f"{fp8}: this GPU does not multiply in fp8, which NVIDIA's do from "
-            "Ada and Hopper on (8.9) and AMD's from MI300 on; set model.fp8=none"
-        )
+    if choice.quantizes_base:
+        require("bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out")
+    if choice.multiplies_in_fp8:
+        fp8 = f"model.fp8: {choice.model('fp8')}"
+        require("torchao", fp8, "set model.fp8=none")
+        if not choice.device.fp8:
+            raise ConfigError(
+                f"{fp8}: this GPU does not multiply in fp8, which NVIDIA's do from "
+                "Ada and Hopper on (8.9) and AMD's from MI300 on; set model.fp8=none"
+            )
 
 
 # Of two ways to say one thing, the one on the command line takes the place of the other in the file.
@@ -145,8 +135,10 @@ class Settings:
         Raises:
             ConfigError: Numbers do not fit these ranks or this device, or two choices exclude each other.
         """
-        is_plain = self.split is None or self.deepspeed is None
-        resolved = self._plain(world_size, device) if is_plain else self._of_deepspeed(world_size, device)
+        if self.split is None or self.deepspeed is None:
+            resolved = self._plain(world_size, device)
+        else:
+            resolved = self._of_deepspeed(self.split, world_size, device)
         choice = Choice(self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile)
         refuse_impossible(choice, self.split)
         refuse_missing(choice)
@@ -164,13 +156,12 @@ class Settings:
         plan = plan_batch(self.config.batch, world_size)
         return Resolved(plan, None, split, engine.tf32, _compiles(engine.compile, split, device))
 
-    def _of_deepspeed(self, world_size: int, device: Device) -> Resolved:
-        assert self.split is not None
-        tree = self.split.tree
-        precision = decide_precision(self.split, device)
-        split = deepspeed_split(self.split, world_size, precision)
+    def _of_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> Resolved:
+        tree = file.tree
+        precision = decide_precision(file, device)
+        split = deepspeed_split(file, world_size, precision)
         plan = plan_batch(self.config.batch, split.dp_world_size)
-        filled = resolve_deepspeed(self.split, self.config, plan, precision)
+        filled = resolve_deepspeed(file, self.config, plan, precision)
         needs_modules = (
             get_dotted(tree, "zero_optimization.offload_param.device") == "nvme"
             or get_dotted(tree, "flops_profiler.enabled") is True
@@ -241,15 +232,16 @@ def load_settings(
             "given; add --deepspeed FILE.json"
         )
     file = read_yaml(recipe)
+    split = None if deepspeed is None else load_deepspeed_json(deepspeed, for_deepspeed)
+    if split is not None and is_default:
+        drop_replaced_keys(file, split)
     for parts, value in for_recipe:
         if parts[0] == "adapter" and len(parts) > 1 and isinstance(kind := file.tree.get("adapter"), str):
             file.tree["adapter"] = {"kind": kind}  # `adapter: lora` is short for a section
         file.override(parts, value)
     _set_aside_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
-    split = None
-    if deepspeed is not None:
-        split = load_deepspeed_json(deepspeed, for_deepspeed)
-        adopt_stated_numbers(file, split, is_default=is_default)
+    if split is not None:
+        adopt_stated_numbers(file, split)
         if "torch" in split.tree:
             adopt_torch_section(file, split)
     config = _with_examples(_with_own_tokenizer(validate_recipe(file)))

@@ -135,12 +135,6 @@ def test_images_that_need_a_missing_package_are_refused_in_one_line(
 
 
 MODELS = {
-    "adapter": (
-        "peft",
-        ["adapter=lora"],
-        "adapter: lora needs peft, which is not installed: pip install peft, "
-        "or leave adapter out to train all weights",
-    ),
     "nf4": (
         "bitsandbytes",
         ["adapter=lora", "adapter.quantize=nf4"],
@@ -153,23 +147,6 @@ MODELS = {
         "model.fp8: rowwise needs torchao, which is not installed: "
         "pip install 'deepspeed-pipeline[fp8]', or set model.fp8=none",
     ),
-    "tensor parallelism": (
-        "accelerate",
-        ["--deepspeed", "ds_configs/tensor2.json", "--world-size", "2"],
-        "tensor_parallel needs accelerate, which is not installed: pip install accelerate, "
-        "or leave tensor_parallel out",
-    ),
-    "pipeline": (
-        "accelerate",
-        ["--deepspeed", "ds_configs/pipeline2.json", "--world-size", "2"],
-        "pipeline needs accelerate, which is not installed: pip install accelerate, or leave pipeline out",
-    ),
-    "pretrained with ZeRO-3": (
-        "accelerate",
-        ["--deepspeed", "ds_configs/zero3.json", "model.pretrained=owner/name"],
-        "model.pretrained with ZeRO-3 needs accelerate, which is not installed: pip install accelerate, "
-        "or set zero_optimization.stage to 2",
-    ),
 }
 
 
@@ -179,8 +156,6 @@ def test_a_model_that_needs_a_missing_package_is_refused_before_torch_is_loaded(
 ):
     monkeypatch.chdir(ROOT)
     recipe = write_recipe(tmp_path)
-    if "model.pretrained=owner/name" in arguments:
-        recipe = write_recipe(tmp_path, model={"kind": "causal_lm"})
     hide(module)
     assert train(["--dry-run", "--config", str(recipe), *arguments]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"error: {message}"
