@@ -18,30 +18,12 @@ def whole(wrong: str, text: str | bytes, *says: str) -> Case:
 
 TYPOS = [
     key("typo at the top", "max_step", 3, 'did you mean "max_steps"'),
-    key("typo in a section's name", "optimiser", {"learning_rate": 1e-3}, 'did you mean "optimizer"'),
     key("typo in model", "model.num_layer", 3, 'did you mean "num_layers"'),
     key("typo in a model of one's own", "model.arg", {}, 'did you mean "args"', base="own"),
     key("typo in data", "data.sequence_lenght", 8, 'did you mean "sequence_length"'),
     key("typo in data of one's own", "data.argss", {}, 'did you mean "args"', base="own"),
     key("typo in objective", "objective.smoothing", 0.1, "label_smoothing"),
-    key("typo in optimizer", "optimizer.learningrate", 1e-3, 'did you mean "learning_rate"'),
     key("typo in schedule", "schedule.warmup_step", 3, 'did you mean "warmup"'),
-    Case(
-        "typo in the second source",
-        ["recipe.yaml:", "data.sources.1.weigth", 'did you mean "weight"'],
-        recipe={
-            "data.paths": None,
-            "data.sources": [{"paths": ["{home}/texts"]}, {"paths": ["{home}/texts"], "weigth": 2}],
-        },
-    ),
-    Case(
-        "typo in a set to evaluate on",
-        ["recipe.yaml:", "data.eval_sets.more.path", 'did you mean "paths"'],
-        recipe={"data.eval_sets": {"more": {"path": ["{home}/texts"]}}},
-    ),
-    key("Hugging Face's learning rate", "learning_rate", 1e-3, "here it is optimizer.learning_rate"),
-    key("warm-up in the wrong section", "optimizer.warmup_steps", 3, "here it is schedule.warmup"),
-    key("hub code of a cnn", "model.trust_remote_code", True, "it goes with kind causal_lm", base="digits"),
     key("precision in the recipe", "precision", "bf16", "DeepSpeed JSON decides this"),
     key(
         "DeepSpeed's JSON in the recipe",
@@ -53,7 +35,6 @@ TYPOS = [
 ]
 
 TYPES = [
-    key("steps in words", "max_steps", "many", "given 'many'"),
     key("half a step", "max_steps", 1.5, "given 1.5"),
     key("no steps", "max_steps", 0, "given 0"),
     key("steps of a float too large", "max_steps", 1e30, "given 1e+30"),
@@ -68,7 +49,6 @@ TYPES = [
     Case("no data", ["recipe.yaml", "data: missing"], recipe={"data": None}),
     Case("data without a kind", ["recipe.yaml:", "data.kind: missing"], recipe={"data.kind": None}),
     key("an unknown kind of data", "data.kind", "txt", 'did you mean "text"'),
-    key("an unknown kind of model", "model.kind", "cnnn", 'did you mean "cnn"'),
     key("a kind that is a list", "data.kind", ["text"], "text"),
     key("an import path without a function", "model.kind", "own_code:", "own_code:", base="own"),
     key("an import path with a space", "model.kind", "own code:model", "own code:model", base="own"),
@@ -77,15 +57,11 @@ TYPES = [
     key("extra is a list", "model.extra", [], "given []"),
     key("nothing in freeze", "model.freeze", [], "at least 1"),
     key("strict in words", "model.strict", "no", "given 'no'"),
-    key("a path in place of a list", "data.paths", "{home}/texts", "list"),
     key("tokenizer is a name", "data.tokenizer", "gpt2", "expected a section"),
     key("digits without held-out ones", "data.eval_fraction", 0, "given 0", base="digits"),
     key("means of other channels", "data", {"kind": "images", "path": "x", "mean": [0.5]}, "1 numbers for 3"),
     key("a deviation of zero", "data.std", [0, 1, 1], "above 0", base="images"),
     key("an unknown objective", "objective.kind", "cross_entropy", "causal_lm", "'cross_entropy' is no k"),
-    key("no learning rate", "optimizer.learning_rate", 0, "given 0"),
-    key("one beta", "optimizer.betas", [0.9], "betas"),
-    key("a beta of one", "optimizer.betas", [0.9, 1.0], "given 1.0"),
     key(
         "an unknown optimizer", "optimizer.kind", "adamW", "'adamW' is no known kind", 'did you mean "adamw"?'
     ),
@@ -110,7 +86,6 @@ TYPES = [
     key(
         "an unknown schedule", "schedule.kind", "cosin", "'cosin' is no known kind", 'did you mean "cosine"?'
     ),
-    key("an unknown engine", "engine.parallel", "fsdp", "'ddp'", "given 'fsdp'"),
     key("typo in a sink", "log.sinks", [{"kind": "os:system", "arg": {}}], 'did you mean "args"'),
     Case(
         "a sink that is nowhere",
@@ -158,11 +133,6 @@ TOGETHER = [
         "a language loss on images", ["objective"], base="digits", recipe={"objective": {"kind": "causal_lm"}}
     ),
     Case(
-        "steps and epochs",
-        ["recipe.yaml", "exactly one of max_steps and max_epochs"],
-        recipe={"max_epochs": 1},
-    ),
-    Case(
         "three batch numbers that differ",
         ["micro_batch_size", "16"],
         recipe={"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "global_batch_size": 16}},
@@ -176,11 +146,6 @@ TOGETHER = [
         "a micro-batch of all there is",
         ["batch: 1000000000000 (micro_batch_size)", "micro_batch_size is at most 16,777,216"],
         recipe={"batch": {"global_batch_size": 10**12}},
-    ),
-    Case(
-        "neither architecture nor pretrained",
-        ["model", "exactly one of architecture", "pretrained"],
-        recipe={"model.architecture": None},
     ),
     Case(
         "paths and sources",
@@ -209,31 +174,6 @@ TOGETHER = [
         base="images",
         recipe={"data.subset": "en"},
     ),
-    Case(
-        "weights of zero",
-        ["recipe.yaml:", "sum to 0"],
-        recipe={"data.paths": None, "data.sources": [{"paths": ["x"], "weight": 0}]},
-    ),
-    Case(
-        "two sources of one name",
-        ["recipe.yaml:", "two sources are called 'a'"],
-        recipe={
-            "data.paths": None,
-            "data.sources": [{"paths": ["x"], "name": "a"}, {"paths": ["y"], "name": "a"}],
-        },
-    ),
-    Case(
-        "images from nowhere",
-        ["recipe.yaml:", "data.path: missing"],
-        base="images",
-        recipe={"data.path": None},
-    ),
-    Case(
-        "the best of other steps",
-        ["recipe.yaml:", "checkpoint.every (4) a multiple of eval.every (3)"],
-        recipe={"checkpoint": {"keep_best": True, "every": 4}, "eval.every": 3},
-    ),
-    Case("heads that do not divide the width", ["32", "3", "heads"], recipe={"model.num_heads": 3}),
     Case(
         "an unknown architecture",
         ["model.architecture", "'lama'", 'did you mean "llama"'],
@@ -320,12 +260,7 @@ TOGETHER = [
 ]
 
 TEXTS = [
-    whole("an empty recipe", "", "model: missing"),
-    whole("a tab in the recipe", "model:\n\tkind: cnn\n", ":2:1: not valid YAML"),
-    whole("a key given twice", "max_steps: 1\nmodel: {kind: cnn}\nmax_steps: 2\n", ":3:1:", "given twice"),
-    whole("latin-1 in the recipe", "name: caf\xe9\n".encode("latin-1"), "not UTF-8 (byte 9)"),
     whole("a NUL in the recipe", b"name: a\x00b\n", "not valid YAML"),
-    whole("Python in the recipe", "name: !!python/object/apply:os.system ['true']\n", ":1:7: not valid YAML"),
     whole(
         "an octal seed", "model: {kind: cnn}\ndata: {kind: digits}\nseed: 010\n", ":3: seed", "given '010'"
     ),
