@@ -19,7 +19,6 @@ from pipeline.planner.changes import (
     Change,
     Limit,
     for_memory,
-    for_time,
     largest_micro_batch,
     largest_model,
     longest_sequence,
@@ -27,7 +26,7 @@ from pipeline.planner.changes import (
     suggest,
 )
 from pipeline.planner.forecast import Forecast, forecast, largest_that_fits
-from pipeline.planner.hardware import NETWORK_HELP, Place, place_of
+from pipeline.planner.hardware import Place, place_of
 from pipeline.planner.model import Model
 from pipeline.planner.shapes import model_of
 from pipeline.planner.timing import RANGE
@@ -45,11 +44,8 @@ def summary(found: Forecast) -> Iterator[str]:
     host = f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory"
     if place.host_memory:
         host += f" of {place.host_memory / GIB:.1f}{' (assumed)' * place.assumes_host}"
-    if found.copy_bytes:
-        copy = "more for a checkpoint written beside training, if there is room"
-        host += f"; {found.copy_bytes / GIB:.1f} {copy}"
     yield host
-    nvme = found.states.disk.total * found.ranks_per_node
+    nvme = found.memory.states.disk.total * found.ranks_per_node
     swapped = f"; {nvme / GIB:.1f} GiB of a machine's NVMe" if nvme else ""
     one, together = found.checkpoint_bytes / GIB, found.disk_bytes / GIB
     yield f"disk    {one:.1f} GiB a checkpoint, {together:.1f} GiB in all{swapped}"
@@ -92,33 +88,18 @@ def time_rows(found: Forecast) -> list[tuple[str, str]]:
 
 
 def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
-    """Return all of it, bytes and seconds as numbers."""
-    time, plan, memory, model = found.time, found.resolved.plan, found.memory, found.model
+    """Return a plan with bytes and seconds as numbers."""
+    time, batch, memory = found.time, found.resolved.plan, found.memory
     return {
-        "model": {"name": model.name, "parameters": model.numel, "trained_parameters": model.trained},
+        "model": {"name": found.model.name, "parameters": found.model.numel},
         "split": str(found.resolved.split),
-        "batch": asdict(plan) | {"global_batch_size": plan.global_batch_size},
+        "batch": asdict(batch) | {"global_batch_size": batch.global_batch_size},
         "place": str(found.place),
-        "memory": {
-            "parts_bytes": memory.parts,
-            "peak_bytes": found.peak,
-            "peak_phase": memory.at,
-            "there_bytes": found.place.memory,
-            "fits": found.fits,
-            "lacking": found.lacking,
-        },
+        "memory": {"parts_bytes": memory.parts, "peak_bytes": found.peak, "there_bytes": found.place.memory},
+        "fits": found.fits,
         "host_bytes": found.host_bytes,
-        "host_there_bytes": found.place.host_memory,
         "checkpoint_bytes": found.checkpoint_bytes,
-        "disk_bytes": found.disk_bytes,
-        "time": time
-        and {
-            "parts_seconds": time.parts,
-            "seconds": time.seconds,
-            "tokens_per_second": time.tokens_per_second,
-            "may_be_off_by": RANGE,
-            "mfu": found.mfu,
-        },
+        "time": time and {"parts_seconds": time.parts, "seconds": time.seconds, "may_be_off_by": RANGE},
         "run": {"hours": found.hours, "cost": found.cost},
         "remarks": list(found.remarks()),
         "changes": [asdict(each) for each in changes],
@@ -131,7 +112,7 @@ Says what a run takes before it starts: the memory of its fullest rank by what h
 part, the host's memory, the disk. Then what to change. No weights are read, and no GPU is needed."""
 EPILOG = """\
   ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
-  ds-pipeline plan --config RECIPE.yaml --gpu-memory 80 --gpus 8 --nodes 2 --suggest
+  ds-pipeline plan --config RECIPE.yaml --gpu a100 --gpus 8 --nodes 2 --suggest
 """
 
 
@@ -146,7 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="what one GPU has")
     parser.add_argument("--gpus", type=_positive, metavar="N", default=1, help="of one machine (default: 1)")
     parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="machines (default: 1)")
-    parser.add_argument("--network", metavar="GBIT", help=NETWORK_HELP)
+    network = "Gbit/s between nodes of the network card that each GPU has (default: what makers' nodes have)"
+    parser.add_argument("--network", type=float, metavar="GBIT", help=network)
     host = "of one machine (default: what machines with such GPUs have)"
     parser.add_argument("--host-memory", type=float, metavar="GIB", help=host)
     documents = "of the document that a token is in, on average, where rows are packed"
@@ -155,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suggested = "the simplest split that fits, and the command to train with it"
     asked.add_argument("--suggest", action="store_true", help=suggested)
     asked.add_argument("--longest", action="store_true", help="the longest sequence that fits")
-    largest = "the largest micro-batch, and the largest model of this family, that fit"
+    largest = "the largest micro-batch, and the most blocks of this width, that fit"
     asked.add_argument("--largest", action="store_true", help=largest)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--no-color", action="store_true", help="plain text")
@@ -169,6 +151,62 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    settings, place = inputs(arguments)
+    model = _model(settings)
+    if arguments.longest or arguments.largest:
+        reached = limits(settings, model, place, arguments.longest)
+        if arguments.json:
+            print(json.dumps({name: _limit_as_json(limit) for name, limit in reached.items()}, indent=2))
+            return
+        for name, limit in reached.items():
+            print(f"{name:<20}  {_limit_as_text(limit, place)}")
+        return
+    told: dict[str, Any] = {}
+    changes: list[Change] = []
+    if arguments.suggest:
+        suggestion = suggest(settings, model, place)
+        assert suggestion.found is not None
+        found = suggestion.found
+        told = {"overrides": suggestion.words, "command": command_of(settings, place, suggestion)}
+    else:
+        found, changes = plan(settings, model, place)
+    if arguments.json:
+        print(json.dumps(as_json(found, changes) | told, indent=2))
+        return
+    _show(found, changes, arguments.no_color)
+    if arguments.suggest:
+        print(f"\nThe simplest split that fits. To train with it: {told['command']}")
+
+
+def _show(found: Forecast, changes: Sequence[Change], no_color: bool) -> None:
+    from pipeline.cli.screen import Screen
+
+    screen = Screen(no_color)
+    for line in summary(found):
+        screen.line(line)
+    screen.title("Memory of the fullest rank")
+    for line in (*memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
+        screen.line(line)
+    if found.time is not None:
+        screen.title("A step")
+        screen.table(("", "seconds"), time_rows(found))
+    if changes:
+        screen.title("What to change")
+        words = "words for the command line"
+        rows = [
+            (
+                " ".join(each.overrides),
+                "" if each.gain is None else f"{-each.gain / GIB:+.1f}",
+                "" if each.slower is None else f"{each.slower:.2f} x",
+                each.name,
+            )
+            for each in changes
+        ]
+        screen.table((words, "GiB", "time", ""), rows, (words, ""))
+
+
+def inputs(arguments: argparse.Namespace) -> tuple[Settings, Place]:
+    """Return what the command line asks to plan, and where."""
     settings = load_settings(
         arguments.config,
         arguments.deepspeed,
@@ -184,13 +222,7 @@ def run(arguments: argparse.Namespace) -> None:
         host_memory_gib=arguments.host_memory,
         document_tokens=arguments.document_tokens,
     )
-    model = _model(settings)
-    if arguments.suggest:
-        _suggest(settings, model, place, arguments)
-    elif arguments.longest or arguments.largest:
-        _limits(settings, model, place, arguments)
-    else:
-        _plan(settings, model, place, arguments)
+    return settings, place
 
 
 def _model(settings: Settings) -> Model:
@@ -202,7 +234,8 @@ def _model(settings: Settings) -> Model:
     return model
 
 
-def _plan(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
+def plan(settings: Settings, model: Model, place: Place) -> tuple[Forecast, list[Change]]:
+    """Return the forecast of a run and, if it does not fit, what to change."""
     settings = _with_a_micro_batch(settings, model, place)
     found = forecast(settings, model, place)
 
@@ -212,37 +245,9 @@ def _plan(settings: Settings, model: Model, place: Place, arguments: argparse.Na
         known = model if is_same else _model(changed)
         return forecast(_with_a_micro_batch(changed, known, place), known, place)
 
-    changes: list[Change] = []
-    if found.fits is not None:
-        tried = priced(settings, found, at)
-        changes = (for_time(tried) if found.fits else for_memory(tried, found))[:MOST_CHANGES]
-    if arguments.json:
-        print(json.dumps(as_json(found, changes), indent=2))
-        return
-    from pipeline.cli.screen import Screen
-
-    screen = Screen(arguments.no_color)
-    for line in summary(found):
-        screen.line(line)
-    screen.title("Memory of the fullest rank")
-    for line in (*memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
-        screen.line(line)
-    if found.time is not None:
-        screen.title("A step")
-        screen.table(("", "seconds"), time_rows(found))
-    if changes:
-        screen.title("What would be faster" if found.fits else "What to change")
-        words = "words for the command line"
-        rows = [
-            (
-                " ".join(each.overrides),
-                "" if each.gain is None else f"{-each.gain / GIB:+.1f}",
-                "" if each.slower is None else f"{each.slower:.2f} x",
-                each.name,
-            )
-            for each in changes
-        ]
-        screen.table((words, "GiB", "time", ""), rows, (words, ""))
+    if found.fits is not False:
+        return found, []
+    return found, for_memory(priced(settings, found, at), found)[:MOST_CHANGES]
 
 
 def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Settings:
@@ -253,47 +258,33 @@ def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Setti
     return settings.divided(largest_that_fits(settings.config, resolved, model, place))
 
 
-def _suggest(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
-    suggestion = suggest(settings, model, place)
-    found = suggestion.found
+def command_of(settings: Settings, place: Place, suggestion: Limit) -> str:
+    """Return the command that trains with what is suggested."""
     # The last of two words for one key counts, so what is suggested follows what was typed.
     typed = [each for each in settings.overrides if not each.startswith("ds.")]
     file, others = suggestion.words[:2], suggestion.words[2:]
     words: tuple[Word, ...] = ("--config", settings.recipe_path, *file, *typed, *others)
-    command = train_command(place.per_node, *words)
     if place.nodes > 1:
-        command = shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
-    if arguments.json:
-        told = {"overrides": suggestion.words, "command": command}
-        print(json.dumps(as_json(found) | told, indent=2))
-        return
-    print("the simplest split that fits, of ZeRO 1, 2, 3, recomputation, offload, cuts:")
-    for line in (*summary(found), *memory_rows(found)):
-        print(line)
-    if found.time is not None:
-        print(f"  {'a step':<28}{as_range(found.time.seconds)} s")
-    print(f"To train with it: {command}")
+        return shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
+    return train_command(place.per_node, *words)
 
 
-def _limits(settings: Settings, model: Model, place: Place, arguments: argparse.Namespace) -> None:
-    finders = {"longest sequence": longest_sequence}
-    if arguments.largest:
-        finders = {"largest micro-batch": largest_micro_batch, "largest model": largest_model}
-    limits = {name: find(settings, model, place) for name, find in finders.items()}
-    if arguments.json:
-        told = {
-            name: {
-                "overrides": limit.words,
-                "parameters": limit.found and limit.found.model.numel,
-                "peak_bytes": limit.found and limit.found.peak,
-                "stops": limit.stops,
-            }
-            for name, limit in limits.items()
-        }
-        print(json.dumps(told, indent=2))
-        return
-    for name, limit in limits.items():
-        print(f"{name:<20}  {_limit_as_text(limit, place)}")
+def limits(settings: Settings, model: Model, place: Place, longest: bool) -> dict[str, Limit]:
+    """Return how far a run could go: with `--longest`, else with `--largest`."""
+    if longest:
+        return {"longest sequence": longest_sequence(settings, model, place)}
+    return {
+        "largest micro-batch": largest_micro_batch(settings, model, place),
+        "largest model": largest_model(settings, model, place),
+    }
+
+
+def _limit_as_json(limit: Limit) -> dict[str, Any]:
+    return {
+        "overrides": limit.words,
+        "stops": limit.stops,
+        "plan": None if limit.found is None else as_json(limit.found),
+    }
 
 
 def _limit_as_text(limit: Limit, place: Place) -> str:

@@ -1,17 +1,14 @@
-"""Sizes of a module for the planner and perf/mfu: names and shapes, a trial without values, operations."""
+"""Sizes of a module for the planner and perf/mfu: names and shapes, operations."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pipeline.config.import_paths import import_object
 from pipeline.config.schema import RunConfig
@@ -20,7 +17,7 @@ from pipeline.models import build_model
 from pipeline.models.frozen_base import is_transposed, linears
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transformers_facts import is_config
-from pipeline.planner.model import Dimensions, Model, Parameter, Trial
+from pipeline.planner.model import Dimensions, Model, Parameter
 from pipeline.planner.shapes import needed_words, trained_parts
 
 if TYPE_CHECKING:
@@ -92,64 +89,6 @@ def _dimensions(config: Any) -> Dimensions | None:
 
 log = logging.getLogger(__name__)
 
-FEW, MORE = 4, 12
-"""Rows of the two trials: what grows with rows, and what does not."""
-
-
-def trial_of(config: RunConfig, module: nn.Module) -> Trial | None:
-    """Bytes of forward and backward on `meta`, in fp32; None: the data's shape is not known, or the module
-    does not run without values.
-    """
-    shape = config.data.image_shape
-    if shape is None:
-        return None
-    try:
-        few, more = (_most(module, rows, shape) for rows in (FEW, MORE))
-    except Exception:  # a stranger's code may read values
-        log.debug("no trial of this module", exc_info=True)
-        return None
-    a_row = (more - few) / (MORE - FEW)
-    return Trial(max(0.0, few - FEW * a_row), a_row)
-
-
-def _most(module: nn.Module, rows: int, shape: tuple[int, ...]) -> float:
-    """Return the peak in bytes, without gradients of parameters."""
-    with _Live() as live:
-        output = module.train()(torch.empty(rows, *shape, device="meta"))
-        loss = sum(each.float().sum() for each in tree_leaves(output) if torch.is_tensor(each))
-        trained = [p for p in module.parameters() if p.requires_grad]
-        live.gradients = sum(p.nbytes for p in trained)
-        torch.autograd.grad(loss, trained, allow_unused=True)  # type: ignore[arg-type]
-    return max(0.0, live.most - live.gradients)
-
-
-class _Live(TorchDispatchMode):
-    """Counts the storages that are made inside of it and not yet gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = self.gradients = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree_leaves(args) if torch.is_tensor(each)}
-        for each in tree_leaves(result):
-            if (
-                torch.is_tensor(each)
-                and (storage := each.untyped_storage())._cdata not in self._known | given
-            ):
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        return result
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 CLASSES = {"digits": 10}  # of data that say so themselves; of others as many as ImageNet's
 
 
@@ -179,9 +118,7 @@ def count(config: RunConfig) -> Model:
         ) from None
     language = asked.language_model
     name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
-    model = model_of(module)
-    model = replace(model, name=name, trial=None if model.dimensions else trial_of(config, module))
-    return trained_parts(model, asked.freeze, config.adapter)
+    return trained_parts(replace(model_of(module), name=name), asked.freeze, config.adapter)
 
 
 def _make(config: RunConfig) -> nn.Module:

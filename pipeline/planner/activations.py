@@ -16,7 +16,6 @@ from typing import Any
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
-from pipeline.files import GIB
 from pipeline.planner.model import (
     CPU_PART,
     QUERIES,
@@ -27,8 +26,6 @@ from pipeline.planner.model import (
     filled_up,
 )
 
-CHANGED_LOGITS = ("gemma2", "cohere", "cohere2", "granite", "granitemoe", "falcon_h1")
-"""Families that scale or bound their output layer's results."""
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 
@@ -40,8 +37,6 @@ class Recompute:
     """`none`, `full` or `selective`."""
     every: int = 1
     """Blocks 0, N, 2N, ... recompute."""
-    budget: float | None = None
-    """Bytes that blocks may keep; `None`: no budget is stated."""
     offload: bool = False
     """Whether the inputs of blocks that recompute wait in host memory."""
 
@@ -52,8 +47,7 @@ class Recompute:
         if mode == "none":
             return cls()
         every = mode if isinstance(mode, int) else 1
-        budget = None if model.activation_budget_gib is None else model.activation_budget_gib * GIB
-        return cls("full" if isinstance(mode, int) else mode, every, budget, model.activation_offload)
+        return cls("full" if isinstance(mode, int) else mode, every, model.activation_offload)
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class Work:
     grouped: bool = False
     """Whether several heads share keys and values."""
     loss: str = "linear"
-    """`linear`: of the output layer, without logits; `tokens`: so, but a loss a token; `logits`; `scores`."""
+    """`linear`: of the output layer, without logits; `tokens`: so, but a loss a token; `scores`."""
     tensor: int = 1
     sequence: int = 1
     stages: int = 1
@@ -195,7 +189,7 @@ class Work:
             recompute=Recompute.of(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,
-            loss=_loss(config.objective.kind, dimensions.family),
+            loss=_loss(config.objective.kind),
             tensor=split.tensor_parallel,
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
@@ -204,11 +198,9 @@ class Work:
         )
 
 
-def _loss(objective: str, family: str) -> str:
+def _loss(objective: str) -> str:
     if objective == "reward":
         return "scores"
-    if family in CHANGED_LOGITS:
-        return "logits"
     return "tokens" if objective in PREFERENCES else "linear"
 
 
@@ -244,11 +236,6 @@ def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> Los
     copied = work.precision == "autocast" or full > words
     cast = full * hidden * size if copied else 0
     block = block_of_rows(full, on_cpu)
-    if work.loss == "logits":
-        logits = tokens * words * size
-        works = 3 * min(block, tokens) * words * 4
-        kept = 2 * logits + cast
-        return LossBytes(kept + max(logits, works), kept, kept + logits + works)
     chunk = chunk_of_tokens(tokens, words, size, on_cpu)
     works = 2 * min(chunk, block) * full * 4
     added = min(full * hidden, max(256 * hidden, CPU_PART)) * 6 if on_cpu and size == 2 else 0
@@ -439,9 +426,6 @@ def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block
     # The forward once more, then its backward with all that it kept.
     again = max(block.forward, own + block.backward) + taken - kept
     full = Block(kept + casts, kept, block.forward, again, recomputes=True)
-    if how.budget is not None:
-        keeping = min(layers, max(0, int((how.budget - layers * taken) / max(own, 1.0))))
-        return (full,) * (layers - keeping) + (block,) * keeping
     return tuple(full if (work.first + index) % how.every == 0 else block for index in range(layers))
 
 
@@ -450,8 +434,3 @@ def rows() -> Mapping[str, Any]:
     """Return activations.json."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
-
-
-def families() -> Iterable[str]:
-    """Return the families that were traced."""
-    return sorted({name.split()[0] for name in rows()} | set(ALIKE))

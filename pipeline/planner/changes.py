@@ -1,4 +1,4 @@
-"""Changes of a run for memory or time, the simplest split that fits, and how far a run could go.
+"""Changes of a run for memory, the simplest split that fits, and how far a run could go.
 
 A change is words to put behind the command that was typed; what the settings refuse is never told.
 """
@@ -10,20 +10,22 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Resolved, Settings
+from pipeline.config.split import Device
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import format_bytes
 from pipeline.planner.forecast import Forecast, forecast
 from pipeline.planner.hardware import Place
-from pipeline.planner.model import Dimensions, Model
-from pipeline.planner.shapes import families, model_of, read_config, standard_words
+from pipeline.planner.model import Model
+from pipeline.planner.shapes import model_of, read_config, standard_words
 
-FASTER, LEAST = 0.98, 0.01
-"""Share of the time of a step, and of the memory, from which on something counts as a change."""
+LEAST = 0.01
+"""Share of the peak from which on a gain counts as a change."""
 BATCH, RECOMPUTATION, OTHER_CURVE = "batch", "recomputation", "other curve"
-ZERO, OFFLOAD = "ZeRO", "offload"
+ZERO, OFFLOAD, BACK = "ZeRO", "offload", "back on the GPU"
 ACTIVATIONS = (BATCH, RECOMPUTATION, OTHER_CURVE)
 """Kinds of change that make activations smaller."""
 
@@ -32,20 +34,18 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that takes less memory or time, everything else staying as it is."""
+    """One thing that takes less memory, everything else staying as it is."""
 
     name: str
-    """What is changed, in a few words: the price that is no time, such as another curve, is named too."""
+    """What is changed, in a few words, with a price that is no time, such as another curve."""
     kind: str
-    """BATCH, RECOMPUTATION, OTHER_CURVE, ZERO or OFFLOAD."""
+    """BATCH, RECOMPUTATION, OTHER_CURVE, ZERO, OFFLOAD or, for the host's memory, BACK."""
     overrides: Words
-    """Put behind the command: `model.activation_checkpointing=full`, `--deepspeed`, `FILE`."""
-    saves: bool = True
-    """Whether it is meant for memory, not for time."""
+    """Words to put behind the command: `model.activation_checkpointing=full`, `--deepspeed`, `FILE`."""
     gain: int | None = None
     """Bytes a rank; `None`: not known."""
     slower: float | None = None
-    """A step takes so many times as long; `None`: not known."""
+    """Time of a step with it over the time without; `None`: not known."""
     fits: bool | None = None
     """Whether the run fits with it; `None`: not known."""
 
@@ -55,8 +55,9 @@ class Change:
         return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
 
 
-def candidates(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+def candidates(settings: Settings, resolved: Resolved, device: Device) -> Iterator[Change]:
     """Yield what could be changed, in the order in which it is tried first; not yet whether it can."""
+    on_cpu = device.kind == "cpu"  # whose memory is the host's: an offload frees nothing
     plan, model = resolved.plan, settings.config.model.language_model
     size, steps = plan.micro_batch_size, plan.gradient_accumulation_steps
     if not plan.is_open:
@@ -64,24 +65,15 @@ def candidates(settings: Settings, resolved: Resolved) -> Iterator[Change]:
         for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
             parts = size // micro
             yield Change(f"the same step in {parts} times as many parts", BATCH, _batch(micro, steps * parts))
-        for n in (2, 4):
-            if steps % n == 0:
-                name = f"the same step in {n} times fewer parts"
-                yield Change(name, BATCH, _batch(size * n, steps // n), saves=False)
-    if model is not None:
-        now = model.activation_checkpointing
+    if model is not None and model.activation_checkpointing != "full":
         key = "model.activation_checkpointing"
-        beside: Words = () if model.activation_budget_gib is None else ("model.activation_budget_gib=null",)
-        if now != "full" or beside:
-            name = "blocks are computed again in the backward"
-            yield Change(name, RECOMPUTATION, (f"{key}=full", *beside))
-        if now == "none":
+        yield Change("blocks are computed again in the backward", RECOMPUTATION, (f"{key}=full",))
+        if model.activation_checkpointing == "none":
             yield Change("blocks keep matrix products alone", RECOMPUTATION, (f"{key}=selective",))
-        if now != "none":
-            beside += ("model.activation_offload=false",) if model.activation_offload else ()
-            yield Change("nothing is computed again", RECOMPUTATION, (f"{key}=none", *beside), saves=False)
-    yield from _of_states(settings, resolved)
-    if model is not None and not model.activation_offload:
+    for change in _of_states(settings, resolved):
+        if change.kind == ZERO or not on_cpu:
+            yield change
+    if model is not None and not model.activation_offload and not on_cpu:
         words: Words = ("model.activation_offload=true",)
         if model.activation_checkpointing != "full":
             words = ("model.activation_checkpointing=full", *words)
@@ -95,19 +87,17 @@ def _batch(micro: int, steps: int) -> Words:
 
 def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
     """Yield where weights, gradients and optimizer states could be."""
-    tree, split = settings.deepspeed, resolved.split
-    ranks = split.dp_world_size * split.sequence_parallel
+    tree, now, section = settings.deepspeed, resolved.split.zero_stage, "ds.zero_optimization"
+    shares = resolved.split.dp_world_size * resolved.split.sequence_parallel > 1
     if tree is None:
-        for stage in (3, 2, 1):
-            yield Change(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"), saves=ranks > 1)
+        for stage in (3, 2, 1) if shares else ():
+            yield Change(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"))
         for stage in (2, 3):
             yield Change(f"ZeRO {stage} on the host", OFFLOAD, ("--deepspeed", f"zero{stage}_offload"))
         return
-    now, section = split.zero_stage, "ds.zero_optimization"
-    for stage in (3, 2, 1, 0):
-        if stage != now:
-            words: Words = (f"{section}.stage={stage}",)
-            yield Change(f"ZeRO {now} -> {stage}", ZERO, words, saves=stage > now and ranks > 1)
+    for stage in (3, 2, 1) if shares else ():
+        if stage > now:
+            yield Change(f"ZeRO {now} -> {stage}", ZERO, (f"{section}.stage={stage}",))
     at = {
         what: get_dotted(tree, f"zero_optimization.offload_{what}.device") or "none"
         for what in ("optimizer", "param")
@@ -120,7 +110,7 @@ def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
         moved = [f"{key}=cpu" for what, key in keys.items() if at[what] == "none"]
         yield Change("weights and optimizer on the host", OFFLOAD, (f"{section}.stage=3", *moved))
     if back := [f"{key}=none" for what, key in keys.items() if at[what] != "none"]:
-        yield Change("nothing on the host", OFFLOAD, tuple(back), saves=False)
+        yield Change("nothing on the host", BACK, tuple(back))
 
 
 def _of_other_curves(settings: Settings, resolved: Resolved) -> Iterator[Change]:
@@ -138,28 +128,26 @@ def _of_other_curves(settings: Settings, resolved: Resolved) -> Iterator[Change]
         yield Change("the base in 4 bits: another curve", OTHER_CURVE, ("adapter.quantize=nf4",))
 
 
-def priced(
-    settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]
-) -> list[tuple[Change, Forecast]]:
+def priced(settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]) -> list[Change]:
     """Return the changes that the settings accept, with gain and price.
 
     Args:
-        forecast: Of changed settings; a PipelineError: they cannot be run.
+        forecast: Forecasts a run with changed settings; a PipelineError: they cannot be run.
     """
     found = []
-    for change in candidates(settings, now.resolved):
+    for change in candidates(settings, now.resolved, now.place.device):
         with suppress(PipelineError):
             after = forecast(settings.followed_by(change.overrides))
             slower = after.time.seconds / now.time.seconds if after.time and now.time else None
-            found.append((replace(change, gain=now.peak - after.peak, slower=slower, fits=after.fits), after))
+            found.append(replace(change, gain=now.peak - after.peak, slower=slower, fits=after.fits))
     return found
 
 
-def for_memory(found: list[tuple[Change, Forecast]], now: Forecast, missing: int = 0) -> list[Change]:
+def for_memory(found: list[Change], now: Forecast, missing: int = 0) -> list[Change]:
     """Return what takes less memory.
 
-    First comes what is enough by itself, the fastest of it at the front; then the others by their gain. Among
-    both those that give another curve come last.
+    First comes what is enough by itself, the fastest of it at the front; then the others by their gain. Of
+    both those whose time is not known come later, and those that give another curve last.
 
     Args:
         missing: Bytes that have to go at least, whatever the formulas say.
@@ -167,23 +155,13 @@ def for_memory(found: list[tuple[Change, Forecast]], now: Forecast, missing: int
 
     def key(change: Change) -> tuple[bool, bool, float]:
         is_enough = bool(change.fits) and (not missing or (change.gain or 0) >= missing)
-        price = (change.slower or 1.0) if is_enough else -float(change.gain or 0)
+        price = (change.slower or inf) if is_enough else -float(change.gain or 0)
         return not is_enough, change.kind == OTHER_CURVE, price
 
     helps = [
-        each for each, _ in found if (each.gain or 0) > LEAST * now.peak or (each.fits and now.fits is False)
+        each for each in found if (each.gain or 0) > LEAST * now.peak or (each.fits and now.fits is False)
     ]
     return sorted(helps, key=key)
-
-
-def for_time(found: list[tuple[Change, Forecast]]) -> list[Change]:
-    """Return what fits and is faster, along the same curve; the fastest first."""
-    faster = [
-        change
-        for change, after in found
-        if after.fits and (change.slower or 1.0) < FASTER and change.kind != OTHER_CURVE
-    ]
-    return sorted(faster, key=lambda change: change.slower or 1.0)
 
 
 LADDER: tuple[tuple[str, Words, str], ...] = (
@@ -202,15 +180,19 @@ LADDER: tuple[tuple[str, Words, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Suggestion:
-    """The first split that fits."""
+class Limit:
+    """The run that a search ended with."""
 
+    found: Forecast | None
+    """`None`: not even the smallest fits."""
     words: Words
-    """Behind the command, in place of its `--deepspeed FILE` and its `ds.` words."""
-    found: Forecast
+    """Words behind the command that make the run that was planned; of `suggest` in place of its `--deepspeed
+    FILE` and its `ds.` words."""
+    stops: str = "memory"
+    """What ends the search."""
 
 
-def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
+def suggest(settings: Settings, model: Model, place: Place) -> Limit:
     """Find the first rung of the ladder that fits, with the largest micro-batch for the global batch.
 
     Raises:
@@ -233,7 +215,7 @@ def suggest(settings: Settings, model: Model, place: Place) -> Suggestion:
             if not found.fits:
                 lacking = found.lacking
                 break
-            best = Suggestion((*words, *batch), found)
+            best = Limit(found, (*words, *batch))
         if best is not None:
             return best
     if not is_known:
@@ -260,8 +242,6 @@ def _recomputing(settings: Settings, mode: str) -> Words:
     words: Words = (f"model.activation_checkpointing={mode}",)
     if model.activation_offload:
         words += ("model.activation_offload=false",)
-    if model.activation_budget_gib is not None:
-        words += ("model.activation_budget_gib=null",)
     return words
 
 
@@ -282,21 +262,9 @@ def _by_rows(settings: Settings, place: Place, cut: int) -> Iterator[Words]:
             yield _batch(size, samples // size)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How far a run can go."""
-
-    found: Forecast | None
-    """`None`: not even the smallest fits."""
-    words: Words
-    """Behind the command; they make the run that was planned."""
-    stops: str = "memory"
-    """What ends the search."""
-
-
 STEP = 128
 """Tokens by which a row grows."""
-MOST_TOKENS, MOST_ROWS, MOST_TIMES, MOST_LAYERS = 2**26, 2**14, 64, 2**10
+MOST_TOKENS, MOST_ROWS, MOST_LAYERS = 2**26, 2**14, 2**10
 MOST_SUGGESTED_ROWS = 64
 NO_MORE = "more is not tried"
 
@@ -335,54 +303,15 @@ def largest_micro_batch(settings: Settings, model: Model, place: Place) -> Limit
 
 
 def largest_model(settings: Settings, model: Model, place: Place) -> Limit:
-    """Find the largest new model of the family: as wide as fits in proportion, then as deep.
-
-    A micro-batch is one row.
-    """
-    dimensions = model.dimensions
-    if dimensions is None or settings.config.model.pretrained_from is not None:
-        unknown = f"how {model.name} would grow is not known"
-        return Limit(None, (), "pretrained weights have one size" if dimensions else unknown)
+    """Find the most blocks of this width that fit, with a micro-batch of one row."""
+    if model.dimensions is None:
+        return Limit(None, (), f"how {model.name} would grow is not known")
+    if settings.config.model.pretrained_from is not None:
+        return Limit(None, (), "pretrained weights have one size")
     batch = _one_micro_batch(settings, 1)
-    split = settings.followed_by(batch).resolve(place.ranks, place.device).split
-    step = split.tensor_parallel * split.sequence_parallel  # ranks that share a row divide its heads
-    language = settings.config.model.language_model
-    grouped = "num_key_value_heads" in families()[dimensions.family]["defaults"] or (
-        language is not None and language.num_key_value_heads is not None
+    return _furthest(
+        settings, model, place, lambda layers: (f"model.num_layers={layers}", *batch), MOST_LAYERS
     )
-
-    def wide(number: int) -> dict[str, int]:
-        sizes = _in_proportion(dimensions, number * step)
-        return sizes if grouped else {k: v for k, v in sizes.items() if k != "num_key_value_heads"}
-
-    def words(sizes: dict[str, int]) -> Words:
-        return (*(f"model.{key}={size}" for key, size in sizes.items()), *batch)
-
-    most = max(1, MOST_TIMES * dimensions.key_value_heads // step)
-    widest = _furthest(settings, model, place, lambda number: words(wide(number)), most)
-    given: dict[str, int] = {}
-    if widest.found is not None and (reached := widest.found.model.dimensions) is not None:
-        given = wide(reached.key_value_heads // step)
-
-    def deep(number: int) -> Words:
-        return words(given | {"num_layers": number})
-
-    deepest = _furthest(settings, model, place, deep, MOST_LAYERS)
-    return max(widest, deepest, key=lambda limit: limit.found.model.numel if limit.found else 0)
-
-
-def _in_proportion(dimensions: Dimensions, key_value_heads: int) -> dict[str, int]:
-    """Return the sizes of a model with so many, all else in proportion."""
-    heads = dimensions.heads // dimensions.key_value_heads * key_value_heads
-    hidden = heads * dimensions.hidden // dimensions.heads
-    ratio = hidden / dimensions.hidden
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": max(64, round(dimensions.intermediate * ratio / 64) * 64),
-        "num_layers": max(1, round(dimensions.layers * ratio)),
-        "num_heads": heads,
-        "num_key_value_heads": key_value_heads,
-    }
 
 
 def _one_micro_batch(settings: Settings, rows: int) -> Words:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved, Settings
 from pipeline.files import GIB, format_bytes
 from pipeline.planner.hardware import Place
-from pipeline.planner.memory import Holding, Memory, memory_of
+from pipeline.planner.memory import Memory, memory_of
 from pipeline.planner.model import Model
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import States, buffers, checkpoint_bytes, states_of
-from pipeline.planner.timing import DOCUMENT, Job, StepTime, packs, rates_of, step_time
+from pipeline.planner.states import checkpoint_bytes
+from pipeline.planner.timing import DOCUMENT, Job, StepTime, packs, rates_of, step_time, untimed
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Forecast:
     config: RunConfig
     resolved: Resolved
     place: Place
-    states: States
     memory: Memory
     time: StepTime | None
     """`None`: not known of this model or this device."""
@@ -44,10 +42,8 @@ class Forecast:
 
     @property
     def lacking(self) -> str:
-        """What there is too little of; empty if it fits. A checkpoint's copy is left out if it must be."""
-        there, share = self.place.memory, self.memory.share
-        copy = self.memory.copy if self.place.device.kind == "cpu" else 0.0
-        needed = int(self.memory.peak - copy)
+        """What there is too little of; empty if it fits."""
+        there, share, needed = self.place.memory, self.memory.share, self.peak
         if needed > there:
             return "memory"
         if needed + self.memory.spare > share * there:
@@ -69,13 +65,8 @@ class Forecast:
         return int(self.memory.host) * self.ranks_per_node
 
     @property
-    def copy_bytes(self) -> int:
-        """Bytes of a checkpoint's copy on one machine."""
-        return int(self.memory.copy) * self.ranks_per_node
-
-    @property
     def mfu(self) -> float | None:
-        """Model FLOPs as perf/mfu counts them, over the peak of the data sheet."""
+        """Model FLOPs over the peak of the data sheet."""
         peak = self.place.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
         return None if self.time is None or peak is None else self.time.mfu(peak)
 
@@ -116,9 +107,11 @@ class Forecast:
         if self.place.assumes_host and there is not None and self.host_bytes > there / 2:
             yield f"{there / GIB:,.0f} GiB of host memory a machine are assumed; give --host-memory GIB"
         if self.time is None:
+            if what := untimed(self.config, self.resolved):
+                yield f"the time of {what} is not known: no published run was compared"
             return
         if self.model.dimensions is not None and self.model.dimensions.experts:
-            yield "times of mixtures of experts are not verified: no published run was held to them"
+            yield "times of mixtures of experts are not verified: no published run was compared"
         row = self.config.data.tokens_per_row or 0
         if self.place.document_tokens is None and packs(self.config) and row > DOCUMENT:
             yield (
@@ -138,9 +131,6 @@ def forecast(settings: Settings, model: Model, place: Place) -> Forecast:
 
 def forecast_of(config: RunConfig, resolved: Resolved, model: Model, place: Place) -> Forecast:
     """Forecast a run whose settings are resolved for the place."""
-    kind = place.device.kind
-    holdings = holdings_of(model, config, resolved, kind == "cpu")
-    memory, time = memory_of(model, config, resolved, kind, holdings), None
     rates = rates_of(
         place.gpu,
         place.network,
@@ -150,21 +140,14 @@ def forecast_of(config: RunConfig, resolved: Resolved, model: Model, place: Plac
         tf32=resolved.tf32,
     )
     job = Job.of(model, config, resolved, place.document_tokens)
-    if rates is not None and job is not None:
-        if job.recompute == 1.0 and memory.recomputed is not None:  # a budget lets some blocks keep theirs
-            job = replace(job, recompute=memory.recomputed)
-        time = step_time(job, rates)
-    return Forecast(model, config, resolved, place, holdings[memory.stage].states, memory, time)
-
-
-def holdings_of(model: Model, config: RunConfig, resolved: Resolved, on_cpu: bool) -> Sequence[Holding]:
-    """Return what the first rank of each pipeline stage has, which no other of it has more than."""
-    split = resolved.split
-    apart = split.world_size // split.pipeline_stages
-    ranks = (
-        Rank.of(model, config, resolved, stage * apart, on_cpu) for stage in range(split.pipeline_stages)
+    return Forecast(
+        model=model,
+        config=config,
+        resolved=resolved,
+        place=place,
+        memory=memory_of(model, config, resolved, place.device.kind),
+        time=None if rates is None or job is None else step_time(job, rates),
     )
-    return [Holding(rank.own, states_of(rank), buffers(rank)) for rank in ranks]
 
 
 def largest_that_fits(config: RunConfig, resolved: Resolved, model: Model, place: Place) -> int:

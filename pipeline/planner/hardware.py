@@ -127,16 +127,11 @@ def find_gpu(name: str) -> Gpu:
     asked = _words(name)
     for gpu in GPUS.values():
         words = _words(gpu.name)
-        if asked <= words and asked - _NOT_ALONE - {str(sold_gigabytes(gpu))}:
+        if asked <= words and asked - _NOT_ALONE - {gpu.name.rpartition(" ")[2].removesuffix("GB")}:
             return gpu
     near = difflib.get_close_matches(name.lower(), [known.lower() for known in GPUS], 3, 0.3)
     told = f"nearest: {', '.join(near)}" if near else "such as h100, a100, rtx 4090"
     raise ConfigError(f"--gpu {name}: no such GPU is known here; {told}; or give --gpu-memory GIB")
-
-
-def sold_gigabytes(gpu: Gpu) -> int:
-    """Return the memory in the card's name."""
-    return int(gpu.name.rpartition(" ")[2].removesuffix("GB"))
 
 
 def _find_device(name: str) -> Gpu | None:
@@ -161,39 +156,30 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: 
     return None if peak is None else 1 / (fp8_share / (2 * gpu.fp16) + (1 - fp8_share) / peak)
 
 
-NETWORK_HELP = (
-    "Gbit/s between nodes of the network card that each GPU has (400: a node of 8 has 8 such cards); "
-    "100/node: one card that the node's GPUs share"
-)
 SHARED_NETWORK = 100
 """Gbit/s of a whole node, of cards that no maker puts into nodes with a network card each."""
 
 
-def network_rate(text: str | None, gpu: Gpu, per_node: int) -> float:
+def network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
     """Return the bytes a second between nodes of one GPU.
 
     Args:
-        text: As NETWORK_HELP says; `None`: what the maker's nodes have, or 100 Gbit/s a node.
+        gigabits: Gbit/s of the network card of one GPU; `None`: what the maker's nodes have, or 100 a node.
         per_node: GPUs of a node.
 
     Raises:
-        ConfigError: It is no positive number, alone or before `/node`.
+        ConfigError: It is no positive number.
     """
-    if text is None:
+    if gigabits is None:
         return gpu.network or SHARED_NETWORK * 1e9 / 8 / per_node
-    number, slash, unit = text.strip().lower().partition("/")
-    try:
-        gigabits = float(number)
-    except ValueError:
-        gigabits = 0.0
-    if not 0 < gigabits < 1e6 or (slash and unit not in ("node", "gpu")):
-        raise ConfigError(f"--network {text}: give {NETWORK_HELP}")
-    return gigabits * 1e9 / 8 / (per_node if unit == "node" else 1)
+    if not 0 < gigabits < 1e6:
+        raise ConfigError(f"--network {gigabits:g}: expected Gbit/s above 0")
+    return gigabits * 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a plan knows beside the recipe: devices, machines, their network, the length of documents."""
+    """Devices, machines and network that a run is planned for, with the length of its documents."""
 
     gpu: Gpu
     device: Device
@@ -205,11 +191,9 @@ class Place:
     host_memory: int | None = None
     """Bytes of one machine; `None`: the ranks compute in it."""
     assumes_host: bool = False
-    """Whether nobody stated `host_memory`: it is what such machines have."""
+    """Whether `host_memory` was not stated: it is what such machines have."""
     document_tokens: int | None = None
-    """Tokens of the document that a token is in, on average; `None`: nobody knows."""
-    remark: str = ""
-    """What is taken from another card."""
+    """Tokens of an average document; `None`: not stated."""
 
     @property
     def ranks(self) -> int:
@@ -223,16 +207,16 @@ class Place:
 
     def __str__(self) -> str:
         machines = f" on {self.nodes} machines" if self.nodes > 1 else ""
-        return f"{self.ranks} x {self.gpu.name}, {self.memory / GIB:.1f} GiB{machines}{self.remark}"
+        return f"{self.ranks} x {self.gpu.name}, {self.memory / GIB:.1f} GiB{machines}"
 
 
 def place_of(
     name: str | None,
-    memory_gib: float | None,
-    per_node: int,
-    nodes: int,
-    network: str | None,
-    host_memory_gib: float | None,
+    memory_gib: float | None = None,
+    per_node: int = 1,
+    nodes: int = 1,
+    network: float | None = None,
+    host_memory_gib: float | None = None,
     document_tokens: int | None = None,
 ) -> Place:
     """Return what the command line asks for; without a name and a memory, what this machine has.
@@ -243,32 +227,25 @@ def place_of(
     host = None if host_memory_gib is None else _in_bytes("--host-memory", host_memory_gib)
     if name is None and memory_gib is None:
         return replace(here(per_node, nodes, network, host), document_tokens=document_tokens)
-    remark = ""
-    if name is not None:
-        gpu = find_gpu(name)
-        if memory_gib is not None:
-            gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
-    else:
-        assert memory_gib is not None
-        size = _in_bytes("--gpu-memory", memory_gib)
-        gpu = min(GPUS.values(), key=lambda card: abs(sold_gigabytes(card) - memory_gib))
-        remark = f" (times as of {gpu.name})"
-        # A card that is sold as one of 80 GB has less.
-        gpu = gpu if memory_gib == sold_gigabytes(gpu) else replace(gpu, memory=size)
+    gpu = Gpu("GPU", 0) if name is None else find_gpu(name)
+    if memory_gib is not None:
+        gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
+    if name is None:  # as much host memory as machines have with cards of such a size
+        gpu = replace(gpu, host=min(GPUS.values(), key=lambda card: abs(card.memory - gpu.memory)).host)
+    has_bf16 = name is None or gpu.bf16 > 0
     return Place(
         gpu=gpu,
-        device=Device("cuda", bf16=gpu.bf16 > 0, fp16=True, fp8=FP8.match(gpu.name) is not None),
+        device=Device("cuda", bf16=has_bf16, fp16=True, fp8=FP8.match(gpu.name) is not None),
         per_node=per_node,
         nodes=nodes,
         network=network_rate(network, gpu, per_node),
         host_memory=host or gpu.host * per_node,
         assumes_host=host is None,
         document_tokens=document_tokens,
-        remark=remark,
     )
 
 
-def here(per_node: int, nodes: int = 1, network: str | None = None, host: int | None = None) -> Place:
+def here(per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None) -> Place:
     """Return this machine's GPUs, or its processors, shared among the ranks."""
     device, limit = Device.probe(), host or memory_now().limit
     if device.kind == "cuda" and (found := _driver_says()) is not None:
@@ -286,7 +263,7 @@ def on_gpus(
     *,
     per_node: int,
     nodes: int,
-    network: str | None = None,
+    network: float | None = None,
     host: int | None = None,
 ) -> Place:
     """Return GPUs that are there; of one that is not in the list only the memory is known."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import RunConfig
@@ -10,8 +9,8 @@ from pipeline.config.settings import Resolved
 from pipeline.files import GIB, MIB
 from pipeline.planner.activations import Activations, LossBytes, Work, activations_of, loss_bytes
 from pipeline.planner.model import Dimensions, Model
-from pipeline.planner.rank import EMBEDDINGS, WORDS
-from pipeline.planner.states import Buffers, States, copy_bytes
+from pipeline.planner.rank import EMBEDDINGS, WORDS, Rank
+from pipeline.planner.states import Buffers, States, buffers, states_of
 
 # What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
 # CUDA context with its libraries on a GPU.
@@ -28,24 +27,21 @@ RESERVED, FRAGMENTS, CUT_FRAGMENTS, CUT_SHARE = 0.11, 0.165, 0.25, 0.91
 class Memory:
     """Bytes of one rank."""
 
+    states: States
     parts: dict[str, float]
-    """By name, each at its own most: together more than the peak."""
+    """Bytes by name, each at its own most: together more than the peak."""
     phases: dict[str, float]
     """The most of all parts in each phase of a step."""
     framework: float
-    """What a process takes of it beside its tensors."""
+    """Bytes that a process takes beside its tensors."""
     host: float
-    """In the machine's memory; on a CPU all of it."""
+    """Bytes in the machine's memory; on a CPU all of it."""
     is_complete: bool
-    """Whether what activations take is known."""
+    """Whether the bytes of activations are known."""
     spare: float = 0.0
-    """What has to be free besides: freed pieces of memory do not always fit together."""
+    """Bytes that have to be free besides: freed pieces of memory do not always fit together."""
     share: float = 1.0
     """Share of the device that the run may take."""
-    recomputed: float | None = None
-    """Share of the blocks that recompute; `None` if not known."""
-    copy: float = 0.0
-    """In the machine's memory, of a checkpoint that is written beside training, if there is room for it."""
     upper: str = ""
     """Why activations are more than will be taken; empty if they are not."""
     stage: int = 0
@@ -62,50 +58,33 @@ class Memory:
         return max(self.phases, key=self.phases.__getitem__)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What a rank has whatever its rows and what recomputes: of a pipeline the first one of a stage."""
-
-    own: Model
-    states: States
-    buffers: Buffers
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """What does not change within a micro-batch."""
-
-    held: float
-    gradients: float
-    """Of a whole step."""
-    from_start: bool
-    """Whether they exist when a forward begins."""
-    embedding: float
-    """Share of the gradients that belongs to the input embedding."""
-    head: float
-    """The same of the output layer."""
-    is_tied: bool
-    """Whether the two are one weight, and trained."""
-    block: float
-    """Bytes of the largest gradient of a block, while it is added to one that exists."""
-
-
-def peak_by_phase(work: Work, own: Model, states: States, buffers: Buffers) -> dict[str, float]:
+def peak_by_phase(work: Work, own: Model, states: States, beside: Buffers) -> dict[str, float]:
     """Return the most bytes of tensors on the rank's device in each phase.
 
     Args:
         own: Part of the model that the rank has.
+        beside: The engine's buffers.
     """
-    dimensions = own.dimensions
-    held = states.device
-    fixed = held.weights + held.masters + held.moments + buffers.always + batch_bytes(work)
+    dimensions, held = own.dimensions, states.device
+    fixed = float(held.weights + held.masters + held.moments + beside.always + batch_bytes(work))
     fixed += handed_bytes(work, dimensions)
-    phases = {"step": float(fixed + held.gradients + buffers.step)}
+    phases = {"step": fixed + held.gradients + beside.step}
     if dimensions is None or (found := activations_of(work, dimensions)) is None:
         return phases
     loss = loss_of(work, own, dimensions)
-    known = _Fixed(fixed, held.gradients, buffers.keeps_gradients, *_shares(work, own, dimensions))
-    return phases | _forward(work, known, buffers, found, loss) | _backward(work, known, buffers, found, loss)
+    # Micro-batches that wait for their backward.
+    fixed += (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
+    before = fixed + beside.forward + (held.gradients if beside.keeps_gradients else 0)
+    live, most = found.before, found.start
+    for block in found.blocks:
+        most = max(most, live + block.forward)
+        live += block.kept
+    if work.is_last:
+        most = max(most, live + found.end)
+        phases["loss"] = before + live + found.of_loss + loss.forward
+    phases["forward"] = before + most
+    phases["backward"] = fixed + beside.backward + _backward(work, own, held.gradients, beside, found, loss)
+    return phases
 
 
 def batch_bytes(work: Work) -> int:
@@ -133,131 +112,103 @@ def loss_of(work: Work, own: Model, dimensions: Dimensions) -> LossBytes:
     return loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
 
 
-def _shares(work: Work, own: Model, dimensions: Dimensions) -> tuple[float, float, bool, float]:
-    """Return the last four fields of _Fixed. What a last stage has of tied ones is its output layer."""
+def _backward(
+    work: Work, own: Model, gradients: int, beside: Buffers, found: Activations, loss: LossBytes
+) -> float:
+    """Return the most bytes of activations and gradients in a backward."""
+    from_start = beside.keeps_gradients  # whether gradients exist when it begins
     ends = [p for p in own.parameters if p.name.endswith(EMBEDDINGS)]
     first = [p for p in ends if p.name.endswith(WORDS) and work.stage == 0]
-    is_tied = dimensions.tied and work.stages == 1 and any(p.trains for p in first)
+    is_tied = own.dimensions is not None and own.dimensions.tied and work.stages == 1
+    is_tied = is_tied and any(p.trains for p in first)
+    # A tied weight that a last stage has is its output layer.
     last = first if is_tied else [p for p in ends if p not in first]
-    trained = max(1, own.trained)
-    embedding, head = (sum(p.numel for p in each if p.trains) / trained for each in (first, last))
-    largest = max((p.numel for p in own.parameters if p.trains and p not in ends), default=0)
-    return embedding, head, is_tied, float(largest * work.holds_in)
-
-
-def _forward(
-    work: Work, fixed: _Fixed, buffers: Buffers, found: Activations, loss: LossBytes
-) -> dict[str, float]:
-    held = fixed.held + (fixed.gradients if fixed.from_start else 0.0) + buffers.forward
-    # Of micro-batches that wait for their backward.
-    held += (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
-    live, most = found.before, found.start
-    for block in found.blocks:
-        most = max(most, live + block.forward)
-        live += block.kept
-    if not work.is_last:
-        return {"forward": held + most}
-    return {
-        "forward": held + max(most, live + found.end),
-        "loss": held + live + found.of_loss + loss.forward,
-    }
-
-
-def _backward(
-    work: Work, fixed: _Fixed, buffers: Buffers, found: Activations, loss: LossBytes
-) -> dict[str, float]:
-    kept = sum(block.kept_backward for block in found.blocks)
-    others = (work.in_flight - 1) * kept
-    share = 1.0 - fixed.head - (0.0 if fixed.is_tied else fixed.embedding)
+    embedding, head = (
+        gradients * sum(p.numel for p in each if p.trains) / max(1, own.trained) for each in (first, last)
+    )
+    of_blocks = gradients - head - (0.0 if is_tied else embedding)
     # One that is added to one that exists; engines with buckets count it with these.
-    extra = fixed.block if fixed.from_start and not buffers.backward else 0.0
-    before = found.before + kept
+    largest = max((p.numel for p in own.parameters if p.trains and p not in ends), default=0)
+    extra = largest * work.holds_in if from_start and not beside.backward else 0
+    kept = sum(block.kept_backward for block in found.blocks)
+    most = found.before + kept + (gradients if from_start else 0.0)
     if work.is_last:
-        before += found.of_loss + loss.backward
-    most = before + (fixed.gradients if fixed.from_start else 0.0)
-    # A tied weight's gradient of the output layer waits for that of the embedding.
-    waiting = fixed.gradients * fixed.head
+        most += found.of_loss + loss.backward
     for done, block in enumerate(reversed(found.blocks)):
-        gradients = waiting + fixed.gradients * share * done / len(found.blocks)
-        if fixed.from_start:
-            gradients = fixed.gradients + extra + (waiting if fixed.is_tied else 0.0)
-        most = max(most, gradients + found.carried + kept + block.backward)
+        # A tied weight's gradient of the output layer waits for that of the embedding.
+        there = head + of_blocks * done / len(found.blocks)
+        if from_start:
+            there = gradients + extra + (head if is_tied else 0.0)
+        most = max(most, there + found.carried + kept + block.backward)
         kept -= block.kept_backward
     # Added to one that exists; of tied ones both, before their sum.
-    added = fixed.gradients * fixed.embedding * (fixed.from_start + 2 * fixed.is_tied)
-    most = max(most, fixed.gradients + added + found.carried)
-    return {"backward": fixed.held + others + most + buffers.backward}
+    added = embedding * (from_start + 2 * is_tied)
+    return max(most, gradients + added + found.carried)
 
 
-def memory_of(
-    model: Model, config: RunConfig, resolved: Resolved, kind: str, holdings: Sequence[Holding]
-) -> Memory:
+def memory_of(model: Model, config: RunConfig, resolved: Resolved, kind: str) -> Memory:
     """Return the memory of the fullest rank.
 
     Args:
         model: The whole one.
-        kind: Of the device: `cpu` or `cuda`.
-        holdings: A rank's of each pipeline stage, in their order; without stages one.
+        kind: Kind of the device: `cpu` or `cuda`.
+
+    Raises:
+        ConfigError, ModelError: The model cannot be cut so, or nothing of it is trained.
     """
-    copy = copy_bytes(model, config, resolved)
+    stages = resolved.split.pipeline_stages
+    apart = resolved.split.world_size // stages
+    # No rank of a stage has more than its first.
     every = [
-        _of_stage(each, config, resolved=resolved, kind=kind, copy=copy, stage=stage)
-        for stage, each in enumerate(holdings)
+        _of_rank(Rank.of(model, config, resolved, stage * apart, on_cpu=kind == "cpu"), kind, stage)
+        for stage in range(stages)
     ]
     fullest = max(every, key=lambda each: each.peak + each.spare)
     return replace(fullest, host=max(each.host for each in every))
 
 
-def _of_stage(
-    holding: Holding, config: RunConfig, resolved: Resolved, kind: str, copy: float, stage: int
-) -> Memory:
-    own, buffers, held, split = holding.own, holding.buffers, holding.states.device, resolved.split
-    work = Work.of(config, resolved, own, kind, stage)
+def _of_rank(rank: Rank, kind: str, stage: int) -> Memory:
+    own, beside, states, split = rank.own, buffers(rank), states_of(rank), rank.split
+    held = states.device
+    work = Work.of(rank.config, rank.resolved, own, kind, stage)
     parts = {
         "parameters": float(held.weights),
         "gradients": float(held.gradients),
         "optimizer states": float(held.masters + held.moments),
-        "buckets, gathered weights": float(buffers.always + max(buffers.forward, buffers.backward)),
-        "temporaries of the step": float(buffers.step),
+        "buckets, gathered weights": float(beside.always + max(beside.forward, beside.backward)),
+        "temporaries of the step": float(beside.step),
     }
-    phases = {"step": float(held.total + buffers.always + buffers.step)}
+    phases = {"step": float(held.total + beside.always + beside.step)}
     found, offloaded = None, 0.0
     if work is not None and own.dimensions is not None:
-        phases = peak_by_phase(work, own, holding.states, buffers)
+        phases = peak_by_phase(work, own, states, beside)
         parts["buckets, gathered weights"] += handed_bytes(work, own.dimensions)
         found = activations_of(work, own.dimensions)
         if found is not None:
             parts |= _named(work, found, loss_of(work, own, own.dimensions))
             offloaded = work.in_flight * found.host
-    elif own.trial is not None:  # of a module that no formula knows
-        each = own.trial.fixed + resolved.plan.micro_batch_size * own.trial.a_row
-        parts["activations kept"] = each if split.precision == "fp32" else each / 2
-        phases["backward"] = held.total + buffers.always + buffers.backward + parts["activations kept"]
     moving = max(phases.values()) - held.weights - held.masters - held.moments
     is_cut, on_cpu = split.tensor_parallel * split.pipeline_stages > 1, kind == "cpu"
     framework = PROCESS[kind] + RESERVED * moving
-    host, spare = holding.states.host.total + buffers.host + offloaded, 0.0
+    host, spare = states.host.total + beside.host + offloaded, 0.0
     if on_cpu:
-        framework += DEEPSPEED * (resolved.deepspeed is not None)
-        phases = {name: size + framework + host + copy for name, size in phases.items()}
-        host = max(phases.values()) - copy
-        parts["a checkpoint's copy"] = copy
+        framework += DEEPSPEED * (rank.resolved.deepspeed is not None)
+        phases = {name: size + host for name, size in phases.items()}
+        host = max(phases.values()) + framework
     else:
         framework += NCCL * (split.world_size > 1)
         spare = ((CUT_FRAGMENTS if is_cut else FRAGMENTS) - RESERVED) * moving
-        phases = {name: size + framework for name, size in phases.items()}
         host += PROCESS["host"]
     parts["framework and allocator"] = framework
     return Memory(
+        states=states,
         parts=parts,
-        phases=phases,
+        phases={name: size + framework for name, size in phases.items()},
         framework=framework,
         host=host,
-        is_complete=found is not None or own.trial is not None,
+        is_complete=found is not None,
         spare=spare,
         share=CUT_SHARE if is_cut and not on_cpu else 1.0,
-        recomputed=None if found is None else sum(b.recomputes for b in found.blocks) / len(found.blocks),
-        copy=copy,
         upper="" if found is None else found.upper,
         stage=stage,
     )

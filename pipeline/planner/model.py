@@ -55,14 +55,6 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Bytes of activations at the most in forward and backward, in fp32, as they were tried."""
-
-    fixed: float
-    a_row: float
-
-
-@dataclass(frozen=True)
 class Model:
     """What is trained."""
 
@@ -70,8 +62,6 @@ class Model:
     parameters: tuple[Parameter, ...]
     dimensions: Dimensions | None = None
     """None: not a language model whose family is known."""
-    trial: Trial | None = None
-    """Of a module that no formula knows."""
 
     @cached_property
     def numel(self) -> int:

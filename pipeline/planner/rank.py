@@ -123,19 +123,21 @@ _balanced = cache(balanced)  # of each stage of a model the same
 
 
 def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> Model:
-    """Return a tensor rank's part, cut by transformers' plan or by `tensor_parallel.partition_config`.
+    """Return a tensor rank's part, cut by transformers' plan.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: There is none, or the JSON states another.
     """
-    rules = list(_stated(json["tensor_parallel"])) or list(_planned(model))
+    for key in ("partition_config", "preset_model"):
+        if key in json["tensor_parallel"]:
+            raise ConfigError(f"tensor_parallel.{key}: what it takes is not known before a run")
+    rules = list(_planned(model))
     if not rules:
         raise ConfigError(
             f"tensor_parallel: transformers has no tensor-parallel plan for {model.name}; say what to cut in "
             "tensor_parallel.partition_config"
         )
     is_tied = model.dimensions is not None and model.dimensions.tied
-    is_tied = is_tied and "partition_config" not in json["tensor_parallel"]
     own = []
     for p in model.parameters:
         plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", p.name)
@@ -152,8 +154,6 @@ class _Cut:
     pattern: re.Pattern[str]
     dim: int
     """Dimension of the layer's weight (outputs, inputs)."""
-    parts: tuple[int, ...] | int = 1
-    """Number of matrices in one, each cut by itself, or the rows of each."""
     name: str | None = None
 
 
@@ -164,10 +164,8 @@ def _shape(p: Parameter, rule: _Cut, model: Model, size: int, rank: int) -> tupl
             return p.shape  # the side that is whole
     elif len(p.shape) == 1 and dim == 1:
         return p.shape
-    whole = p.shape[dim]
-    each = rule.parts if isinstance(rule.parts, tuple) else (whole // rule.parts,) * rule.parts
     name = rule.name or re.sub(r"\.(base_layer|lora_.*)?\.?weight$|\.bias$", "", p.name)
-    own = sum(_share(total, size, rank, name, model) for total in each)
+    own = _share(p.shape[dim], size, rank, name, model)
     return (*p.shape[:dim], own, *p.shape[dim + 1 :])
 
 
@@ -178,20 +176,6 @@ def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
     if heads and total % heads == 0 and "mlp" not in name and name not in _HEADS:
         units = total if any(word in name for word in _MLP) else heads
     return total // units * (units // size + (rank < units % size))
-
-
-def _stated(section: dict[str, Any]) -> Iterator[_Cut]:
-    config = section.get("partition_config") or {}
-    for spec in config.get("layer_specs", ()):
-        kind, shape = spec.get("partition_type", "column"), spec.get("shape")
-        parts: Any = 1
-        if shape is not None and isinstance(shape[0], int):
-            parts = shape[0]
-        elif shape is not None:
-            parts = tuple(shape[0])
-        if kind in ("column", "row"):
-            for pattern in spec["patterns"]:
-                yield _Cut(re.compile(pattern), 0 if kind == "column" else 1, parts)
 
 
 def _planned(model: Model) -> Iterator[_Cut]:

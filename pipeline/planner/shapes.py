@@ -68,18 +68,18 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
         "E": dimensions.experts,
     }
     for field, allowed in template.get("only", {}).items():
-        if config.get(field) not in [sizes.get(value, value) if value else value for value in allowed]:
+        if config.get(field) not in allowed:
             return None
     outside = [
         each
-        for each in _parameters(template["outside"], "", config, sizes)
+        for each in _parameters(template["outside"], config, sizes)
         if not (each.name == f"{OUTPUT_LAYER}weight" and dimensions.tied)
         and not (gives_scores and each.name.startswith(OUTPUT_LAYER))
     ]
     if gives_scores:
         outside.append(Parameter("score.weight", (1, dimensions.hidden)))
     layer = "transposed" if family == "gpt2" else "linear"
-    block = list(_parameters(template["block"], "", config, sizes, layer))
+    block = list(_parameters(template["block"], config, sizes, layer))
     blocks = [
         Parameter(f"{template['prefix']}{number}.{each.name}", each.shape, layer=each.layer)
         for number in range(dimensions.layers)
@@ -129,7 +129,7 @@ def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> D
 
 
 def _parameters(
-    lines: str, prefix: str, config: Mapping[str, Any], sizes: Mapping[str, int], layer: Any = None
+    lines: str, config: Mapping[str, Any], sizes: Mapping[str, int], layer: Any = None
 ) -> Iterator[Parameter]:
     for line in lines.splitlines():
         what, _, field = line.partition(" ? ")
@@ -138,7 +138,7 @@ def _parameters(
         name, *dimensions = what.split()
         shape = tuple(_size(text, sizes) for text in dimensions)
         is_linear = len(shape) == 2 and not name.startswith("mlp.gate.")  # a router is no linear layer
-        yield Parameter(prefix + name, shape, layer=layer if is_linear else None)
+        yield Parameter(name, shape, layer=layer if is_linear else None)
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 from pipeline.config.deepspeed_check import has_half_masters, has_half_states
-from pipeline.config.interval import Interval
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import group_keys, kind_of
 from pipeline.config.schema import RunConfig
@@ -38,16 +37,6 @@ def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int
         elif not has_base:
             total += frozen * p.numel
     return total
-
-
-def copy_bytes(model: Model, config: RunConfig, resolved: Resolved) -> float:
-    """Return a rank's share of it in host memory; none if the only save is at the last step, which waits."""
-    saves, steps = config.checkpoint, config.max_steps
-    every = Interval.of(saves.every).in_steps(None)  # None: in epochs, of which some may end before the run
-    is_taken = every is None or (every > 0 and (steps is None or every < steps))
-    if not is_taken and saves.every_minutes == 0:
-        return 0.0
-    return checkpoint_bytes(model, config, resolved) / resolved.split.world_size
 
 
 STEP = 4  # bytes of torch's count of steps

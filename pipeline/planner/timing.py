@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
-from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import Resolved
 from pipeline.planner.hardware import Gpu
-from pipeline.planner.model import Dimensions, Model, Parameter
+from pipeline.planner.model import Model, Parameter
 
 RANGE = 0.2
 """Share by which a time may be off, up and down: half of the sources that set no constant are within it."""
@@ -23,10 +21,10 @@ DOCUMENT = 2048
 
 @dataclass(frozen=True)
 class Job:
-    """One step's work. `dataclasses.replace` a field and ask again."""
+    """Sizes and split of one step."""
 
     parameters: float
-    """Number of the whole model's, each once."""
+    """Number of the whole model's parameters, each once."""
     blocks: float
     """Elements of the blocks' matrices that a token is multiplied by: of experts those chosen."""
     layers: int
@@ -39,52 +37,47 @@ class Job:
     span: int = 0
     """Tokens of a document, or of a window that is shorter; 0: the row."""
     rows: float = 1
-    """Of a micro-batch of one replica."""
+    """Rows of a micro-batch of one replica."""
     micro_batches: int = 1
     data: int = 1
-    """Replicas. GPUs: data x tensor x pipeline x sequence."""
+    """Number of replicas. GPUs: data x tensor x pipeline x sequence."""
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
     stage: int = 0
-    """ZeRO's; 0 is DDP too."""
+    """ZeRO stage; 0 is DDP too."""
     recompute: float = 0.0
     """Share of the blocks' forward that is computed again."""
     trained: float = 1.0
     """Share of the parameters whose gradients are reduced."""
     weight_gradients: float = 1.0
-    """Share of the matrices whose gradients are made: 0 under an adapter."""
+    """Share of the matrices whose gradients are computed: 0 under an adapter."""
     quantised: bool = False
-    """The frozen base is held in 4 bits."""
-    fp8: float = 0.0
-    """Share of the blocks' products that is multiplied in fp8."""
+    """Whether the frozen base is in 4 bits."""
     weight_bytes: float = 2
-    """Of a parameter and its gradient, as they are sent."""
-    optimizer_on: str = ""
-    """Where its states are: `cpu`, `nvme`; empty: on the GPU."""
-    offloaded: float = 1.0
-    """Share of the optimizer that is there."""
-    weights_on: str = ""
-    """Where stage 3 keeps them: `cpu`, `nvme`."""
+    """Bytes of a parameter, and of its gradient, in collectives."""
 
     @classmethod
     def of(
         cls, model: Model, config: RunConfig, resolved: Resolved, document_tokens: int | None = None
     ) -> Job | None:
-        """Return the job of a run; `None` if its model's blocks or its rows are not known.
+        """Return the job of a run; `None` if its time is not known.
 
         Args:
-            document_tokens: Tokens of the document that a token is in; `None`: nobody knows.
+            document_tokens: Tokens of an average document; `None`: not stated.
         """
         of, length = model.dimensions, config.data.tokens_per_row
-        if of is None or length is None:
+        if of is None or length is None or untimed(config, resolved):
             return None
-        matrices = [p for p in model.parameters if _multiplies(p)]
-        elements = sum(_active(p, of) for p in matrices)
-        trained = sum(_active(p, of) for p in matrices if p.trains)
-        split, plan, language = resolved.split, resolved.plan, config.model.language_model
-        fp8 = "none" if language is None else language.fp8
-        width = 2 if split.precision != "fp32" and resolved.deepspeed is not None else 4
+        chosen = of.experts_per_token / of.experts if of.experts else 1.0
+        matrices = [
+            (p.numel * (chosen if ".experts." in p.name else 1.0), p.trains)
+            for p in model.parameters
+            if _multiplies(p)
+        ]
+        elements = sum(number for number, _ in matrices)
+        trained = sum(number for number, trains in matrices if trains)
+        split, plan = resolved.split, resolved.plan
         document = (document_tokens or DOCUMENT) if packs(config) else length
         return cls(
             parameters=model.numel,
@@ -106,11 +99,7 @@ class Job:
             trained=model.trained / model.numel,
             weight_gradients=trained / elements if elements else 1.0,
             quantised=config.adapter is not None and config.adapter.quantize is not None,
-            fp8=0.0 if fp8 == "none" else 2 / 3 if fp8 == "rowwise_with_gw_hp" else 1.0,
-            weight_bytes=width,
-            optimizer_on=_where(resolved, "optimizer"),
-            offloaded=_of_zero(resolved, "offload_optimizer.ratio", 1.0),
-            weights_on=_where(resolved, "param"),
+            weight_bytes=2 if split.precision != "fp32" and resolved.deepspeed is not None else 4,
         )
 
     @property
@@ -129,9 +118,12 @@ class Job:
         return min(self.span or self.length, self.length)
 
     def flops_per_token(self) -> float:
-        """Return FLOPs as perf/mfu counts them: 6N + 12 L d T over the whole row, 4N under an adapter."""
+        """Return FLOPs: 6N + 12 L d T, 4N under an adapter.
+
+        perf/mfu has the whole row for T. Here it is what a token may see, as in the time.
+        """
         matrices = self.blocks + self.vocabulary * self.hidden
-        attention = 12 * self.layers * (self.width or self.hidden) * self.length
+        attention = 12 * self.layers * (self.width or self.hidden) * self.looks_back
         return (6 if self.weight_gradients else 4) * matrices + attention
 
 
@@ -141,9 +133,13 @@ def _multiplies(parameter: Parameter) -> bool:
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
-def _active(parameter: Parameter, of: Dimensions) -> float:
-    chosen = of.experts_per_token / of.experts if of.experts and ".experts." in parameter.name else 1.0
-    return parameter.numel * chosen
+def untimed(config: RunConfig, resolved: Resolved) -> str:
+    """Return which feature of a run has no time here, as no published run was compared; empty if none."""
+    language, zero = config.model.language_model, (resolved.deepspeed or {}).get("zero_optimization", {})
+    offloads = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
+    if language is not None and language.fp8 != "none":
+        return "fp8"
+    return "offloading" if any(each.get("device", "none") != "none" for each in offloads) else ""
 
 
 def packs(config: RunConfig) -> bool:
@@ -157,16 +153,6 @@ def _recomputed(config: RunConfig) -> float:
     model = config.model.language_model
     how = "none" if model is None else model.activation_checkpointing
     return {"none": 0.0, "selective": 0.5, "full": 1.0}[how] if isinstance(how, str) else 1.0 / how
-
-
-def _of_zero(resolved: Resolved, key: str, default: Any) -> Any:
-    found = get_dotted(resolved.deepspeed or {}, f"zero_optimization.{key}")
-    return default if found is None else found
-
-
-def _where(resolved: Resolved, what: str) -> str:
-    device = _of_zero(resolved, f"offload_{what}.device", "none")
-    return "" if device == "none" else str(device)
 
 
 @dataclass(frozen=True)
@@ -183,8 +169,6 @@ class Rates:
     """Bytes a second of a ring inside a node, per GPU."""
     network: float
     """Bytes a second between nodes, per GPU."""
-    host: float
-    """Bytes a second of a copy to the host."""
     per_node: int
     stream: float
     """Bytes moved between the products for each element of each layer's stream of each token."""
@@ -197,18 +181,18 @@ class Rates:
 # Shares of the data sheet, of cards like an A100 and like an H100: set by the rows of published_speeds.jsonl
 # that are marked `fit`. Links: nccl-tests (bus bandwidth 230 of 300 GB/s on an A100, 370 of 450 on an H100).
 PRODUCTS, ATTENTION = (0.75, 0.65), (0.50, 0.27)
-LINK_SHARE, PCIE_SHARE, COPY_SHARE = 0.8, 0.5, 0.8
+LINK_SHARE, PCIE_SHARE = 0.8, 0.5
 STREAM = {"compiled": 164.0, "eager": 890.0}
 ENTRIES = 42
 """Bytes moved for each word of the vocabulary of each token."""
 FLOOR = {"compiled": 1.6e-3, "eager": 4e-3}
 HOOKS = 5e-3
 """Seconds more of the host a block at ZeRO 3, whose hooks stand on every module."""
+HALF_NETWORK = 200
+"""Nodes between which a ring has half of the network's rate."""
 HALF_RATE = 770
 """Tokens over which attention reaches half of its rate."""
 LIKE_H100 = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
-HALF_NETWORK = 200
-"""Nodes between which a ring has half of the network's rate."""
 NVLINK = 3e11
 """Bytes a second at which a collective takes from the computation beside it all that it hides."""
 OPTIMIZER_BYTES = 30
@@ -217,11 +201,6 @@ ADAPTER_BYTES = 200
 """Of a layer's element of the stream and token, for low-rank matrices beside each linear layer."""
 DEQUANTISE_BYTES = 16
 """Of a parameter and pass, of a base in 4 bits."""
-FP8_GAIN = 1.7
-HOST_ADAM = 4e9
-"""Parameters a second that a node's processors step (ZeRO-Offload, arXiv 2101.06840, table 4)."""
-NVME = 5e9
-"""Bytes a second of a node's disks."""
 
 
 def rates_of(
@@ -252,7 +231,6 @@ def rates_of(
         memory=gpu.bandwidth,
         link=gpu.nvlink * LINK_SHARE or gpu.pcie * PCIE_SHARE,
         network=network,
-        host=gpu.pcie * COPY_SHARE,
         per_node=per_node,
         stream=STREAM[how] * wide,
         floor=FLOOR[how],
@@ -298,13 +276,11 @@ def step_time(job: Job, rates: Rates) -> StepTime:
     cut += 4 * passes * layers * ring(activation, job.sequence, job.tensor, rates) / job.sequence
     if job.pipeline > 1:
         cut += 2 * activation / min(rates.link, rates.network)
-    optimizer, moved = _update(job, rates, once)
     parts = {name: job.micro_batches * seconds for name, seconds in parts.items()} | {
         "waiting for weights and gradients": _data(job, rates, once),
         "waiting inside of a replica": job.micro_batches * cut,
         "bubble of the stages": (job.pipeline - 1) * (once + cut),
-        "optimizer": optimizer,
-        "to and from the host": moved,
+        "optimizer": _update(job, rates),
     }
     return StepTime(parts, job.tokens, job.gpus, job.tokens * job.flops_per_token())
 
@@ -315,7 +291,6 @@ def _compute(job: Job, rates: Rates, tokens: float) -> dict[str, float]:
     share = blocks / job.layers / job.tensor
     passes = (3 + job.recompute) / 3
     units = 2 + job.weight_gradients + job.recompute  # a forward's products: again for inputs, for weights
-    products = rates.products / (1 - job.fp8 + job.fp8 / FP8_GAIN)
     width = (job.width or job.hidden) / job.tensor
     speed = rates.attention * job.looks_back / (job.looks_back + HALF_RATE)
     stream = rates.stream
@@ -328,12 +303,12 @@ def _compute(job: Job, rates: Rates, tokens: float) -> dict[str, float]:
     head = (6 if job.weight_gradients else 4) * job.vocabulary * job.hidden / rates.products
     head += job.vocabulary * ENTRIES / rates.memory
     found = {
-        "matrix products": 2 * job.blocks * share * tokens * units / products,
+        "matrix products": 2 * job.blocks * share * tokens * units / rates.products,
         "attention": 6 * blocks * width * job.looks_back * tokens * passes / speed,
         "between the products": moved / rates.memory,
         "output layer and loss": head * tokens / job.tensor / job.pipeline,
     }
-    floor = rates.floor + (HOOKS if rates.floor and job.stage == 3 else 0.0)
+    floor = rates.floor + (HOOKS if job.stage == 3 else 0.0)
     launched = blocks * floor * passes
     found["waiting for the host to launch"] = max(0.0, launched - sum(found.values()))
     return found
@@ -358,53 +333,36 @@ def _ring_rate(ranks: int, inner: int, rates: Rates) -> float:
     return min(rates.link, on_node * rates.network) / (1 + nodes / HALF_NETWORK)
 
 
-def exposed(transfer: float, beside: float, pieces: int, disturbance: float = 0.0) -> float:
-    """Return what of a transfer is waited for: its first piece, and what `beside` seconds do not hide.
+def exposed(transfer: float, beside: float, disturbance: float) -> float:
+    """Return the seconds of a transfer that `beside` seconds of computation do not hide.
 
     Args:
         disturbance: Share of the hidden seconds by which the computation beside them takes longer.
     """
-    hidden = min(transfer * (1 - 1 / pieces), beside)
-    return transfer - (1 - disturbance) * hidden
+    return transfer - (1 - disturbance) * min(transfer, beside)
 
 
 def _data(job: Job, rates: Rates, once: float) -> float:
     """Return seconds a step waits for weights and gradients of the data-parallel (and sequence) ranks."""
     units = 3 + job.recompute
     forward, backward = (once * share / units for share in (1, units - 1))
-    ranks, layers = job.data * job.sequence, max(1, job.layers // job.pipeline)
+    ranks = job.data * job.sequence
     kept = job.parameters / job.tensor / job.pipeline
     # A slow link disturbs longer, but less.
     disturbance = min(1.0, _ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
     reduced = ring(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
     gathered = ring(kept * job.weight_bytes, ranks, job.tensor, rates)
     if job.stage == 0:
-        return exposed(2 * reduced, backward, layers, disturbance)
+        return exposed(2 * reduced, backward, disturbance)
     if job.stage < 3:
         times = job.micro_batches if job.stage == 2 else 1
-        return times * exposed(reduced, backward, layers, disturbance) + gathered * job.trained
-    waits = exposed(gathered, forward, layers, disturbance)
-    return job.micro_batches * (waits + exposed(gathered + reduced, backward, layers, disturbance))
+        return times * exposed(reduced, backward, disturbance) + gathered * job.trained
+    waits = exposed(gathered, forward, disturbance)
+    return job.micro_batches * (waits + exposed(gathered + reduced, backward, disturbance))
 
 
-def _update(job: Job, rates: Rates, once: float) -> tuple[float, float]:
-    """Return seconds of the optimizer's step, and of what moves between GPU and host that nothing hides."""
+def _update(job: Job, rates: Rates) -> float:
+    """Return seconds of the optimizer's step."""
     kept = job.parameters / job.tensor / job.pipeline
     shard = kept / (job.data * job.sequence) if job.stage else kept
-    trained, on_node = shard * job.trained, min(job.gpus, rates.per_node)
-    moved = 0.0
-    if job.weights_on:  # each gather begins with this rank's shard, twice a micro-batch
-        rate = min(rates.host, NVME / on_node) if job.weights_on == "nvme" else rates.host
-        moved += job.micro_batches * max(0.0, 2 * shard * job.weight_bytes / rate - once)
-    if not job.optimizer_on:
-        return trained * OPTIMIZER_BYTES / rates.memory, moved
-    staying = trained * (1 - job.offloaded) * OPTIMIZER_BYTES / rates.memory
-    trained *= job.offloaded
-    # Gradients go to the host in the backward, the weights come back after the step.
-    times = job.micro_batches if job.stage >= 2 else 1
-    moved += times * max(0.0, trained * job.weight_bytes / rates.host - once * 2 / 3)
-    moved += trained * job.weight_bytes / rates.host
-    seconds = trained * on_node / HOST_ADAM
-    if job.optimizer_on == "nvme":  # weights and two moments in fp32, read and written beside the step
-        seconds = max(seconds, 2 * 12 * trained * on_node / NVME)
-    return seconds + staying, moved
+    return shard * job.trained * OPTIMIZER_BYTES / rates.memory

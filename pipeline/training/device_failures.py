@@ -25,7 +25,7 @@ from pipeline.distributed.progress import LOADING, Phase, phase_of
 from pipeline.distributed.watchdog import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
 from pipeline.files import GIB, format_bytes
-from pipeline.planner.changes import ACTIVATIONS, Change, candidates, for_memory, priced
+from pipeline.planner.changes import ACTIVATIONS, BACK, Change, candidates, for_memory, priced
 from pipeline.planner.forecast import Forecast
 
 MOST = 3
@@ -119,9 +119,8 @@ class TrainingAdvice:
         """Yield changes of a run that no formula knows, whose gain is not known."""
         assert self.job is not None
         device, ranks = describe_device(self.job.device), self.job.ranks.world_size
-        for change in candidates(self.settings, self.settings.resolve(ranks, device)):
-            is_moved = "offload" in " ".join(change.overrides)
-            if not change.saves or (is_moved and device.kind == "cpu"):
+        for change in candidates(self.settings, self.settings.resolve(ranks, device), device):
+            if change.kind == BACK:
                 continue
             with suppress(PipelineError, OSError):
                 self.settings.followed_by(change.overrides).resolve(ranks, device)

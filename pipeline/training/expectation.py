@@ -53,9 +53,9 @@ class Expectation:
             return None
         least = "" if found.memory.is_complete else "at least "
         states = {
-            "": found.states.device,
-            " in host memory": found.states.host,
-            " on disk": found.states.disk,
+            "": found.memory.states.device,
+            " in host memory": found.memory.states.host,
+            " on disk": found.memory.states.disk,
         }
         held = ", ".join(f"{each.total / GIB:.2f}{where}" for where, each in states.items() if each.total)
         line = f"{least}{found.peak / GIB:.2f} GiB of {found.place.memory / GIB:.2f} expected"

@@ -122,8 +122,9 @@ def share(size: int, tried: Tried) -> float:
 def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> int | None:
     """Return what to try next; `None`: `largest` is the answer.
 
-    The first two are a quarter and a half of a guess, which may be twice too large, or the two smallest. Then
-    what is predicted to fit is confirmed, until the next larger one is known, or predicted, not to.
+    The first is a quarter of a guess, which may be twice too large, or the smallest; a second one beside it
+    gives a line. Then the largest that is predicted to fit is confirmed, until the next larger one is known,
+    or predicted, not to.
 
     Args:
         candidates: Ascending.
@@ -132,37 +133,23 @@ def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> in
     if len(tried) >= MOST_TRIALS:
         return None
     if not tried:
-        return _up_to(candidates, guess / 4) if guess else candidates[0]
-    best = largest(tried)
-    too_large = min((size for size, uses in tried.items() if not fits(uses)), default=None)
-    left = [
-        size
-        for size in candidates
-        if size > (best or 0) and (too_large is None or size < too_large) and size not in tried
-    ]
-    if best is None:
-        smaller = [size for size in left if share(size, tried) <= MARGIN]
-        return smaller[-1] if smaller else candidates[0] if candidates[0] not in tried else None
-    farthest = max(LONGEST_STRIDE * max(tried), left[0]) if left else 0
-    within = [size for size in left if size <= farthest and share(size, tried) <= TRIED_UP_TO]
-    if len(tried) == 1 and left:
-        return _second(candidates, within, best, guess)
-    if not within:
+        return max((size for size in candidates if size <= (guess or 0) / 4), default=candidates[0])
+    best = largest(tried) or 0
+    too_large = min((size for size, uses in tried.items() if not fits(uses)), default=candidates[-1] + 1)
+    left = [size for size in candidates if best < size < too_large]
+    if not left:
         return None
-    expected = [size for size in within if share(size, tried) <= MARGIN]
-    return expected[-1] if expected else within[0]
-
-
-def _second(candidates: Sequence[int], within: Sequence[int], first: int, guess: int | None) -> int | None:
-    """Return a larger one near a first one that fits, else a smaller one: two give a line."""
-    if within and within[0] <= 2 * first:
-        return max(within[0], _up_to(within, (guess or 0) / 2))
-    smaller = [size for size in candidates if size < first]
-    return smaller[-1] if smaller else within[0] if within else None
-
-
-def _up_to(candidates: Sequence[int], most: float) -> int:
-    return max((size for size in candidates if size <= most), default=candidates[0])
+    expected = [size for size in left if share(size, tried) <= MARGIN]
+    if not best:
+        return (expected or left[:1])[-1]
+    farthest = max(LONGEST_STRIDE * max(tried), left[0])
+    within = [size for size in left if size <= farthest and share(size, tried) <= TRIED_UP_TO]
+    if len(tried) > 1:
+        return max((size for size in within if size in expected), default=within[0] if within else None)
+    smaller = [size for size in candidates if size < best]
+    if within and (within[0] <= 2 * best or not smaller):
+        return within[0]
+    return smaller[-1] if smaller else None
 
 
 class PeakMemory:
@@ -329,7 +316,7 @@ class Search:
             kept.trying = None  # it was cut off for another reason
         kept.found, kept.needs = size, max(use.most for use in self._tried[size])
         self._write()
-        self._tell(self._summary(size, candidates))
+        self._tell(self._summary(size))
         if self.resolved.compile:
             compile_again(self.engine.module)
         self.engine.phases.restart()
@@ -425,21 +412,16 @@ class Search:
         if self.job.ranks.is_main_process:
             log.info("%s", line)
 
-    def _summary(self, size: int, candidates: Sequence[int]) -> str:
-        """Say what was tried, what each took, what was chosen and why not more."""
+    def _summary(self, size: int) -> str:
+        """Say what was tried, how much each took and what was chosen."""
         limit = min(use.limit for use in self._tried[size])
         tried = ", ".join(
             f"{each} {max(use.most for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
         )
         line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; "
         line += f"a step may take {MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
-        larger = next((each for each in candidates if each > size), None)
         if not fits(self._tried[size]):
             line += "; nothing smaller than this, which takes more"
-        elif larger is None:
-            line += "; there is no larger one" + (" below" if self._kept.trying else " in the global batch")
-        elif larger not in self._tried:
-            line += f"; {larger} would take about {max(predicted(larger, self._tried)) / GIB:.2f}"
         return f"{line}; kept in {self._kept.file}"
 
     def _known(self) -> dict[str, Any]:

@@ -99,28 +99,26 @@ def test_products_in_fp8_raise_the_peak():
 
 
 def test_a_memory_alone_is_a_card_of_that_size_and_a_wrong_one_is_refused():
-    place = place_of(None, 80, 8, 1, None, None)
-    assert place.memory == find_gpu("h100").memory
-    assert "times as of H100 SXM 80GB" in str(place)
-    assert place_of(None, 60, 8, 1, None, None).memory == 60 * GIB
+    assert place_of(None, 60, 8).memory == 60 * GIB
+    assert place_of("h100", 60, 8).memory == 60 * GIB
+    assert place_of(None, 24).host_memory == find_gpu("rtx 4090").host
     assert rates_of(Gpu("a GPU of 80 GiB", 80 * GIB), 1e9) is None
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="--gpu-memory"):
-            place_of(None, wrong, 1, 1, None, None)
+            place_of(None, wrong)
 
 
 def test_host_memory_is_assumed_by_the_machine_until_it_is_stated():
-    assumed = place_of("h100", None, 8, 2, None, None)
+    assumed = place_of("h100", None, 8, 2)
     assert (assumed.host_memory, assumed.assumes_host) == (2048 * GIB, True)
-    stated = place_of("h100", None, 8, 2, None, 512)
+    stated = place_of("h100", None, 8, 2, host_memory_gib=512)
     assert (stated.host_memory, stated.assumes_host) == (512 * GIB, False)
 
 
-def test_a_network_is_of_a_gpu_or_of_a_node():
+def test_a_network_is_of_a_gpu():
     gpu = find_gpu("h100")
-    assert network_rate("400", gpu, 8) == network_rate("3200/node", gpu, 8) == 5e10
-    assert network_rate(None, gpu, 8) == 5e10
+    assert network_rate(400, gpu, 8) == network_rate(None, gpu, 8) == 5e10
     assert network_rate(None, find_gpu("l4"), 4) == 100e9 / 8 / 4
-    for wrong in ("fast", "0", "-1", "nan", "400/rack"):
+    for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="--network"):
             network_rate(wrong, gpu, 8)

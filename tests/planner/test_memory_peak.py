@@ -18,7 +18,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import Work
-from pipeline.planner.memory import Holding, batch_bytes, memory_of, peak_by_phase
+from pipeline.planner.memory import batch_bytes, memory_of, peak_by_phase
 from pipeline.planner.model import Dimensions, Model, Parameter
 from pipeline.planner.rank import Rank
 from pipeline.planner.states import buffers, states_of
@@ -185,11 +185,8 @@ def test_parts_and_phases_of_a_recipe():
     shapes = ((128256, 4096), (14336, 4096), (128256, 4096))
     parameters = tuple(Parameter(n, s) for n, s in zip(names, shapes, strict=True))
     model = Model("8b", parameters, Dimensions("llama", 32, *sizes, tied=False))
-    rank = Rank.of(model, config, resolved)
-    holding = Holding(rank.own, states_of(rank), buffers(rank))
-    found = memory_of(model, config, resolved, "cuda", [holding])
+    found = memory_of(model, config, resolved, "cuda")
     assert found.is_complete
     assert found.peak == max(found.phases.values()) == found.phases[found.at]
     assert {"parameters", "optimizer states", "activations kept", "logits and loss"} <= set(found.parts)
-    unknown = replace(holding, own=replace(model, dimensions=None))
-    assert not memory_of(model, config, resolved, "cuda", [unknown]).is_complete
+    assert not memory_of(replace(model, dimensions=None), config, resolved, "cuda").is_complete

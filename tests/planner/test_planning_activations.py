@@ -16,7 +16,6 @@ from pipeline.planner.activations import (
     Recompute,
     Work,
     activations_of,
-    families,
     row_name,
     rows,
 )
@@ -118,7 +117,7 @@ def test_why_it_is_more_is_told_with_all_reasons():
     assert why(work) == f"{compiled}; {adapted}"
 
 
-def test_a_budget_decides_how_many_blocks_recompute():
+def test_every_nth_block_recomputes():
     wide = Dimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
     work = Work("llama", "cpu", "fp32", 1, 64, 4, grouped=True)
 
@@ -130,7 +129,6 @@ def test_a_budget_decides_how_many_blocks_recompute():
     whole, least = kept(Recompute())[0], kept(Recompute("full"))[0]
     assert least == 64 * 64 * 4 < whole
     assert kept(Recompute("full", 2)) == [least, whole, least, whole]
-    assert kept(Recompute("full", 1, 4 * least + 2.5 * (whole - least))) == [least, least, whole, whole]
 
 
 def test_the_table_has_whole_numbers():
@@ -138,4 +136,4 @@ def test_the_table_has_whole_numbers():
     for name, row in rows().items():
         for form in [row["kept"], row["kept_backward"], *row["forward"], *row["backward"]]:
             assert all(value == round(value) for value in form.values()), name
-    assert {"llama", "mistral", "gpt2", "qwen2"} <= set(families())
+    assert {"llama", "gpt2", "qwen2"} <= {name.split()[0] for name in rows()}

@@ -10,10 +10,8 @@ from parity.adapters import CASES as ADAPTERS
 from parity.measure import missing
 from parity.splits import (
     CPU,
-    FUSED,
     GPT2,
     LLAMA,
-    PHI3,
     SUMMED,
     TENSOR_2,
     TWO_STAGES,
@@ -24,8 +22,9 @@ from parity.splits import (
 from planner.counting import counted
 from support.tiny import VOCABULARY, recipe, resolve
 
+from pipeline.errors import ConfigError
 from pipeline.planner.model import Model
-from pipeline.planner.rank import Rank
+from pipeline.planner.rank import Rank, cut_by_tensors
 from pipeline.planner.shapes import model_of
 from pipeline.planner.states import States, states_of
 
@@ -145,9 +144,6 @@ FURTHER = {
         zero(1) | {"pipeline": {"stages": 2, "partition": "uniform"}}, 2, {}, LLAMA | {"num_layers": 3}
     ),
     "three blocks on two stages": Further(zero(1) | TWO_STAGES | BF16, 2, {}, LLAMA | {"num_layers": 3}),
-    "two matrices in one, cut": Further(
-        zero(1) | {"tensor_parallel": {"autotp_size": 2, "partition_config": FUSED}}, 2, {}, PHI3
-    ),
     "tied, cut": Further(zero(1) | TENSOR_2, 2, {}, LLAMA | {"extra": {"tie_word_embeddings": True}}),
     "4 bits, plain": Further({"torch": {"parallel": "ddp"}, **BF16}, 2, QLORA, WIDE),
     "4 bits, ZeRO 2": Further(zero(2) | BF16, 2, QLORA, WIDE),
@@ -183,3 +179,12 @@ def test_a_ratio_leaves_the_first_sub_groups_on_the_gpu():
     assert half.device.masters == pytest.approx(all_there.host.masters / 2, rel=0.1)
     assert half.device.masters + half.host.masters == all_there.host.masters
     assert half.device.gradients == half.device.masters
+
+
+@pytest.mark.parametrize("key", ["partition_config", "preset_model"])
+def test_cuts_that_the_json_states_are_not_guessed(key):
+    tree, section = recipe(model=LLAMA), {"autotp_size": 2, key: {}}
+    resolved = resolve(tree, zero(1) | {"tensor_parallel": {"autotp_size": 2}}, 2)[1]
+    json = (resolved.deepspeed or {}) | {"tensor_parallel": section}
+    with pytest.raises(ConfigError, match=f"tensor_parallel.{key}: what it takes is not known"):
+        cut_by_tensors(whole_of(tree), json, 2, 0)

@@ -18,7 +18,6 @@ from pipeline.planner.timing import (
     DOCUMENT,
     HALF_NETWORK,
     HALF_RATE,
-    NVME,
     OPTIMIZER_BYTES,
     Job,
     exposed,
@@ -139,26 +138,12 @@ def test_a_ring_over_hundreds_of_nodes_is_slower():
     assert many / few == pytest.approx(2.0, rel=0.1)
 
 
-def test_what_is_kept_elsewhere_is_waited_for():
-    job = replace(JOB, stage=3, data=8)
-    plain, on_cpu, on_disk = (
-        step_time(replace(job, optimizer_on=where), H100).parts for where in ("", "cpu", "nvme")
-    )
-    assert plain["to and from the host"] == 0 < on_cpu["to and from the host"]
-    assert plain["optimizer"] < on_cpu["optimizer"] < on_disk["optimizer"]
-    assert on_disk["optimizer"] == pytest.approx(24 * job.parameters / NVME)
-    half = step_time(replace(job, optimizer_on="cpu", offloaded=0.5), H100).parts
-    assert half["optimizer"] == pytest.approx((plain["optimizer"] + on_cpu["optimizer"]) / 2)
-    weights = step_time(replace(job, weights_on="cpu"), replace(H100, host=1e9))
-    assert weights.parts["to and from the host"] > 0
-
-
 @pytest.mark.parametrize(
     ("beside", "disturbance", "waited"),
-    [(100.0, 0.0, 1.0), (0.0, 0.0, 8.0), (3.0, 0.0, 5.0), (100.0, 0.5, 4.5)],
+    [(100.0, 0.0, 0.0), (0.0, 0.0, 8.0), (3.0, 0.0, 5.0), (100.0, 0.5, 4.0)],
 )
 def test_what_nothing_hides_is_waited_for(beside, disturbance, waited):
-    assert exposed(8.0, beside, 8, disturbance) == waited
+    assert exposed(8.0, beside, disturbance) == waited
 
 
 def test_a_launch_bound_model_takes_what_the_host_takes():

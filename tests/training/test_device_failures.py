@@ -21,6 +21,7 @@ from pipeline.files import format_bytes
 from pipeline.planner.forecast import forecast
 from pipeline.planner.hardware import place_of
 from pipeline.planner.shapes import model_of
+from pipeline.training import device_failures
 from pipeline.training.device_failures import Shortage, TrainingAdvice, explain
 
 # Word for word, of torch 2.11's allocator.
@@ -79,7 +80,7 @@ def test_what_was_held_what_was_planned_and_changes_with_their_gains():
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
     words = ["batch.micro_batch_size=64", "batch.global_batch_size=128"]
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", words)
-    place, model = place_of("h100", 2, 2, 1, None, None), model_of(settings.config)
+    place, model = place_of("h100", 2, 2), model_of(settings.config)
     held = {"parameters": 10 * gib, "gradients": 5 * gib, "optimizer": 20 * gib, "engine's buffers": gib}
     job = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
     advice = TrainingAdvice(
@@ -113,6 +114,18 @@ def test_the_hosts_memory_beside_a_gpu_has_levers_of_its_own():
         "ds.zero_optimization.offload_optimizer.device=none",
         "1 of 2 ranks on this machine",
     ]
+
+
+def test_what_a_gpu_lacks_is_not_to_come_back_to_it(monkeypatch):
+    """Of a run without a plan."""
+    gpu = Device("cuda", bf16=True, fp16=True, fp8=False)
+    monkeypatch.setattr(device_failures, "describe_device", lambda _: gpu)
+    recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
+    settings = load_settings(recipe, ROOT / "ds_configs" / "zero2_offload.json", [])
+    advice = TrainingAdvice(settings, Job(Ranks(0, 0, 2, 2), torch.device("cuda")))
+    told = [change.overrides for change in advice._accepted()]
+    assert ("ds.zero_optimization.stage=3",) in told
+    assert not [words for words in told if "device=none" in " ".join(words)]
 
 
 @pytest.mark.parametrize(

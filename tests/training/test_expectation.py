@@ -15,7 +15,7 @@ from pipeline.planner.hardware import place_of
 from pipeline.planner.shapes import model_of
 from pipeline.training.expectation import Expectation, expect, guessed
 
-GPU = place_of("h100", None, 1, 1, None, None)
+GPU = place_of("h100")
 
 
 @pytest.fixture
