@@ -22,7 +22,6 @@ LOG_EVERY = 10  # optimizer steps between two rows of the log, for every partici
 MEAN_DOCUMENT = 512  # tokens of a document in a packed row of random ones
 SAMPLES = 512
 
-RECOMPUTATION = ("activation_checkpointing", "activation_budget_gib")
 LLAMA: dict[str, Any] = {"architecture": "llama"}
 # Per model: sequence length, micro batch, and the recipe's model section (None: the recipe's own).
 MODELS: dict[str, dict[str, Any]] = {
@@ -67,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "model": LLAMA
         | {"num_layers": 32, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-        | {"intermediate_size": 14336, "activation_checkpointing": "full", "activation_budget_gib": 4},
+        | {"intermediate_size": 14336, "activation_checkpointing": "full"},
     },
 }
 
@@ -114,8 +113,7 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> 
         tree["model"]["fp8"] = "rowwise"
     if work.adapter:
         tree["adapter"] = {"kind": "lora", "rank": 32}
-        for key in RECOMPUTATION:
-            tree["model"].pop(key, None)
+        tree["model"].pop("activation_checkpointing", None)
     if work.data == "stdlib":
         tree["data"] |= {"sequence_length": work.sequence_length, "separate_documents": work.rows == "packed"}
         tree["data"]["eval_fraction"] = 0.0  # a run evaluates before its first step

@@ -74,12 +74,6 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.weights", "model.pretrained"),
             "model: give pretrained or weights, not both; a pretrained model brings its weights",
         )
-    if model.activation_budget_gib is not None and model.activation_checkpointing != "full":
-        yield (
-            ("model.activation_budget_gib", "model.activation_checkpointing"),
-            "model.activation_budget_gib: it says how many blocks recompute all; set "
-            f"model.activation_checkpointing: full (it is {model.activation_checkpointing})",
-        )
     if model.activation_offload and model.activation_checkpointing == "none":
         yield (
             ("model.activation_offload", "model.activation_checkpointing"),

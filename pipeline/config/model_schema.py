@@ -120,9 +120,6 @@ class CausalLMConfig(ModelSection):
     activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
     """Recompute activations in backward instead of keeping them: those of every block (`full`), of every
     Nth (a number), or of every block but for its matrix products (`selective`)."""
-    activation_budget_gib: float | None = Field(None, gt=0)
-    """With `activation_checkpointing: full`: GiB that a rank's blocks may keep of one micro-batch. Only as
-    many blocks recompute as that asks for, by what the first one is seen to keep."""
     activation_offload: bool = False
     """With `activation_checkpointing`: the input of each block that recomputes waits for backward in host
     memory. For long sequences: what a GPU keeps of one no longer grows with the blocks. The copies run on

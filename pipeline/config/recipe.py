@@ -52,7 +52,7 @@ _SAME = {
     "log.tensorboard": "use_tensorboard",
     "max_epochs": "num_train_epochs num_epochs epochs",
     "max_steps": "max_iters train_steps num_steps total_steps",
-    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.activation_checkpointing": "gradient_checkpointing activation_budget_gib",
     "model.architecture": "model_type",
     "model.attention": "flash_attention flash_attn flash_attn_2 attn_implementation",
     "model.freeze": "freeze_layers freeze_parameters frozen_parameters",

@@ -1,112 +1,22 @@
-"""Blocks of a transformers model that recompute their activations in backward instead of keeping them.
-
-How many do may follow from a budget for what the others keep. It is measured once, of the first block that
-trains; no number of a run depends on it.
-"""
+"""Blocks of a transformers model that recompute their activations in backward instead of keeping them."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.attention.varlen  # its operator
-from torch import Tensor, nn
+import transformers
+from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
-from pipeline.files import GIB
-
-log = logging.getLogger(__name__)
-
-
-class ActivationBudget:
-    """Decides in the first training forward, after one block, which of the blocks recompute."""
-
-    def __init__(self, blocks: Sequence[nn.Module], budget: float):
-        """
-        Args:
-            blocks: They recompute where their `gradient_checkpointing` says so, which is set here.
-            budget: Bytes that a rank's blocks may keep of one micro-batch.
-        """
-        self._blocks, self._budget = blocks, budget
-        self._passed: dict[int, int] = {}
-        """Storage -> bytes of what the measured block is given: others hold it as well."""
-        self._kept: dict[int, int] = {}
-        """The same of what it keeps for backward besides."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        self._measured: nn.Module | None = None
-        self._handles = []
-        for block in blocks:
-            block.gradient_checkpointing = False  # type: ignore[assignment]
-            self._handles += [
-                block.register_forward_pre_hook(self._before, with_kwargs=True),
-                block.register_forward_hook(self._after, always_call=True),
-            ]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (block.training and torch.is_grad_enabled()) or self._measured is not None:
-            return
-        self._measured = block
-        self._passed = _storages(tree_leaves((args, kwargs)))
-        self._input = next(each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each))
-        self._hooks.__enter__()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        assert self._measured is not None
-        there = self._passed | _storages(list(self._measured.parameters()))  # ZeRO 3's come and go
-        self._kept |= {at: size for at, size in _storages([tensor]).items() if at not in there}
-        return tensor
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, block: nn.Module, _: Any, output: Any) -> None:
-        if block is not self._measured:
-            return
-        self._hooks.__exit__(None, None, None)
-        for handle in self._handles:
-            handle.remove()
-        if output is not None:  # else the forward has failed
-            self._decide(block)
-
-    def _decide(self, measured: nn.Module) -> None:
-        own = sum(self._kept.values())
-        taken = self._input.nbytes  # which every block keeps, recomputed or not
-        blocks = [b for b in self._blocks if not any(p.is_meta for p in b.parameters())]  # this stage's
-        room = self._budget - len(blocks) * taken
-        keeping = min(len(blocks), max(0, int(room / max(own, 1))))
-        if dist.is_initialized() and any(hasattr(p, "ds_id") for p in measured.parameters()):
-            # A recomputed block of ZeRO 3 gathers its parameters once more, on all ranks or on none.
-            number = torch.tensor(keeping, device=self._input.device)
-            dist.all_reduce(number, dist.ReduceOp.MIN)
-            keeping = int(number)
-        # The last ones keep theirs: backward begins with them, and has freed them when others recompute.
-        for index, block in enumerate(blocks):
-            block.gradient_checkpointing = index < len(blocks) - keeping  # type: ignore[assignment]
-        log.info(
-            "model.activation_budget_gib: %d of %d blocks recompute; one keeps %.3f GiB, its input %.3f GiB",
-            len(blocks) - keeping,
-            len(blocks),
-            own / GIB,
-            taken / GIB,
-        )
-        self._passed, self._kept = {}, {}
-        del self._input
-
-
-def _storages(tensors: list[Any]) -> dict[int, int]:
-    held = [each.untyped_storage() for each in tensors if torch.is_tensor(each)]
-    return {storage.data_ptr(): storage.nbytes() for storage in held}
-
 
 # What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
 # most of its memory.
@@ -125,16 +35,18 @@ EXPENSIVE = {
 }
 
 
+# The transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
+OLDEST = (5, 23)
+
+
 def checkpoint_activations(
     model: PreTrainedModel,
     mode: Literal["none", "full", "selective"] | int,
-    budget_gib: float | None = None,
     offload: bool = False,
 ) -> None:
     """Set up recomputation on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
 
     Args:
-        budget_gib: With `full`: what the blocks may keep, so that only as many recompute as must.
         offload: Whether the inputs of blocks that recompute wait in host memory.
 
     Raises:
@@ -147,6 +59,12 @@ def checkpoint_activations(
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
     if mode == "selective":
         how["context_fn"] = _keep_expensive
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ModelError(
+            f"model.activation_checkpointing needs transformers {oldest} or newer, and "
+            f"{transformers.__version__} is installed: pip install 'transformers>={oldest}'"
+        )
     every = mode if isinstance(mode, int) else 1
     try:
         model.activation_checkpointing_enable(how, every_n_layers=every, offload=offload)
@@ -155,17 +73,12 @@ def checkpoint_activations(
             f"model.activation_checkpointing: transformers cannot recompute the blocks of a "
             f"{model.config.model_type}; use none"
         ) from None
-    if budget_gib is not None:
-        ActivationBudget(_blocks_of(model), budget_gib * GIB)
-
-
-def _blocks_of(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def share_recomputed(model: nn.Module) -> float:
     """Return which part recomputes of the blocks whose parameters are on this rank."""
-    here = [block for block in _blocks_of(model) if not any(p.is_meta for p in block.parameters())]
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    here = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
     return sum(bool(block.gradient_checkpointing) for block in here) / max(1, len(here))
 
 

@@ -182,7 +182,6 @@ def recompute_activations(model: nn.Module, config: ModelConfig, placement: Plac
         checkpoint_activations(
             model,
             section.activation_checkpointing,
-            section.activation_budget_gib,
             section.activation_offload and placement.device.type != "cpu",
         )
     return model

@@ -49,7 +49,6 @@ def refused(tmp_path, capsys):
         (LLAMA, ["model.num_key_value_heads=3"], "command line: model.num_heads 4 is not a multiple"),
         (LLAMA, ["model.pretrained=./there"], "command line: model: give exactly one of architecture"),
         (LLAMA.replace("  architecture: llama\n", ""), [], "recipe.yaml:2: model: give exactly one of arch"),
-        (LLAMA, ["model.activation_budget_gib=2"], "command line: model.activation_budget_gib: it says how"),
         (LLAMA, ["model.activation_offload=true"], "command line: model.activation_offload: it is for the"),
         (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
         (LLAMA + "objective: {label_smoothing: 0.1}\n", [], "recipe.yaml:8: objective.label_smoothing: only"),

@@ -67,7 +67,7 @@ def test_what_is_recomputed_is_work_of_the_hardware_alone():
     clock, again = Clock(), [0.0]
     work = replace(WORKLOAD, recomputed_flops=lambda: again[0])
     meter = Meters(work, ALONE, clock)
-    for recomputed in (0.0, 2e9):  # a budget is settled in the first step
+    for recomputed in (0.0, 2e9):
         again[0] = recomputed
         clock.now += 1.0
         meter.observe(step())
