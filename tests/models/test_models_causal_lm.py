@@ -394,3 +394,9 @@ def test_an_encoder_trained_as_a_language_model_is_an_error_whose_advice_works(t
             before = decoder.eval()(input_ids=ids).logits[:, :-1]
             ids[0, -1] = 7
             assert torch.equal(decoder(input_ids=ids).logits[:, :-1], before)
+
+
+def test_a_transformers_that_is_too_old_to_recompute_is_told(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
+    with pytest.raises(ModelError, match=r"5\.23 or newer, and 5\.22\.1 is installed: pip install 'tr"):
+        build(tiny(activation_checkpointing="full"))
