@@ -10,7 +10,7 @@
 # Without a GPU (or with TINY=1) it goes through the same motions with a tiny model.
 #
 # A machine without network needs the wheels in .whl/, which git ignores; made on one that has it by
-#   pip wheel --no-deps --no-build-isolation "deepspeed>=0.19.8,<0.20" hjson -w .whl
+#   pip wheel --no-deps --no-build-isolation "deepspeed==0.19.8" hjson -w .whl
 #   there="--only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d .whl"
 #   pip download $there pydantic xxhash && pip download $there --no-deps liger-kernel "transformers>=5.23"
 #   pip download $there --platform manylinux_2_28_x86_64 --no-deps "torchao>=0.18,<0.19"

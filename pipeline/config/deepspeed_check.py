@@ -2,7 +2,7 @@
 
 DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run. Importing its
 pydantic models imports torch, which takes seconds. So deepspeed_schema.json lists what they say
-(python -m pipeline.engine.deepspeed_schema writes it), and deepspeed_keys.py what this trainer adds.
+(tests/support/deepspeed_schema.py writes it), and deepspeed_keys.py what this trainer adds.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
         if full != dotted:
             file.places |= {dotted + at[len(full) :]: file.places[at] for at in file.below(full)}
         checked = _value(file, dotted, value, full)
-        if dotted in keys.IGNORED:
-            file.notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
-        else:
+        if dotted not in keys.IGNORED:
             clean[name] = checked
+        elif not _is_off(dotted, value):
+            file.notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
     return clean
 
 

@@ -71,7 +71,10 @@ ON_IF_THERE = {"zero_optimization.zenflow"}
 IGNORED = {
     "activation_checkpointing": "no model here calls DeepSpeed's; to recompute, set "
     "model.activation_checkpointing in the recipe",
+    "comms_logger": "time/communication_seconds has their seconds; profile.start_step traces each collective",
+    "flops_profiler": "perf/mfu comes from the model's FLOPs; for operators set profile.start_step",
     "steps_per_print": "the recipe's log.every says which steps are told",
+    "wall_clock_breakdown": "the time/ columns say where a step's seconds go",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed does not read it",
     "zero_optimization.elastic_checkpoint": "a checkpoint here starts on any number of ranks",
     "zero_optimization.load_from_fp32_weights": "a checkpoint here always has the fp32 weights",
@@ -154,7 +157,7 @@ OF_THE_RECIPE: dict[str, dict[str, Any]] = {
 # Limits that DeepSpeed does not check itself, and fails on later or silently: added to the schema.
 _COUNTS = [
     "activation_checkpointing.number_checkpoints", "aio.block_size", "aio.intra_op_parallelism",
-    "aio.queue_depth", "flops_profiler.profile_step", "flops_profiler.top_modules", "fp16.hysteresis",
+    "aio.queue_depth", "fp16.hysteresis",
     "fp16.loss_scale_window", "fp16.min_loss_scale", "gradient_accumulation_steps", "sequence_parallel_size",
     "steps_per_print", "tensor_parallel.autotp_size", "train_batch_size", "train_micro_batch_size_per_gpu",
     "vocabulary_size", "zero_optimization.offload_optimizer.buffer_count",
@@ -170,15 +173,12 @@ LIMITS: dict[str, dict[str, Any]] = {
     "data_types.grad_accum_dtype": _DTYPE,
     "data_types.keep_in_fp32_modules": {"type": "array", "items": "string"},
     "data_types.param_dtype": _DTYPE,
-    "flops_profiler.module_depth": {"minimum": -1},
-    "flops_profiler.output_file": {"type": "string"},
-    "flops_profiler.recompute_fwd_factor": {"minimum": 0},
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 127},
     "fp16.loss_scale": {"minimum": 0},
     "gradient_predivide_factor": {"exclusiveMinimum": 0},
     "log_level": {"enum": ["debug", "info", "warning", "error", "critical"]} | _ANY_CASE,
-    # What stages are made alike in; `uniform`: in blocks, `time`: measured at the start.
-    "pipeline.partition": {"enum": ["parameters", "uniform", "time"]},
+    # What stages are made alike in; `uniform`: in blocks.
+    "pipeline.partition": {"enum": ["parameters", "uniform"]},
     "pipeline.stages": _POSITIVE | {"default": 1},
     "seq_parallel_communication_data_type": _DTYPE,
     "tf32": {"type": "object"},

@@ -1,8 +1,9 @@
-"""Packages that only one feature needs, and the error that says how to install a missing one."""
+"""The error that says how to install a package that one feature needs, or the DeepSpeed that is needed."""
 
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 
 from pipeline.errors import ConfigError
@@ -17,6 +18,9 @@ EXTRAS = {
 """Module -> the extra of pyproject.toml that installs it."""
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Module -> the name under which pip installs it, where the two differ."""
+
+DEEPSPEED = "0.19.8"
+"""Version of DeepSpeed whose internals engine/deepspeed_patches.py changes."""
 
 
 def is_installed(module: str) -> bool:
@@ -46,3 +50,20 @@ def require(module: str, feature: str, alternative: str = "") -> None:
     target = distribution if extra is None else f"'deepspeed-pipeline[{extra}]'"
     message = f"{feature} needs {distribution}, which is not installed: pip install {target}"
     raise ConfigError(f"{message}, or {alternative}" if alternative else message)
+
+
+def require_deepspeed() -> None:
+    """Check the version of DeepSpeed before its internals are imported, which another one may not have.
+
+    Raises:
+        ConfigError: It is another version, or not installed.
+    """
+    try:
+        found = metadata.version("deepspeed").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found != DEEPSPEED:
+        raise ConfigError(
+            f"deepspeed {DEEPSPEED} is needed, whose internals are corrected here; installed: {found}; "
+            f"pip install deepspeed=={DEEPSPEED}"
+        )

@@ -162,10 +162,7 @@ class Settings:
         split = deepspeed_split(file, world_size, precision)
         plan = plan_batch(self.config.batch, split.dp_world_size)
         filled = resolve_deepspeed(file, self.config, plan, precision)
-        needs_modules = (
-            get_dotted(tree, "zero_optimization.offload_param.device") == "nvme"
-            or get_dotted(tree, "flops_profiler.enabled") is True
-        )
+        needs_modules = get_dotted(tree, "zero_optimization.offload_param.device") == "nvme"
         compiled = _compiles(get_dotted(tree, "compile.enabled"), split, device, needs_modules)
         tf32 = get_dotted(tree, "tf32.enabled") in (True, "auto")
         return Resolved(plan, filled, split, tf32, compiled)

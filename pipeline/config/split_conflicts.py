@@ -277,15 +277,6 @@ RULES = [
         lambda c: has_half_states(c.deepspeed) and not c.json(MASTERS[0]),
     ),
     Rule(
-        "`flops_profiler` with `compile`, or it or `wall_clock_breakdown` with pipeline stages",
-        "a compiled block shows no modules, and stages do the passes of several micro-batches in turns",
-        "no compile and no stages for the steps that are profiled",
-        lambda c: (
-            (bool(c.json("flops_profiler.enabled")) and (c.compile or c.split.pipeline_stages > 1))
-            or (bool(c.json("wall_clock_breakdown")) and c.split.pipeline_stages > 1)
-        ),
-    ),
-    Rule(
         "`watch.on_nonfinite: rollback` or `stop` in fp16",
         "a step without a finite gradient is how fp16 finds its loss scale",
         "watch.on_nonfinite skip, which passes over those, or bf16",

@@ -40,11 +40,11 @@ class Refusal:
 
     @property
     def has_limits(self) -> bool:
-        """Whether this step may be refused."""
+        """Return whether this step may be refused."""
         return self._limits is not None
 
     def begin(self, limits: Limits | None) -> None:
-        """Before a step's first forward: keeps the buffers."""
+        """Keep the buffers before a step's first forward."""
         self._limits, self._is_refused, self.loss = limits, None, None
         self._kept = []
         if limits is not None:
@@ -56,7 +56,7 @@ class Refusal:
             ]
 
     def look(self, loss_sum: Tensor, count: Tensor) -> None:
-        """After a step's last forward. Collective over all ranks, where there are limits.
+        """Compute the mean loss after a step's last forward. Collective, if there are limits.
 
         Args:
             loss_sum: This rank's share.
@@ -66,7 +66,7 @@ class Refusal:
             self.loss = mean_loss(self._job.all_reduce_sum(loss_sum.double()), count)
 
     def __call__(self, norm: Tensor | float) -> Tensor | None:
-        """Whether the step is refused, bool, 0-dim; None: there are no limits. After `look`.
+        """Return whether the step is refused, bool, 0-dim, or `None` without limits. Call `look` before it.
 
         Args:
             norm: Of all gradients together, the same on all ranks.
@@ -79,13 +79,13 @@ class Refusal:
         return self._is_refused
 
     def is_loss_high(self) -> Tensor:
-        """Whether the loss alone exceeds the limits, bool, 0-dim. After `look`, where there are some."""
+        """Return whether the loss alone exceeds the limits, bool, 0-dim. Call `look` before it."""
         assert self._limits is not None
         assert self.loss is not None
         return ~(self.loss.isfinite() & (self.loss <= self._limits.loss))
 
     def before(self, optimizer: Optimizer, norm: Tensor | float) -> None:
-        """Before a step of an optimizer whose norm is DeepSpeed's: where refused, it moves nothing.
+        """Have a step whose norm is DeepSpeed's move nothing if it is refused. Call it before the step.
 
         Waits for the device where the optimizer's kernels read no flag.
         """
@@ -99,15 +99,17 @@ class Refusal:
                 p.grad = None
 
     def after(self, optimizer: Optimizer) -> None:
-        """After that step: no later one reads its flag, and gradients lie where they lay, for offloaded ones
-        are buffers of the engine."""
+        """Take the flag and the missing gradients back after that step.
+
+        Offloaded gradients are buffers of the engine.
+        """
         vars(optimizer).pop("found_inf", None)
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
 
     def end(self, skipped: Tensor, counts: bool = False) -> Tensor:
-        """After the step: puts the buffers back, if it was not taken.
+        """Put the buffers back after a step that was not taken.
 
         Args:
             skipped: 1 where the engine left it out, else 0.
@@ -162,7 +164,8 @@ Refused = Callable[[Tensor], Tensor | None]
 
 
 def is_own(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the trainer guards the steps of a DeepSpeed engine, which then does not: its `config` is told.
+    """Return whether the trainer guards the steps of a DeepSpeed engine. If so, `config` turns DeepSpeed's
+    guard off.
 
     DeepSpeed's own way stays in fp16, which searches a scale; at stage 3; where the optimizer reads no flag
     or its state is offloaded, so that a step needs the host anyhow; and where stage 1 adds gradients of bf16
@@ -193,7 +196,7 @@ def clip_and_guard(
     sums: Sums | None = None,
     refused: Refused | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Has the optimizer's next step clip the gradients, or move nothing where they are not finite.
+    """Have the optimizer's next step clip the gradients, or move nothing where they are not finite.
 
     Args:
         counted: Of each parameter of the optimizer, whether it is this rank's to count.
@@ -213,7 +216,7 @@ def clip_and_guard(
 def clip_and_guard_partition(
     zero: Any, max_norm: float, is_counted: Callable[[Tensor], bool], sums: Sums, refused: Refused
 ) -> tuple[Tensor, Tensor]:
-    """`clip_and_guard` at ZeRO 1 and 2, after the last backward, over what is this rank's to step.
+    """Do as `clip_and_guard` at ZeRO 1 and 2, after the last backward, over what this rank steps.
 
     Args:
         zero: DeepSpeed's optimizer.
@@ -229,7 +232,7 @@ def clip_and_guard_partition(
 
 
 def one_norm_of_all(zero: Any, sums: Sums) -> None:
-    """ZeRO 3 takes a norm a parameter and a collective a group, and copies a number from the host for each.
+    """Have ZeRO 3 take one norm of all gradients in one collective, not one a parameter and group.
 
     It clips and guards as before. Not for matrices that are cut, nor where the gradients lie in host memory.
     """
@@ -249,8 +252,9 @@ def _unpadded(gradients: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares; 0-dim, fp64. A tensor's own is summed in fp32, or in its precision if that is
-    higher.
+    """Return the sum of all squares, 0-dim, fp64.
+
+    A tensor's own is summed in fp32, or in its precision if that is higher.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -259,7 +263,8 @@ def square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def step_on_device(zero_optimizer: Any) -> None:
-    """DeepSpeed's optimizer of stage 0 in bf16 leaves norm, clipping and guard to a hook of its inner one.
+    """Have DeepSpeed's optimizer of stage 0 in bf16 leave norm, clipping and guard to a hook of its inner
+    one.
 
     By itself it reads a flag a parameter, and launches some twelve operators for each.
     """
@@ -283,8 +288,9 @@ def step_on_device(zero_optimizer: Any) -> None:
 def clip_or_skip(
     optimizer: Optimizer, norm: Tensor, max_norm: float, is_refused: Tensor | None = None
 ) -> Tensor:
-    """Before a step: gradients are clipped to `max_norm`, and where the norm is not finite, or the step is
-    refused, no parameter and no state of the optimizer will move.
+    """Have the next step clip the gradients to `max_norm`, or move no parameter and no state.
+
+    It moves nothing where the norm is not finite or the step is refused.
 
     Fused kernels read `grad_scale` and `found_inf` on the device, the attributes that torch's GradScaler
     sets. What steps on the host is waited for, and has the gradients taken away: torch's optimizers pass over
@@ -315,7 +321,7 @@ def clip_or_skip(
 
 @contextmanager
 def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
-    """Inside it a step moves nothing."""
+    """Have a step inside it move nothing."""
     if reads_found_inf(optimizer):
         optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
         try:
@@ -331,5 +337,5 @@ def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:
-    """Whether its kernels skip a step by a flag on the device."""
+    """Return whether the optimizer's kernels skip a step by a flag on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # as GradScaler asks

@@ -36,10 +36,9 @@ from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.clipping import Refusal, StepGate
+from pipeline.engine.clipping import Refusal, StepGate, at_rest
 from pipeline.engine.deepspeed_patches import (
     compile_plain_linear,
-    first_update_kept,
     forget_model,
     go_on_at_the_minimum,
     prepare_for_cpu,
@@ -47,7 +46,6 @@ from pipeline.engine.deepspeed_patches import (
 from pipeline.engine.deepspeed_state import rewritten_weights
 from pipeline.engine.interface import Limits
 from pipeline.engine.optim import START, build_torch_optimizer
-from pipeline.engine.profile import without_profilers
 from pipeline.engine.replicas import Replicas
 from pipeline.engine.state import State, gradients_shown, restore
 from pipeline.planner.states import fitted_bucket
@@ -67,12 +65,12 @@ class EngineGroups:
         self._used: set[Any] = set()
 
     def keep(self) -> None:
-        """What was made since is this engine's, and what DeepSpeed's module variables hold."""
+        """Note the groups made since then, and those in DeepSpeed's module variables, as this engine's."""
         self._used = (_living() - self._before) | _shared()
         self._open.add(self)
 
     def destroy(self) -> None:
-        """Ends the groups that no other open engine uses. Every rank; a second call does nothing."""
+        """Destroy the groups that no other open engine uses. Every rank calls it; twice does nothing."""
         self._open.discard(self)
         used, self._used = self._used & _living(), set()
         taken = set[Any]().union(*(other._used for other in self._open))
@@ -92,12 +90,12 @@ class EngineGroups:
 
 
 def _living() -> set[Any]:
-    """All groups but the job's own, which a mesh over all ranks takes for one of its dimensions."""
+    """Return all groups but the job's own, which a mesh over all ranks takes for one of its dimensions."""
     return {group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD}
 
 
 def _shared() -> set[Any]:
-    """The groups that DeepSpeed keeps for whichever engine comes next."""
+    """Return the groups that DeepSpeed keeps for whichever engine comes next."""
     named = (
         groups._WORLD_GROUP,
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP,
@@ -111,7 +109,7 @@ def _shared() -> set[Any]:
 
 
 def parallel_state(split: Split) -> ModuleType | None:
-    """The module DeepSpeed asks for its groups (its `mpu`), holding this split's. Collective.
+    """Return the module that DeepSpeed asks for its groups (its `mpu`), with this split's groups. Collective.
 
     None where every rank is a data-parallel one.
     """
@@ -134,7 +132,7 @@ def _is_of(group: Any, size: int) -> bool:
 
 
 def forget_parameter_groups() -> None:
-    """Lets go of the hpZ groups of an engine or a zero.Init before this one. Before a model is made.
+    """Drop the hpZ groups of an engine or a zero.Init before this one. Call it before a model is made.
 
     DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ; where
     it has, zero.Init makes its own and refuses to do so twice.
@@ -173,7 +171,7 @@ def quiet_deepspeed() -> None:
 
 
 def start_deepspeed(job: Job) -> None:
-    """Hands the job's process group to DeepSpeed and turns off what a CPU run does not need."""
+    """Hand the job's process group to DeepSpeed, and turn off what a CPU run does not need."""
     quiet_deepspeed()
     # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
@@ -189,7 +187,7 @@ def start_deepspeed(job: Job) -> None:
 def build_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any], split: Split
 ) -> torch.optim.Optimizer:
-    """torch's; DeepSpeed's CPU Adam where AdamW's state lives in host memory.
+    """Build torch's optimizer, or DeepSpeed's CPU Adam where AdamW's state lies in host memory.
 
     `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
     """
@@ -206,7 +204,7 @@ def build_optimizer(
 
 
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
-    """A bucket for gradients that is no larger than all of them, in place."""
+    """Make the bucket for gradients no larger than all of them, in place."""
     zero = config["zero_optimization"]
     zero["reduce_bucket_size"] = fitted_bucket(zero.get("reduce_bucket_size"), num_parameters)
 
@@ -217,7 +215,7 @@ class DeepSpeedBase(ABC):
     _optimizer: torch.optim.Optimizer
 
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
-        """Before any process group of the engine is made; `_groups.keep()` once it stands."""
+        """Prepare, before any process group of the engine is made. Call `_groups.keep()` once it is built."""
         self.closing = ExitStack()
         self._groups = EngineGroups()
         self.closing.callback(self._groups.destroy)
@@ -233,12 +231,13 @@ class DeepSpeedBase(ABC):
         self.replicas: Replicas | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
-        """Puts DeepSpeed around the model and `_optimizer`. Collective."""
-        with phase(Phase.OPTIMIZER), first_update_kept(self._optimizer, self.device):
+        """Put DeepSpeed around the model and `_optimizer`. Collective."""
+        # At stage 0 in half precision DeepSpeed allocates the optimizer's state by a step of zero gradients.
+        with phase(Phase.OPTIMIZER), at_rest(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,
-                config=without_profilers(config),
+                config=config,
                 mpu=mpu,
                 dist_init_required=False,
             )
@@ -272,7 +271,7 @@ class DeepSpeedBase(ABC):
             self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps
 
     def _refuse_steps(self) -> None:
-        """Has steps whose norm is DeepSpeed's held to their limits: it has the norm before they begin."""
+        """Hold steps whose norm is DeepSpeed's to their limits: it has the norm before they begin."""
         for optimizer in self._stepped:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(lambda stepped, *_: self._refusal.after(stepped))
@@ -283,13 +282,15 @@ class DeepSpeedBase(ABC):
             self._refusal.before(optimizer, norm / self._own_loss_scale)
 
     def _begin(self, limits: Limits | None) -> None:
-        """Before a step's first forward."""
+        """Prepare for a step's first forward."""
         self._refusal.begin(limits)
         self._search_before = self._search() if limits is not None else {}
 
     def _end(self, skipped: Tensor, has_overflowed: bool) -> tuple[Tensor, bool]:
-        """After a step. In fp16 one that is left out leaves the search for a loss scale where it was, unless
-        that is why: gradients that are not finite, of a loss that is normal, at a scale that can fall.
+        """Finish a step, and return whether it was left out and whether the loss scale is why.
+
+        In fp16 a step that is left out leaves the search for a loss scale where it was. If the scale is why,
+        it counts: gradients that are not finite, of a normal loss, at a scale that can fall.
 
         Args:
             skipped: 1 where it was not taken, else 0.
@@ -322,11 +323,11 @@ class DeepSpeedBase(ABC):
 
     @abstractmethod
     def _state(self) -> State:
-        """What this rank holds."""
+        """Return what this rank holds."""
 
     @abstractmethod
     def _names(self) -> list[str]:
-        """Of all that a checkpoint keeps of the whole model."""
+        """Return the names of all that a checkpoint keeps of the whole model."""
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards."""
@@ -361,7 +362,7 @@ class DeepSpeedBase(ABC):
                 setattr(searched, word, scalars[key])
 
     def _searched(self) -> Any:
-        """What keeps the state of a loss scale that is searched for; None: there is none, or a fixed one."""
+        """Return what keeps the state of the search for a loss scale, or `None` if there is no search."""
         scaler = getattr(self._zero_optimizer, "loss_scaler", None)
         if isinstance(scaler, DynamicLossScaler):
             return scaler

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -49,11 +49,11 @@ from pipeline.engine.replicas import ChangingBuffers
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import (
-    GradientWatch,
     State,
     kept_buffers,
     names_of,
     warn_of_unused,
+    watch_gradients,
     whole_parameters,
 )
 from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
@@ -70,7 +70,7 @@ from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 
 
 def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
-    """How a model is held while it is made for a DeepSpeedEngine.
+    """Return how a model is held while it is made for a DeepSpeedEngine.
 
     Args:
         config: The DeepSpeed JSON, filled in.
@@ -95,7 +95,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         autocast: bool = False,
         sharding: Sharding | None = None,
     ):
-        """Wraps the model, and cuts it where tensors are. Collective.
+        """Wrap the model, and cut it under tensor parallelism. Collective.
 
         Args:
             autocast: Compute model and objective under torch.autocast, in the run's half precision.
@@ -139,13 +139,13 @@ class DeepSpeedEngine(DeepSpeedBase):
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.
         self._buffers = ChangingBuffers(self.module)
-        self._watch: GradientWatch | None = GradientWatch(self.module.named_parameters())
+        self._end_watch: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
         self._groups.keep()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
             self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
-        """What DeepSpeed does in a step and the trainer does by itself, or otherwise; see clipping.is_own."""
+        """Replace those parts of DeepSpeed's step that the trainer does itself; see clipping.is_own."""
         stage = self._split.zero_stage
         if self._own_guard and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
@@ -222,9 +222,9 @@ class DeepSpeedEngine(DeepSpeedBase):
                 engine.step()
         with self.phases.measured("communication"):
             self._buffers.share()
-        if self._watch is not None:
-            warn_of_unused(self._watch.unused())
-            self._watch = None
+        if self._end_watch is not None:
+            warn_of_unused(self._end_watch())
+            self._end_watch = None
         grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         extras = {key: value / alike for key, value in total.extras.items()}
@@ -242,8 +242,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         )
 
     def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
-        """Gradient norm of a step that was done, 1 where it was not taken, else 0, and whether the loss scale
-        is why.
+        """Return a step's gradient norm, 1 where it was not taken, else 0, and whether the loss scale is why.
 
         Args:
             num_skipped: 1 where DeepSpeed left it out, else 0.
@@ -274,7 +273,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         return self._split.tensor_parallel == 1 or is_counted(parameter)
 
     def _clip_and_guard(self, *_: Any) -> None:
-        """Before the inner optimizer's step at stage 0, where every rank has all gradients."""
+        """Clip and guard before the inner optimizer's step at stage 0, where every rank has all gradients."""
         sums = sum_of_parts if self._split.tensor_parallel > 1 else None
         self._norm, self._skipped = clipping.clip_and_guard(
             self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal

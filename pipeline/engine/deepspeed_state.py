@@ -36,7 +36,7 @@ from pipeline.engine.state import (
 def state_of(
     optimizer: Any, places: Places, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
 ) -> State:
-    """The state that fits what deepspeed.initialize made of the optimizer.
+    """Return the state that fits what deepspeed.initialize made of the optimizer.
 
     Args:
         places: This rank's parameters, those that are frozen too.
@@ -83,7 +83,7 @@ class _FlatState(ABC):
 
     @abstractmethod
     def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
-        """This rank's flat tensors, each with what steps it."""
+        """Yield this rank's flat tensors, each with the optimizer that steps it."""
 
     def masters(self) -> Iterable[Tensor]:
         """See State.masters."""
@@ -142,7 +142,7 @@ class PartitionState(_FlatState):
         return [*own, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
     def _stretches(self) -> Iterator[tuple[Place, int, int, int, int]]:
-        """(parameter, group, offset in this rank's flat tensor, start in the parameter, length).
+        """Yield (place, group, offset in this rank's flat tensor, start in the parameter, length).
 
         By where parameters lie in memory: DeepSpeed's own note of it, _hp_mapping, names others with
         round_robin_gradients (0.19.8).
@@ -219,7 +219,9 @@ class Zero3State(_FlatState):
 
     @contextmanager
     def _in_memory(self, index: int, to_fill: bool) -> Iterator[bool]:
-        """Around the use of a sub-group: whether it came from a disk. Filled, it is written back to it."""
+        """Have a sub-group in memory inside it. Yields whether it came from a disk, to which filled values go
+        back.
+        """
         zero = self._optimizer
         is_swapped = zero._swappable_optimizer_subgroup(index)
         if is_swapped:
@@ -233,7 +235,7 @@ class Zero3State(_FlatState):
                 zero._release_swap_buffers(index)
 
     def _frozen(self, p: Any, place: Place, to_fill: bool) -> Iterator[Shard]:
-        """A parameter without a master: its share in the run's precision."""
+        """Yield this rank's share of a parameter without a master, in the run's precision."""
         start, length = self._share(p)
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         if is_swapped:
@@ -247,14 +249,14 @@ class Zero3State(_FlatState):
             p.nvme_swapper.remove_partition_and_release_buffers([p])
 
     def _share(self, parameter: Any) -> tuple[int, int]:
-        """(start, length) of this rank's values, without the padding."""
+        """Return (start, length) of this rank's values, without the padding."""
         group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
         size, whole = parameter.partition_numel(), parameter.ds_numel
         start = min(dist.get_rank(group) * size, whole)
         return start, min(size, whole - start)
 
     def _adam(self, index: int) -> torch.optim.Optimizer:
-        """What steps a sub-group: with a `ratio` below 1 some are stepped on the device."""
+        """Return what steps a sub-group: with a `ratio` below 1 some are stepped on the device."""
         zero = self._optimizer
         on_device = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
         adam: torch.optim.Optimizer = zero.backup_optimizer if on_device else zero.optimizer

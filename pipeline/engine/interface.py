@@ -22,7 +22,8 @@ from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
 def with_bounds(batch: Batch) -> Batch:
-    """The batch with the bounds of its documents (see document_attention) where `position_ids` tell them.
+    """Return the batch with the bounds of its documents (see document_attention), if `position_ids` tell
+    them.
 
     What a loader moved to a device is looked at on the host; only where a batch was made on the device is the
     device waited for.
@@ -75,19 +76,6 @@ class StepResult:
     """fp16, where the step had limits: it was skipped since the loss scale was too high, which has fallen."""
 
 
-class Profile(Protocol):
-    """What is measured of an engine for the rows of the log, where it was asked for."""
-
-    def row(self, steps: int, forward_seconds: float) -> dict[str, float]:
-        """What was measured since the last row, a step.
-
-        Args:
-            steps: How many there were.
-            forward_seconds: What model and objective took in all of them.
-        """
-        ...
-
-
 class Evaluates(Protocol):
     """What can be evaluated. Collective: all ranks enter `eval_step` together."""
 
@@ -98,11 +86,11 @@ class Evaluates(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model, or this rank's part of it, without any wrapper."""
+        """Return the user's model, or this rank's part of it, without any wrapper."""
         ...
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """This rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
+        """Return this rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
         ...
 
 
@@ -115,7 +103,7 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     num_parameters: int
     """Of the whole model, wherever its parts lie."""
     phases: Phases
-    """Where a step's seconds go; the forward is the objective's to measure, see Meters.timed."""
+    """Timeline of the step's phases, from which the `time/` columns come."""
     replicas: Replicas | None
     """What other ranks hold the same of; None: nothing."""
 
@@ -127,7 +115,7 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         flags: int,
         limits: Limits | None = None,
     ) -> StepResult:
-        """Forward and backward over the micro-batches, then one optimizer step.
+        """Run forward and backward over the micro-batches, then one optimizer step.
 
         Args:
             flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
@@ -136,17 +124,18 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         ...
 
     def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """How the next steps' batches are divided; between two steps."""
+        """Set how the next steps' batches are divided. Call it between two steps."""
         ...
 
     def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
-        """Around a step: `take` is given the gradients that move the weights (averaged over the global batch,
-        unscaled, clipped), over all ranks each value once. Of a step that is not taken it may be given none.
+        """Call `take` with the gradients of the step inside it, each value once over all ranks.
+
+        They are averaged over the global batch, unscaled and clipped. A step that is not taken may show none.
         """
         ...
 
     def close(self) -> None:
-        """Ends the engine's process groups and lets go of its model, hooks and buffers.
+        """End the engine's process groups, and release its model, hooks and buffers.
 
         Nothing else of the engine can be used afterwards. A second call does nothing.
         """
@@ -159,7 +148,7 @@ def to_device(
     float_dtype: torch.dtype | None,
     inputs: Collection[str] = frozenset(),
 ) -> LoadedBatch:
-    """The batch on the device.
+    """Copy the batch to the device.
 
     Args:
         inputs: What goes to the model: floating ones of it in `float_dtype`, but for targets.
@@ -173,7 +162,7 @@ def to_device(
 
 
 def check_gradient(loss: LossSum) -> None:
-    """Before backward.
+    """Check that a backward has a graph to go through.
 
     Raises:
         ModelError: there is nothing to go back through.
@@ -192,7 +181,7 @@ def count_and_flags(
     device: torch.device,
     copies: int = 1,
 ) -> Tensor:
-    """(this rank's share of the count, its flags), fp64, on the device, to be summed over ranks.
+    """Return (this rank's share of the count, its flags), fp64, on the device, to be summed over ranks.
 
     Args:
         copies: Ranks that were handed these same micro-batches.
@@ -204,12 +193,12 @@ def count_and_flags(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """All parameters, whole, also where ZeRO-3 holds them in shards."""
+    """Count all parameters of the whole model, also where ZeRO-3 holds them in shards."""
     return sum(map(number_of, model.parameters()))
 
 
 def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
-    """What a micro-batch's loss sum is multiplied by before backward.
+    """Return the factor of a micro-batch's loss sum before backward.
 
     Gradients are averaged over `averaged_over` ranks afterwards (data-parallel ones, times the ranks that
     share a sequence), so the sum is scaled up by their number: average over ranks of (sum x ranks / count) =
@@ -220,7 +209,7 @@ def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
 
 
 def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
-    """The token (or sample) mean that is logged, from sums over all ranks, in fp64."""
+    """Return the token (or sample) mean that is logged, from sums over all ranks, in fp64."""
     return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
 
 
@@ -229,8 +218,8 @@ def whole_loss(
     means: Mapping[str, tuple[str, str]],
     weighted: Mapping[str, float],
 ) -> float:
-    """An evaluation's loss from the sums over all of its ranks: `loss` over `count`, and terms with counts of
-    their own.
+    """Return an evaluation's loss from the sums over all ranks: `loss` over `count`, and terms with own
+    counts.
 
     Args:
         means, weighted: See Objective.
@@ -243,7 +232,7 @@ def whole_loss(
 
 
 def further_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
-    """An objective's further metrics from its further sums over all ranks; none of what was not counted.
+    """Return an objective's further metrics from its further sums over all ranks; none without a count.
 
     Args:
         means: See Objective.means.
@@ -256,5 +245,5 @@ def further_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str
 
 
 def _or_one(count: Tensor) -> Tensor:
-    """The count, which may be a sum of weights below 1; 1 where nothing was counted."""
+    """Return the count, which may be a sum of weights below 1, or 1 where nothing was counted."""
     return torch.where(count > 0, count, 1.0)

@@ -24,7 +24,7 @@ _NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around 
 
 
 class _Stateful(Protocol):
-    """What all engines have behind their interface."""
+    """The parts of an engine behind its interface."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -90,7 +90,7 @@ M_MMAP_THRESHOLD = -3
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Within it a tensor of 1 MiB or more goes back to the system as it is freed. Also a decorator.
+    """Have a tensor of 1 MiB or more go back to the system as it is freed. Also a decorator.
 
     glibc maps large blocks one by one, but the size from which on it does so grows with each one that is
     freed, up to 32 MiB: smaller tensors then come from its heap, which hardly gives anything back. A ZeRO-3
@@ -115,19 +115,19 @@ def freed_at_once() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """What glibc's heap keeps of freed tensors goes back to the system; nothing where there is no glibc."""
+    """Give freed memory that glibc's heap keeps back to the system. Does nothing without glibc."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
 def chosen_by_user(environment: Mapping[str, str]) -> bool:
-    """Whether the environment tunes glibc's malloc: MALLOC_*, or glibc.malloc.* in GLIBC_TUNABLES."""
+    """Return whether the environment tunes glibc's malloc: MALLOC_*, or glibc.malloc.* in GLIBC_TUNABLES."""
     is_set = any(name.startswith("MALLOC_") for name in environment)
     return is_set or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """A function of the C library that this process runs with; None: musl and others have no such."""
+    """Return a function of this process's C library, or `None`: musl and others lack it."""
     if not sys.platform.startswith("linux"):
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)

@@ -9,8 +9,7 @@ import contextlib
 import copy
 import io
 import logging
-import os
-import platform
+import math
 import secrets
 import shlex
 import shutil
@@ -20,7 +19,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +39,11 @@ from pipeline.files import format_bytes
 log = logging.getLogger(__name__)
 
 _TELL_AFTER = 3.0  # seconds; loading an op that is already built takes less than one
-_TELL_AGAIN = 60.0
 _DEAD_AFTER = 600.0  # seconds without a change; the build may be on another machine, or of another user
 
 
 def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Builds and loads what the configuration needs. Collective.
+    """Build and load what the configuration needs. Collective.
 
     Returns:
         The configuration to hand on: where some rank has no CPU Adam, one that asks for torch's.
@@ -85,7 +82,7 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
 
 
 def _build(op: NativeOp) -> str | None:
-    """Loads the op, compiled first where it is not yet; what went wrong, or None.
+    """Load the op, compiled first where it is not yet. Return what went wrong, or `None`.
 
     Every rank takes the machine's lock in its turn: the first one builds, the others find it built. They
     wait for a lock, not in a collective, which would time out.
@@ -97,7 +94,12 @@ def _build(op: NativeOp) -> str | None:
     told.start()
     try:
         folders = [Path(cpp_extension._get_build_directory(name, verbose=False)) for name in op.folders]
-        with _turn(op, folders[-1]) as was_killed:
+        # The system takes this lock back from a process that ends; the file beside it stays if it is killed.
+        under_way = folders[-1].with_suffix(".pipeline-state")
+        with FileLock(folders[-1].with_suffix(".pipeline-lock")), ExitStack() as stack:
+            was_killed = under_way.exists()
+            under_way.touch()
+            stack.callback(under_way.unlink)
             for folder in folders:
                 _wait_for_torch(op, folder, was_killed)
             with (
@@ -123,7 +125,7 @@ def _build(op: NativeOp) -> str | None:
 
 
 def _cuda_fault() -> str | None:
-    """Why no CUDA source can be compiled for this torch, which looks only when it installs; None: it can.
+    """Return why no CUDA source can be compiled for this torch, or `None` if one can.
 
     An nvcc of another major version compiles, and links with a runtime that torch has not loaded.
     """
@@ -136,35 +138,6 @@ def _cuda_fault() -> str | None:
     if major != int(torch.version.cuda.split(".")[0]):
         return f"nvcc is of CUDA {major}.{minor}, torch of {torch.version.cuda}"
     return None
-
-
-@contextlib.contextmanager
-def _turn(op: NativeOp, folder: Path) -> Iterator[bool]:
-    """Hold this project's own lock on an op. The system takes it back from a process that ends.
-
-    Beside the lock lies a line about its holder, for those that wait.
-
-    Yields:
-        Whether the last holder was killed: its line is still there.
-    """
-    lock, state = FileLock(folder.with_suffix(".pipeline-lock")), folder.with_suffix(".pipeline-state")
-    patience = _TELL_AFTER
-    while not lock.is_locked:
-        with contextlib.suppress(Timeout):
-            lock.acquire(timeout=patience)
-            break
-        holder = "another run"
-        with contextlib.suppress(FileNotFoundError):  # released meanwhile
-            holder = state.read_text()
-        log.info("waiting for %s: %s builds it; if it hangs, end that process", op.label, holder)
-        patience = _TELL_AGAIN
-    try:
-        was_killed = state.exists()
-        state.write_text(f"process {os.getpid()} on {platform.node()}, since {datetime.now():%H:%M:%S},")
-        yield was_killed
-        state.unlink()
-    finally:
-        lock.release()
 
 
 def _wait_for_torch(op: NativeOp, folder: Path, was_killed: bool) -> None:
@@ -193,7 +166,7 @@ def _wait_for_torch(op: NativeOp, folder: Path, was_killed: bool) -> None:
                         f"{_DEAD_AFTER - unchanged:.0f} s; if nothing builds it, remove it now"
                     )
                 log.info("waiting for %s: %s", op.label, doing)
-                tell_at = time.monotonic() + _TELL_AGAIN
+                tell_at = math.inf
         time.sleep(0.5)
 
 
@@ -315,7 +288,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _remove_dead(path: Path) -> None:
-    """Removes the folders of processes that are gone: the system took their locks back."""
+    """Remove the folders of processes that are gone: the system took their locks back."""
     for folder in path.glob(f"{_NAME}*"):
         if folder.is_dir():
             lock = FileLock(_lock_of(folder))

@@ -216,13 +216,13 @@ class _Trial:
 
 
 ONE_PROCESS = Split(1, "fp32", "single")
-START = 0.0  # of an optimizer whose rate follows from the model: set_learning_rate is called before each step
+START = 0.0  # rate of an optimizer whose rate follows from the model
 
 
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """The trained parameters of a whole model in groups; see `assigned` and `grouped`.
+    """Return the trained parameters of a whole model in groups; see `assigned` and `grouped`.
 
     Raises:
         ConfigError: a pattern of optimizer.groups matches nothing that is trained.
@@ -233,7 +233,7 @@ def parameter_groups(
 
 
 def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Name -> group of each parameter of a whole model that is trained; see `group_keys`."""
+    """Return name -> group of each trained parameter of a whole model; see `group_keys`."""
     # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
     return group_keys(trained, config)
@@ -242,7 +242,7 @@ def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig)
 def grouped(
     named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """The groups that a model, or a part of it, has any of; `lr_factor` is what their rate is multiplied by.
+    """Return the groups that a model, or a part of it, has parameters of. `lr_factor` multiplies their rate.
 
     Args:
         named: Those that are not trained are left out.
@@ -305,38 +305,31 @@ class SeveralOptimizers(Optimizer):
             each.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Has each step its own groups."""
+        """Have each optimizer step its own groups."""
         for each in self._optimizers:
             each.step()
 
     def of(self, stepped: Tensor) -> Optimizer:
-        """The one that steps it."""
+        """Return the optimizer that steps a tensor."""
         groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
         return next(each for each, parameters in groups if any(p is stepped for p in parameters))
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    rate = config.learning_rate or START
-    return torch.optim.AdamW(groups, lr=rate, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    sgd = torch.optim.SGD(groups, lr=config.learning_rate or START, momentum=config.momentum, fused=True)
+def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
+    sgd = torch.optim.SGD(groups, lr=_rate(config), momentum=config.momentum, fused=True)
     if config.momentum:
         sgd.register_step_pre_hook(_start_at_rest)
     return sgd
 
 
-def _adafactor(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    return torch.optim.Adafactor(groups, lr=config.learning_rate or START)
-
-
-def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
-    return torch.optim.Muon(groups, lr=config.learning_rate or START, adjust_lr_fn="match_rms_adamw")
+def _rate(config: OptimizerConfig) -> float:
+    """Return the rate to start from; `set_learning_rate` is called before each step."""
+    return config.learning_rate or START
 
 
 def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
-    """Momentum of zeros before a parameter's first step; torch (2.13) leaves it undefined if that is skipped.
+    """Make zeros of momentum before a parameter's first step. torch (2.13) leaves it undefined if that is
+    skipped.
 
     The first step comes to the same: without dampening 0 + gradient is the gradient.
     """
@@ -346,5 +339,12 @@ def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd, "adafactor": _adafactor, "muon": _muon}
+OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
+    "adamw": lambda groups, config: torch.optim.AdamW(
+        groups, lr=_rate(config), betas=config.betas, eps=config.eps, fused=True
+    ),
+    "sgd": _sgd,
+    "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=_rate(config)),
+    "muon": lambda groups, config: torch.optim.Muon(groups, lr=_rate(config), adjust_lr_fn="match_rms_adamw"),
+}
 """Built-in kinds; any other kind is an import path."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
+from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.clipping import clip_and_guard
@@ -35,7 +36,6 @@ from pipeline.engine.interface import (
     with_bounds,
 )
 from pipeline.engine.optim import build_torch_optimizer
-from pipeline.engine.profile import measured_instructions
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.stages import Stages, named, stage_groups
 from pipeline.engine.state import Place, State, kept_buffers
@@ -50,6 +50,25 @@ from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objectiv
 INPUT_KEYS = ("input_ids", "position_ids", BOUNDS)
 
 
+# Phases of the schedule's instructions that compute; the others send, receive and reduce.
+_PHASES = {
+    "LoadMicroBatch": "data",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "OptimizerStep": "optimizer",
+}
+
+
+def _measured(execute: Callable[..., Any], phases: Phases, name: str) -> Callable[..., Any]:
+    """Return DeepSpeed's method for an instruction, measured as a phase of the step."""
+
+    def measured(engine: Any, **named: Any) -> None:
+        with phases.measured(name):
+            execute(engine, **named)
+
+    return measured
+
+
 class PipelineEngine(DeepSpeedBase):
     """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
 
@@ -62,7 +81,7 @@ class PipelineEngine(DeepSpeedBase):
         job: Job,
         bounds: list[int],
     ):
-        """Takes this rank's stage. Collective.
+        """Take this rank's stage. Collective.
 
         Args:
             model: On the CPU; only the parameters of this rank's stage need values.
@@ -94,7 +113,11 @@ class PipelineEngine(DeepSpeedBase):
         else:
             self._refuse_steps()
         have_a_norm_of_nothing(self._zero_optimizer, self.device)
-        self._engine._INSTRUCTION_MAP = measured_instructions(self._engine._INSTRUCTION_MAP, self.phases)
+        instructions = self._engine._INSTRUCTION_MAP
+        self._engine._INSTRUCTION_MAP = {
+            kind: _measured(execute, self.phases, _PHASES.get(kind.__name__, "communication"))
+            for kind, execute in instructions.items()
+        }
         self._shapes: Any = None
         self._look: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
@@ -169,7 +192,7 @@ class PipelineEngine(DeepSpeedBase):
         )
 
     def _total(self, objective: Objective) -> LossSum:
-        """Of the step's micro-batches so far; 0 before the last stage."""
+        """Return the sum of the step's micro-batches so far; 0 before the last stage."""
         return added(self._last.losses, objective.means, self.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *hooked: Any) -> None:
@@ -177,7 +200,7 @@ class PipelineEngine(DeepSpeedBase):
         super()._before_step(optimizer, *hooked)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
-        """What PipelineEngine takes: the first stage's inputs, and for the last stage the whole batch."""
+        """Yield what PipelineEngine takes: the first stage's inputs, and the last stage's whole batch."""
         for cpu_batch in micro_batches:
             batch = to_device(cpu_batch, self.device, None)
             self._last.coming.append(batch)
@@ -185,9 +208,7 @@ class PipelineEngine(DeepSpeedBase):
             yield given if len(given) > 1 else given[0], batch
 
     def _expect(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
-        """Has stages tell each other the shapes that are on the way, where these are not the last ones; tells
-        the first one what noise is drawn from.
-        """
+        """Have stages tell each other new shapes, and the first one what noise is drawn from."""
         keys = [batch[KEYS] for batch in micro_batches if KEYS in batch]
         expect(self._words, [each.to(self.device, non_blocking=True) for each in keys])
         for batch in micro_batches:
@@ -205,7 +226,7 @@ class PipelineEngine(DeepSpeedBase):
         self._engine.dynamic_shape = len(shapes) > 1
 
     def _clip_and_guard(self, *_: Any) -> None:
-        """Before the optimizer's step at ZeRO 0: the norm over all stages, clipping, and whether to step.
+        """Take the norm over all stages, clip and guard, before the optimizer's step at ZeRO 0.
 
         DeepSpeed does none of it in fp32, and in fp16 counts tied weights twice.
         """
@@ -271,7 +292,7 @@ class _LastStage:
         self._scale = torch.ones(())
 
     def begin(self, objective: Objective, scale: Tensor) -> None:
-        """Before each step: what to minimise, and what to multiply its sums by."""
+        """Set what the next step minimises, and the factor of its sums."""
         self._objective, self._scale, self.losses = objective, scale, []
         self.coming.clear()
 
@@ -287,7 +308,7 @@ class _LastStage:
 
 
 def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:
-    """The configuration as PipelineEngine takes it, and whether the norm is this engine's own matter."""
+    """Return the configuration as PipelineEngine takes it, and whether this engine computes the norm."""
     config = copy.deepcopy(config)
     del config["pipeline"]
     zero = config["zero_optimization"]

@@ -109,7 +109,7 @@ class Replicas:
 
 
 def _processor(device: torch.device) -> str:
-    """Whose kernels a rank steps with."""
+    """Return the kind of processor whose kernels a rank steps with."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability()
@@ -126,7 +126,7 @@ def mixed(history: Tensor, new: Tensor) -> Tensor:
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A sum of all bits, 0-dim, int64: no single flipped bit leaves it as it was. Waits for nothing."""
+    """Return a sum of all bits, 0-dim, int64, which any single flipped bit changes. Waits for nothing."""
     large: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:  # all ranks have them in one order
@@ -142,7 +142,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """The sum of a vector's 8-byte words, modulo 2**64, and of what is left at both ends."""
+    """Return the sum of a vector's 8-byte words, modulo 2**64, and of what is left at both ends."""
     size = flat.element_size()
     if flat.is_complex():
         return _bits(torch.view_as_real(flat).reshape(-1))
@@ -173,7 +173,7 @@ class ChangingBuffers:
     """
 
     def __init__(self, module: nn.Module):
-        """Notes where they are; a module may put another tensor there later."""
+        """Note where the buffers are; a module may put another tensor there later."""
         self._places = [
             (layer, name)
             for layer in module.modules()
@@ -183,7 +183,7 @@ class ChangingBuffers:
         ]
 
     def share(self) -> None:
-        """Collective over all ranks. No host sync."""
+        """Send rank 0's buffers to all ranks. Collective. No host sync."""
         buffers = [buffer for layer, name in self._places if (buffer := layer._buffers[name]) is not None]
         tensors = [
             buffer if buffer.dtype in SENT else buffer.view(-1).view(torch.uint8) for buffer in buffers

@@ -16,7 +16,7 @@ MOST_TRIED = 1000
 
 
 def remark(config: ScheduleConfig, max_steps: int) -> str | None:
-    """One line where warm-up and decay do not fit into the run (a trial run of a few steps), else None."""
+    """Return one line if warm-up and decay do not fit into the run, as in a short trial, else `None`."""
     decay = _decay_steps(config, max_steps) if config.kind == "wsd" else 0
     warmup = config.warmup_steps(max_steps)
     if warmup + decay <= max_steps:
@@ -26,7 +26,7 @@ def remark(config: ScheduleConfig, max_steps: int) -> str | None:
 
 
 def multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based) over the peak: warm-up, then the shape.
+    """Return the learning rate of optimizer step `step` (0-based) over the peak: warm-up, then the shape.
 
     Warm-up reaches 1 at the step behind it; the last step (`max_steps - 1`) is one short of the minimum.
 
@@ -138,6 +138,6 @@ def _imported(kind: str) -> Callable[[int, int], float]:
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Each group's rate: the schedule's times the group's own factor."""
+    """Set each group's rate: the schedule's times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"]

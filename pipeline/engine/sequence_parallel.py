@@ -30,7 +30,7 @@ class SequenceParallel:
     """One model's attention over a sequence group, and this rank's part of a batch."""
 
     def __init__(self, model: Any, degree: int, device: torch.device):
-        """The model attends over this rank's sequence group, which parallel_state made.
+        """Have the model attend over this rank's sequence group, which parallel_state made.
 
         Raises:
             ModelError: the model's attention cannot be replaced, or its heads cannot be shared out.
@@ -62,7 +62,9 @@ class SequenceParallel:
             )
 
     def _attention_of_whole(self) -> AttentionFunction:
-        """What attends to whole sequences: with no mask of them, which this split exists to avoid."""
+        """Return the attention to whole sequences. It takes no mask of them, which this split exists to
+        avoid.
+        """
         if "flash" in self._whole:
             return attention_function(self._whole)
         if self._whole != OWN and (why := unserved(self._model)):
@@ -83,23 +85,24 @@ class SequenceParallel:
         return tensor
 
     def use(self) -> None:
-        """The model attends over the group from here on."""
+        """Have the model attend over the group from here on."""
         register_attention(NAME, self._attend)  # the table is the process's, and another engine may have been
         if self._model.config._attn_implementation != NAME:
             self._model.set_attn_implementation(NAME)
 
     def release(self) -> None:
-        """The model attends by itself again, over whole sequences: to generate."""
+        """Have the model attend by itself again, over whole sequences: to generate."""
         self._model.set_attn_implementation(self._whole)
 
     def close(self) -> None:
-        """As release, and transformers' table of attentions holds nothing of this model's any more."""
+        """Release the model, and remove it from transformers' table of attentions."""
         self.release()
         note_group(self._model, ALONE)
         register_attention(NAME, attention_function(self._whole))
 
     def part(self, batch: Batch) -> dict[str, Any]:
-        """This rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for `labels`.
+        """Return this rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for
+        `labels`.
 
         Until the next call the model attends within the documents of this batch, also where it recomputes.
 
@@ -153,7 +156,7 @@ class SequenceParallel:
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
     ) -> tuple[Tensor, None]:
-        """query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
+        """Attend: query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
         if (sinks := rest.get("s_aux")) is not None:  # of this rank's heads
@@ -174,7 +177,7 @@ class SequenceParallel:
         position_ids: Tensor,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        """Attention over whole sequences (B, heads of this rank, T, width), within their documents."""
+        """Attend over whole sequences (B, heads of this rank, T, width), within their documents."""
         rest |= bounds_for(self._whole, self._bounds, None, query.transpose(1, 2))
         output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
         return output

@@ -6,8 +6,6 @@ after them with the last.
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,10 +19,9 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
-from pipeline.engine.interface import DTYPES
 from pipeline.engine.optim import assigned, grouped
 from pipeline.errors import ModelError
-from pipeline.models.sharding import give_memory, let_go, trial_values
+from pipeline.models.sharding import give_memory, let_go
 from pipeline.models.staging import (
     Layer,
     LayeredModel,
@@ -45,17 +42,14 @@ class StageSharding:
     takes_tensors = True
     zero3_config: dict[str, Any] | None = None
 
-    def __init__(self, config: dict[str, Any], split: Split, sequence_length: int | None, job: Job):
-        """Knows nothing of a model yet.
+    def __init__(self, config: dict[str, Any], split: Split, job: Job):
+        """Prepare to cut a model.
 
         Args:
             config: The DeepSpeed JSON, filled in.
-            sequence_length: Tokens of a sequence, for `partition: time`; None: as many as the model takes.
         """
         self._config = config
         self._split = split
-        self._sequence_length = sequence_length
-        self._job = job
         self._stage = job.ranks.rank // split.dp_world_size
         self._kept: set[nn.Parameter] = set()
         self.bounds: list[int] = []
@@ -117,7 +111,7 @@ class StageSharding:
                     let_go(parameter)
 
     def _cut_points(self, model: LayeredModel) -> list[int]:
-        """The bounds, by the section's `partition`. Collective: every rank cuts alike.
+        """Return the bounds, by the section's `partition`.
 
         Raises:
             ModelError: fewer blocks than stages.
@@ -131,47 +125,17 @@ class StageSharding:
         if how == "uniform":
             units = uniform(model.num_blocks, stages)
         else:
-            weights: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-            if how == "time":
-                measured = self._seconds(model) if self._job.ranks.is_main_process else []
-                weights = self._job.broadcast_object(measured)
-            units = balanced(_by_block(weights, model), stages)
+            sizes: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+            units = balanced(_by_block(sizes, model), stages)
         inner = [model.first_block + unit for unit in units[1:-1]]
         return [0, *inner, len(model.layers)]
-
-    def _seconds(self, model: LayeredModel) -> list[float]:
-        """Each layer's forward and backward on random tokens: the second of two, the first one warms up."""
-        device = self._job.device
-        length = self._sequence_length or model.config.max_position_embeddings
-        micro_batch = (self._config["train_micro_batch_size_per_gpu"], length)
-        carried: Any = torch.randint(model.config.vocab_size, micro_batch, device=device)
-        seconds = []
-        for layer in model.layers:
-            trial = copy.deepcopy(layer)  # one at a time, gone after its turn
-            for module in trial.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and parameter.is_meta:
-                        values = trial_values(parameter, name)
-                        module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
-            trial.to(device=device, dtype=DTYPES[self._split.precision]).train()
-            for _ in range(2):
-                start = _now(device)
-                if carried.is_floating_point():
-                    carried = carried.detach().requires_grad_()
-                output = trial(carried)
-                if output.requires_grad:
-                    output.backward(torch.ones_like(output))
-                elapsed = _now(device) - start
-            seconds.append(elapsed)
-            carried = output.detach()
-        return seconds
 
 
 class Stages(TiedPipelineModule):
     """This rank's stage of the model."""
 
     def __init__(self, model: LayeredModel, bounds: list[int], last: Callable[[Tensor], Tensor]):
-        """Builds the process groups of the pipeline. Collective.
+        """Build the process groups of the pipeline. Collective.
 
         Args:
             bounds: Stage s holds layers bounds[s] up to bounds[s + 1].
@@ -190,7 +154,9 @@ class Stages(TiedPipelineModule):
         self.generation_config = model.generation_config
 
     def forward(self, forward_input: Any) -> Any:
-        """The stage's output; the next stage sends a gradient back for it, also where nothing here trains."""
+        """Return the stage's output. The next stage sends a gradient back for it, also where nothing here
+        trains.
+        """
         output = super().forward(forward_input)
         hidden = output[0] if isinstance(output, tuple) else output
         if torch.is_grad_enabled() and not hidden.requires_grad:
@@ -198,13 +164,14 @@ class Stages(TiedPipelineModule):
         return self._last(hidden) if self.stage_id == self.num_stages - 1 else output
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
-        """As transformers' `generate` of the whole model, without its cache. Collective over stages."""
+        """Do as transformers' `generate` of the whole model, without its cache. Collective over stages."""
         model: Any = LogitsOnly(self, input_ids.device, self._last_logits)
         written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
         return written
 
     def _last_logits(self, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """The last position's logits (B, 1, V), on every rank of a pipeline. Collective over its ranks.
+        """Return the last position's logits (B, 1, V), on every rank of a pipeline. Collective over its
+        ranks.
 
         Args:
             mask_BT: 0 where a row is padded on the left.
@@ -246,7 +213,8 @@ class _Shared(TiedLayerSpec):
 
 
 def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The parameter groups, the same on every stage: DeepSpeed adds up norms over stages group by group.
+    """Return the parameter groups, as many on every stage: DeepSpeed adds norms up over stages group by
+    group.
 
     It drops an empty group, so where a stage has nothing of one, something that gets no gradient stands in.
 
@@ -267,7 +235,7 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
 
 
 def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The layers' parameters under the names of the whole model; a tied one once."""
+    """Yield the layers' parameters under the names of the whole model, a tied one once."""
     seen = set()
     for layer in modules:
         if isinstance(layer, Layer):
@@ -278,15 +246,9 @@ def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _by_block(weights: list[float], model: LayeredModel) -> list[float]:
-    """One weight a block: the first's with all before it, the last's with all after it."""
+    """Return one weight a block: the first's with all before it, the last's with all after it."""
     first, end = model.first_block, model.first_block + model.num_blocks
     blocks = weights[first:end]
     blocks[0] += sum(weights[:first])
     blocks[-1] += sum(weights[end:])
     return blocks
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_unused(names: Sequence[str]) -> None:
-    """One line, where there are any."""
+    """Warn in one line of the parameters that took no part, if there are any."""
     if names:
         log.warning(
             "%d parameter%s took no part in the first step and will not be trained: %s; freeze them "
@@ -53,33 +53,37 @@ def warn_of_unused(names: Sequence[str]) -> None:
 
 
 def without_gradient(module: nn.Module) -> list[str]:
-    """Names of the parameters that require a gradient and have none."""
+    """Return the names of the parameters that require a gradient and have none."""
     return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
 
 
-class GradientWatch:
-    """Notes which parameters get a gradient, until it is asked; then its hooks are gone.
+def watch_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], list[str]]:
+    """Note which parameters get a gradient, by hooks, until the returned function is called.
 
-    For engines that take the gradients away as they come (DeepSpeed), so that p.grad says nothing. Hooks of
-    one step cost a Python call a parameter and micro-batch. No collective: each rank knows its own.
+    For engines that take the gradients away as they come (DeepSpeed), so that p.grad says nothing. No
+    collective: each rank knows its own.
 
-    Args:
-        named_parameters: Those that require no gradient are left out.
+    Returns:
+        A function that removes the hooks, and returns the names of trained parameters without a gradient so
+        far, in the model's order.
     """
+    unused: dict[str, None] = {}
+    hooks = []
+    for name, p in named_parameters:
+        if p.requires_grad:
+            unused[name] = None
+            hooks.append(p.register_hook(partial(_forget, unused, name)))
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]):
-        trained = {name: p for name, p in named_parameters if p.requires_grad}
-        self._unused = dict.fromkeys(trained)
-        self._hooks = [p.register_hook(partial(self._note, name)) for name, p in trained.items()]
-
-    def _note(self, name: str, gradient: Tensor) -> None:
-        self._unused.pop(name, None)
-
-    def unused(self) -> list[str]:
-        """Names of the parameters without a gradient so far, in the model's order."""
-        for hook in self._hooks:
+    def end() -> list[str]:
+        for hook in hooks:
             hook.remove()
-        return list(self._unused)
+        return list(unused)
+
+    return end
+
+
+def _forget(unused: dict[str, None], name: str, _: Tensor) -> None:
+    unused.pop(name, None)
 
 
 # The boxes of a parameter that is not cut.
@@ -104,7 +108,7 @@ class Place:
 
     @staticmethod
     def all_of(name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False) -> Place:
-        """The rank has the whole tensor."""
+        """Return the place of a tensor that the rank has whole."""
         return Place(
             name=name,
             shape=tuple(shape),
@@ -115,7 +119,7 @@ class Place:
         )
 
     def shards(self, kind: str, start: int, tensor: Tensor, to_fill: bool) -> Iterator[Shard]:
-        """A stretch of its values, or of what the optimizer keeps of them: a shard for each box it meets.
+        """Yield a stretch of its values, or of an optimizer's state of them: a shard for each box it meets.
 
         Args:
             start: Of the stretch, in the rank's own flattened tensor.
@@ -140,8 +144,10 @@ class Place:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def _regions(self, start: int, length: int) -> Iterator[tuple[Region, Integers]]:
-        """The stretch box by box: the region of the whole tensor, and the runs (offset from the stretch's
-        start, offset in the region, length). What a box holds of a stretch is a stretch of the box.
+        """Yield the stretch box by box: the region of the whole tensor, and the runs.
+
+        A run is (offset from the stretch's start, offset in the region, length). What a box holds of a
+        stretch is a stretch of the box.
         """
         stretch = Region(self.own_shape, None, start, length)
         for own, whole in self.boxes:
@@ -157,7 +163,7 @@ class State(Protocol):
     """A model and its optimizer, however they are divided."""
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """What lies on this rank, in an order that all ranks have. Take it in order.
+        """Yield what lies on this rank, in an order that all ranks have. Take it in order.
 
         Args:
             source: What the values will be filled with: of the optimizer's state, what it has is made.
@@ -166,7 +172,7 @@ class State(Protocol):
         ...
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
-        """Over all ranks each value once, where an optimizer is about to step.
+        """Yield each value once over all ranks, where an optimizer is about to step.
 
         Args:
             stepped: `id` of what it steps.
@@ -174,7 +180,7 @@ class State(Protocol):
         ...
 
     def scalars(self) -> Scalars:
-        """`optimizer/<key>`, and `optimizer/<key>/<name>` of each parameter that has another number."""
+        """Return `optimizer/<key>`, and `optimizer/<key>/<name>` of each parameter with another number."""
         ...
 
     def masters(self) -> Iterable[Tensor]:
@@ -186,14 +192,14 @@ class State(Protocol):
         ...
 
     def settle(self, scalars: Mapping[str, Any]) -> None:
-        """After filling: sets the scalars, and the copies in half precision from the masters. Collective."""
+        """Set the scalars after filling, and the copies in half precision from the masters. Collective."""
         ...
 
 
 def shared_out(
     tensors: list[tuple[Place, str, Tensor]], sharers: tuple[int, int], to_fill: bool
 ) -> Iterator[Shard]:
-    """What each of some ranks that hold the same writes of it: even parts, most tensors by one rank.
+    """Yield this rank's part of what several ranks hold alike: even parts, most tensors by one rank.
 
     Args:
         tensors: (place, kind, values): the same on all of them, in one order.
@@ -268,7 +274,8 @@ class SavedState:
         self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(PREFIX)}
 
     def make(self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[Place]) -> None:
-        """Makes what the optimizer has not yet, to be filled. Nothing where the checkpoint has nothing.
+        """Make the state that the optimizer does not have yet, to be filled. Nothing if the checkpoint has
+        none.
 
         Args:
             stepped: What the optimizer steps: a parameter, its master, or a flat tensor of several.
@@ -300,7 +307,7 @@ class SavedState:
 
 
 def has_numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> bool:
-    """Whether it keeps numbers of it, such as `step`; torch's SGD and Muon do not."""
+    """Return whether the optimizer keeps numbers of a tensor, such as `step`; torch's SGD and Muon do not."""
     return not isinstance(_own(optimizer, stepped), torch.optim.SGD | torch.optim.Muon)
 
 
@@ -309,7 +316,7 @@ def _own(optimizer: torch.optim.Optimizer, stepped: Tensor) -> torch.optim.Optim
 
 
 def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | int:
-    """As the first step would make it: torch counts in tensors, its fused kernels on the device."""
+    """Return a count of 0 as the first step makes it: torch's is a tensor, fused kernels' on the device."""
     if not any(base.__module__.startswith("torch.optim") for base in type(optimizer).__mro__[:-2]):
         return 0
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
@@ -317,7 +324,7 @@ def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor 
 
 
 def tensors(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Tensor]:
-    """kind -> tensor of what is kept of it, in an order that all ranks have."""
+    """Return kind -> tensor of the state of a stepped tensor, in an order that all ranks have."""
     state = optimizer.state.get(stepped, {})
     return {key: state[key] for key in sorted(state) if _is_tensor(key, state[key], stepped)}
 
@@ -325,7 +332,7 @@ def tensors(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Tens
 def whole_tensors(
     optimizer: torch.optim.Optimizer, stepped: Tensor, place: Place
 ) -> Iterable[tuple[Place, str, Tensor]]:
-    """What is kept of one parameter, and where it lies: of another shape than the parameter, it is whole.
+    """Yield one parameter's state and where it lies. A tensor of another shape than the parameter is whole.
 
     Raises:
         CheckpointError: the parameter is cut, and a tensor's part of the whole is not known.
@@ -340,7 +347,7 @@ def whole_tensors(
 
 
 def flat_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """As `tensors`, of a flat tensor with several parameters in it.
+    """Return the same as `tensors` of a flat tensor with several parameters in it.
 
     Raises:
         CheckpointError: one is not shaped like the flat tensor: whose values it has is not known.
@@ -365,7 +372,7 @@ def _is_tensor(key: str, value: Any, stepped: Tensor) -> bool:
 
 
 def numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
-    """key -> number, such as `step`. Waits for the device."""
+    """Return key -> number of a stepped tensor's state, such as `step`. Waits for the device."""
     state = optimizer.state.get(stepped, {})
     found: Scalars = {}
     for key, value in state.items():
@@ -379,7 +386,7 @@ def numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
 
 
 def common_numbers(by_name: Mapping[str, Scalars]) -> Scalars:
-    """Of several: the most of each number, and by name what is another one. As State.scalars has them."""
+    """Return the largest of each number, and by name the numbers that differ, as State.scalars has them."""
     scalars: Scalars = {}
     for key in sorted({key for each in by_name.values() for key in each}):
         most = max(each[key] for each in by_name.values() if key in each)
@@ -390,7 +397,7 @@ def common_numbers(by_name: Mapping[str, Scalars]) -> Scalars:
 
 
 def flat_numbers(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) -> Scalars:
-    """As State.scalars, of flat tensors and what steps them: the most of each number."""
+    """Return the largest of each number of flat tensors and their optimizers, as State.scalars has them."""
     scalars: Scalars = {}
     for optimizer, flat in flats:
         for key, number in numbers(optimizer, flat).items():
@@ -401,7 +408,9 @@ def flat_numbers(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) -> Scala
 def set_numbers(
     optimizer: torch.optim.Optimizer, stepped: Tensor, scalars: Mapping[str, Any], name: str | None = None
 ) -> None:
-    """In place where one is a tensor: graphs and other groups may hold it. Nothing where no state is."""
+    """Set the numbers of a stepped tensor's state, if there is one; tensors in place, as graphs may hold
+    them.
+    """
     state = optimizer.state.get(stepped)
     if not state or not has_numbers(optimizer, stepped):
         return
@@ -417,8 +426,9 @@ def set_numbers(
 
 
 def take_steps_again(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -> None:
-    """Brings what DeepSpeed's CPU Adam counts outside of its state to a checkpoint's number of steps; other
-    optimizers count nothing there.
+    """Bring what DeepSpeed's CPU Adam counts outside of its state to a checkpoint's number of steps.
+
+    Other optimizers count nothing there.
 
     It multiplies the powers of the betas up, a factor a step. Computed at once, as it does for a step that
     does not follow its last one, they are rounded differently, and the resumed run leaves the unbroken one.
@@ -437,7 +447,9 @@ Places = dict[nn.Parameter, Place]
 
 
 def whole_parameters(module: nn.Module) -> Places:
-    """Of a rank that holds the whole model; without the base of an adapter, which no checkpoint has."""
+    """Return the places on a rank that holds the whole model, without an adapter's base, which no checkpoint
+    has.
+    """
     return {
         p: Place.all_of(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
         for name, p in module.named_parameters()
@@ -446,7 +458,7 @@ def whole_parameters(module: nn.Module) -> Places:
 
 
 def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """The buffers that belong to the model's weights (BatchNorm's statistics), by name."""
+    """Return by name the buffers that belong to the model's weights (BatchNorm's statistics)."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(prefix=prefix)
@@ -456,19 +468,19 @@ def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 
 def names_of(module: nn.Module) -> list[str]:
-    """Of all that a checkpoint keeps of a whole model."""
+    """Return the names of all that a checkpoint keeps of a whole model."""
     parameters = (name for name, p in module.named_parameters() if not is_base(p))
     return [*parameters, *kept_buffers(module)]
 
 
 def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:
-    """Buffers lie whole on each rank; where they may differ, one rank's are kept."""
+    """Yield the shards of buffers, which lie whole on each rank. Where they differ, one rank's are kept."""
     for name, buffer in buffers.items():
         yield from Place.all_of(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
 
 
 def frozen(places: Places) -> list[tuple[Place, str, Tensor]]:
-    """The parameters that nobody steps, as `shared_out` takes them."""
+    """Return the parameters that no optimizer steps, as `shared_out` takes them."""
     return [(place, WEIGHT, p) for p, place in places.items() if not p.requires_grad]
 
 
@@ -483,7 +495,7 @@ class ParameterState:
         sharers: tuple[int, int],
         masters: Mapping[nn.Parameter, Tensor],
     ):
-        """Says what lies where.
+        """Note where everything lies.
 
         Args:
             sharers: (index, count) of the ranks that hold the same and share out the writing.
@@ -546,7 +558,8 @@ class ParameterState:
 def gradients_shown(
     optimizers: Iterable[Optimizer], state: Callable[[], State], take: Callable[[Shard], None]
 ) -> Iterator[None]:
-    """Inside it `take` is given what moves the weights: averaged over the global batch, unscaled, clipped.
+    """Call `take` with what moves the weights in a step inside it: averaged over the batch, unscaled,
+    clipped.
 
     Args:
         optimizers: All that step the model.

@@ -24,8 +24,8 @@ from pipeline.models.adapters import NAME, adapted
 
 @contextmanager
 def adapters_aside(model: nn.Module) -> Iterator[None]:
-    """Inside it the model has its own layers under their own names, to be cut; after it each adapter is back,
-    and cut as its layer is.
+    """Take the adapters out of the model inside it, so that its own layers can be cut; then cut and put them
+    back.
     """
     layers = list(adapted(model))
     for name, layer in layers:
@@ -68,7 +68,7 @@ def _cut(layer: Any) -> None:
 
 
 def _keep_part(module: nn.Module, told: dict[str, Any]) -> None:
-    """The rank's part of a module's weight, in place of the whole, with the note that says which it is."""
+    """Put the rank's part of a module's weight in place of the whole, with the note of which part it is."""
     whole: Any = module.weight
     rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
     widths = told["sub_param_shard_widths"] or [told["partition_sizes"]]
@@ -117,13 +117,13 @@ class _DividedByInputs(DoraLinearLayer):
     def get_lora_weight(
         self, lora_A: nn.Module, lora_B: nn.Module, adapter_name: str | None = None
     ) -> Tensor:
-        """This rank's columns (outputs, inputs of the rank)."""
+        """Return this rank's columns (outputs, inputs of the rank)."""
         product: Tensor = lora_B.weight @ lora_A.weight  # type: ignore[operator]
         return product
 
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
-        """Lengths of the whole rows (outputs,)."""
+        """Return the lengths of the whole rows (outputs,)."""
         squares = (weight + scaling * lora_weight).square().sum(1)
         return _sum(squares, groups.get_tensor_model_parallel_group()).sqrt()

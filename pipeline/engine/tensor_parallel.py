@@ -29,7 +29,7 @@ from pipeline.objectives import VocabularyPart, note_part
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
-    """Says whether an embedding and the output layer tied to it are cut, by words.
+    """Set in the section whether an embedding and the output layer tied to it are cut, by words.
 
     Raises:
         ModelError: nothing says which of the model's matrices to cut, and how.
@@ -47,7 +47,7 @@ def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
 
 
 def _can_cut_tied(model: Any, ranks: int) -> bool:
-    """Whether the output layer is tied, and to embeddings alone that DeepSpeed cuts by words."""
+    """Return whether the output layer is tied, and to embeddings alone that DeepSpeed cuts by words."""
     head, names = _output_layer(model), {child: name for name, child in model.named_children()}
     if type(head) is not nn.Linear or names.get(head) != "lm_head" or len(head.weight) < ranks:
         return False
@@ -66,7 +66,7 @@ def _is_plain_embedding(module: Any) -> bool:
 
 
 def share_vocabulary(model: Any) -> None:
-    """Has a cut output layer return the loss without logits, and all words' logits to others."""
+    """Have a cut output layer return the loss without logits, and all words' logits to others."""
     head = _output_layer(model)
     if type(head) not in (LinearLayer, VocabParallelLinear) or min(head._partition_sizes) == 0:
         return
@@ -96,18 +96,20 @@ def share_vocabulary(model: Any) -> None:
 
 
 def is_counted(parameter: Tensor) -> bool:
-    """Whether it is this rank's to count in a norm: parts are added up, whole parameters count once."""
+    """Return whether this rank counts a parameter in a norm: each part, and whole parameters once."""
     return is_model_parallel_parameter(parameter) or groups.get_tensor_model_parallel_rank() == 0
 
 
 def sum_of_parts(square: Tensor) -> Tensor:
-    """Over a tensor group, in place. Collective."""
+    """Sum over a tensor group, in place. Collective."""
     dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
     return square
 
 
 def first_ranks(scores: Tensor) -> Tensor:
-    """The scores of a tensor group's first rank: its ranks would wait for ever after two different tokens."""
+    """Return the scores of a tensor group's first rank: after two different tokens its ranks would wait for
+    ever.
+    """
     scores = scores.contiguous()
     first = groups.get_tensor_model_parallel_src_rank()
     dist.broadcast(scores, first, group=groups.get_tensor_model_parallel_group())
@@ -115,7 +117,8 @@ def first_ranks(scores: Tensor) -> Tensor:
 
 
 def cut_parameters(module: nn.Module) -> Places:
-    """A tensor rank's parameters. Those that lie whole on each rank are written by one, in turn.
+    """Return the places of a tensor rank's parameters. One rank, in turn, writes those that lie whole on
+    each.
 
     Raises:
         ModelError: AutoTP does not say how it cut one of them.
@@ -130,7 +133,7 @@ def cut_parameters(module: nn.Module) -> Places:
 
 
 def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int) -> Place:
-    """Which part of the whole parameter this rank's, of shape `own`, is.
+    """Return which part of the whole parameter this rank's, of shape `own`, is.
 
     Raises:
         ModelError: AutoTP does not say.
@@ -165,7 +168,8 @@ def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int,
 def _boxes(
     shape: tuple[int, ...], view: tuple[int, ...], dim: int, start: int, width: int, size: int
 ) -> Iterator[Box]:
-    """`width` indices from `start` on in one dimension, `size` long, of a view: boxes of the matrix itself.
+    """Yield boxes of the matrix itself for `width` indices from `start` on in one dimension, `size` long, of
+    a view.
 
     Args:
         view: Like shape, but for a first dimension that may be several.

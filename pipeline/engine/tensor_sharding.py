@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -30,14 +29,12 @@ from pipeline.models.adapters import has_adapter, is_base
 from pipeline.models.sharding import give_memory, give_values, let_go
 from pipeline.objectives import refuse_router
 
-_ALIGNMENT = 64  # bytes; what vectorised kernels like best
-
 
 class _Part:
     """What this rank keeps of one parameter: of the shape that its own has once it is cut."""
 
     def __init__(self, place: Place, dtype: torch.dtype):
-        """Takes the memory at once, lest what is whole for a moment leaves holes between the parts."""
+        """Allocate the memory at once, so that whole parameters leave no holes between the parts."""
         self.place = place
         self.values = torch.empty(place.own_shape, dtype=dtype)
         self.is_there = False
@@ -63,7 +60,7 @@ class TensorSharding:
     """See pipeline.models.sharding.Sharding: this rank has values for its parts of cut matrices alone.
 
     Every rank draws all weights, module by module, so that random numbers stay in step. A cut parameter is
-    whole for as long as it is drawn or filled, in memory that the next one gets after it.
+    whole for as long as it is drawn or filled.
 
     Where one is made whole again, this rank's part has its values and the rest is NaN. So an `_init_weights`
     that changes a parameter drawn before it element by element does what it does to a whole model; what it
@@ -74,7 +71,7 @@ class TensorSharding:
     zero3_config: dict[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], split: Split):
-        """Knows nothing of a model yet.
+        """Prepare to cut a model.
 
         Args:
             config: The DeepSpeed JSON, filled in.
@@ -83,7 +80,6 @@ class TensorSharding:
         self._split = split
         self._is_made = False
         self._parts: dict[nn.Parameter, list[_Part]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._is_lent = False
 
     def construct(self) -> AbstractContextManager[None]:
@@ -112,7 +108,8 @@ class TensorSharding:
         parallel_state(self._split)
         twin = _without_values(model)
         try:
-            with _unheard(), torch.random.fork_rng(devices=[]):  # a new embedding draws, before it is filled
+            # What it prints, it prints again of the model itself. A new embedding draws before it is filled.
+            with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
                 self._partition(twin)
         except (NotImplementedError, ValueError) as error:  # of how to cut, in DeepSpeed's words
             raise ModelError(f"tensor_parallel: {one_line(error)}") from None
@@ -146,8 +143,8 @@ class TensorSharding:
                 give_memory(parameter)
         assert not (lent and self._is_lent)
         self._is_lent = bool(lent)
-        for parameter, memory in zip(lent, self._memory_for(lent), strict=True):
-            give_values(parameter, memory)
+        for parameter in lent:
+            give_memory(parameter)
             self._put_parts(parameter)
         try:
             yield
@@ -157,7 +154,7 @@ class TensorSharding:
             self._is_lent = False
 
     def cut(self, model: nn.Module) -> None:
-        """The model, with all its values, becomes this rank's part of it. Collective; before an optimizer."""
+        """Make the model, with all its values, this rank's part of it. Collective; before an optimizer."""
         if has_adapter(model):
             from pipeline.engine.tensor_adapters import adapters_aside  # imports peft, which takes seconds
 
@@ -171,7 +168,7 @@ class TensorSharding:
         before = dict(model.named_parameters(remove_duplicate=False))
         self._partition(model)
         kept = {part.place.name: part for parts in self._parts.values() for part in parts}
-        self._parts, self._scratch = {}, torch.empty(0, dtype=torch.uint8)
+        self._parts = {}
         for name, parameter in model.named_parameters():
             # What is cut may be a new one.
             parameter.requires_grad_(before[name].requires_grad)
@@ -192,18 +189,6 @@ class TensorSharding:
         section = get_tensor_parallel_config(self._config)
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, section)
 
-    def _memory_for(self, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
-        """The same memory each time: new pages would cost more than what is done with them."""
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        if sum(room) > len(self._scratch):
-            self._scratch = torch.empty(0, dtype=torch.uint8)  # let go of first
-            self._scratch = torch.empty(sum(room), dtype=torch.uint8)
-        start = 0
-        for parameter, size, taken in zip(parameters, sizes, room, strict=True):
-            yield self._scratch[start : start + size].view(parameter.dtype).view(parameter.shape)
-            start += taken
-
     def _put_parts(self, parameter: nn.Parameter) -> None:
         parts = [part for part in self._parts[parameter] if part.is_there]
         if parts:
@@ -218,20 +203,8 @@ class TensorSharding:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters have shapes alone."""
+    """Return a copy whose parameters have shapes alone."""
     empty: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
     }
     return copy.deepcopy(model, empty)
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """DeepSpeed says nothing inside it: it will say the same of the model itself."""
-    logger, was = deepspeed.utils.logger, deepspeed.utils.logger.disabled
-    logger.disabled = True
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.disabled = was

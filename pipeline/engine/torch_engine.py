@@ -61,7 +61,7 @@ class TorchEngine:
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig, config: EngineConfig, split: Split, job: Job
     ):
-        """Wraps the model as the split says. Collective."""
+        """Wrap the model as the split says. Collective."""
         self.device = job.device
         self.phases = Phases(time.perf_counter, job.device)
         self.precision = split.precision
@@ -252,7 +252,7 @@ class _Reducing:
             self._settle_buckets()
 
     def _settle_buckets(self) -> None:
-        """Has DDP choose its buckets now, from a backward of zeros, and not after the first real one.
+        """Have DDP choose its buckets now, from a backward of zeros, and not after the first real one.
 
         Where an element lies in a bucket decides in which order three or more ranks add it up. A run that
         goes on would add up its first step otherwise than the run that was never broken.
@@ -267,7 +267,7 @@ class _Reducing:
         self.is_complete = False
 
     def check(self) -> None:
-        """After a step's last backward, before anything reads a gradient. Not collective.
+        """Check a step's last backward before anything reads a gradient. Not collective.
 
         Raises:
             ModelError: gradients are missing, so that the ranks' differ; names the parameters.
@@ -303,7 +303,7 @@ class _Autocasting(nn.Module):
 
 
 def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
-    """nn.DataParallel over all visible GPUs; the module itself where there is one device or none."""
+    """Return nn.DataParallel over all visible GPUs, or the module itself with one device or none."""
     if torch.cuda.device_count() < 2:
         return module
     if layers := num_batch_norms(module):

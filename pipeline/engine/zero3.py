@@ -1,4 +1,4 @@
-"""ZeRO-3's parameters: sharded while a model is made, and whole where it is to generate.
+"""ZeRO-3's parameters: sharded while a model is made, gathered block by block, and whole to generate.
 
 deepspeed.zero.Init as it comes draws on the device and in the run's precision, so a sharded model would
 start from other weights than a whole one. Here both start from the same: each parameter is drawn on the CPU
@@ -69,13 +69,13 @@ class _Revisited(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def close(self) -> None:
-        """Shards them again. Collective, as all of it."""
+        """Shard them again. Collective."""
         self._opened.close()
         self._elements = 0
 
 
 def _sharded(parameters: list[Any]) -> list[Any]:
-    """Each once."""
+    """Return the parameters that are sharded, each once."""
     closed = [p for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     return list({id(p): p for p in closed}.values())
 
@@ -100,7 +100,7 @@ class _InitOnCpu(deepspeed.zero.Init):
         self._revisited.is_paused = False
 
     def shard_deferred(self) -> None:
-        """Modules that were made without values and filled later: transformers' `from_pretrained` does so."""
+        """Shard modules made without values and filled later, as transformers' `from_pretrained` does."""
         for module in self._deferred:
             super()._post_init_method(module)
 
@@ -151,7 +151,7 @@ class Zero3Sharding:
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Collective: gathers the parameters, and keeps rank 0's values."""
+        """Gather the parameters inside it, and keep rank 0's values. Collective."""
         unique = list(dict.fromkeys(parameters))  # tied weights appear twice
         with deepspeed.zero.GatheredParameters(unique, modifier_rank=0):
             gathered = [p.data for p in unique]
@@ -163,7 +163,7 @@ class Zero3Sharding:
 
 
 def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
-    """Has ZeRO 3 gather a block's parameters at once, and hook into nothing inside: half the host's work.
+    """Have ZeRO 3 gather a block's parameters at once, and hook into nothing inside: half the host's work.
 
     Before deepspeed.initialize. Not where parameters lie on NVMe, which are read into a few buffers.
     """
@@ -177,7 +177,7 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def measure_gathers(optimizer: Any, phases: Phases) -> None:
-    """Takes what a forward waits for its parameters out of it, as communication; below ZeRO 3 it has them.
+    """Measure what a forward waits for its parameters as communication. Does nothing below ZeRO 3.
 
     Ranks wait there for the slowest one, so that all forwards are as long as its own. On a GPU it is what the
     device's stream waits for the one that gathers, between two events; nothing waits for these.
@@ -201,31 +201,25 @@ def measure_gathers(optimizer: Any, phases: Phases) -> None:
 def _learning(
     block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Hidden states by position, and such that require a gradient.
+    """Return the inputs with hidden states by position, which require a gradient; `None` if they are so.
 
     DeepSpeed takes a block's gradients away by a hook on the gradient of its inputs by position. Where that
     is not computed (frozen embeddings below), torch calls the hook too early, before there are gradients.
 
     Raises:
-        ModelError: the block is given no such input.
+        ModelError: the block's first input is no floating-point tensor.
     """
     if not torch.is_grad_enabled() or any(_is_float(each) and each.requires_grad for each in args):
         return None
-    parameters = inspect.signature(block.forward).parameters.values()
-    places = [each for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    named = dict(named)
-    for place in places[len(args) :]:
-        if any(map(_is_float, args)) or (place.name not in named and place.default is place.empty):
-            break
-        args = (*args, named.pop(place.name, place.default))
-    index = next((index for index, each in enumerate(args) if _is_float(each)), None)
-    if index is None:
+    first = next(iter(inspect.signature(block.forward).parameters))
+    hidden, *others = args or (named.get(first),)
+    if not _is_float(hidden):
         raise ModelError(
-            f"model: {type(block).__name__} is given no floating-point tensor by position, and ZeRO 3 waits "
+            f"model: the first input of {type(block).__name__} is no floating-point tensor, and ZeRO 3 waits "
             "for its gradient; use ZeRO stage 2"
         )
-    needed = args[index] if args[index].requires_grad else args[index].detach().requires_grad_()
-    return (*args[:index], needed, *args[index + 1 :]), named
+    named = {name: each for name, each in named.items() if args or name != first}
+    return (hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *others), named
 
 
 def _is_float(value: Any) -> bool:
@@ -234,9 +228,10 @@ def _is_float(value: Any) -> bool:
 
 @contextmanager
 def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
-    """ZeRO 3's parameters, whole on every rank and left alone by forwards; gives whether they are.
+    """Gather ZeRO 3's parameters on every rank inside it, where they fit. Yields whether they do.
 
-    Where they are not, a forward gathers them layer by layer, and all ranks have to take part. Collective.
+    Forwards then neither gather nor release. Where they do not fit, a forward gathers layer by layer, and all
+    ranks have to take part. Collective.
     """
     offload = optimizer.parameter_offload
     # What the last forward fetched ahead would be gathered twice.
@@ -250,7 +245,7 @@ def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[b
 
 
 def _fit(sharded: list[Any], job: Job) -> bool:
-    """Whether twice their size is free on all ranks: the other half is for activations and the cache."""
+    """Return whether twice their size is free on all ranks, half of it for activations and the cache."""
     on_disk = any(p.ds_tensor.final_location == OffloadDeviceEnum.nvme for p in sharded)
     needed = sum(p.ds_numel * p.dtype.itemsize for p in sharded)
     if job.device.type == "cuda":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Profile, StepResult, further_means, mean_loss
+from pipeline.engine.interface import StepResult, further_means, mean_loss
 from pipeline.files import GIB, format_duration
 from pipeline.monitoring.alerts import Seen
 from pipeline.monitoring.events import TIME, Event
@@ -350,7 +350,6 @@ class Meters:
         workload: Workload,
         job: Job,
         clock: Callable[[], float],
-        profile: Profile | None = None,
         *,
         own_phases: Sequence[str] = (),
         wall: WallTime | None = None,
@@ -359,7 +358,6 @@ class Meters:
         """Begin to measure.
 
         Args:
-            profile: Measures what DeepSpeed's profilers were asked for.
             own_phases: Phases, besides the reading of data, in which no rank waits for another.
             wall: Measures the wall time of the engine's steps.
             gpu: Asks the driver about the device; `None` asks nothing.
@@ -373,7 +371,6 @@ class Meters:
         self._gpu = gpu
         self._memory = MemoryMeter(job.device)
         self._own_phases = ("data", *own_phases)
-        self._profile = profile
         self._each: dict[str, list[Tensor]] = {}
         """Numbers of each step since the last row, 0-dim."""
         self._last: StepResult | None = None
@@ -464,9 +461,6 @@ class Meters:
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
         interval.measured.update(self._memory.take() | self._saves | self._wall.so_far())
-        if self._profile is not None:
-            forward = interval.spent.seconds().get("forward", 0.0)
-            interval.measured.update(self._profile.row(self._steps, forward))
         self._steps = 0
         self._saves = {}
         return DeferredRow(numbers, partial(self._seen, interval, own, further))

@@ -34,8 +34,6 @@ _MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
     """Return one pipeline stage; its dimensions are of its own blocks.
 
-    `partition: time` is measured by a run: here it is as `parameters`.
-
     Raises:
         ConfigError: Its layers are not known, or too few.
     """

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from pipeline.checkpoint.export import export as export_weights
+from pipeline.config.optional_packages import require_deepspeed
 from pipeline.config.settings import Resolved, Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
@@ -94,6 +95,7 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
     if deepspeed is not None:
+        require_deepspeed()
         from pipeline.engine.deepspeed_patches import check_configuration
 
         check_configuration(deepspeed)

@@ -34,7 +34,6 @@ from pipeline.distributed.process_group import Job, allow_tf32
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.memory import freed_at_once
-from pipeline.engine.profile import profile_asked_for
 from pipeline.engine.schedule import LearningRate, check_own
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
@@ -99,7 +98,6 @@ def build_meters(
         recomputed_flops=_recomputed(language, engine, length),
     )
     clock = time.perf_counter
-    profile = profile_asked_for(resolved.deepspeed, engine, clock, directory, job.ranks.is_main_process)
     earlier = Earlier()
     if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
         earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
@@ -117,7 +115,6 @@ def build_meters(
         workload,
         job,
         clock,
-        profile,
         own_phases=own_phases(resolved, engine),
         wall=wall,
         gpu=gpu,
@@ -197,8 +194,7 @@ def build_engine(
         from pipeline.engine.pipeline_engine import PipelineEngine
         from pipeline.engine.stages import StageSharding
 
-        length = config.data.tokens_per_row
-        stages = StageSharding(resolved.deepspeed, split, length, job)
+        stages = StageSharding(resolved.deepspeed, split, job)
         model_in(stages)
         assert stages.model is not None
         return PipelineEngine(

@@ -65,11 +65,6 @@ EXAMPLES = [
     (1, {STATES: True, BF16: True, STAGE: 2}, {MASTERS: True}),
     (
         1,
-        {"ds.flops_profiler.enabled": True, "ds.compile.enabled": True, STAGE: 1},
-        {"ds.compile.enabled": False},
-    ),
-    (
-        1,
         {"ds.fp16.enabled": True, STAGE: 1, "watch.on_nonfinite": "stop"},
         {"watch.on_nonfinite": "skip"},
     ),

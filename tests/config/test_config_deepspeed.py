@@ -360,7 +360,6 @@ def test_half_precision_on_a_cpu_without_instructions_for_it_is_told(tmp_path, m
         ("cuda", {"torch": {"parallel": "ddp"}, "compile": {"enabled": False}}, False),
         ("cuda", {"tensor_parallel": {"autotp_size": 2}}, False),
         ("cuda", {"sequence_parallel_size": 2}, False),
-        ("cuda", {"flops_profiler": {"enabled": True}}, False),
         ("cuda", {"zero_optimization": {"stage": 3, "offload_param": NVME}}, False),
         ("cpu", {"zero_optimization": {"stage": 3}}, False),
         ("cpu", {"torch": {"parallel": "ddp"}, "compile": {"enabled": True}}, True),

@@ -7,6 +7,7 @@ import json
 import pytest
 from deepspeed.runtime import config as installed
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from support.deepspeed_schema import text
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.deepspeed_check import SCHEMA, rules
@@ -14,7 +15,6 @@ from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override, set_dotted
 from pipeline.config.settings import load_settings
 from pipeline.config.split import Device
-from pipeline.engine.deepspeed_schema import text
 from pipeline.errors import ConfigError
 
 DESCRIBED = json.loads(SCHEMA.read_text())
@@ -63,7 +63,7 @@ def refusal(load, tmp_path, content, *overrides):
 
 
 def test_the_file_describes_the_installed_deepspeed():
-    assert SCHEMA.read_text() == text(), "python -m pipeline.engine.deepspeed_schema"
+    assert SCHEMA.read_text() == text(), "python tests/support/deepspeed_schema.py"
 
 
 def test_every_section_of_the_installed_deepspeed_is_described():
@@ -216,6 +216,21 @@ def test_what_is_switched_off_is_passed_over_with_a_line(load, tree):
     assert file.tree == {}
     assert len(file.notes) == 1
     assert file.notes[0].endswith(": switched off, passed over")
+
+
+@pytest.mark.parametrize(
+    ("key", "on", "off"),
+    [
+        ("wall_clock_breakdown", True, False),
+        ("comms_logger", {"enabled": True, "verbose": False}, {"enabled": False, "verbose": True}),
+        ("flops_profiler", {"enabled": True, "profile_step": 5}, {"enabled": False, "profile_step": 5}),
+    ],
+)
+def test_deepspeeds_profilers_are_passed_over_with_what_to_use(load, key, on, off):
+    file = load({key: on})
+    assert (file.tree, len(file.notes)) == ({}, 1)
+    assert file.notes[0].endswith(f"{key}: passed over; {keys.IGNORED[key]}")
+    assert (load({key: off}).tree, load({key: off}).notes) == ({}, [])
 
 
 @pytest.mark.parametrize(

@@ -85,5 +85,5 @@ def test_nothing_else_imports_what_a_recipe_names():
         "monitoring/trackers/interface.py",
     }
     # Besides import_paths.py they import by names that stand in them.
-    named = {"__init__.py", "data/__init__.py", "engine/deepspeed_patches.py"}
+    named = {"__init__.py", "data/__init__.py"}
     assert importers == {"config/import_paths.py", *named}

@@ -84,7 +84,7 @@ def test_blocks_that_are_not_transformers_own_may_be_called_with_anything():
     assert len(blocks) == 2
 
 
-def test_a_block_has_an_input_by_position_that_requires_a_gradient():
+def test_a_block_has_hidden_states_by_position_that_require_a_gradient():
     class Block(nn.Module):
         def forward(self, hidden, mask=None):
             return hidden
@@ -94,18 +94,14 @@ def test_a_block_has_an_input_by_position_that_requires_a_gradient():
     assert _learning(block, (learns,), {"mask": mask}) is None
     (given, beside), named = _learning(block, (x, mask), {})
     assert (given.requires_grad, x.requires_grad, beside is mask, named) == (True, False, True, {})
-    (given,), named = _learning(block, (), {"hidden": learns, "mask": mask})
-    assert given is learns
-    assert list(named) == ["mask"]
-    with pytest.raises(ModelError, match="Block is given no floating-point tensor by position"):
-        _learning(block, (mask,), {})
-
-    class Later(nn.Module):
-        def forward(self, ids, cache=None, hidden=None):
-            return hidden
-
-    (beside, cache, given), named = _learning(Later(), (mask,), {"hidden": x})
-    assert (beside is mask, cache, given.requires_grad, named) == (True, None, True, {})
+    for hidden in (learns, x):
+        (given,), named = _learning(block, (), {"hidden": hidden, "mask": mask})
+        assert given.requires_grad
+        assert (given is learns) == (hidden is learns)
+        assert list(named) == ["mask"]
+    for wrong in (((mask,), {}), ((), {"mask": mask})):
+        with pytest.raises(ModelError, match="the first input of Block is no floating-point tensor"):
+            _learning(block, *wrong)
     with torch.no_grad():
         assert _learning(block, (x,), {}) is None
 

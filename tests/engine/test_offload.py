@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import pytest
 import torch
 from support.launch import ROOT, launch, write_recipe
-from support.saved import store_in
-from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
-from test_step import good_bad_good
+from support.tiny import BANDS, deepspeed_json, recipe, train_curve
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.objectives import CausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -54,63 +50,6 @@ def hold_to_oracle(curve, precision: str, large: bool = False) -> None:
 )
 def test_other_keys_change_no_number(ranks, zero):
     hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS)[0], "fp32")
-
-
-@pytest.mark.daily("3-zero3-fp32", "3-zero1-bf16")
-@pytest.mark.parametrize(
-    ("stage", "zero", "precision"),
-    [
-        (2, OPTIMIZER, "fp32"),
-        (3, BOTH, "bf16"),
-        (1, OPTIMIZER, "fp16"),
-        (3, OPTIMIZER, "fp32"),
-    ],
-)
-def test_a_bad_batch_changes_no_parameter(ranks, stage, zero, precision):
-    tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})
-    arguments = (tree, deepspeed_json(stage, precision, **zero), math.nan)
-    unchanged, skipped, moved, finite = ranks(2).run(good_bad_good, *arguments, timeout=500)[0]
-    assert unchanged
-    assert skipped == 1.0
-    assert moved
-    assert finite
-
-
-def four_and_two_and_two(job: Job, tree, deepspeed, folder: str):
-    """Losses and norms of four steps, and of two, a checkpoint, and two of a new engine."""
-    data = token_bundle()
-    batches = [{key: value[None] for key, value in data.train[i].items()} for i in range(4)]
-
-    def train(engine, some):
-        results = [engine.train_step([batch], CausalLM(), 1e-2, False) for batch in some]
-        return [(float(r.loss_sum), float(r.grad_norm)) for r in results]
-
-    unbroken = train(make_engine(job, tree, deepspeed, data), batches)
-    first = make_engine(job, tree, deepspeed, data)
-    resumed = train(first, batches[:2])
-    store = store_in(folder, job)
-    store.save_final(first, {"global_step": 2})
-    second = make_engine(job, tree, deepspeed, data)
-    assert store.resume(second) == {"global_step": 2}
-    store.close()
-    return unbroken, resumed + train(second, batches[2:])
-
-
-@pytest.mark.daily("3-zero3-fp16")
-@pytest.mark.parametrize(
-    ("stage", "zero", "precision"),
-    [
-        (2, OPTIMIZER, "bf16"),
-        (3, BOTH, "fp32"),
-        (1, OPTIMIZER, "fp32"),
-        (3, OPTIMIZER, "fp16"),
-    ],
-)
-def test_resumed_equals_unbroken(ranks, tmp_path, stage, zero, precision):
-    tree = recipe(batch={"micro_batch_size": 1, "gradient_accumulation_steps": 1})
-    json = deepspeed_json(stage, precision, **zero)
-    for unbroken, resumed in ranks(2).run(four_and_two_and_two, tree, json, str(tmp_path), timeout=500):
-        assert resumed == unbroken
 
 
 def has_async_io(job: Job) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_own_optimizer import built
 from torch import nn
 
 from pipeline.checkpoint.shards import Region, Shard
@@ -27,6 +28,10 @@ OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
     "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.1),
+    **{
+        f"own {name}": lambda model, name=name: built(name, module=model)
+        for name in ("Counting", "CountAlone", "RowMeans")
+    },
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.5, centered=True),
 }
 

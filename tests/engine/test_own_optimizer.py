@@ -10,7 +10,6 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.engine.optim import SeveralOptimizers, build_torch_optimizer, parameter_groups
 from pipeline.engine.schedule import set_learning_rate
-from pipeline.engine.state import ParameterState, restore, whole_parameters
 from pipeline.errors import ConfigError
 
 ZERO_2 = Split(2, "fp32", "deepspeed", zero_stage=2)
@@ -243,50 +242,6 @@ def test_one_stands_beside_muon():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert torch.equal(module[2].weight, before - 0.5)
-
-
-class Kept:
-    """A ShardSource of one rank's shards."""
-
-    def __init__(self, state):
-        self.scalars = state.scalars()
-        self._shards = {(s.name, s.kind): (s.region.shape, s.values.clone()) for s in state.shards(None)}
-
-    def names(self):
-        return {key: shape for key, (shape, _) in self._shards.items()}
-
-    def read(self, name, kind, region, out):
-        out.copy_(self._shards[name, kind][1])
-
-
-def trained(module, optimizer, first, last):
-    set_learning_rate(optimizer, 0.1)
-    losses = []
-    for step in range(first, last):
-        torch.manual_seed(step)
-        loss = (module(torch.randn(4, 6)) - torch.randn(4, 3)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("name", ["Counting", "CountAlone", "RowMeans", "torch.optim:NAdam"])
-def test_another_process_goes_on_bit_for_bit(name):
-    def made():
-        module = model()
-        optimizer = built(name, module=module)
-        return module, optimizer, ParameterState(whole_parameters(module), {}, optimizer, (0, 1), {})
-
-    module, optimizer, state = made()
-    trained(module, optimizer, 0, 3)
-    kept = Kept(state)
-    expected = trained(module, optimizer, 3, 6)
-    module, optimizer, state = made()
-    with torch.no_grad():
-        restore(state, kept, [name for name, _ in module.named_parameters()])
-    assert trained(module, optimizer, 3, 6) == expected
 
 
 def test_trying_it_out_draws_no_random_number_of_the_run():

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, token_bundle
-from test_step import evaluated
+from support.tiny import MaskedTokens, deepspeed_json, make_engine, token_bundle
 from test_tensor_parallel import (
     ALONE,
-    good_bad_good,
     hold_to_the_oracle,
     one_micro_batch,
-    tree_of,
-    unbroken_and_resumed,
-    written,
 )
 
 from pipeline.distributed.process_group import Job
@@ -35,45 +28,6 @@ def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
 )
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), divided_json(2), model, steps=4)
-
-
-def test_zero3_averages_the_same_without_reduce_scatter(ranks):
-    hold_to_the_oracle(ranks(2), divided_json(3, reduce_scatter=False), steps=3)
-
-
-@pytest.mark.daily("0-fp16-nan", "1-bf16-nan", "3-bf16-inf")
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
-)
-def test_one_bad_rank_skips_the_step_on_all(ranks, stage, precision, factor):
-    json = divided_json(stage, precision)
-    for answer in ranks(2).run(good_bad_good, one_micro_batch("llama"), json, factor):
-        assert answer == (True, 1.0, True, 0.0)
-
-
-@pytest.mark.daily("1-bf16", "3-fp32")
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32")])
-def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
-    json = divided_json(stage, precision)
-    for unbroken, resumed in ranks(2).run(unbroken_and_resumed, tree_of("llama"), json, str(tmp_path)):
-        assert resumed == unbroken
-
-
-def test_evaluation_counts_every_token_once(ranks):
-    """The last micro-batch is smaller than the others."""
-    expected = evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)
-    for row in ranks(2).run(evaluated, recipe(batch={"micro_batch_size": 3}), divided_json(1)):
-        assert row == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.daily("qwen2-grouped-3")
-@pytest.mark.parametrize(("model", "stage"), [("llama", 1), ("qwen2-grouped", 3), ("gpt2", 1)])
-def test_every_rank_writes_the_oracles_text_from_the_whole_prompt(ranks, model, stage):
-    text, loss = written(ALONE, tree_of(model), None)
-    for ours, our_loss in ranks(2).run(written, tree_of(model), divided_json(stage)):
-        assert ours == text
-        assert our_loss == pytest.approx(loss, rel=1e-5)
 
 
 def step_on(job: Job, tree, json, changes):

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import pytest
 import torch
-from support.saved import store_in
-from support.tiny import BANDS, deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
-from test_step import Poisoned, evaluated, parameters
+from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 
-from pipeline.config.batch_plan import plan_batch
-from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.errors import ModelError
-from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import CausalLM
-from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
 
@@ -129,98 +122,8 @@ def test_each_rank_holds_half_the_matrices_and_the_same_norms(ranks):
     assert len(whole) == 6
 
 
-def good_bad_good(job: Job, tree, json, factor: float):
-    """See test_step: only the last rank's loss is bad, and here ranks may share samples."""
-    engine = make_engine(job, tree, json, token_bundle())
-    objective = Poisoned()
-    batch = [batch_of(engine, engine.dp_rank)]
-    engine.train_step(batch, objective, 1e-2, False)
-    before = parameters(engine)
-    objective.factor = factor if job.ranks.rank == job.ranks.world_size - 1 else 1.0
-    bad = engine.train_step(batch, objective, 1e-2, False)
-    after = parameters(engine)
-    objective.factor = 1.0
-    good = engine.train_step(batch, objective, 1e-2, False)
-    return (
-        all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-        float(bad.skipped),
-        any(not torch.equal(a, b) for a, b in zip(after, parameters(engine), strict=True)),
-        float(good.skipped),
-    )
-
-
 def one_micro_batch(model: str):
     return tree_of(model) | {"batch": {"micro_batch_size": 2, "gradient_accumulation_steps": 1}}
-
-
-@pytest.mark.daily("0-bf16-nan", "1-fp32-inf", "2-fp16-nan")
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (0, "fp16"), (1, "bf16"), (1, "fp32"), (2, "fp16")]
-)
-def test_one_bad_rank_skips_the_step_on_all(ranks, stage, precision, factor):
-    for answer in ranks(2).run(good_bad_good, one_micro_batch("llama"), cut_json(stage, precision), factor):
-        assert answer == (True, 1.0, True, 0.0)
-
-
-def unbroken_and_resumed(job: Job, tree, json, folder: str):
-    """(loss share, norm) of four steps, and of two, a checkpoint, two more in a new engine."""
-    data = token_bundle()
-    config = settings(tree, json).config
-
-    def start():
-        engine = make_engine(job, tree, json, data)
-        return engine, build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
-
-    def train(engine, loader, first, last):
-        rows = []
-        for step in range(first, last):
-            seed_step(0, step, engine.seed_rank)
-            result = engine.train_step(loader.next_group(), CausalLM(), 1e-2, False)
-            rows.append((float(result.loss_sum), float(result.grad_norm)))
-        return rows
-
-    unbroken = train(*start(), 0, 4)
-    engine, loader = start()
-    resumed = train(engine, loader, 0, 2)
-    store_in(folder, job).save_final(engine, {"global_step": 2, "samples_seen": loader.samples_seen})
-    engine, loader = start()
-    state = store_in(folder, job).resume(engine)
-    assert state is not None
-    loader.seek(state["samples_seen"])
-    return unbroken, resumed + train(engine, loader, 2, 4)
-
-
-@pytest.mark.daily("0-bf16", "2-fp32")
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp16"), (2, "fp32")])
-def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, stage, precision):
-    json = cut_json(stage, precision)
-    for unbroken, resumed in ranks(2).run(unbroken_and_resumed, tree_of("llama"), json, str(tmp_path)):
-        assert resumed == unbroken
-
-
-def test_evaluation_counts_every_token_once(ranks):
-    expected = evaluated(ALONE, recipe(batch={"micro_batch_size": 16}), None)
-    for row in ranks(2).run(evaluated, recipe(batch={"micro_batch_size": 3}), cut_json(1)):
-        assert row == pytest.approx(expected, rel=1e-6)
-
-
-def written(job: Job, tree, json):
-    """What the model writes after a step; then another step's loss."""
-    engine = make_engine(job, tree, json, token_bundle())
-    batches = [batch_of(engine, 0)] * 4
-    engine.train_step(batches, CausalLM(), 1e-2, False)
-    text = engine.generate([[5, 6, 7, 8, 9]], GenerationSettings(8, temperature=0.8, seed=3))
-    loss = engine.train_step(batches, CausalLM(), 1e-2, False).loss_sum
-    return text, float(job.all_reduce_sum(loss.double()))
-
-
-@pytest.mark.parametrize("model", ["llama", "llama-tied"])
-def test_ranks_write_the_oracles_text_together(ranks, model):
-    text, loss = written(ALONE, tree_of(model), None)
-    for ours, our_loss in ranks(2).run(written, tree_of(model), cut_json(1)):
-        assert ours == text
-        assert our_loss == pytest.approx(loss, rel=1e-5)
 
 
 def refusal(job: Job, tree, json) -> str:

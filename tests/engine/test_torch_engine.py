@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from support.heard import heard
 from support.launch import ROOT, TORCHRUN, TRAIN, command, run_python
-from support.saved import store_in
-from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle, train_curve
+from support.tiny import deepspeed_json, make_engine, recipe, train_curve
 from torch import nn
 
-from pipeline.config.batch_plan import plan_batch
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.state import GradientWatch, listed, without_gradient
+from pipeline.engine.state import listed, watch_gradients, without_gradient
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ModelError
-from pipeline.evaluation.held_out import evaluate
-from pipeline.objectives import Classification, LossSum, build_objective
-from pipeline.training.assemble import build_eval_loader
+from pipeline.objectives import Classification
 
 pytestmark = pytest.mark.slow
 
@@ -85,21 +79,6 @@ def test_one_process_on_a_cpu_is_the_module_itself(oracle, parallel):
     assert curve_of(ALONE, "fp32", parallel, 8) == oracle
 
 
-def evaluated(job: Job):
-    """After a step: the module is called without a wrapper, and one rank has samples the other has not."""
-    data = token_bundle()
-    tree = recipe(batch={"micro_batch_size": 16})
-    config = settings(tree, None).config
-    engine = make_engine(job, tree, None, data)
-    loader = build_eval_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
-    return evaluate(engine, build_objective(config), loader, job)
-
-
-def test_evaluation_is_that_of_one_process(ranks):
-    for row in ranks(2).run(evaluated):
-        assert row == pytest.approx(evaluated(ALONE), rel=1e-6)
-
-
 # --- a small model, stepped by hand -----------------------------------------------------------------------
 
 
@@ -144,55 +123,6 @@ def step(engine: TorchEngine, *micro_batches):
 
 def weights(engine: TorchEngine):
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-class Broken(Classification):
-    def __call__(self, model, batch) -> LossSum:
-        loss = super().__call__(model, batch)
-        return LossSum(loss.loss_sum * math.nan, loss.count, loss.extras)
-
-
-def one_bad_rank(job: Job):
-    engine = engine_of(job, two(True))
-    step(engine, batch_of(0, True))
-    before = weights(engine)
-    objective = Broken() if job.ranks.rank == 1 else Classification()
-    skipped = engine.train_step([batch_of(1, True)], objective, 1e-2, False).skipped
-    unchanged = all(torch.equal(before[name], p) for name, p in weights(engine).items())
-    again = step(engine, batch_of(2, True))
-    return float(skipped), unchanged, float(again.skipped), weights(engine)
-
-
-def test_a_bad_batch_of_one_rank_is_skipped_by_all(ranks):
-    for skipped, unchanged, again, after in ranks(2).run(one_bad_rank):
-        assert (skipped, unchanged, again) == (1.0, True, 0.0)
-        assert all(bool(torch.isfinite(p).all()) for p in after.values())
-
-
-def saved_and_loaded(job: Job, folder: Path):
-    """Weights after three steps, the third taken by another engine that loaded what the first one saved."""
-    engine = engine_of(job, two(True))
-    for seed in (0, 1):
-        step(engine, batch_of(2 * seed + job.ranks.rank, True))
-    store_in(folder, job).save_final(engine, {"global_step": 2})
-    other = engine_of(job, Two(True))
-    store_in(folder, job).resume(other)
-    for each in (engine, other):
-        step(each, batch_of(9 + job.ranks.rank, True))
-    return weights(engine), weights(other), list(engine.module.state_dict()), type(engine.module)
-
-
-def test_the_ranks_share_the_writing_out_and_every_rank_goes_on_from_it(ranks, tmp_path):
-    results = ranks(2).run(saved_and_loaded, tmp_path)
-    for unbroken, resumed, names, kind in results:
-        assert kind is Two
-        assert names == list(two().state_dict())
-        for name, value in unbroken.items():
-            assert torch.equal(value, resumed[name])
-            assert torch.equal(value, results[0][0][name])
-    sizes = [path.stat().st_size for path in tmp_path.glob("step-*/rank-*.safetensors")]
-    assert len(sizes) == 2
-    assert max(sizes) < 1.5 * min(sizes)
 
 
 # --- parameters that take no part ---------------------------------------------------------------------------
@@ -265,11 +195,11 @@ def watched(job: Job, deepspeed, always_both: bool):
         batch={"micro_batch_size": 4, "gradient_accumulation_steps": 2},
     )
     engine = make_engine(job, tree, deepspeed, DataBundle([], {}, dict, None, None, 3, "none"))
-    watch = GradientWatch(engine.module.named_parameters())
+    end_watch = watch_gradients(engine.module.named_parameters())
     step(engine, batch_of(0, False), batch_of(1, False))
-    names = watch.unused()
+    names = end_watch()
     step(engine, batch_of(2, True), batch_of(3, True))
-    return names, watch.unused()
+    return names, end_watch()
 
 
 @pytest.mark.daily("0-bf16", "2-fp32")
@@ -292,7 +222,7 @@ def test_frozen_parameters_are_not_missed():
     model.second.requires_grad_(False)
     model(batch_of(0, False)["inputs"]).sum().backward()
     assert without_gradient(model) == []
-    assert GradientWatch(model.named_parameters()).unused() == [
+    assert watch_gradients(model.named_parameters())() == [
         "trunk.weight",
         "trunk.bias",
         "first.weight",

@@ -206,6 +206,8 @@ SPLITS = {
     **{f"zero{stage}-fp16": Split(zero(stage) | FP16) for stage in range(4)},
     **{f"zero{stage}-search": Split(zero(stage) | SEARCH) for stage in range(4)},
     **{f"zero{stage}-cpu": Split(zero(stage, offload_optimizer=CPU)) for stage in (1, 2, 3)},
+    "zero2-cpu-bf16": Split(zero(2, offload_optimizer=CPU) | BF16),
+    "zero3-cpu-fp16": Split(zero(3, offload_optimizer=CPU) | FP16),
     "zero3-all-cpu": Split(zero(3, offload_optimizer=CPU, offload_param=CPU)),
     "zero3-kept-none": Split(zero(3, stage3_param_persistence_threshold=0)),
     "zero2-round-robin": Split(zero(2, round_robin_gradients=True)),

@@ -1,6 +1,6 @@
 """Writes what DeepSpeed's configuration takes, from the installed DeepSpeed, for pipeline/config to check by.
 
-    python -m pipeline.engine.deepspeed_schema
+    python tests/support/deepspeed_schema.py
 
 Sections with a pydantic model are read from the model, all others by running DeepSpeed's own parser on a
 mapping that notes which keys it asks for. A test compares the file with the installed DeepSpeed.
@@ -141,9 +141,6 @@ def _fields(model: type[DeepSpeedConfigModel]) -> Iterator[tuple[str, Rule]]:
         alone: Any = create_model("Field", __config__=ANY_TYPE, value=(kind, None))
         schema = alone.model_json_schema(schema_generator=_Lenient)
         rule = _of_schema(schema["properties"]["value"], schema.get("$defs", {}))
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        if extra.get("deprecated"):
-            rule["deprecated"] = str(extra.get("new_param", ""))
         if isinstance(field.default, (bool, int, float, str)):
             rule["default"] = field.default
         if field.alias:
