@@ -23,8 +23,8 @@ import pytest
 from support.ranks import RankPool
 
 if TYPE_CHECKING:
-    from support.scheduling import Scheduling
     from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 NODES = Path(__file__).parent / "multinode"
 
@@ -59,10 +59,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
-    from support.scheduling import Scheduling
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling
 
-    return Scheduling(config, log)
+    class ByFile(LoadScopeScheduling):
+        """Gives a file's tests to one worker, and all tests of nodes, of which there is one set, to one."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "nodes" if file.startswith("tests/multinode/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from monitoring.trackers.test_trackers_notify import Server as Webhook
+from secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.launch import Launched, launch, run_directories, run_python, write_recipe
-from support.secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.wandb_server import KEY, Server, environment
 
 from pipeline.errors import ConfigError, one_line, printable

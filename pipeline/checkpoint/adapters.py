@@ -1,8 +1,8 @@
 """Checkpoints of an adapter: which base they belong to, and both together as one model's weights.
 
-A checkpoint's state says what the adapter computes and where its base lies. A digest of every byte of the
-base tells whether what lies there still is that base. The checkpoint also records size, time of last change
-and inode of each file, so that unchanged files are not read again.
+A checkpoint's state records the adapter's settings and the place of its base. A digest of every byte of the
+base tells whether it is still the same. The checkpoint also records size, time of last change and inode of
+each file, so that unchanged files are not read again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ import xxhash
 from torch import Tensor, nn
 
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.shards import WEIGHT, Region
-from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
+from pipeline.checkpoint.reader import CheckpointWeights
+from pipeline.checkpoint.shard_file import as_bytes
+from pipeline.checkpoint.shards import WEIGHT
+from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.optional_packages import require
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.streams import SETTLED_NANOSECONDS
@@ -36,9 +37,10 @@ from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
 from pipeline.planner.rank import EMBEDDINGS, WORDS
 
-BASE, FILES = "base", "base_files"  # of what a checkpoint says of its adapter
-_PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
-_QUIET_SECONDS = 3.0
+KEY = "adapter"  # in the state of a checkpoint
+BASE, FILES = "base", "base_files"  # inside it
+LONG = 2e9  # bytes that take some seconds to read
+PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
 log = logging.getLogger(__name__)
 
 
@@ -61,30 +63,16 @@ def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
     before = str(known.get(BASE, {}).get("digest") or "")
     if before and known.get(FILES) and known[FILES] == stamps_of(file.files):
         return before
-    digest, begin, done, is_told = xxhash.xxh3_128(), time.monotonic(), 0, False
+    size = sum(path.stat().st_size for path in file.files)
+    if size > LONG:
+        log.info("reading all weights of the adapter's base to detect changes: %s", format_bytes(size))
+    digest = xxhash.xxh3_128()
     for name in sorted(file.entries):
         entry = file.entries[name]
         digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
-        values = file.read(name).flatten().contiguous()
-        for piece in values.view(torch.uint8).split(_PIECE):
+        for piece in as_bytes(file.read(name)).split(PIECE):
             digest.update(piece.numpy().data)
-            done += len(piece)
-            if not is_told and time.monotonic() - begin > _QUIET_SECONDS:
-                is_told = True
-                size = sum(
-                    math.prod(each.shape) * each.dtype.itemsize
-                    for each in file.entries.values()
-                    if isinstance(each.dtype, torch.dtype)
-                )
-                log.info(
-                    "reading all weights of the adapter's base to detect changes: %s of %s",
-                    format_bytes(done),
-                    format_bytes(size),
-                )
     return digest.hexdigest()
-
-
-KEY = "adapter"  # in the state of a checkpoint
 
 
 def described(
@@ -94,13 +82,13 @@ def described(
     open_checkpoint: OpenCheckpoint,
     checkpoint: Manifest | None = None,
 ) -> dict[str, Any]:
-    """What a run's checkpoints say of its adapter; nothing of a run without one. Collective.
+    """Return what a run's checkpoints state about its adapter; nothing for a run without one. Collective.
 
     Args:
-        checkpoint: The run resumes from it.
+        checkpoint: Checkpoint that the run resumes from.
 
     Raises:
-        ModelError: the base cannot be read.
+        ModelError: The base cannot be read.
     """
     if config.adapter is None:
         return {}
@@ -119,7 +107,7 @@ def lasting(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
-    """How the base is held, and which of its layers so."""
+    """Return how the base is quantised, and which of its layers."""
     if config.quantize is None:
         return {}
     from pipeline.models.quantised import quantised_layers
@@ -128,7 +116,7 @@ def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
 
 
 def _computed(layer: Any) -> dict[str, Any]:
-    """What all layers of peft's in a model have in common."""
+    """Return the settings that all of peft's layers in a model share."""
     return {
         "alpha": layer.lora_alpha[NAME],
         "dora": bool(layer.use_dora[NAME]),
@@ -138,10 +126,10 @@ def _computed(layer: Any) -> dict[str, Any]:
 
 
 def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path) -> None:
-    """Of a run that goes on.
+    """Refuse to resume a run over another base.
 
     Raises:
-        CheckpointError: its adapter was trained over other weights.
+        CheckpointError: Its adapter was trained over other weights.
     """
     before, after = (each.get(KEY, {}).get("base", {}) for each in (then, now))
     if before.get("digest") != after.get("digest"):
@@ -159,7 +147,7 @@ def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
     """Refuse weights that are not those an adapter was trained over.
 
     Raises:
-        CheckpointError: they are others.
+        CheckpointError: They are others.
     """
     about = manifest.state[KEY]
     if digest_of(file, about) != about[BASE]["digest"]:
@@ -170,10 +158,10 @@ def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
 
 
 def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpoint) -> None:
-    """Refuse a changed base where the run had its own. An adapter is exported where there is none, too.
+    """Refuse a changed base. If it is not where the run had it, the adapter is exported without the check.
 
     Raises:
-        CheckpointError: it holds other weights.
+        CheckpointError: It holds other weights.
     """
     base = manifest.state[KEY][BASE]
     if not (base["weights"] or base["pretrained"]):
@@ -188,7 +176,7 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
 
 
 def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where it lies, its digest, and the files that this was found in."""
+    """Return the place of the base, its digest, and the files with these weights."""
     model = config.model
     pretrained = model.pretrained_from
     base: dict[str, Any] = {"weights": None, "pretrained": pretrained, "seed": config.seed}
@@ -204,8 +192,18 @@ def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str
 
 
 def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
+    """Open the weights that an adapter was trained over.
+
+    Raises:
+        ModelError: They are not there, or were never in a file.
+    """
     if base["weights"] is not None:
         return open_weights(Path(base["weights"]), open_checkpoint)
+    if base["pretrained"] is None:
+        raise ModelError(
+            f"its random weights, drawn from seed {base['seed']}, are in no file; train an adapter over "
+            "model.pretrained or model.weights"
+        )
     pretrained = str(base["pretrained"])
     if Path(pretrained).is_dir():
         return open_weights(Path(pretrained), open_checkpoint)
@@ -213,14 +211,15 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
 
 
 def layers_in(names: Iterable[str]) -> list[str]:
-    """Those that have an adapter, of a checkpoint's names."""
+    """Return the layers that have an adapter, from a checkpoint's names."""
     end = f".lora_A.{NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
 def peft_names(manifest: Manifest) -> dict[str, str]:
-    """Name in a file of peft's -> name in the checkpoint. An embedding that is the output layer too has both
-    names there.
+    """Map names in a file of peft's to names in the checkpoint.
+
+    An embedding that is the output layer as well has both names in the file.
     """
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {of_peft(name): name for name in names}
@@ -232,10 +231,10 @@ def peft_names(manifest: Manifest) -> dict[str, str]:
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
-    """Of what can be trained over.
+    """Return the dtype of a base's tensor.
 
     Raises:
-        ModelError: it is none of a model's weights.
+        ModelError: It is no dtype of torch.
     """
     if not isinstance(entry.dtype, torch.dtype):
         raise ModelError(f"the base holds {entry.dtype}, into which no adapter can be merged")
@@ -243,10 +242,10 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 
 def write_peft_config(manifest: Manifest, folder: Path) -> None:
-    """adapter_config.json, from what the checkpoint says.
+    """Write adapter_config.json from what the checkpoint states.
 
     Raises:
-        CheckpointError: it does not say enough.
+        CheckpointError: It holds no adapter.
         ConfigError: peft is not installed.
     """
     require("peft", "exporting an adapter", "merge it into its base with --merge")
@@ -259,7 +258,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
-    # peft warns where it is asked to keep together what the adapter leaves alone.
+    # peft warns if it is asked to tie weights that the adapter leaves alone.
     trains_words = any(f"{name}.weight".endswith(EMBEDDINGS) for name in whole)
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
@@ -278,7 +277,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
-    """The model's config.json; empty where there is none."""
+    """Return the model's config.json; empty if there is none."""
     config = manifest.folder.parent.parent / "model" / "config.json"
     try:
         found = json.loads(config.read_text("utf-8"))
@@ -287,60 +286,37 @@ def _described(manifest: Manifest) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Drawn:
-    """See WeightFile: the first weights of a model of transformers, drawn anew from the run's seed."""
-
-    files: Sequence[Path] = ()
-
-    def __init__(self, run: Path, base: Mapping[str, Any]):
-        from pipeline.models.huggingface import build_described, draw_weights
-        from pipeline.models.sharding import Whole
-
-        model = build_described(run / "model", CausalLMConfig(architecture="described"))
-        torch.manual_seed(base["seed"])
-        draw_weights(model, Whole(), draws=True)
-        self._tensors = {name: p.detach() for name, p in model.named_parameters()}
-        self.entries: Mapping[str, Entry] = {
-            n: Entry(tuple(t.shape), t.dtype) for n, t in self._tensors.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def close(self) -> None:
-        self._tensors.clear()
-
-
 class MergedWeights:
-    """See WeightFile: what the adapter of a checkpoint and its base come to together, tensor by tensor, in
-    the base's precision, worked out in fp32.
+    """Weights of an adapter and its base as one model, tensor by tensor; see WeightFile.
+
+    They have the base's precision and are computed in fp32.
     """
 
     files: Sequence[Path] = ()
+    buffers: Collection[str] = ()
 
     def __init__(self, manifest: Manifest, open_checkpoint: OpenCheckpoint):
-        """Opens both.
+        """Open the adapter and its base.
 
         Raises:
-            ModelError: the base is not there any more, or lacks a layer.
-            CheckpointError: the base holds other weights than the adapter was trained over.
+            ModelError: The base is no longer there, or lacks a layer.
+            CheckpointError: The base holds other weights than the adapter was trained over.
         """
         self._about = manifest.state[KEY]
-        run, base = manifest.folder.parent.parent, self._about["base"]
-        self._reader = CheckpointReader(manifest)
-        shapes = {name: shape for (name, kind), shape in self._reader.names().items() if kind == WEIGHT}
-        self._layers = set(layers_in(shapes))
+        base = self._about[BASE]
+        self._adapter = CheckpointWeights(manifest)
+        self._layers = set(layers_in(self._adapter.entries))
         self._rounding = Rounding(self._about) if self._about.get("quantize") else None
-        self._whole = {name: shape for name, shape in shapes.items() if of_peft(name).count(".lora_") == 0}
+        self._whole = {
+            name: entry
+            for name, entry in self._adapter.entries.items()
+            if ".lora_" not in of_peft(name) and name not in self._adapter.buffers
+        }
         try:
-            if base["weights"] or base["pretrained"]:
-                self._base: WeightFile = open_base(base, open_checkpoint)
-            else:
-                self._base = _Drawn(run, base)
+            self._base = open_base(base, open_checkpoint)
         except PipelineError as error:
             raise ModelError(f"{manifest.folder} is an adapter, and its base: {one_line(error)}") from None
-        if not isinstance(self._base, _Drawn):
-            refuse_changed_base(manifest, self._base)
+        refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)
         wanted = {f"{layer}.weight" for layer in self._layers.union(self._about.get("quantized", ()))}
         self._keys = matched(keys, wanted | set(self._whole))
@@ -349,18 +325,18 @@ class MergedWeights:
                 f"{manifest.folder} is an adapter, and {where(base)}, its base, has no {missing[0]}"
             )
         given = {key: name for name, key in self._keys.items()}
-        # What has no adapter is named by what stands before all that has (`module.`).
+        # Tensors without an adapter lose the prefix that all with one have (`module.`).
         fronts = {key.removesuffix(name) for name, key in self._keys.items()}
         front = fronts.pop() if len(fronts) == 1 else ""
         self._names = {given.get(key, key.removeprefix(front)): key for key in keys}
         self.entries: Mapping[str, Entry] = {
             **{name: self._base.entries[key] for name, key in self._names.items()},
-            **{name: Entry(shape, torch.float32) for name, shape in self._whole.items()},
+            **self._whole,
         }
 
     def read(self, name: str) -> Tensor:
         if name in self._whole:
-            return self._trained(name)
+            return self._adapter.read(name)
         values = self._base.read(self._names[name])
         layer, dtype = name.removesuffix(".weight"), values.dtype
         if layer == name:
@@ -369,45 +345,39 @@ class MergedWeights:
             values = self._rounding.of(layer, values)
         if layer not in self._layers:
             return values.to(dtype)
-        low, high = (self._trained(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB")
+        low, high = (self._adapter.read(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB")
         about = self._about
         scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
         whole = values.float().T if about["transposed"] else values.float()
         whole = whole + scale * (high @ low)
         if about["dora"]:
-            lengths = self._trained(f"{layer}.lora_magnitude_vector.{NAME}.weight")
+            lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{NAME}.weight")
             whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
         return (whole.T if about["transposed"] else whole).contiguous().to(dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the base's layers that have an adapter."""
+        """Dtype of the base's layers that have an adapter."""
         return dtype_of(self._base.entries[self._keys[f"{min(self._layers)}.weight"]])
 
     @property
     def rounding_error(self) -> float | None:
-        """||W - W in 4 bits|| / ||W|| over the quantised layers that were read; None: none is quantised."""
+        """||W - W in 4 bits|| / ||W|| over the quantised layers read so far; `None` if none is quantised."""
         return None if self._rounding is None else self._rounding.error
 
-    def _trained(self, name: str) -> Tensor:
-        shape = self._reader.names()[name, WEIGHT]
-        values = torch.empty(math.prod(shape))
-        self._reader.read(name, WEIGHT, Region(shape, None, 0, len(values)), values)
-        return values.view(shape)
-
     def close(self) -> None:
-        self._reader.close()
+        self._adapter.close()
         self._base.close()
 
 
 class Rounding:
-    """The base that a QLoRA run trained over: its weights are quantised again, and taken back to numbers."""
+    """Rounds a base's weights as QLoRA did in training: quantises and dequantises them.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+    """
 
     def __init__(self, about: Mapping[str, Any]):
-        """
-        Raises:
-            ConfigError: bitsandbytes is not installed.
-        """
         require("bitsandbytes", "merging an adapter whose base is in nf4")
         from pipeline.models.quantised import packed, unpacked
 
@@ -417,7 +387,7 @@ class Rounding:
         self._off = self._whole = 0.0
 
     def of(self, layer: str, values: Tensor) -> Tensor:
-        """A layer's weight as the run had it, in fp32; as it is, where the layer was not quantised."""
+        """Return a layer's weight as the run had it, in fp32; unchanged if the layer was not quantised."""
         if layer not in self._layers:
             return values
         exact = values.float()
@@ -428,5 +398,5 @@ class Rounding:
 
     @property
     def error(self) -> float:
-        """Relative, of all that was rounded."""
+        """Relative error of all that was rounded."""
         return math.sqrt(self._off / self._whole) if self._whole else 0.0

@@ -1,7 +1,7 @@
-"""Weights out of a checkpoint as safetensors, a stretch at a time: memory does not grow with the model.
+"""Weights out of a checkpoint as safetensors, one tensor at a time.
 
-They are the checkpoint's own, or an adapter's merged with its base. Beside them lies what transformers
-needs to open the folder, where the run had a transformers model.
+They are the checkpoint's own, or an adapter's merged with its base. Beside them is what transformers needs to
+open the folder if the run had a transformers model.
 """
 
 from __future__ import annotations
@@ -11,175 +11,36 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from pipeline.checkpoint import adapters
-from pipeline.checkpoint.adapters import MergedWeights
+from pipeline.checkpoint.adapters import MergedWeights, dtype_of
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import KINDS, VALUES_AT_ONCE, CheckpointReader, stretches, weights_of
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, hash_stretch, header_of, opened
-from pipeline.checkpoint.shards import WEIGHT, Region
+from pipeline.checkpoint.reader import MODEL_KINDS, CheckpointWeights, check_content, ignore, look
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
+from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
 from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
 from pipeline.models.transformers_facts import auto_class_for
+from pipeline.models.weights import Entry
 from pipeline.redaction import redact_text
 
-SINGLE = "model.safetensors"
-Wanted = tuple[str, tuple[int, ...], torch.dtype]  # kind, shape, dtype
-
-
-class Source(Protocol):
-    """Tensors to write."""
-
-    wanted: Mapping[str, Wanted]
-    """By the names they will have."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, where nobody asks for another."""
-        ...
-
-    @property
-    def rounding_error(self) -> float | None:
-        """Of what was read of a base in 4 bits, see MergedWeights; None: there is none."""
-        ...
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None: ...
-
-
-class Saved:
-    """See Source: a checkpoint's own."""
-
-    dtype = torch.float32
-    rounding_error: float | None = None
-
-    def __init__(self, reader: CheckpointReader, names: Mapping[str, str] | None = None):
-        """
-        Args:
-            names: Name to write -> name in the checkpoint; None: they are the same.
-        """
-        self._reader = reader
-        weights = weights_of(reader.manifest)
-        self._names = names or {name: name for name in weights}
-        self.wanted: Mapping[str, Wanted] = {new: weights[name] for new, name in self._names.items()}
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        self._reader.read(self._names[name], kind, region, out)
-
-
-class Merged:
-    """See Source: of an adapter with its base, one tensor at a time."""
-
-    def __init__(self, weights: MergedWeights):
-        self._weights = weights
-        self._name, self._values = "", torch.empty(0)
-        entries = weights.entries.items()
-        self.wanted: Mapping[str, Wanted] = {
-            name: (WEIGHT, entry.shape, adapters.dtype_of(entry)) for name, entry in entries
-        }
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._weights.dtype
-
-    @property
-    def rounding_error(self) -> float | None:
-        return self._weights.rounding_error
-
-    def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        if name != self._name:
-            self._name, self._values = name, self._weights.read(name).flatten()
-        out.copy_(self._values[region.start : region.start + region.length])
-
-
-@contextmanager
-def source_of(manifest: Manifest, is_adapter: bool, merge: bool) -> Iterator[Source]:
-    if merge:
-        with closing(MergedWeights(manifest, open_checkpoint)) as weights:
-            yield Merged(weights)
-        return
-    with CheckpointReader(manifest) as reader:
-        yield Saved(reader, adapters.peft_names(manifest) if is_adapter else None)
-
-
-@phase(Phase.WEIGHTS)
-def write_weights(
-    source: Source,
-    folder: Path,
-    dtype: torch.dtype,
-    most: int | None,
-    advance: Callable[[int], object],
-    single: str,
-) -> list[str]:
-    """The files: one, or several and their index, by the names that transformers looks for."""
-    wanted = {
-        name: (kind, shape, dtype if kind == WEIGHT else saved)
-        for name, (kind, shape, saved) in source.wanted.items()
-    }
-    sizes = {name: math.prod(shape) * of.itemsize for name, (_, shape, of) in wanted.items()}
-    total, free = sum(sizes.values()), shutil.disk_usage(folder).free
-    if total > free:
-        raise OSError(errno.ENOSPC, f"{format_bytes(total)} are needed and {format_bytes(free)} are free")
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if most is not None and filled and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    files = [single]
-    if len(shards) > 1:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
-    for file, names in zip(files, shards, strict=True):
-        _write_shard(source, folder / file, {name: wanted[name] for name in names}, advance)
-    return files
-
-
-def _write_shard(
-    source: Source,
-    path: Path,
-    wanted: Mapping[str, Wanted],
-    advance: Callable[[int], object],
-) -> None:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (_, shape, dtype) in wanted.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        entries[name] = entry
-    # One for all: where each stretch takes memory of its own, glibc's heap is left with holes that the next,
-    # aligned, does not fit into, and grows by ten of them.
-    sizes = (min(math.prod(shape), VALUES_AT_ONCE) * dtype.itemsize for _, shape, dtype in wanted.values())
-    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
-    with path.open("wb") as file:
-        file.write(header_of(entries))
-        for name, (kind, shape, dtype) in wanted.items():
-            for region in stretches(shape):
-                values = buffer[: region.length * dtype.itemsize].view(dtype)
-                source.read(name, kind, region, values)
-                if dtype == torch.float16 and not values.isfinite().all():
-                    raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
-                file.write(as_bytes(values).numpy().data)
-                advance(region.length)
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHARD_BYTES = 5_000_000_000  # as transformers cuts its own
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5_000_000_000  # as transformers splits its own
 OF_A_MODEL = ("config.json", "generation_config.json")  # beside an adapter transformers would take it for one
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
@@ -191,16 +52,11 @@ class Exported:
     files: list[Path]
     num_bytes: int
     auto_class: str | None
-    """That of transformers whose `from_pretrained` opens it as a model; None: it is none, or an adapter."""
+    """Class of transformers whose `from_pretrained` opens it as a model; `None` if there is none."""
     is_adapter: bool
-    """peft opens it, over its base."""
+    """Whether peft opens it, over its base."""
     rounding_error: float | None = None
-    """Of a base in 4 bits that was merged: ||W - W in 4 bits|| / ||W|| over its quantised layers."""
-
-    @property
-    def is_transformers(self) -> bool:
-        """transformers opens it as a model."""
-        return self.auto_class is not None
+    """||W - W in 4 bits|| / ||W|| over the quantised layers of a base in 4 bits that was merged."""
 
 
 def export(
@@ -210,113 +66,169 @@ def export(
     step: str | int = "last",
     dtype: str | None = None,
     merge: bool = False,
-    advance: Callable[[int], object] = lambda count: None,
+    advance: Callable[[int], object] = ignore,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Exported:
-    """Write a checkpoint's weights, whatever its split, to a folder. transformers opens it where the model
-    is one of its own, and peft where it is an adapter. By one process; needs neither a GPU nor the run's
-    machines.
+    """Write a checkpoint's weights, whatever its split, to a folder.
+
+    transformers opens the folder of a transformers model, and peft that of an adapter. One process does it,
+    without a GPU and without the run's machines. Memory is that of the largest tensor.
 
     Args:
         run: Run directory, or one of its checkpoints.
-        out: Must not exist, or be empty.
-        step: Which checkpoint of the run: a step, `last` or `best`.
-        dtype: Of the weights: `fp32`, `bf16` or `fp16`. Buffers stay what they are. None: fp32, or, of an
-            adapter that is merged, that of its base.
-        merge: An adapter and its base become one model; the base must lie where the run had it.
-        advance: Called with the number of values done: each is read once to verify it, once to write it.
+        out: Folder to write; must not exist, or be empty.
+        step: Checkpoint of the run: a step, `last` or `best`.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`. Buffers keep theirs. `None` for fp32, or for a
+            merged adapter for the dtype of its base.
+        merge: Whether an adapter and its base become one model; the base must be where the run had it.
+        advance: Called with numbers of bytes as saved: each is read once to verify it and once to write it.
+        max_file_bytes: Most bytes in a file of a transformers folder; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged; `out` cannot be written.
+        CheckpointError: There is no such checkpoint, or it is damaged; `out` cannot be written.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
     if merge and adapters.KEY not in manifest.state:
         raise CheckpointError(f"{run} is no adapter: its checkpoints hold the whole model; leave merge out")
-    return write_export(directory, manifest, Path(out), dtype, advance, merge=merge)
-
-
-def write_export(
-    run: Path,
-    manifest: Manifest,
-    out: Path,
-    dtype: str | None,
-    advance: Callable[[int], object],
-    shard_bytes: int = SHARD_BYTES,
-    merge: bool = False,
-) -> Exported:
-    """As `export`, of a checkpoint that was found: beside `out` first, and then under its name.
-
-    Args:
-        shard_bytes: Most that a file of a transformers folder holds; a larger tensor has one of its own.
-    """
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
-    _verify(manifest, advance)
+    _refuse_damaged(manifest, advance)
+    is_adapter = adapters.KEY in manifest.state and not merge
     partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        is_adapter = adapters.KEY in manifest.state and not merge
-        with source_of(manifest, is_adapter, merge) as source:
+        source = MergedWeights(manifest, open_checkpoint) if merge else _own_weights(manifest)
+        with closing(source):
             dtype = dtype or next((key for key, own in DTYPES.items() if own == source.dtype), "fp32")
-            config = _copy_description(run / DESCRIPTION, partial, dtype)
-            auto_class = None if config is None or is_adapter else auto_class_for(config)
-            (partial / "README.md").write_text(model_card(run, manifest, dtype), "utf-8")
-            most = None if auto_class is None else shard_bytes
+            config = _copy_description(directory / DESCRIPTION, partial, dtype)
+            (partial / "README.md").write_text(model_card(directory, manifest, dtype), "utf-8")
             if is_adapter:
                 adapters.refuse_changed_base_if_here(manifest, open_checkpoint)
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
-            single = ADAPTER_FILE if is_adapter else SINGLE
+            auto_class = None if config is None or is_adapter else auto_class_for(config)
+            limit = sys.maxsize if auto_class is None else max_file_bytes
             files = write_weights(
-                source, partial, dtype=DTYPES[dtype], most=most, advance=advance, single=single
+                source,
+                partial,
+                dtype=DTYPES[dtype],
+                single=ADAPTER_FILE if is_adapter else SINGLE,
+                max_file_bytes=limit,
+                advance=advance,
             )
-            off = source.rounding_error
-        sizes = [(partial / file).stat().st_size for file in files]
+            rounding_error = source.rounding_error
+        num_bytes = sum((partial / file).stat().st_size for file in files)
         publish_folder(partial, out, partial.iterdir())
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    written = [out / file for file in files]
-    return Exported(written, sum(sizes), auto_class, is_adapter, off)
+    return Exported([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
 
 
-def _verify(manifest: Manifest, advance: Callable[[int], object]) -> None:
-    """Compares what will be read with its checksums. Not Adam's moments: they are twice as much.
+def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> None:
+    """Compare all weights and buffers with their checksums. Optimizer states, twice as much, are not read.
 
     Raises:
-        CheckpointError: a value is not what was written, or cannot be read.
+        CheckpointError: A value is not what was written, or is not here.
     """
+    _, absent = look(manifest)
     for file in manifest.files:
-        path, about = manifest.folder / file.name, f"rank {file.rank} wrote it on {file.host}"
-        layout = manifest.layout_of(file)
-        wanted = [
-            (shard, offset)
-            for shard, offset in zip(layout.shards, layout.offsets, strict=True)
-            if shard.kind in KINDS
-        ]
-        try:
-            with opened(path) if wanted else nullcontext(-1) as descriptor:
-                for shard, offset in wanted:
-                    checksum = hash_stretch(descriptor, offset, shard.num_bytes)
-                    if checksum.hexdigest() != shard.checksum:
-                        raise CheckpointError(
-                            f"{path} is damaged: {shard.title} is not what was written, by its checksum "
-                            f"({about}); nothing is exported; choose another step with --step"
-                        )
-                    advance(shard.region.length)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error.strerror or error}; {about}; bring it here"
-            ) from None
+        if file.name in absent and any(shard.kind in MODEL_KINDS for shard in manifest.shards_of(file)):
+            where = f"rank {file.rank} wrote it on {file.host}"
+            raise CheckpointError(f"{manifest.folder / file.name} is not here: {where}; bring it here")
+    for damage in check_content(manifest, kinds=MODEL_KINDS, advance=advance):
+        raise CheckpointError(
+            f"{manifest.folder}/{damage}; nothing is exported; choose another step with --step"
+        )
+
+
+def _own_weights(manifest: Manifest) -> CheckpointWeights:
+    is_adapter = adapters.KEY in manifest.state
+    return CheckpointWeights(manifest, adapters.peft_names(manifest) if is_adapter else None)
+
+
+@phase(Phase.WEIGHTS)
+def write_weights(
+    source: CheckpointWeights | MergedWeights,
+    folder: Path,
+    dtype: torch.dtype,
+    single: str,
+    max_file_bytes: int,
+    advance: Callable[[int], object],
+) -> list[str]:
+    """Write one file, or several and their index, and return the names of those with weights.
+
+    Args:
+        dtype: Dtype of all but buffers.
+        single: Name of the file if it is one, as transformers and peft look for it.
+    """
+    entries = dict[str, Entry]()
+    for name, entry in source.entries.items():
+        saved = dtype_of(entry)
+        entries[name] = Entry(entry.shape, saved if name in source.buffers else dtype)
+    needed, free = sum(map(_num_bytes, entries.values())), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{format_bytes(needed)} are needed and {format_bytes(free)} are free")
+    split = split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=_num_bytes,
+        filename_pattern=single.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_file_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{single}.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+    for file, names in split.filename_to_tensors.items():
+        _write_file(source, folder / file, {name: entries[name] for name in names}, advance)
+    return list(split.filename_to_tensors)
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * dtype_of(entry).itemsize
+
+
+def _write_file(
+    source: CheckpointWeights | MergedWeights,
+    path: Path,
+    entries: Mapping[str, Entry],
+    advance: Callable[[int], object],
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in entries.items():
+        begin, end = end, end + _num_bytes(entry)
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype_of(entry)],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+    with path.open("wb") as file:
+        file.write(header_of(header))
+        for name, entry in entries.items():
+            advance(_write_tensor(file, name, source.read(name), dtype_of(entry)))
+
+
+def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) -> int:
+    """Append a tensor to a file. Return its number of bytes as saved."""
+    values = saved.to(dtype)
+    if dtype == torch.float16 and not values.isfinite().all():
+        raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
+    file.write(as_bytes(values).numpy().data)
+    return saved.nbytes
 
 
 def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] | None:
-    """config.json (returned), generation config, tokenizer; None: the run had no transformers model."""
+    """Copy config.json, generation config and tokenizer, and return the config.
+
+    Returns:
+        `None` if the run had no transformers model.
+    """
     if not (source / "config.json").is_file():
         return None
     for file in sorted(source.iterdir()):
@@ -332,10 +244,10 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
 
 
 def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
-    """What the weights are, in words and numbers of the run."""
+    """Return the text of README.md: what the weights are, and the run's numbers and recipe."""
     state = manifest.state
     loss = manifest.eval_loss
-    values = sum(math.prod(shape) for kind, shape, _ in weights_of(manifest).values() if kind == WEIGHT)
+    values = sum(math.prod(shape) for (_, kind), shape in manifest.table.shapes.items() if kind == WEIGHT)
     ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
     rows = [
         ("parameters", f"{values:,}"),

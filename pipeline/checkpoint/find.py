@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def find_run(path: Path) -> Path:
-    """The run directory that is meant.
+    """Return the run directory at this path.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: It is none.
     """
     if (path / "checkpoints").is_dir():
         return path
@@ -30,16 +30,16 @@ def find_run(path: Path) -> Path:
 
 
 def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:
-    """(run directory, checkpoint, its manifest) of a run directory and a step, `last` or `best`.
+    """Return run directory, checkpoint and manifest for a run directory and a step, `last` or `best`.
 
     Args:
-        path: A run directory, or one of its checkpoints: then that one is meant, whatever `which` says.
-        option: What `which` was given as, for messages.
+        path: A run directory, or one of its checkpoints, which is then returned whatever `which` says.
+        option: Name under which `which` was given, for messages.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is not complete.
+        CheckpointError: There is no such checkpoint, or it is not complete.
     """
-    from pipeline.checkpoint.catalog import check, list_checkpoints, newest_good, steps_in
+    from pipeline.checkpoint.catalog import Pruner, Retention, check, newest_good, steps_in
 
     whole = path.absolute()
     if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():
@@ -56,15 +56,10 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
             print(line, file=sys.stderr)
         return directory, newest.folder, newest
     if which == "best":
-        measured = [
-            (row.best_by.rank, -row.step, row.path)
-            for row in list_checkpoints(directory)
-            if row.problem is None and row.best_by is not None
-        ]
-        if not measured:
+        best = Pruner(directory / "checkpoints", Retention(keep_last=1)).saved().best
+        if best is None:
             raise CheckpointError(f"{directory}: no checkpoint knows its evaluation; use {option} last")
-        best = min(measured)[2]
-        return directory, best, check(best)
+        return directory, best.folder, check(best.folder)
     if not which.isdecimal():
         raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")
     if int(which) not in steps:

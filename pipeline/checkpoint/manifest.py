@@ -1,22 +1,22 @@
-"""`manifest.json`: what a checkpoint says of itself, and beside it the table of its shards.
+"""`manifest.json`: what a checkpoint states about itself, and beside it the table of its shards.
 
-Both are checked in full before anything that they point to is opened: places inside their tensors, each value
-once. The manifest has its own checksum and the table's, and is closed: an unknown key and a path that is more
-than a file name are refused. Its presence under the checkpoint's final name is what makes a checkpoint count.
+Both are checked in full before any file that they name is opened: shards lie inside their tensors and hold
+each value once. The manifest holds its own checksum and the table's. An unknown key and a path that is more
+than a file name are refused. A checkpoint counts once its manifest has its final name.
 
-The table has a row for each shard in a few columns, so that millions of them are read at once. On the disk it
-is a safetensors file of 32 bytes a shard, beside the names.
+The table has a few columns and a row for each shard, so that millions of them are read together. On the disk
+it is a safetensors file of 32 bytes a shard, and the names.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import combinations
+from functools import cached_property
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Layout, header_of, opened, read_exactly
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Layout, opened, read_exactly
 from pipeline.checkpoint.shards import Box, Region, Shard
 from pipeline.errors import CheckpointError
 
 Column = npt.NDArray[Any]
 COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
-SAFETENSORS = {"<i8": "I64", "<u8": "U64", "<i4": "I32"}
 ROW_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
 NO_BOX = -1
 MOST = 1 << 62
@@ -39,18 +40,14 @@ MOST = 1 << 62
 
 @dataclass(frozen=True)
 class ShardTable:
-    """Shards in rows, those of a file after each other."""
+    """A row for each shard, in the order of the files."""
 
     tensors: bytes
-    """JSON: [name, kind, dtype, shape] of each whole tensor. As bytes: most ranks write the same."""
+    """JSON: [name, kind, dtype, shape] of each whole tensor."""
     boxes: bytes
     """JSON: [[start, stop], ...] of each box."""
     columns: dict[str, Column]
-    """COLUMNS, a value a shard each."""
-
-    def __reduce__(self) -> Any:
-        """For the way to another rank: the names, the same on most, take more bytes than the rows."""
-        return _unpacked, (zlib.compress(self.tensors), zlib.compress(self.boxes), self.columns)
+    """COLUMNS, each with a value for each shard."""
 
     def __len__(self) -> int:
         return len(self.columns["tensor"])
@@ -76,14 +73,14 @@ class ShardTable:
 
     @staticmethod
     def joined(tables: Sequence[ShardTable]) -> ShardTable:
-        """The rows of all, one table's after another's."""
+        """Return the rows of all tables, one table after another."""
         tensors: dict[str, int] = {}
         boxes: dict[str, int] = {}
         known: dict[bytes, Column] = {}
         columns: dict[str, list[Column]] = {name: [] for name in COLUMNS}
         for table in tables:
             for blob, ids in ((table.tensors, tensors), (table.boxes, boxes)):
-                if blob not in known:  # of a thousand ranks most have the same names
+                if blob not in known:  # most of a thousand ranks have the same names
                     entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(blob)]
                     numbers = [ids.setdefault(entry, len(ids)) for entry in entries]
                     known[blob] = np.array([*numbers, NO_BOX], "<i4")  # so that -1 stays -1
@@ -115,10 +112,10 @@ class ShardTable:
 
     @cached_property
     def _order(self) -> Column:
-        """The rows by tensor, box and start."""
+        """Rows sorted by tensor, box and start."""
         groups, start = self._groups, self.columns["start"]
         order = np.argsort(groups, kind="stable").astype(np.int32)
-        # Ranks mostly come in the order of their stretches; sorting by both takes five times as long.
+        # Ranks mostly come in the order of their stretches; sorting by both keys takes five times as long.
         group, starts = groups[order], start[order]
         if ((group[1:] == group[:-1]) & (starts[1:] < starts[:-1])).any():
             order = np.lexsort((start, groups)).astype(np.int32)
@@ -126,7 +123,7 @@ class ShardTable:
 
     @property
     def _groups(self) -> Column:
-        """A number for the tensor and the box of each row."""
+        """One number for the tensor and the box of each row."""
         return self.columns["tensor"] * np.int64(len(self.box_list) + 1) + self.columns["box"] + 1
 
     @cached_property
@@ -136,10 +133,10 @@ class ShardTable:
         return np.concatenate([[0], np.cumsum(counts)]), numbers
 
     def rows_of(self, name: str, kind: str, region: Region | None = None) -> list[int] | None:
-        """Of one tensor; None: there is no such tensor.
+        """Return the rows of one tensor; `None` if there is no such tensor.
 
         Args:
-            region: What lies in the same box and does not meet it is left out: mostly all ranks' but a few.
+            region: Rows of the same box that do not meet this region are left out: mostly all but a few.
         """
         limits, numbers = self._by_tensor
         number = numbers.get((name, kind))
@@ -153,57 +150,45 @@ class ShardTable:
         return rows.tolist()
 
     def shard(self, row: int) -> Shard:
-        """What a row says."""
+        """Return the shard of a row."""
         start, length, checksum, tensor, box = (int(self.columns[name][row]) for name in COLUMNS)
         name, kind, dtype, shape = self.entries[tensor]
         region = Region(shape, None if box == NO_BOX else self.box_list[box], start, length)
         return Shard(name, kind, region, DTYPES[dtype], checksum=f"{checksum:016x}")
 
-    def encode(self) -> list[memoryview]:
-        """The file's content, in parts that are no copies. Deterministic."""
-        parts = {name: column.data.cast("B") for name, column in self.columns.items()}
-        parts |= {"tensors": memoryview(self.tensors), "boxes": memoryview(self.boxes)}
-        entries, end = dict[str, Any](), 0
-        for name, part in parts.items():
-            dtype = SAFETENSORS.get(COLUMNS.get(name, ""), "U8")
-            length = len(self) if name in COLUMNS else len(part)
-            entries[name] = {"dtype": dtype, "shape": [length], "data_offsets": [end, end + len(part)]}
-            end += len(part)
-        return [memoryview(header_of(entries)), *parts.values()]
+    def encode(self) -> bytes:
+        """Return the file's content. Deterministic."""
+        texts = {"tensors": self.tensors, "boxes": self.boxes}
+        return save(self.columns | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
     @staticmethod
     def decode(raw: bytes | bytearray) -> ShardTable:
-        """As encoded; columns are views of `raw`.
+        """Return the table of a file's content.
 
         Raises:
-            ValueError: it is no such table.
+            ValueError: It is no such table.
         """
         try:
-            size = int.from_bytes(raw[:8], "little")
-            header = json.loads(raw[8 : 8 + size])
-            texts, columns = dict[str, bytes](), dict[str, Column]()
-            for name, entry in header.items():
-                begin, end = (8 + size + offset for offset in entry["data_offsets"])
-                if name in COLUMNS:
-                    columns[name] = np.frombuffer(memoryview(raw)[begin:end], COLUMNS[name])
-                else:
-                    texts[name] = bytes(raw[begin:end])
-            return ShardTable(texts["tensors"], texts["boxes"], {name: columns[name] for name in COLUMNS})
-        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            found = load(bytes(raw))
+            columns = {name: found[name].view(dtype) for name, dtype in COLUMNS.items()}
+            return ShardTable(found["tensors"].tobytes(), found["boxes"].tobytes(), columns)
+        except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"not a table of shards: {type(error).__name__}") from None
 
     def check(self) -> None:
-        """Looks at all that is said.
+        """Check that the shards make up whole tensors.
 
         Raises:
-            ValueError: a shard lies outside its tensor or in none, or a value comes twice or not at all.
+            ValueError: A shard lies outside its tensor or in none, or a value comes twice or not at all.
         """
         count, columns = len(self), self.columns
         if any(column.shape != (count,) for column in columns.values()):
             raise ValueError("columns are not equally long")
         try:
             sizes = [_size_of(entry) for entry in self.entries]
-            self._check_boxes()
+            for low, high in chain(*self.box_list):
+                if type(low) is not int or type(high) is not int or not 0 <= low <= high < MOST:
+                    raise ValueError(f"({low!r:.20}, {high!r:.20}) is no side of a box")
         except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a table of shards: {error}") from None
         tensor, box, start, length = (columns[name] for name in ("tensor", "box", "start", "length"))
@@ -213,28 +198,13 @@ class ShardTable:
             or box.max() >= len(self.box_list)
         ):
             raise ValueError("a shard points to a tensor or a box that is not listed")
-        if len({(name, kind) for name, kind, *_ in self.entries}) < len(sizes):
-            raise ValueError(self._doubled())
+        for (name, kind), times in Counter((name, kind) for name, kind, *_ in self.entries).items():
+            if times > 1:
+                raise ValueError(f"{kind} of {name} is listed with {times} shapes or dtypes")
         self._check_cover(sizes)
 
-    def _check_boxes(self) -> None:
-        for box in self.box_list:
-            for start, stop in box:
-                if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < MOST:
-                    raise ValueError(f"{box} is no box")
-
-    def _doubled(self) -> str:
-        seen: dict[tuple[str, str], Any] = {}
-        for name, kind, dtype, shape in self.entries:
-            other = seen.setdefault((name, kind), (shape, dtype))
-            if other[0] != shape:
-                return f"{kind} of {name} has shapes {other[0]} and {shape}"
-            if other[1] != dtype:
-                return f"{kind} of {name} has dtypes {other[1]} and {dtype}"
-        return "a tensor is listed twice"
-
     def _check_cover(self, sizes: list[int]) -> None:
-        """Each value of a tensor comes once: in each box stretches that do not overlap, boxes that do not."""
+        """Check that no stretches of a box and no boxes of a tensor overlap, and that no value is missing."""
         rows, length = self._order, self.columns["length"]
         if not length.all():
             rows = rows[length[rows] > 0]
@@ -265,7 +235,7 @@ class ShardTable:
                 raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
 
     def _place(self, number: int) -> tuple[int, Box]:
-        """Which tensor and box a number of `_groups` is."""
+        """Return the tensor and the box that a number of `_groups` stands for."""
         tensor, box = divmod(number, len(self.box_list) + 1)
         name, kind, _, shape = self.entries[tensor]
         limits = self.box_list[box - 1] if box else tuple((0, extent) for extent in shape)
@@ -275,13 +245,6 @@ class ShardTable:
         if not inside:
             raise ValueError(f"{kind} of {name}: box {limits} outside shape {shape}")
         return tensor, limits
-
-
-def _unpacked(tensors: bytes, boxes: bytes, columns: dict[str, Column]) -> ShardTable:
-    return ShardTable(_decompressed(tensors), _decompressed(boxes), columns)
-
-
-_decompressed = lru_cache(16)(zlib.decompress)  # one copy for all ranks that have the same
 
 
 def _size_of(entry: tuple[str, str, str, tuple[int, ...]]) -> int:
@@ -300,7 +263,7 @@ def _json(value: Any) -> bytes:
 MANIFEST, TABLE = "manifest.json", "shards.safetensors"
 FORMAT = 2
 MAX_BYTES = 1 << 30
-MAX_TABLE_BYTES = 1 << 33  # of 250 million shards
+MAX_TABLE_BYTES = 1 << 33  # 250 million shards
 
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -311,17 +274,17 @@ class Closed(BaseModel):
 
 
 class FileRecord(Closed):
-    """One file, and the machine that wrote it."""
+    """One file and the machine that wrote it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
     rank: Count
     host: str
     place: Count
-    """The lowest rank on the file system that it was written to: files of one place lie side by side."""
+    """Lowest rank on the file system that it was written to. Files of one place are in one folder."""
     bytes: Count
     xxh3_128: Checksum
     shards: Count
-    """So many rows of the table, in the order of files."""
+    """Number of its rows in the table, which are in the order of files."""
 
 
 class TableRecord(Closed):
@@ -330,13 +293,10 @@ class TableRecord(Closed):
     bytes: Count
     xxh3_128: Checksum
 
-    @staticmethod
-    def of(content: list[memoryview]) -> TableRecord:
-        """Of the parts of an encoded table."""
-        checksum = xxhash.xxh3_128()
-        for part in content:
-            checksum.update(part)
-        return TableRecord(bytes=sum(map(len, content)), xxh3_128=checksum.hexdigest())
+
+def record_of(content: bytes) -> TableRecord:
+    """Return the record of an encoded table."""
+    return TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
 
 
 @dataclass(frozen=True)
@@ -362,9 +322,9 @@ class Manifest(Closed):
     world_size: Count
     split: str
     state: dict[str, Any]
-    """What the training loop remembers; JSON values."""
+    """State of the training loop; JSON values."""
     scalars: dict[str, bool | int | float]
-    """Of the engine: the same on all ranks."""
+    """Numbers of the engine, the same on all ranks."""
     files: tuple[FileRecord, ...]
     shard_table: TableRecord
 
@@ -380,10 +340,10 @@ class Manifest(Closed):
 
     @staticmethod
     def with_table(table: ShardTable, folder: Path, **fields: Any) -> Manifest:
-        """A manifest whose table is known.
+        """Return a manifest whose table is known.
 
         Raises:
-            ValueError: the table does not hold together, or not with the files.
+            ValueError: The table is inconsistent in itself or with the files.
         """
         manifest = Manifest(**fields)
         manifest._folder, manifest._table = folder, manifest._checked(table)
@@ -391,7 +351,7 @@ class Manifest(Closed):
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's, with its other files."""
+        """Folder of the checkpoint."""
         return self._folder
 
     def _checked(self, table: ShardTable) -> ShardTable:
@@ -402,10 +362,10 @@ class Manifest(Closed):
 
     @property
     def table(self) -> ShardTable:
-        """All shards, in the order of files. Read when it is first asked for.
+        """All shards, in the order of files. Read at the first access.
 
         Raises:
-            CheckpointError: the table is not there, damaged, or does not hold together.
+            CheckpointError: The table is missing, damaged or inconsistent.
         """
         if self._table is None:
             path, record = self._folder / TABLE, self.shard_table
@@ -422,19 +382,19 @@ class Manifest(Closed):
 
     @cached_property
     def first_rows(self) -> list[int]:
-        """Of each file, and the end, in the table."""
+        """First row of each file in the table, and the end."""
         return [0, *np.cumsum([file.shards for file in self.files], dtype=np.int64).tolist()]
 
     def shards_of(self, file: FileRecord) -> list[Shard]:
-        """What a file holds, in its order."""
+        """Return the shards of a file, in its order."""
         first = self.first_rows[self.files.index(file)]
         return [self.table.shard(row) for row in range(first, first + file.shards)]
 
     def layout_of(self, file: FileRecord) -> Layout:
-        """The header and offsets of a file, which follow from its shards.
+        """Return the header and offsets of a file, which follow from its shards.
 
         Raises:
-            CheckpointError: it cannot be so long as the manifest says.
+            CheckpointError: Its length differs from that in the manifest.
         """
         layout = Layout.of(self.shards_of(file))
         if layout.num_bytes != file.bytes:
@@ -445,13 +405,13 @@ class Manifest(Closed):
 
     @property
     def eval_loss(self) -> float | None:
-        """Of the evaluation after its step; None: there was none, or its loss is infinite or NaN."""
+        """Loss of the evaluation after its step; `None` if there was none, or it is not finite."""
         loss = self.state.get("eval_loss")
         return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
 
     @property
     def best_by(self) -> BestBy | None:
-        """What chooses the best checkpoint, measured after its step. `None`: it was not, or is not finite."""
+        """The metric that chooses the best checkpoint; `None` if it was not measured or is not finite."""
         known = self.state.get("best_by")
         if not isinstance(known, dict):
             return None
@@ -465,7 +425,7 @@ class Manifest(Closed):
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:
-        """The file's content. Deterministic."""
+        """Return the file's content. Deterministic."""
         content = json.dumps(self.model_dump(), separators=(",", ":")).encode()
         return _wrap(content)
 
@@ -476,10 +436,10 @@ def _wrap(content: bytes) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, of another format, or does not hold together.
+        CheckpointError: There is none, or it is damaged, of another format, or inconsistent.
     """
     return decode(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
 
@@ -495,7 +455,7 @@ def _content(path: Path, at_most: int) -> bytearray:
 
 
 def decode(raw: bytes | bytearray, path: Path) -> Manifest:
-    """As read_manifest, from the file's content; `path` is where it lies."""
+    """Return the manifest in a file's content; `path` is for messages. Raises as read_manifest."""
     damaged = f"{path} is damaged: its checksum does not match; go on from another checkpoint"
     try:
         tree = json.loads(raw)

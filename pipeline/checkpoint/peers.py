@@ -1,7 +1,7 @@
-"""The ranks that save together: what they tell each other, and which of them share a file system.
+"""The ranks that save together: how they exchange values, and which of them share a file system.
 
-They talk over a gloo group of their own. A background thread uses it while the main thread is in the
-collectives of training: one group for both would mix up their order and hang.
+They have a gloo group of their own. A background thread uses it while the main thread runs the collectives of
+training: one group for both would mix up their order and hang.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from pipeline.distributed.process_group import Job
 from pipeline.files import format_bytes
 
 T = TypeVar("T")
-MARKER = ".meeting-"  # of a file that says: this rank writes here
-# How long ranks that have written wait for one that still writes.
-PATIENCE = timedelta(hours=2)
+MARKER = ".meeting-"  # prefix of the file by which a rank shows that it writes here
+PATIENCE = timedelta(hours=2)  # for a rank that still writes
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a save asks of a rank's machine, and what the rank sees there; bytes."""
+    """Bytes that a save takes on a rank's machine, and bytes that are free there."""
 
     host: str
     disk: int
     disk_free: int
     memory: int
-    """Of the host: for a snapshot."""
+    """Host memory for a snapshot."""
     memory_free: int
 
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank among those that save. Methods are collective, where they do not say otherwise."""
+    """This rank among those that save. Methods are collective unless they say otherwise."""
 
     rank: int
     host: str
     leaders: tuple[int, ...]
     """For each rank, the lowest rank on its file system."""
     group: Any = field(repr=False)
-    """None: this rank is alone."""
+    """`None` if this rank is alone."""
 
     @property
     def leader(self) -> int:
@@ -60,15 +59,15 @@ class Peers:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks on this file system, this one among them."""
+        """All ranks on this file system."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Return every rank's value on every rank."""
         return _gather(self.group, value)
 
     def collect(self, value: T) -> list[T]:
-        """Every rank's value, on the leaders alone; elsewhere nothing. For what is long."""
+        """Return every rank's value on the leaders, and an empty list elsewhere. For large values."""
         if self.group is None:
             return [value]
         collected: list[T] = []
@@ -80,9 +79,9 @@ class Peers:
         return collected
 
     def attempt(self, action: Callable[[], None]) -> list[str | None]:
-        """Has every leader do something; what went wrong, by rank (None: nothing, or no leader).
+        """Run an action on every leader and return each rank's problem, or `None`, on every rank.
 
-        An OSError of one rank is thus known to all, where raising it would leave the others waiting.
+        All ranks thus know of an OSError; if one rank raised it, the others would wait for ever.
         """
         problem = None
         if self.is_leader:
@@ -93,7 +92,7 @@ class Peers:
         return self.gather(problem)
 
     def lack_of_disk(self, rooms: list[Room], folder: Path) -> str | None:
-        """Which machine has none for its ranks' files: one line. Not collective."""
+        """Return one line on the first machine without room for its ranks' files. Not collective."""
         for leader in sorted(set(self.leaders)):
             at = rooms[leader]
             needed = sum(room.disk for room, its in zip(rooms, self.leaders, strict=True) if its == leader)
@@ -105,24 +104,23 @@ class Peers:
         return None
 
     def close(self) -> None:
-        """Gives the group back. Nothing else is called after."""
+        """Release the group. No other method may be called afterwards."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
     def describe(self, error: OSError) -> str:
-        """An error with who met it."""
+        """Return an error with its rank and machine."""
         where = f" ({error.filename})" if error.filename else ""
         return f"rank {self.rank} on {self.host}: {error.strerror or error}{where}"
 
 
 def find_peers(job: Job, folder: Path, host: str) -> Peers:
-    """Finds out who shares a file system. Collective.
+    """Find out which ranks share a file system. Collective.
 
-    Each machine's first rank leaves a file in `folder` (made if missing) and all look for all of them:
-    whether a folder is shared is seen, not asked.
+    Each machine's first rank writes a file into `folder` (made if missing), and all ranks look for all files.
 
     Raises:
-        OSError: a machine cannot write there; on every rank.
+        OSError: A machine cannot write there; raised on every rank.
     """
     ranks = job.ranks
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if job.is_distributed else None
@@ -152,12 +150,12 @@ def find_peers(job: Job, folder: Path, host: str) -> Peers:
 
 
 def lack_of_memory(rooms: list[Room]) -> str | None:
-    """Which machine has none for its ranks' snapshots: one line."""
+    """Return one line on the first machine without memory for its ranks' snapshots."""
     for host in dict.fromkeys(room.host for room in rooms):
         there = [room for room in rooms if room.host == host]
         needed = sum(room.memory for room in there)
         free = min(room.memory_free for room in there)
-        if needed > 0.9 * free:  # what else runs on the machine needs some too
+        if needed > 0.9 * free:  # other processes need some, too
             return f"{host} has {format_bytes(free)} of memory free, a copy takes {format_bytes(needed)}"
     return None
 

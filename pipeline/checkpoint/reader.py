@@ -1,8 +1,7 @@
 """Reads a checkpoint's files: whether they are what was written, and values of whole-model tensors.
 
-Sizes are compared first, then every byte; a damage names file and tensors. Values come back whichever way
-they were divided over files: only the stretches asked for are read, straight into the tensor that takes
-them.
+Sizes are compared first, then every byte. A damage names the file and the tensors. A read takes only the
+stretches asked for, from whichever files hold them, straight into the tensor that receives them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, read_manifest
-from pipeline.checkpoint.shard_file import DTYPES as SAVED_DTYPES
-from pipeline.checkpoint.shard_file import as_bytes, hash_stretch, opened, read_exactly
+from pipeline.checkpoint.manifest import TABLE, FileRecord, Manifest
+from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, opened, read_exactly
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import open_plain
+from pipeline.models.weights import Entry
 
 THREADS = 4
+
+
+def ignore(_: int) -> None:
+    """Show no progress."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class Damage:
     file: str
     what: str
     host: str = ""
-    """Where it was written; empty: not known."""
+    """Machine that wrote it; empty if it is not known."""
     tensors: tuple[str, ...] = ()
-    """Those that lie at the damaged place, such as `exp_avg of embed.weight`; none: not in a tensor."""
+    """Tensors at the damaged place, such as `exp_avg of embed.weight`; none if it is not in a tensor."""
 
     def __str__(self) -> str:
         more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
@@ -52,21 +55,19 @@ class Damage:
         return f"{self.file}: {self.what}{tensors}{written}"
 
 
-def verify(folder: Path) -> list[Damage]:
-    """Reads a checkpoint through; an empty list: it is whole."""
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return [Damage(MANIFEST, str(error))]
-    return check_sizes(manifest) or check_content(manifest)
-
-
 @phase(Phase.WEIGHTS)
-def check_content(manifest: Manifest, files: Collection[str] | None = None) -> list[Damage]:
-    """As verify, of the files that are there.
+def check_content(
+    manifest: Manifest,
+    files: Collection[str] | None = None,
+    kinds: Collection[str] | None = None,
+    advance: Callable[[int], object] = ignore,
+) -> list[Damage]:
+    """Compare every byte of the files that are here with its checksum.
 
     Args:
-        files: Names of those to read; None: all.
+        files: Names of the files to read; `None` for all.
+        kinds: Kinds of the shards to read; `None` for all.
+        advance: Called with numbers of bytes that were compared, on several threads.
     """
     try:
         _ = manifest.table
@@ -74,127 +75,114 @@ def check_content(manifest: Manifest, files: Collection[str] | None = None) -> l
         return [Damage(TABLE, str(error))]
     chosen = [file for file in manifest.files if files is None or file.name in files]
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda file: _check_content(manifest, file), chosen)
+        found = threads.map(lambda file: _check_content(manifest, file, kinds, advance), chosen)
         return [damage for damage in found if damage is not None]
 
 
 def check_sizes(manifest: Manifest) -> list[Damage]:
-    """What can be seen without reading: files that are missing, no plain files, or of another size.
+    """Return what is wrong without reading: missing files, files of another size, and what is no plain file.
 
-    Where nodes share no file system, a folder holds the files of its own place: other places, none of whose
-    files are here, are no damage.
+    If nodes share no file system, a folder holds the files of its own place. Places of which no file is here
+    are no damage.
     """
     damages, absent = look(manifest)
     here = {file.place for file in manifest.files if file.name not in absent}
     for file in manifest.files:
         if file.name in absent and (file.place in here or not here):
-            damages.append(_whole_file(manifest, file, "missing"))
-    return _look_at_table(manifest) or damages
-
-
-def _look_at_table(manifest: Manifest) -> list[Damage]:
+            damages.append(Damage(file.name, "missing", file.host))
     try:
         what = _other_size(manifest.folder / TABLE, manifest.shard_table.bytes)
     except OSError as error:
         what = "missing" if isinstance(error, FileNotFoundError) else str(error)
-    return [] if what is None else [Damage(TABLE, what)]
+    return damages if what is None else [Damage(TABLE, what)]
 
 
 def look(manifest: Manifest) -> tuple[list[Damage], set[str]]:
-    """The files here that are not what they should be, by their size; the names of those not here."""
+    """Return the files here that are no plain files or of another size, and the names of those not here."""
     damages, absent = [], set()
     for file in manifest.files:
         try:
             what = _other_size(manifest.folder / file.name, file.bytes)
-            if what is not None:
-                damages.append(_whole_file(manifest, file, what))
         except FileNotFoundError:
             absent.add(file.name)
+            continue
         except OSError as error:
-            damages.append(_whole_file(manifest, file, error.strerror or str(error)))
+            what = error.strerror or str(error)
+        if what is not None:
+            damages.append(Damage(file.name, what, file.host))
     return damages, absent
 
 
 def _other_size(path: Path, written: int) -> str | None:
-    """What is wrong with the size of a plain file; None: nothing."""
+    """Return what is wrong with the size of a plain file."""
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
     return None if size == written else f"{size} bytes, {written} were written"
 
 
-def _whole_file(manifest: Manifest, file: FileRecord, what: str) -> Damage:
-    try:
-        titles = tuple(dict.fromkeys(shard.title for shard in manifest.shards_of(file)))
-    except CheckpointError:  # the table is no better
-        titles = ()
-    return Damage(file.name, what, file.host, titles)
-
-
-def _check_content(manifest: Manifest, file: FileRecord) -> Damage | None:
-    """None: nothing is wrong, or the file is not here."""
+def _check_content(
+    manifest: Manifest, file: FileRecord, kinds: Collection[str] | None, advance: Callable[[int], object]
+) -> Damage | None:
+    """Return what is wrong with a file; `None` also if it is not here."""
     try:
         with opened(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
-            header = bytearray(len(layout.header))
-            read_exactly(descriptor, 0, memoryview(header))
-            right_header = bytes(header) == layout.header
-            whole, damaged, at = xxhash.xxh3_128(header), list[str](), len(header)
+            header = _read(descriptor, 0, len(layout.header))
+            whole, damaged, end = xxhash.xxh3_128(header), list[str](), len(header)
+            advance(0 if kinds else end)
             for shard, offset in zip(layout.shards, layout.offsets, strict=True):
-                between = bytearray(offset - at)
-                read_exactly(descriptor, at, memoryview(between))
-                whole.update(between)
-                own = hash_stretch(descriptor, offset, shard.num_bytes)
-                at = offset + shard.num_bytes
-                whole.update(own.digest())
-                if own.hexdigest() != shard.checksum:
-                    damaged.append(shard.title)
-            if whole.hexdigest() == file.xxh3_128 and right_header and not damaged:
-                return None
-            part = "not" if right_header else "its header is not"
-            what = f"{part} what was written, by its checksum"
-            return Damage(file.name, what, file.host, tuple(dict.fromkeys(damaged)))
+                if kinds is None or shard.kind in kinds:
+                    own = hash_stretch(descriptor, offset, shard.num_bytes)
+                    whole.update(_read(descriptor, end, offset - end) + own.digest())
+                    if own.hexdigest() != shard.checksum:
+                        damaged.append(shard.title)
+                    advance(offset - end + shard.num_bytes)
+                end = offset + shard.num_bytes
     except FileNotFoundError:
         return None
     except OSError as error:
         return Damage(file.name, error.strerror or str(error), file.host)
     except CheckpointError as error:
         return Damage(file.name, str(error), file.host)
+    right_header = header == layout.header
+    if right_header and not damaged and (kinds is not None or whole.hexdigest() == file.xxh3_128):
+        return None
+    part = "not" if right_header else "its header is not"
+    what = f"{part} what was written, by its checksum"
+    return Damage(file.name, what, file.host, tuple(dict.fromkeys(damaged)))
+
+
+def _read(descriptor: int, offset: int, length: int) -> bytes:
+    content = bytearray(length)
+    read_exactly(descriptor, offset, memoryview(content))
+    return bytes(content)
 
 
 MAX_OPEN = 64
-KINDS = (WEIGHT, BUFFER)  # of what a state dict would hold
-VALUES_AT_ONCE = 1 << 22
-
-
-def weights_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
-    """name -> (kind, shape, dtype as saved) of what a state dict would hold."""
-    return {
-        name: (kind, shape, SAVED_DTYPES[dtype])
-        for name, kind, dtype, shape in manifest.table.entries
-        if kind in KINDS
-    }
+MODEL_KINDS = (WEIGHT, BUFFER)
+"""Kinds of what a state dict would hold."""
 
 
 class CheckpointReader:
-    """A ShardSource over one checkpoint. Use it as a context: it holds files open."""
+    """A ShardSource over one checkpoint. Use it as a context manager: it keeps files open."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._offsets: dict[str, Integers] = {}  # kept when a file is closed: finding them out takes long
+        self._offsets: dict[str, Integers] = {}  # also of closed files: computing them takes long
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
-        """(name, kind) -> shape of the whole tensor, of all there is."""
+        """Return the shape of each whole tensor by (name, kind)."""
         return self.manifest.table.shapes
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
+        """Fill `out` (1-D, region.length values, any dtype and device) from whichever files hold the values.
 
-        Host memory: at most one shard, and the region once more where `out` is on a device.
+        Takes host memory for at most one shard, and for the region if `out` is on a device.
 
         Raises:
-            CheckpointError: some of them are missing or cannot be read.
+            CheckpointError: Some values are missing or cannot be read.
         """
         assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
         table = self.manifest.table
@@ -215,13 +203,13 @@ class CheckpointReader:
             if len(runs):
                 self._fill(row, shard, runs, target)
                 filled += int(runs[:, 2].sum())
-        # The manifest is known to have every value once.
+        # The manifest was checked to have every value once.
         assert filled == region.length, f"{region} is not inside {kind} of {name}"
         if not in_place:
             out.copy_(target)
 
     def _fill(self, row: int, shard: Shard, runs: Integers, target: Tensor) -> None:
-        """Copies runs (offset in the shard, offset in the target, length) out of its file."""
+        """Copy runs (offset in the shard, offset in the target, length) out of its file."""
         dtype, number = shard.dtype, bisect_right(self.manifest.first_rows, row) - 1
         file = self.manifest.files[number]
         try:
@@ -260,11 +248,9 @@ class CheckpointReader:
         return descriptor
 
     def _find_offsets(self, descriptor: int, file: FileRecord) -> Integers:
-        """Of each shard, once the file is seen to have the header that follows from the manifest."""
+        """Return the offset of each shard if the file has the header that follows from the manifest."""
         layout = self.manifest.layout_of(file)
-        header = bytearray(len(layout.header))
-        read_exactly(descriptor, 0, memoryview(header))
-        if bytes(header) != layout.header:
+        if _read(descriptor, 0, len(layout.header)) != layout.header:
             raise OSError(errno.EINVAL, "its header is not the manifest's")
         return np.array(layout.offsets, np.int64)
 
@@ -280,15 +266,46 @@ class CheckpointReader:
         self.close()
 
 
-def stretches(shape: tuple[int, ...]) -> Iterator[Region]:
-    """A whole tensor, a few MB at a time."""
-    size = math.prod(shape)
-    for start in range(0, size, VALUES_AT_ONCE):
-        yield Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
-
-
 def _batches(runs: Integers) -> list[Integers]:
-    """Runs to be read at once: all of them where they are a fourth of their span or more, else each."""
+    """Group runs into reads: one read if they are a fourth of their span or more, else one for each."""
     span = int(runs[-1, 0] + runs[-1, 2] - runs[0, 0])
     dense = int(runs[:, 2].sum()) * 4 >= span
     return [runs] if dense else list(runs[:, None])
+
+
+class CheckpointWeights:
+    """Weights and buffers of a checkpoint by name; see pipeline.models.weights.WeightFile.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        names: Name to offer -> name in the checkpoint; `None` for all under their own names.
+    """
+
+    files: Sequence[Path] = ()
+    dtype = torch.float32
+    """Dtype of the weights."""
+    rounding_error: float | None = None
+    """See pipeline.checkpoint.adapters.MergedWeights."""
+
+    def __init__(self, manifest: Manifest, names: Mapping[str, str] | None = None):
+        self._reader = CheckpointReader(manifest)
+        saved = {
+            name: (kind, Entry(shape, DTYPES[dtype]))
+            for name, kind, dtype, shape in manifest.table.entries
+            if kind in MODEL_KINDS
+        }
+        self._saved_names = names or {name: name for name in saved}
+        self._kinds = {name: saved[own][0] for name, own in self._saved_names.items()}
+        self.entries: Mapping[str, Entry] = {name: saved[own][1] for name, own in self._saved_names.items()}
+        self.buffers = {name for name, kind in self._kinds.items() if kind == BUFFER}
+
+    def read(self, name: str) -> Tensor:
+        shape, dtype = self.entries[name]
+        assert isinstance(dtype, torch.dtype)
+        values = torch.empty(math.prod(shape), dtype=dtype)
+        region = Region(shape, None, 0, len(values))
+        self._reader.read(self._saved_names[name], self._kinds[name], region, values)
+        return values.view(shape)
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,8 +1,8 @@
 """One file of a checkpoint: where each shard lies in it, and how it is written and read.
 
-It is a safetensors file, and its header follows from the shards' names, dtypes and lengths alone: a file is
-checked against its manifest to the last byte. Written in one pass, hashed beside it; nothing here holds more
-than one shard. Format: https://github.com/huggingface/safetensors#format
+It is a safetensors file. Its header follows from the shards' names, dtypes and lengths alone, so a file is
+checked against its manifest to the last byte. It is written and hashed in one pass, one shard at a time.
+Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ FLUSH_EVERY = 1 << 26
 
 @dataclass(frozen=True)
 class Layout:
-    """A whole file: its header, and its shards with the byte of the file at which each begins."""
+    """A whole file: its header, its shards, and the byte offset of each shard."""
 
     header: bytes
     shards: tuple[Shard, ...]
@@ -55,10 +54,10 @@ class Layout:
 
     @staticmethod
     def of(shards: Iterable[Shard]) -> Layout:
-        """Lays the shards out one after the other. Memory: names and numbers, no values.
+        """Lay the shards out one after the other. Their values are not kept.
 
         Raises:
-            TypeError: a dtype has no name in safetensors.
+            TypeError: A dtype has no name in safetensors.
         """
         shards = tuple(shard.described(shard.checksum) for shard in shards)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -83,7 +82,7 @@ class Layout:
 
 
 def header_of(entries: Mapping[str, Any]) -> bytes:
-    """The beginning of a safetensors file, padded so that values lie at multiples of their size."""
+    """Return the start of a safetensors file, padded so that values lie at multiples of their size."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -94,78 +93,64 @@ def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any
 
 
 class LayoutChangedError(Exception):
-    """The shards are not those that the file was laid out for."""
+    """Raised when shards are not those that the file was laid out for."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Checksums of a file, taken from what was handed to the disk: every byte is hashed once."""
+    """Checksums of a file, computed from the bytes that were handed to the system."""
 
     xxh3_128: str
-    """Of the header, then of what lies before each shard and the shard's own sum (8 bytes)."""
+    """Checksum of the header, then of the padding before each shard and the shard's own checksum."""
     shards: tuple[str, ...]
     """xxh3_64 of each shard, in order."""
 
 
-def write_file(
-    path: Path, layout: Layout, values: Iterable[Iterable[memoryview]], lasting: bool = False
-) -> Written:
-    """Writes a file of which nothing may exist yet, and returns once it is on the disk.
+def write_file(path: Path, layout: Layout, values: Iterable[list[memoryview]]) -> Written:
+    """Write a new file and return once it is on the disk.
 
     Args:
-        values: For each shard of the layout, in order, its bytes in one or more views.
-        lasting: The views stay as they are until this returns. Otherwise until the next are asked for.
+        values: For each shard of the layout, in order, its bytes in one or more views. Views may be reused
+            when the next shard is asked for.
 
     Raises:
-        OSError: it cannot be written: no room, an I/O error, fewer bytes than there should be.
-        LayoutChangedError: the values are not as long as the layout says.
+        OSError: It cannot be written: no room, an I/O error, fewer bytes than there should be.
+        LayoutChangedError: The values are not as long as the layout says.
     """
-    parts = map(list, values)
-    kept = list(parts) if lasting else []
-    sums: list[xxhash.xxh3_64] = []
+    whole = xxhash.xxh3_128(layout.header)
+    sums: list[str] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        # Hashing goes on while writes and the disk are waited for; all at once where that can be.
-        with ThreadPoolExecutor(1, "checksums") as beside:
-            of_kept = beside.submit(lambda: [hash_views(views) for views in kept])
-            writer = _Writer(descriptor)
-            writer.put(memoryview(layout.header))
-            for shard, offset, views in zip(layout.shards, layout.offsets, kept or parts, strict=True):
-                writer.put(memoryview(bytes(offset - writer.position)))
-                hashed = None if lasting else beside.submit(hash_views, views)
-                for view in views:
-                    writer.put(view)
-                if writer.position != offset + shard.num_bytes:
-                    raise LayoutChangedError(shard.title)
-                if hashed is not None:
-                    sums.append(hashed.result())
-            os.fsync(descriptor)
-            if os.fstat(descriptor).st_size != layout.num_bytes:
-                raise OSError(errno.EIO, "fewer bytes are in the file than were written")
-            return _written(layout, of_kept.result() or sums)
+        writer = _Writer(descriptor)
+        writer.put(memoryview(layout.header))
+        for shard, offset, views in zip(layout.shards, layout.offsets, values, strict=True):
+            padding = bytes(offset - writer.position)
+            writer.put(memoryview(padding))
+            own = hash_views(views)
+            for view in views:
+                writer.put(view)
+            if writer.position != offset + shard.num_bytes:
+                raise LayoutChangedError(shard.title)
+            whole.update(padding + own.digest())
+            sums.append(own.hexdigest())
+        os.fsync(descriptor)
+        if os.fstat(descriptor).st_size != layout.num_bytes:
+            raise OSError(errno.EIO, "fewer bytes are in the file than were written")
     finally:
         os.close(descriptor)
+    return Written(whole.hexdigest(), tuple(sums))
 
 
-def hash_views(views: Iterable[memoryview]) -> xxhash.xxh3_64:
-    """The checksum of a shard, in one or more views."""
+def hash_views(views: list[memoryview]) -> xxhash.xxh3_64:
+    """Return the checksum of a shard in one or more views."""
     checksum = xxhash.xxh3_64()
     for view in views:
         checksum.update(view)
     return checksum
 
 
-def _written(layout: Layout, sums: list[xxhash.xxh3_64]) -> Written:
-    whole, at = xxhash.xxh3_128(layout.header), len(layout.header)
-    for shard, offset, own in zip(layout.shards, layout.offsets, sums, strict=True):
-        whole.update(bytes(offset - at))
-        whole.update(own.digest())
-        at = offset + shard.num_bytes
-    return Written(whole.hexdigest(), tuple(own.hexdigest() for own in sums))
-
-
 class _Writer:
-    """Appends to a file."""
+    """Appends to a file and counts its bytes."""
 
     def __init__(self, descriptor: int):
         self.position = 0
@@ -179,8 +164,8 @@ class _Writer:
                 raise OSError(errno.EIO, "the file takes no more bytes")
             view = view[taken:]
             self.position += taken
-            if self.position - self._flushed >= FLUSH_EVERY and hasattr(os, "posix_fadvise"):
-                # Linux starts to write what is given up: the disk works while the next shard is fetched,
+            if self.position - self._flushed >= FLUSH_EVERY:
+                # Linux then starts to write: the disk works while the next shard is fetched,
                 # and the checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(
                     self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
@@ -189,7 +174,7 @@ class _Writer:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes (n,) uint8, where it is; a copy only where it is not contiguous."""
+    """View a tensor's bytes as (n,) uint8 on its device; copy only if it is not contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
     # One value at a stride of two counts as contiguous, but cannot be viewed as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
@@ -197,10 +182,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read a plain file with.
+    """Open a plain file for reading and yield its descriptor.
 
     Raises:
-        OSError: there is none, or it is a link, a pipe or a device.
+        OSError: There is none, or it is a link, a pipe or a device.
     """
     descriptor = open_plain(path, follow_links=False)  # a link may lead out of the run
     try:
@@ -210,10 +195,10 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
-    """Fills the target from the file.
+    """Fill the target from the file.
 
     Raises:
-        OSError: the file ends before that, or cannot be read.
+        OSError: The file ends before that, or cannot be read.
     """
     done = 0
     while done < len(target):
@@ -224,10 +209,10 @@ def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
 
 
 def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
-    """The checksum of `length` bytes of an open file.
+    """Return the checksum of `length` bytes of an open file.
 
     Raises:
-        OSError: the file ends before that, or cannot be read.
+        OSError: The file ends before that, or cannot be read.
     """
     checksum = xxhash.xxh3_64()
     buffer = memoryview(bytearray(min(length, BLOCK)))

@@ -1,7 +1,7 @@
-"""What a checkpoint is made of: shards, stretches of the tensors of a whole model, however it is divided.
+"""Shards: stretches of the tensors of a whole model, whatever its split.
 
-Each rank writes the shards that are its to write, and any other split reads the values it needs. Here are
-the one record for it, from the engine to the file and back, and the arithmetic of where two shards meet.
+Each rank writes its own shards, and any other split reads the values it needs. Here are the record of a
+shard, from the engine to the file and back, and the arithmetic of where two regions overlap.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ WEIGHT, BUFFER, GRADIENT = "weight", "buffer", "gradient"
 
 @dataclass(frozen=True)
 class Region:
-    """Where a stretch of values lies in a whole tensor: a box of it, a stretch of that box's values."""
+    """Place of values in a whole tensor: a box of it, and a stretch of that box's values."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box | None
-    """(start, stop) in each dimension; None: all of it."""
+    """(start, stop) in each dimension; `None` for the whole tensor."""
     start: int
-    """Of the stretch, in the flattened box."""
+    """First value of the stretch in the flattened box."""
     length: int
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One stretch of one tensor of the whole model. Two are equal where names, places and dtypes are."""
+    """One stretch of one tensor of the whole model. Two are equal if names, regions and dtypes are."""
 
     name: str
     """Parameter or buffer of the whole model, as named_parameters has it."""
@@ -47,30 +47,22 @@ class Shard:
     region: Region
     dtype: torch.dtype
     values: Tensor | None = field(default=None, compare=False, repr=False)
-    """1-D, row-major: region.length values. What the engine holds, not a copy, where that is possible."""
+    """1-D, row-major: region.length values; if possible those of the engine, not a copy."""
     checksum: str | None = field(default=None, compare=False)
-    """xxh3_64 of the values' bytes, once they are written."""
+    """xxh3_64 of the values' bytes once they are written."""
     is_frozen: bool = field(default=False, compare=False)
-    """Nobody trains it: once written, the same bytes are not written again."""
+    """Whether it is not trained: once written, the same bytes are not written again."""
 
     @staticmethod
     def of(name: str, kind: str, region: Region, values: Tensor, is_frozen: bool = False) -> Shard:
-        """With its values.
+        """Return a shard with its values.
 
         Raises:
-            TypeError: they are not 1-D, or not of the region's length.
+            TypeError: They are not 1-D, or not of the region's length.
         """
         if tuple(values.shape) != (region.length,):
             raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
-        return Shard(
-            name=name,
-            kind=kind,
-            region=region,
-            dtype=values.dtype,
-            values=values,
-            checksum=None,
-            is_frozen=is_frozen,
-        )
+        return Shard(name, kind, region, values.dtype, values, is_frozen=is_frozen)
 
     @property
     def num_bytes(self) -> int:
@@ -78,66 +70,66 @@ class Shard:
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"{self.kind} of {self.name}"
 
     def described(self, checksum: str | None = None) -> Shard:
-        """Without its values."""
+        """Return the shard without its values."""
         return replace(self, values=None, checksum=checksum)
 
 
 class ShardSource(Protocol):
-    """A checkpoint, however it was divided."""
+    """A checkpoint to read from, whatever its split."""
 
     scalars: Mapping[str, Any]
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
-        """(name, kind) -> shape of the whole tensor, of all there is."""
+        """Return the shape of each whole tensor by (name, kind)."""
         ...
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        """Fills `out` (1-D, region.length values, any dtype and device), wherever they were written.
+        """Fill `out` (1-D, region.length values, any dtype and device).
 
         Raises:
-            CheckpointError: some of them are missing.
+            CheckpointError: Some values are missing.
         """
         ...
 
 
 class EngineState(Protocol):
-    """What every engine offers to keep and to go on from."""
+    """State of an engine, to save and to restore."""
 
     def shards(self) -> Iterator[Shard]:
-        """What this rank writes: over all ranks each value once. Take them in order; collective."""
+        """Yield what this rank writes: over all ranks each value once. Collective."""
         ...
 
     def scalars(self) -> Scalars:
-        """The optimizer's numbers and the loss scale's state: the same on all ranks."""
+        """Return the optimizer's numbers and the loss scale's state, the same on all ranks."""
         ...
 
     def hold_step(self, wait: Callable[[], None]) -> None:
-        """Has the next step call this before it changes what `shards` gave. Buffers may change before."""
+        """Make the next step call `wait` before it changes what `shards` gave. Buffers may change before."""
         ...
 
     def restore(self, source: ShardSource) -> None:
-        """Fills weights, the optimizer's state, buffers and scalars in place, and what follows. Collective.
+        """Fill weights, optimizer state, buffers and scalars in place. Collective.
 
         Raises:
-            CheckpointError: the source is of another model.
+            CheckpointError: The source is of another model.
         """
         ...
 
 
 def overlap(a: Region, b: Region) -> Integers:
-    """Where two regions of one tensor meet: (runs, 3), each (offset in a, offset in b, length).
+    """Return where two regions of one tensor overlap: (runs, 3), each (offset in a, offset in b, length).
 
     Offsets count from the start of each stretch and grow. The cost grows with the rows of boxes, not with
-    elements.
+    values.
     """
     assert a.shape == b.shape, f"regions of tensors of shape {a.shape} and {b.shape}"
     (a_start, a_length), (b_start, b_length) = _runs(a), _runs(b)
     a_end, b_end = a_start + a_length, b_start + b_length
-    # Both lists are in order and free of overlap: run i of a meets runs first[i] up to last[i] of b.
+    # Both lists are sorted without overlap: run i of a meets runs first[i] up to last[i] of b.
     first = np.searchsorted(b_end, a_start, side="right")
     last = np.searchsorted(b_start, a_end, side="left")
     counts = np.maximum(last - first, 0)
@@ -151,13 +143,13 @@ def overlap(a: Region, b: Region) -> Integers:
 
 
 def _runs(region: Region) -> tuple[Integers, Integers]:
-    """The stretch as runs of the flattened whole tensor: (starts, lengths), in order."""
+    """Return the stretch as runs of the flattened whole tensor: (starts, lengths), sorted."""
     if region.length == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     if region.box is None:
         return np.array([region.start], np.int64), np.array([region.length], np.int64)
     sizes = [stop - start for start, stop in region.box]
-    inner = len(sizes) - 1  # the last dimension that is cut: those after it are whole, so runs go through
+    inner = len(sizes) - 1  # last dimension that is cut: those after it are whole, so a run covers them
     while inner > 0 and sizes[inner] == region.shape[inner]:
         inner -= 1
     strides = [math.prod(region.shape[d + 1 :]) for d in range(len(sizes))]
@@ -179,9 +171,9 @@ def _runs(region: Region) -> tuple[Integers, Integers]:
 
 
 def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
-    """Copies runs (offset in source, offset in target, length) between 1-D tensors, converting as copy_.
+    """Copy runs (offset in source, offset in target, length) between 1-D tensors, converting as copy_ does.
 
-    Rows that follow each other at equal distances are copied at once.
+    Rows at equal distances are copied together.
     """
     if len(runs) == 0:
         return
@@ -199,7 +191,7 @@ def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
 
 
 def _copy_block(source: Tensor, target: Tensor, run: Integers, rows: int, step: Integers) -> None:
-    """Rows of one length at equal distances."""
+    """Copy rows of one length at equal distances."""
     (in_source, in_target, length), (source_step, target_step, _) = run.tolist(), step.tolist()
     torch.as_strided(target, (rows, length), (target_step, 1), target.storage_offset() + in_target).copy_(
         torch.as_strided(source, (rows, length), (source_step, 1), source.storage_offset() + in_source)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -31,22 +30,20 @@ from pipeline.checkpoint.catalog import (
     Retention,
     SavedCheckpoints,
     clear_partial,
+    discard_after,
     folder_name,
     newest_whole,
     remove,
-    remove_after,
-    set_aside_after,
+    set_aside,
 )
 from pipeline.checkpoint.manifest import (
     MANIFEST,
-    MAX_BYTES,
-    MAX_TABLE_BYTES,
     ROW_BYTES,
     TABLE,
     FileRecord,
     Manifest,
     ShardTable,
-    TableRecord,
+    record_of,
 )
 from pipeline.checkpoint.peers import Peers, Room, find_peers, first, lack_of_memory
 from pipeline.checkpoint.reader import CheckpointReader
@@ -56,87 +53,7 @@ from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, one_line
-from pipeline.files import publish_folder, write_durably
-
-Values = Iterable[Iterable[memoryview]]
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """One of them."""
-
-    path: Path
-    """Once it is published."""
-    record: FileRecord
-    shards: tuple[Shard, ...]
-    """With checksums."""
-
-
-class RankFiles:
-    """Those of one checkpoint.
-
-    Args:
-        partial: Its folder while it is written.
-        final: Its folder once it is published.
-        frozen: What nobody trains, in the checkpoint before.
-    """
-
-    def __init__(self, partial: Path, final: Path, peers: Peers, frozen: WrittenFile | None):
-        self.written: list[WrittenFile] = []
-        self.frozen: WrittenFile | None = None
-        self._partial, self._final, self._peers, self._known = partial, final, peers, frozen
-
-    def write(self, layout: Layout, values: Iterator[Iterable[memoryview]], lasting: bool) -> None:
-        """Writes them, and returns once they are on the disk.
-
-        Args:
-            values: The bytes of each shard.
-            lasting: See write_file.
-
-        Raises:
-            OSError: as write_file.
-            LayoutChangedError: as write_file; or the file of what nobody trains was thought to be the one
-                before, and when that was seen not to be so, the values had been taken.
-        """
-        frozen = list(takewhile(lambda shard: shard.is_frozen, layout.shards))  # engines give them first
-        stem = f"rank-{self._peers.rank:05d}"
-        if frozen:
-            name, part = f"{stem}.frozen.safetensors", Layout.of(frozen)
-            own: Values = islice(values, len(frozen))
-            own = list(own) if lasting else own
-            self.frozen = self._link(name, part, own, lasting) or self._write(name, part, own, lasting)
-            self.written.append(self.frozen)
-        if rest := layout.shards[len(frozen) :]:
-            self.written.append(self._write(f"{stem}.safetensors", Layout.of(rest), values, lasting))
-
-    def _link(self, name: str, layout: Layout, values: Values, lasting: bool) -> WrittenFile | None:
-        """The file before under this name, if it has the same values; None: it is to be written."""
-        known = self._known
-        if known is None or known.shards != layout.shards:
-            return None
-        pairs = zip(values, known.shards, strict=True)
-        if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
-            with suppress(OSError):  # a file system without links, or the file is gone
-                os.link(known.path, self._partial / name)
-                return WrittenFile(self._final / name, known.record, known.shards)
-        if not lasting:
-            raise LayoutChangedError("what is frozen")
-        return None
-
-    def _write(self, name: str, layout: Layout, values: Values, lasting: bool) -> WrittenFile:
-        sums = write_file(self._partial / name, layout, values, lasting)
-        record = FileRecord(
-            name=name,
-            rank=self._peers.rank,
-            host=self._peers.host,
-            place=self._peers.leader,
-            bytes=layout.num_bytes,
-            xxh3_128=sums.xxh3_128,
-            shards=len(layout.shards),
-        )
-        shards = tuple(map(Shard.described, layout.shards, sums.shards))
-        return WrittenFile(self._final / name, record, shards)
-
+from pipeline.files import format_bytes, publish_folder, write_durably
 
 CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
 # torch's threads meet after every copy: on a busy processor the waiting took 17 times as long as the copying.
@@ -144,23 +61,23 @@ BY_ONE_THREAD = 1 << 24
 
 
 def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
-    """The bytes of each shard, fetched to the host one at a time.
+    """Yield the bytes of each shard, fetched to the host one at a time.
 
     Raises:
-        LayoutChangedError: a shard is not the one laid out at its place, or there are more of them.
+        LayoutChangedError: A shard is not the one laid out at its place, or there are more of them.
     """
     return ([source.cpu().numpy().data] for source, _ in _matched(layout, shards))
 
 
 class Snapshot:
-    """Buffers for one layout, filled at every save and kept between them.
+    """Holds a copy of all shards in host memory, in buffers that every save uses again.
 
-    Memory is taken on a thread of its own: pinning takes seconds for gigabytes. What lies on a GPU is copied
-    on a stream beside the main one: the host, a forward and a backward do not wait for it.
+    A thread of its own takes the memory, since pinning takes seconds for gigabytes. Tensors on a GPU are
+    copied on a stream of their own: the host, a forward and a backward do not wait for it.
 
     Args:
-        layout: What will be copied.
-        device: Where it comes from; for CUDA the buffers are pinned, and a copy runs at the bus's speed.
+        layout: Shards to copy.
+        device: Device of the shards. For CUDA the buffers are pinned, so copies run at the bus's speed.
     """
 
     def __init__(self, layout: Layout, device: torch.device):
@@ -174,13 +91,14 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def fill(self, shards: Iterator[Shard]) -> None:
-        """Copies all shards, once there is memory.
+        """Copy all shards once there is memory.
 
-        When it returns, buffers may change, and the host's values; a GPU's others after `hold_device`.
+        When it returns, buffers and values on the host may change. Other values on a GPU may change after
+        `hold_device`.
 
         Raises:
-            LayoutChangedError: they are not those laid out.
-            MemoryError: there is not enough host memory.
+            LayoutChangedError: The shards are not those laid out.
+            MemoryError: There is not enough host memory.
         """
         self._chunks.result()
         self._copied = None
@@ -201,7 +119,7 @@ class Snapshot:
 
     @contextmanager
     def _beside(self, source: Tensor, kind: str) -> Iterator[Tensor]:
-        """The values to copy, on the stream that copies them: not before what is at work on them is done."""
+        """Yield the values to copy, on the stream that copies them, once pending work on them is ordered."""
         if source.device.type != "cuda":
             yield source
             return
@@ -211,15 +129,15 @@ class Snapshot:
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._stream):
             yield source
-        source.record_stream(self._stream)  # of some the engine made a copy, which nobody holds any longer
+        source.record_stream(self._stream)  # some are copies that the engine made and no longer holds
 
     def hold_device(self) -> None:
-        """What the device is given from here on waits for the copy; the host does not."""
+        """Make later work of the device wait for the copy. The host does not wait."""
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def views(self) -> Iterator[list[memoryview]]:
-        """The bytes of each shard, in order, once they are copied."""
+        """Yield the bytes of each shard, in order, once they are copied."""
         if self._copied is not None:
             self._copied.synchronize()
         position = 0
@@ -237,31 +155,26 @@ class Snapshot:
 
 
 def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
-    """Pinned for as long as the system gives any."""
-    chunks: list[Tensor] = []
-    for size in sizes:
-        if is_pinned:
-            try:
-                chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-                continue
-            except RuntimeError as error:
-                is_pinned, got = False, sum(map(len, chunks)) >> 20
-                log.warning(
-                    "the copy of a checkpoint is slower than it could be: %d of %d MiB of host memory are "
-                    "pinned, then: %s",
-                    got,
-                    sum(sizes) >> 20,
-                    one_line(error),
-                )
-        try:
-            chunks.append(torch.empty(size, dtype=torch.uint8))
-        except RuntimeError as error:
+    """Allocate the chunks, pinned if the system pins so much memory."""
+    try:
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
+    except RuntimeError as error:
+        if not is_pinned:
             raise MemoryError(str(error)) from None
-    return chunks
+        log.warning(
+            "the copy of a checkpoint is slower than it could be: %s of host memory cannot be pinned: %s",
+            format_bytes(sum(sizes)),
+            one_line(error),
+        )
+    return _take_memory(sizes, is_pinned=False)
 
 
 def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
-    """The bytes of each shard, where they are, and its kind, while they are those laid out."""
+    """Yield the bytes of each shard on its device, and its kind.
+
+    Raises:
+        LayoutChangedError: The shards are not those laid out.
+    """
     for expected in layout.shards:
         shard = next(shards, None)
         if shard is None or shard.values is None or shard != expected:
@@ -272,43 +185,41 @@ def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, 
 
 
 class NotSavedError(Exception):
-    """Why there is no checkpoint, in one line; raised on every rank."""
+    """Raised on every rank if a save fails, with one line that says why."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of this rank that is on the disk."""
+
+    path: Path
+    """Its path once the checkpoint is published."""
+    record: FileRecord
+    shards: tuple[Shard, ...]
+    """Its shards with checksums, without values."""
 
 
 @dataclass
 class Kept:
-    """What a save leaves to the next, which then costs one copy, and writes what nobody trains as a link."""
+    """State of a save that the next one uses again."""
 
     device: torch.device
     """Of the engine's values."""
     layout: Layout | None = None
     snapshot: Snapshot | None = None
     frozen: WrittenFile | None = None
-    """What nobody trains, in the last checkpoint."""
+    """File of the frozen parameters in the last checkpoint."""
     has_warned: bool = False
-    """That memory is short."""
-
-
-def prepare(engine: EngineState, peers: Peers, kept: Kept) -> None:
-    """Has pinned memory for the copies of later saves taken beside training, if there is enough. Collective.
-
-    Other memory costs nothing until it is written to, and is taken by the first save.
-    """
-    if kept.device.type != "cuda" or kept.snapshot is not None:
-        return
-    kept.layout = Layout.of(engine.shards())
-    own = Room(peers.host, 0, 0, kept.layout.num_bytes, available_memory())
-    if lack_of_memory(peers.gather(own)) is None:  # else the first save tells of it
-        kept.snapshot = Snapshot(kept.layout, kept.device)
+    """Whether a warning about short memory was logged."""
 
 
 class Save:
-    """One save of one step. Its methods stand in the order in which they are called.
+    """One save of one step. Methods are in the order of their calls.
 
     Args:
-        folder: Of the checkpoints.
-        fields: Of the manifest: split, state and scalars.
-        kept: By the save before; changed in place.
+        folder: Folder of the checkpoints.
+        fields: Fields of the manifest: split, state and scalars.
+        kept: State of the last save; changed in place.
     """
 
     def __init__(
@@ -316,24 +227,26 @@ class Save:
     ):
         self.fields = fields | {"global_step": step, "world_size": len(peers.leaders)}
         self.write_seconds = 0.0
-        """From the first byte to the rename."""
+        """Seconds from the first byte to the rename."""
         self._folder, self._peers, self._kept, self._pruner = folder, peers, kept, pruner
         self._final = folder / folder_name(step)
         self._partial = folder / f"{self._final.name}{PARTIAL}"
         self._replaced = folder / f"{self._final.name}{REPLACED}"
+        self._frozen: WrittenFile | None = None
+        self._written: list[WrittenFile] = []
         self._published: Manifest | None = None
 
     @phase(Phase.SAVING)
     def run(self, engine: EngineState, wait: bool) -> bool:
-        """Saves while training stands still: all of it, or with `wait` unset only a copy to host memory.
+        """Save while training stands still: all of it, or without `wait` only a copy to host memory.
 
         Returns:
-            Whether all is done. If not, training may go on, and `finish` does the rest on another thread.
+            Whether all is done. If not, training may continue, and `finish` does the rest on another thread.
 
         Raises:
-            NotSavedError: what a rank met.
+            NotSavedError: A rank could not save.
         """
-        for _ in range(2):  # shards that are not those of the last save are laid out anew
+        for _ in range(2):  # if the shards are not those of the last save, they are laid out again
             try:
                 if self._open(engine, wait) and self._take_snapshot(engine):
                     return False
@@ -345,14 +258,14 @@ class Save:
 
     @phase(Phase.SAVING)
     def finish(self, engine: EngineState | None = None) -> None:
-        """Writes and publishes; then removes what is not to stay.
+        """Write and publish, then remove checkpoints beyond the policy.
 
         Args:
-            engine: Its values are written; None: those of the snapshot.
+            engine: Engine whose values are written; `None` for those of the snapshot.
 
         Raises:
-            NotSavedError: what a rank met.
-            LayoutChangedError: the engine's shards are not those laid out, on some rank.
+            NotSavedError: A rank could not save.
+            LayoutChangedError: The engine's shards are not those laid out, on some rank.
         """
         began = time.perf_counter()
         try:
@@ -360,20 +273,20 @@ class Save:
             self._publish()
         finally:
             self.write_seconds = time.perf_counter() - began
-        self._kept.frozen = self._files.frozen
+        self._kept.frozen = self._frozen
         log.info("saved %s", self._final)
         if self._published is not None:
             self._pruner.prune(self._published)
 
     def _open(self, engine: EngineState, wait: bool) -> bool:
-        """Makes the folder and looks for room; whether a snapshot is wanted and finds some in memory."""
+        """Make the folder and check for room. Return whether a snapshot is wanted and fits into memory."""
         if self._kept.layout is None:
             self._kept.layout = Layout.of(engine.shards())
         layout = self._kept.layout
         problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._kept.frozen is not None:
-            disk -= self._kept.frozen.record.bytes  # it will be a link; where it cannot be, writing will tell
-        disk_free = disk  # not known: writing will tell
+            disk -= self._kept.frozen.record.bytes  # linked; if a link fails, a write without room does, too
+        disk_free = disk  # not known here: the write fails if there is too little
         if self._peers.is_leader:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -386,30 +299,17 @@ class Save:
         own = Room(self._peers.host, disk, disk_free, memory, available_memory())
         said = self._peers.gather((self.fields, own, problem))
         rooms = [room for _, room, _ in said]
-        self.fields = said[0][0]  # every machine's manifest is the same to the last byte
+        self.fields = said[0][0]  # so that the manifest is the same on every machine
         self._agree(first(wrong for *_, wrong in said) or self._peers.lack_of_disk(rooms, self._folder))
         return not wait and self._fits_in_memory(lack_of_memory(rooms))
 
     def _take_snapshot(self, engine: EngineState) -> bool:
-        """Copies the values of the engine; False: some rank has no memory for it, so none keeps a copy."""
-        kept, problem, changed = self._kept, None, False
+        """Copy the engine's values. Return False if some rank lacks the memory: then no rank has a copy."""
+        kept, shards = self._kept, iter(engine.shards())
         assert kept.layout is not None
-        shards = iter(engine.shards())
-        try:
-            if kept.snapshot is None:
-                kept.snapshot = Snapshot(kept.layout, kept.device)
-            kept.snapshot.fill(shards)
-        except LayoutChangedError:
-            changed = True
-        except MemoryError as error:
-            reason, _, _ = str(error).partition("\n")
-            problem = f"{self._peers.host}: {reason}"
-        finally:
-            for _ in shards:  # fetching them may be collective
-                pass
-        if self._fits_in_memory(self._exchange(problem, changed)):
-            assert kept.snapshot is not None
-            engine.hold_step(kept.snapshot.hold_device)
+        snapshot = kept.snapshot = kept.snapshot or Snapshot(kept.layout, kept.device)
+        if self._fits_in_memory(self._attempt(lambda: snapshot.fill(shards), shards)):
+            engine.hold_step(snapshot.hold_device)
             return True
         kept.snapshot = None
         return False
@@ -421,79 +321,133 @@ class Save:
         return problem is None
 
     def _write(self, engine: EngineState | None) -> None:
-        """Writes this rank's files, and hears how it went on the others."""
+        """Write this rank's files and exchange problems with the other ranks."""
         layout, snapshot = self._kept.layout, self._kept.snapshot
         assert layout is not None
-        self._files = RankFiles(self._partial, self._final, self._peers, self._kept.frozen)
         shards = iter(() if engine is None else engine.shards())
-        problem, changed = None, False
-        try:
-            if engine is None:
-                assert snapshot is not None
-                self._files.write(layout, snapshot.views(), lasting=True)
-            else:
-                self._files.write(layout, streamed(layout, shards), lasting=False)
-            for _ in shards:
-                raise LayoutChangedError("more shards than before")
-        except LayoutChangedError:
-            changed, self._kept.frozen = True, None
-        except OSError as error:
-            problem = self._peers.describe(error)
-        for _ in shards:  # fetching them may be collective
-            pass
-        self._agree(self._exchange(problem, changed))
+        values: Iterator[list[memoryview]] = streamed(layout, shards)
+        if engine is None:
+            assert snapshot is not None
+            values = snapshot.views()
+        can_repeat = engine is None
+        self._agree(self._attempt(lambda: self._write_files(layout.shards, values, can_repeat), shards))
+
+    def _write_files(
+        self, shards: tuple[Shard, ...], values: Iterator[list[memoryview]], can_repeat: bool
+    ) -> None:
+        """Write a file of the frozen shards, or link that of the last checkpoint, and a file of the others.
+
+        Args:
+            values: The bytes of each shard.
+            can_repeat: Whether views stay valid when the next ones are taken.
+
+        Raises:
+            LayoutChangedError: The shards are others than before, or the frozen values are and `can_repeat`
+                is not set: the next attempt writes them.
+        """
+        self._frozen = None
+        self._written = []
+        frozen = tuple(takewhile(lambda shard: shard.is_frozen, shards))  # engines yield them first
+        stem = f"rank-{self._peers.rank:05d}"
+        if frozen:
+            name = f"{stem}.frozen.safetensors"
+            own: Iterable[list[memoryview]] = islice(values, len(frozen))
+            own = list(own) if can_repeat else own
+            self._frozen = self._link(name, frozen, own, can_repeat) or self._write_file(name, frozen, own)
+            self._written.append(self._frozen)
+        if rest := shards[len(frozen) :]:
+            self._written.append(self._write_file(f"{stem}.safetensors", rest, values))
+        next(values, None)  # raises a LayoutChangedError if there are more shards
+
+    def _link(
+        self, name: str, shards: tuple[Shard, ...], values: Iterable[list[memoryview]], can_repeat: bool
+    ) -> WrittenFile | None:
+        """Link the last checkpoint's file of frozen shards, if it has these values; else return `None`."""
+        known = self._kept.frozen
+        if known is None or known.shards != shards:
+            return None
+        pairs = zip(values, known.shards, strict=True)
+        if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
+            with suppress(OSError):  # a file system without links, or the file is gone
+                os.link(known.path, self._partial / name)
+                return replace(known, path=self._final / name)
+        if not can_repeat:
+            self._kept.frozen = None
+            raise LayoutChangedError("frozen shards")
+        return None
+
+    def _write_file(
+        self, name: str, shards: tuple[Shard, ...], values: Iterable[list[memoryview]]
+    ) -> WrittenFile:
+        layout = Layout.of(shards)
+        sums = write_file(self._partial / name, layout, values)
+        record = FileRecord(
+            name=name,
+            rank=self._peers.rank,
+            host=self._peers.host,
+            place=self._peers.leader,
+            bytes=layout.num_bytes,
+            xxh3_128=sums.xxh3_128,
+            shards=len(shards),
+        )
+        return WrittenFile(self._final / name, record, tuple(map(Shard.described, shards, sums.shards)))
 
     def _publish(self) -> None:
-        """Every machine gets table and manifest, and the checkpoint its name."""
-        records = [file.record for file in self._files.written]
-        own = ShardTable.of(shard for file in self._files.written for shard in file.shards)
+        """Write table and manifest on every machine and give the checkpoint its name."""
+        records = [file.record for file in self._written]
+        own = ShardTable.of(shard for file in self._written for shard in file.shards)
         collected = self._peers.collect((records, own))
         files = [record for records, _ in collected for record in records]
         table = ShardTable.joined([part for _, part in collected])
-        del collected  # a thousand ranks' parts are as much again
+        del collected  # a thousand ranks' parts take as much memory again
         self._agree(first(self._peers.attempt(lambda: self._rename(files, table))))
         if self._peers.is_leader:
-            # Only now: where another machine could not publish, it would have had to come back.
+            # Only now: if another machine could not publish, the old one must come back.
             shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _rename(self, files: list[FileRecord], table: ShardTable) -> None:
         content = table.encode()
         try:
-            fields = self.fields | {"files": tuple(files), "shard_table": TableRecord.of(content)}
+            fields = self.fields | {"files": tuple(files), "shard_table": record_of(content)}
             manifest = Manifest.with_table(table, self._final, **fields)
-        except ValueError as error:  # an engine's mistake: better told now than when it is to be read
+        except ValueError as error:  # an engine's mistake: better reported now than when it is read
             raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
-        sealed = manifest.encode()
-        if sum(map(len, content)) > MAX_TABLE_BYTES or len(sealed) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{len(table)} shards of {len(files)} files are too many to be read")
-        write_durably(self._partial / TABLE, *content)
-        write_durably(self._partial / MANIFEST, sealed)
-        if os.path.lexists(self._final):  # of a step that this run, gone on from an earlier one, now repeats
+        write_durably(self._partial / TABLE, content)
+        write_durably(self._partial / MANIFEST, manifest.encode())
+        if os.path.lexists(self._final):  # a step that this run repeats after it resumed from an earlier one
             self._final.rename(self._replaced)
         publish_folder(self._partial, self._final)
         self._published = manifest
 
-    def _exchange(self, problem: str | None, changed: bool) -> str | None:
-        """The first problem of any rank.
-
-        Args:
-            changed: The shards are not those laid out.
+    def _attempt(self, action: Callable[[], None], shards: Iterator[Shard]) -> str | None:
+        """Run an action that takes this rank's shards, and return the first problem of any rank.
 
         Raises:
-            LayoutChangedError: so it is on some rank.
+            LayoutChangedError: Some rank's shards are not those laid out.
         """
+        problem, changed = None, False
+        try:
+            action()
+        except LayoutChangedError:
+            changed = True
+        except MemoryError as error:
+            problem = f"{self._peers.host}: {one_line(error)}"
+        except OSError as error:
+            problem = self._peers.describe(error)
+        for _ in shards:  # fetching them may be collective
+            pass
         said = self._peers.gather((problem, changed))
         if any(changed for _, changed in said):
             raise LayoutChangedError("on some rank")
         return first(problem for problem, _ in said)
 
     def _agree(self, problem: str | None) -> None:
-        """Ends the save, and leaves nothing of it, where all have heard of a problem."""
+        """Abort the save on every rank and delete the partial checkpoint if there is a problem."""
         if problem is None:
             return
         if self._peers.is_leader:
             try:
-                if self._published is not None:  # another machine could not: no machine has it
+                if self._published is not None:  # another machine could not: then no machine has it
                     remove(self._final)
                 shutil.rmtree(self._partial, ignore_errors=True)
                 if self._replaced.exists():
@@ -508,33 +462,32 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save went; the same on every rank but for the times, which are this rank's."""
+    """Result of a save. All but the times is the same on every rank."""
 
     step: int
     problem: str | None
-    """One line; None: it is saved, or on its way."""
+    """One line that says why it is not saved; `None` if it is saved or still being written."""
     stall_seconds: float
-    """How long training stood still."""
+    """Seconds for which training stood still."""
     write_seconds: float | None
-    """From the first byte to the rename; None: it is still being written."""
+    """Seconds from the first byte to the rename; `None` if it is still being written."""
 
 
 class CheckpointStore:
-    """`<run_dir>/checkpoints/step-00000100/`: a file a rank, and `manifest.json`.
+    """Saves to and restores from `<run_dir>/checkpoints/step-00000100/`: each rank's files and a manifest.
 
-    While a checkpoint is written in the background, the thread that does it talks to its peers over their
-    own gloo group. Such threads wait only for each other, never for a main thread, so they come to an end
-    whatever collective training is in.
+    The thread that writes a checkpoint in the background talks to its peers over a gloo group of its own.
+    Such threads wait only for each other, never for a main thread, so no collective of training blocks them.
 
     Args:
-        folder: Of the checkpoints; made if missing.
-        retention: Which of them stay.
+        folder: Folder of the checkpoints; made if missing.
+        retention: Which checkpoints stay.
         job: The ranks. Collective: every rank makes its store at the same point.
-        split: How the work is split, in words, for the manifest.
-        host: This machine's name, for messages.
+        split: Description of the split for the manifest.
+        host: This machine's name for messages.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path, retention: Retention, job: Job, split: str, host: str = platform.node()):
@@ -553,11 +506,11 @@ class CheckpointStore:
         self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
         self._is_closed = False
         self.is_under_way = False
-        """Whether a save is under way whose outcome `poll` has not returned."""
+        """Whether `poll` has not yet returned the outcome of a save."""
         self._show: Callable[[SavedCheckpoints], None] | None = None
 
     def shown_to(self, show: Callable[[SavedCheckpoints], None]) -> None:
-        """Has this rank show the checkpoints that count now, and whenever they change: on any thread."""
+        """Call `show` with the checkpoints that count, now and after every change, on any thread."""
         self._show = show
         self._changed()
 
@@ -566,27 +519,37 @@ class CheckpointStore:
             self._show(self._pruner.saved())
 
     def prepare(self, engine: EngineState) -> None:
-        """After a first step, where saves in the background will come: takes their memory. Collective."""
-        prepare(engine, self._peers, self._kept)
+        """Take pinned memory for later saves in the background, if there is enough. Collective.
+
+        Called after the first step. Memory that is not pinned costs nothing until it is written to, so the
+        first save takes it.
+        """
+        kept = self._kept
+        if kept.device.type != "cuda" or kept.snapshot is not None:
+            return
+        kept.layout = Layout.of(engine.shards())
+        own = Room(self._peers.host, 0, 0, kept.layout.num_bytes, available_memory())
+        if lack_of_memory(self._peers.gather(own)) is None:  # else the first save warns
+            kept.snapshot = Snapshot(kept.layout, kept.device)
 
     def hold_device(self) -> None:
-        """The device goes on once it has copied what is being saved, whoever changes it next."""
+        """Make later work of the device wait until it has copied what is being saved."""
         if self._kept.snapshot is not None:
             self._kept.snapshot.hold_device()
 
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
-        """Saves, and removes what the policy does not keep. Collective. One save is under way at a time.
+        """Save, and remove checkpoints beyond the policy. Collective. A second save waits for the first.
 
-        Training stands still for a copy to host memory, from a GPU for the start of one that the next step
-        waits for; a background thread does the rest. Where memory is short or `wait` is set, it stands still
-        until all is on the disk.
+        Training stands still for a copy to host memory, and a background thread does the rest. The copy from
+        a GPU is only started; the next step waits for it. If memory is short or `wait` is set, training
+        stands still until all is on the disk.
 
         Args:
-            state: JSON values; `global_step`, and `eval_loss` where there is one to choose the best by.
+            state: JSON values; `global_step`, and `eval_loss` if there is one to choose the best by.
 
         Returns:
-            How it went: what the system refuses (a full disk) does not end the run. Of a save in the
-            background only the start is known.
+            The outcome; a full disk, for example, does not end the run. For a save in the background only
+            the start is known.
         """
         started = time.perf_counter()
         self.wait()
@@ -618,10 +581,10 @@ class CheckpointStore:
         return outcome
 
     def save_final(self, engine: EngineState, state: dict[str, Any]) -> SaveOutcome:
-        """As save with `wait`, for the end of a run.
+        """Save with `wait`, for the end of a run.
 
         Raises:
-            CheckpointError: it is not saved.
+            CheckpointError: It is not saved.
         """
         outcome = self.save(engine, state, wait=True)
         if outcome.problem is not None:
@@ -629,14 +592,14 @@ class CheckpointStore:
         return outcome
 
     def poll(self) -> list[SaveOutcome]:
-        """Saves without `wait` that ended since the last call. Does not wait; not collective."""
+        """Return the saves without `wait` that ended since the last call. Do not wait; not collective."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         self.is_under_way = self._thread is not None
         return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:
-        """Waits for the save under way, and gives back what a store holds. Before the process group ends."""
+        """Wait for a save in the background and release the group. Call it before the process group ends."""
         try:
             self.wait()
         finally:
@@ -645,7 +608,7 @@ class CheckpointStore:
             self._is_closed = True
 
     def wait(self) -> None:
-        """For the save under way."""
+        """Wait for a save in the background, and raise what it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -654,7 +617,7 @@ class CheckpointStore:
             raise failure
 
     def _finish_beside(self, save: Save, outcome: SaveOutcome) -> None:
-        """The rest of a save, on a thread of its own."""
+        """Run the rest of a save on a thread of its own."""
 
         def finish() -> None:
             problem = None
@@ -681,10 +644,12 @@ class CheckpointStore:
         return replace(outcome, problem=line)
 
     def choose(self) -> Manifest | None:
-        """The newest checkpoint that verifies on all machines; says what it passes over, and why. Collective.
+        """Return the newest checkpoint that verifies on all machines. Collective.
+
+        Each newer one that is passed over is logged with the reason.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them is whole.
+            CheckpointError: There are checkpoints, and none of them is whole.
         """
         manifest, bad = newest_whole(self.folder, self._peers)
         self._pruner.bad |= bad
@@ -694,7 +659,7 @@ class CheckpointStore:
 
     @phase(Phase.RESUMING)
     def restore(self, engine: EngineState, manifest: Manifest) -> dict[str, Any]:
-        """Fills the engine from what `choose` gave; what `save` was given. Collective."""
+        """Fill the engine from a checkpoint of `choose` and return the state of its save. Collective."""
         began = time.perf_counter()
         with CheckpointReader(manifest) as reader:
             engine.restore(reader)
@@ -709,32 +674,33 @@ class CheckpointStore:
         return manifest.state
 
     def go_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:
-        """The newest whole checkpoint of a step up to `until`, and none after it from now on. Collective.
+        """Restore the newest whole checkpoint up to a step, and remove all after it. Collective.
 
         Returns:
-            What `save` was given; None: there is no such checkpoint, and nothing was changed.
+            The state of its save. `None` if there is no such checkpoint: then nothing was changed.
         """
         self.wait()
         manifest, _ = newest_whole(self.folder, self._peers, until)
         if manifest is None:
             return None
         state = self.restore(engine, manifest)
-        for problem in filter(
-            None, self._peers.attempt(partial(remove_after, self.folder, manifest.global_step))
-        ):
-            log.warning("later checkpoints stay: %s", problem)
+        self._discard_after(manifest.global_step, remove, "later checkpoints stay")
         self._saved = {step: known for step, known in self._saved.items() if step <= manifest.global_step}
         self._changed()
         return state
 
     def distrust_after(self, step: int) -> None:
-        """Sets checkpoints of later steps aside. Collective."""
+        """Set checkpoints of later steps aside. Collective."""
         self.wait()
-        for problem in filter(None, self._peers.attempt(partial(set_aside_after, self.folder, step))):
-            log.warning("checkpoints after step %d are not to be trusted, and stay: %s", step, problem)
+        self._discard_after(step, set_aside, f"checkpoints after step {step} are not to be trusted, and stay")
         self._changed()
 
+    def _discard_after(self, step: int, discard: Callable[[Path], None], otherwise: str) -> None:
+        problems = self._peers.attempt(lambda: discard_after(self.folder, step, discard))
+        for problem in filter(None, problems):
+            log.warning("%s: %s", otherwise, problem)
+
     def resume(self, engine: EngineState) -> dict[str, Any] | None:
-        """`choose` and `restore`; None: there is no checkpoint. Collective."""
+        """Choose and restore a checkpoint; return `None` if there is none. Collective."""
         manifest = self.choose()
         return None if manifest is None else self.restore(engine, manifest)

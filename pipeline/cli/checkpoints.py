@@ -20,7 +20,7 @@ MOST = 20  # tensors of a comparison that are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = HELP
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
-    """Raises a CheckpointError also where a checkpoint is damaged."""
+    """Run the command; raise a CheckpointError also if a checkpoint is damaged."""
     match arguments.what:
         case []:
             _list(find_run(arguments.run), contents=False)
@@ -57,21 +57,11 @@ def _list(directory: Path, contents: bool) -> None:
     if contents:
         with screen.progress("verifying", sum(row.num_bytes for row in rows)) as advance:
             rows = [read_through(row, advance) for row in rows]
-    others = sorted({row.best_by.metric for row in rows if row.best_by is not None} - {"loss"})
+    measured = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
+    others = sorted(measured - {"loss"})
     screen.table(
         ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in others), "state", "saved by"],
-        [
-            [
-                f"{row.step:,}",
-                "" if row.tokens is None else f"{row.tokens:,}",
-                format_bytes(row.num_bytes) if row.num_bytes else "",
-                "" if row.eval_loss is None else f"{row.eval_loss:.4f}",
-                *(_measured(row, name) for name in others),
-                _state(row, "verified" if contents else "complete"),
-                row.split or "",
-            ]
-            for row in rows
-        ],
+        [_cells(row, others, "verified" if contents else "complete") for row in rows],
         words=["state", "saved by"],
     )
     damaged = [row for row in rows if row.problem is not None]
@@ -82,15 +72,28 @@ def _list(directory: Path, contents: bool) -> None:
         raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {are} damaged")
 
 
-def _measured(row: CheckpointRow, metric: str) -> str:
-    best_by = row.best_by
-    return "" if best_by is None or best_by.metric != metric else f"{best_by.value:.4f}"
+def _cells(row: CheckpointRow, metrics: list[str], whole: str) -> list[str]:
+    """Return the cells of a checkpoint's row."""
+    manifest = row.manifest
+    if manifest is None:
+        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _state(row, whole), ""]
+    tokens, loss, best_by = manifest.state.get("tokens_seen"), manifest.eval_loss, manifest.best_by
+    return [
+        f"{row.step:,}",
+        f"{int(tokens):,}" if isinstance(tokens, int | float) else "",
+        format_bytes(row.num_bytes) if row.num_bytes else "",
+        "" if loss is None else f"{loss:.4f}",
+        *(f"{best_by.value:.4f}" if best_by and best_by.metric == name else "" for name in metrics),
+        _state(row, whole),
+        f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
+    ]
 
 
 def _state(row: CheckpointRow, whole: str) -> str:
-    if row.problem is not None:
+    if row.problem is not None or row.manifest is None:
         return "damaged"
-    return whole if row.num_here == row.num_files else f"{whole}, {row.num_here} of {row.num_files} files"
+    num_files = len(row.manifest.files)
+    return whole if row.num_here == num_files else f"{whole}, {row.num_here} of {num_files} files"
 
 
 def _diff(directory: Path, first: str, second: str) -> None:
@@ -111,7 +114,7 @@ def _diff(directory: Path, first: str, second: str) -> None:
         [
             [
                 f"{change.kind} of {change.name}",
-                change.remark or f"{change.num_changed / max(1, change.num_values):.1%}",
+                change.remark or f"{change.share:.1%}",
                 "" if change.remark else f"{change.max_difference:.3g}",
                 "" if change.remark else f"{change.relative:.2e}",
             ]
@@ -124,6 +127,6 @@ def _diff(directory: Path, first: str, second: str) -> None:
 
 
 def _importance(change: TensorChange) -> tuple[bool, float]:
-    """The model before the optimizer's state; large changes first, and before them what has no measure."""
+    """Sort the model before the optimizer's state, unmeasured changes first, then large before small ones."""
     is_model = change.kind in ("weight", "buffer")
     return not is_model, -math.inf if math.isnan(change.relative) else -change.relative

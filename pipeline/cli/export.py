@@ -13,7 +13,7 @@ HELP = "write a checkpoint's weights as safetensors (a transformers folder, wher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.description = HELP
     add_checkpoint_arguments(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
@@ -32,21 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
-    from pipeline.checkpoint.adapters import KEY
+    from pipeline.checkpoint.adapters import KEY, dtype_of
     from pipeline.checkpoint.export import export
-    from pipeline.checkpoint.reader import weights_of
+    from pipeline.checkpoint.reader import CheckpointWeights
     from pipeline.cli.screen import Screen
 
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
-    # Of every value: verified, then written.
-    total = sum(math.prod(shape) for _, shape, _ in weights_of(manifest).values())
+    entries = CheckpointWeights(manifest).entries.values()
+    values = sum(math.prod(entry.shape) for entry in entries)
+    num_bytes = sum(math.prod(entry.shape) * dtype_of(entry).itemsize for entry in entries)
     screen = Screen(no_color=True)
-    with screen.progress("exporting", 2 * total) as advance:
+    with screen.progress("exporting", 2 * num_bytes) as advance:  # verified, then written
         done = export(
             checkpoint, arguments.out, dtype=arguments.dtype, merge=arguments.merge, advance=advance
         )
     files = len(done.files)
-    size = f"{total:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
+    size = f"{values:,} values, {done.num_bytes / 1e6:,.1f} MB in {files} file{'s' * (files > 1)}"
     print(f"{checkpoint.name} of {directory}: {size}: {arguments.out}")
     if done.is_adapter:
         print(

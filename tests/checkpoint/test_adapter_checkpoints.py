@@ -91,7 +91,7 @@ def test_what_is_saved_opens_anywhere(tmp_path, base, adapter):
     assert not torch.allclose(expected, logits_of(base), atol=1e-3), "nothing was trained"
     exported = pipeline.export(tmp_path / "run", tmp_path / "adapter")
     assert exported.is_adapter
-    assert not exported.is_transformers
+    assert exported.auto_class is None
     torch.testing.assert_close(logits_of(base, tmp_path / "adapter"), expected, rtol=0.0, atol=1e-6)
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
@@ -197,15 +197,25 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, own, steps=1))
     own.rename(tmp_path / "moved")
     moved = {"pretrained": str(tmp_path / "moved")}
-    monkeypatch.setattr(adapters, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(adapters, "LONG", 0)
     capsys.readouterr()
     trained(settings(tmp_path, "run", moved, {"rank": 2}, tmp_path / "moved", steps=3))
-    assert re.search(
-        r"all weights of the adapter's base to detect changes: \d+ KiB of \d+ KiB", capsys.readouterr().err
-    )
+    assert re.search(r"all weights of the adapter's base to detect changes: \d+ KiB", capsys.readouterr().err)
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     (tmp_path / "moved").rename(tmp_path / "gone")
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
+
+
+def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
+    given = {"architecture": "llama", **SIZES}
+    for steps in (1, 2):  # it goes on
+        trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=steps))
+    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    message = "its random weights, drawn from seed 0, are in no file; train an adapter over model.pretrained"
+    with pytest.raises(ModelError, match=message):
+        pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    with pytest.raises(ModelError, match=message):
+        pipeline.evaluate(tmp_path / "run")
 
 
 def test_files_that_did_not_change_are_not_read_again(tmp_path, base):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
 import tempfile
 import weakref
 from dataclasses import replace
@@ -84,7 +82,7 @@ def test_a_snapshot_writes_the_same_file(made):
             snapshot.fill(iter(made))
         for shard in made:
             shard.values.zero_()
-        assert write_file(later, layout, snapshot.views(), lasting=True) == first
+        assert write_file(later, layout, snapshot.views()) == first
         assert live.read_bytes() == later.read_bytes()
 
 
@@ -96,7 +94,7 @@ def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     layout = Layout.of(made)
     snapshot = Snapshot(layout, torch.device("cpu"))
     snapshot.fill(iter(made))
-    written = write_file(tmp_path / "a", layout, snapshot.views(), lasting=True)
+    written = write_file(tmp_path / "a", layout, snapshot.views())
     assert written.xxh3_128 == sum_of(layout, (tmp_path / "a").read_bytes())
     assert written.shards[1] == xxhash.xxh3_64_hexdigest(tensor.numpy().data)
 
@@ -150,28 +148,3 @@ def test_a_file_that_may_not_grow_is_an_oserror(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "a").stat().st_size == 150_000  # the system took a part: a short write
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 256 kB, where this user may make one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = (
-        os.geteuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=False, capture_output=True
-        ).returncode
-    )
-    yield folder if made else None
-    if made:
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_is_an_oserror(small_disk):
-    if small_disk is None:
-        return  # the test of the file that may not grow stands in
-    made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
-    layout = Layout.of(made)
-    with pytest.raises(OSError, match="No space left"):
-        write_file(small_disk / "a", layout, streamed(layout, iter(made)))

@@ -77,18 +77,19 @@ def test_every_cut_is_noticed(content, data):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../rank.safetensors", "/etc/rank.safetensors", "a/b.safetensors", "..safetensors", "", "rank.pt"],
-)
-def test_a_path_that_is_more_than_a_name_is_refused(content, name):
-    changed = resealed(content, lambda m: m["files"][0].update(name=name))
-    with pytest.raises(CheckpointError, match=r"files\.0\.name"):
-        decode(changed, HERE)
-
-
-@pytest.mark.parametrize(
     ("change", "said"),
     [
+        *(
+            (lambda m, name=name: m["files"][0].update(name=name), r"files\.0\.name")
+            for name in (
+                "../rank.safetensors",
+                "/etc/rank.safetensors",
+                "a/b.safetensors",
+                "..safetensors",
+                "",
+                "rank.pt",
+            )
+        ),
         (lambda m: m.update(extra=1), "extra"),
         (lambda m: m["files"].append(m["files"][0]), "listed twice"),
         (lambda m: m["files"][0].update(name="shards.safetensors"), "listed twice"),
@@ -109,13 +110,15 @@ def test_what_does_not_hold_together_is_refused(content, change, said):
         (lambda m: m["files"].pop(), "other shards than the files"),
         (lambda m: m["shard_table"].update(bytes=7), "not what was written"),
         (lambda m: m["shard_table"].update(xxh3_128="0" * 32), "not what was written"),
+        (lambda m: m["files"][0].update(bytes=7), "7 bytes for shards of"),
     ],
 )
-def test_another_table_is_refused(tmp_path, change, said):
+def test_a_table_that_does_not_go_with_the_manifest_is_refused(tmp_path, change, said):
     written(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
     (tmp_path / MANIFEST).write_bytes(resealed((tmp_path / MANIFEST).read_bytes(), change))
+    manifest = read_manifest(tmp_path)
     with pytest.raises(CheckpointError, match=said):
-        _ = read_manifest(tmp_path).table
+        manifest.layout_of(manifest.files[0])
 
 
 def test_a_table_without_an_end_is_not_read_to_its_end(tmp_path):
@@ -126,15 +129,6 @@ def test_a_table_without_an_end_is_not_read_to_its_end(tmp_path):
         _ = read_manifest(tmp_path).table
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
-
-
-def test_a_file_of_another_length_than_its_shards_is_refused(tmp_path):
-    written(tmp_path, [PlainEngine(0, 1)])
-    changed = resealed((tmp_path / MANIFEST).read_bytes(), lambda m: m["files"][0].update(bytes=7))
-    (tmp_path / MANIFEST).write_bytes(changed)
-    manifest = read_manifest(tmp_path)
-    with pytest.raises(CheckpointError, match="7 bytes for shards of"):
-        manifest.layout_of(manifest.files[0])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +179,7 @@ def test_names_that_are_none_are_refused(tensors):
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_what_is_no_table_is_refused(data):
-    raw = bytearray(b"".join(table_of(Region((2, 3), None, 0, 4), Region((2, 3), None, 4, 2)).encode()))
+    raw = bytearray(table_of(Region((2, 3), None, 0, 4), Region((2, 3), None, 4, 2)).encode())
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] = data.draw(st.integers(0, 255))
     with suppress(ValueError):
@@ -204,7 +198,7 @@ def table_of(*regions: Region) -> ShardTable:
 def test_ranks_rows_come_back_joined():
     engines = [PlainEngine(rank, 3, by) for by in ("values", "columns") for rank in range(3)]
     parts = [[shard.described("1" * 16) for shard in engine.shards()] for engine in engines]
-    joined = ShardTable.decode(b"".join(ShardTable.joined([ShardTable.of(part) for part in parts]).encode()))
+    joined = ShardTable.decode(ShardTable.joined([ShardTable.of(part) for part in parts]).encode())
     assert [joined.shard(row) for row in range(len(joined))] == [shard for part in parts for shard in part]
     assert joined.shard(0).checksum == "1" * 16
     assert joined.rows_of("no", "weight") is None
@@ -246,7 +240,7 @@ def test_each_value_comes_once():
         ([flat, boxed], "in two places"),
         ([left], "4 values of 6"),
         ([left, left, right], "in two places"),
-        ([flat, Region((3, 2), None, 4, 2)], "shapes"),
+        ([flat, Region((3, 2), None, 4, 2)], "listed with 2 shapes or dtypes"),
     ):
         with pytest.raises(ValueError, match=said):
             table_of(*bad).check()
@@ -264,28 +258,6 @@ def test_another_format_is_refused_in_one_line(content):
 def test_what_is_no_manifest_is_refused(raw):
     with pytest.raises(CheckpointError):
         decode(raw, HERE)
-
-
-def test_links_and_pipes_are_not_read(tmp_path):
-    written(tmp_path, [PlainEngine(0, 1)])
-    target = tmp_path / "rank-00000.safetensors"
-    target.rename(tmp_path / "elsewhere")
-    manifest = read_manifest(tmp_path)
-    target.symlink_to(tmp_path / "elsewhere")
-    engine = PlainEngine(0, 1)
-    with CheckpointReader(manifest) as reader, pytest.raises(CheckpointError, match="rank-00000"):
-        engine.restore(reader)
-    target.unlink()
-    os.mkfifo(target)
-    with (
-        CheckpointReader(manifest) as reader,
-        pytest.raises(CheckpointError, match="a pipe, not a file"),
-    ):
-        engine.restore(reader)
-    (tmp_path / MANIFEST).rename(tmp_path / "outside.json")
-    (tmp_path / MANIFEST).symlink_to(tmp_path / "outside.json")
-    with pytest.raises(CheckpointError):
-        read_manifest(tmp_path)
 
 
 def test_a_file_whose_header_says_something_else_is_not_loaded(tmp_path):

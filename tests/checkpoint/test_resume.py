@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from parity.measure import ALONE
 from support.saved import store_in
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.config.batch_plan import plan_batch
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
-
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 
 def dropout_recipe():

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 from plain_engine import PlainEngine
+from support.checkpoints import verify
 from test_store import make_store, state_at
 
 from pipeline.checkpoint.catalog import newest_good
-from pipeline.checkpoint.reader import verify
 
 # What changes a disk. Closing is not among them: after an error it is only tidying up.
 CALLS = {"open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "posix_fadvise"}

@@ -14,20 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from parity.measure import ALONE
 from plain_engine import PlainEngine
-from support.checkpoints import flip_a_bit
+from support.checkpoints import flip_a_bit, verify
 from support.heard import heard
 from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
 from pipeline.checkpoint.catalog import Retention, newest_good
-from pipeline.checkpoint.reader import verify
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import CheckpointError
-
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 
 def open_store(job: Job, folder: str, apart: bool = False, keep_last: int = 3) -> CheckpointStore:

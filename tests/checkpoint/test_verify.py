@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
-import shutil
 
 import pytest
 from plain_engine import PlainEngine
-from support.checkpoints import Hostile, written
+from support.checkpoints import verify, written
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, Manifest
-from pipeline.checkpoint.reader import check_content, verify
-from pipeline.checkpoint.shard_file import opened
+from pipeline.checkpoint.reader import check_content
 
 
 @pytest.fixture
@@ -68,25 +65,6 @@ def test_several_damaged_files_are_all_named(checkpoint):
     assert [damage.file for damage in of_one] == ["rank-00001.safetensors"]
 
 
-def test_ranks_that_share_the_reading_look_at_no_file_twice(checkpoint, monkeypatch):
-    folder, manifest = checkpoint
-    looked_at = []
-    for module in ("manifest", "reader"):
-        monkeypatch.setattr(f"pipeline.checkpoint.{module}.opened", noting(looked_at))
-    (folder / "rank-00002.safetensors").unlink()  # another machine has it
-    for file in manifest.files:
-        assert check_content(manifest, [file.name]) == []
-    assert looked_at == [file.name for file in manifest.files]
-
-
-def noting(looked_at):
-    def noted(path):
-        looked_at.append(path.name)
-        return opened(path)
-
-    return noted
-
-
 @pytest.mark.parametrize("what", ["shorter", "longer", "empty", "missing", "folder", "pipe", "link"])
 def test_what_can_be_seen_without_reading(checkpoint, what):
     folder, _ = checkpoint
@@ -109,17 +87,3 @@ def test_what_can_be_seen_without_reading(checkpoint, what):
     damages = verify(folder)
     assert [damage.file for damage in damages] == [path.name]
     assert "written on node1" in str(damages[0])
-
-
-def test_a_pickle_in_place_of_any_file_does_not_run(checkpoint, tmp_path_factory):
-    folder, manifest = checkpoint
-    target = tmp_path_factory.mktemp("outside") / "owned"
-    hostile = pickle.dumps(Hostile(target))
-    for name in [file.name for file in manifest.files] + [MANIFEST, TABLE]:
-        copy = tmp_path_factory.mktemp("copy") / "step"
-        shutil.copytree(folder, copy)
-        size = (copy / name).stat().st_size
-        for content in (hostile, hostile.ljust(size, b"\0")):
-            (copy / name).write_bytes(content)
-            assert [damage.file for damage in verify(copy)] == [name]
-    assert not target.exists()

@@ -22,7 +22,7 @@ PATIENCE = 200  # seconds: a machine that is busy with other tests
 
 
 class Ranks:
-    """Processes of one job of support.watched, and what they printed."""
+    """Processes of one job of distributed.watched, and what they printed."""
 
     def __init__(self, folder, fault, victim, world_size=3):
         self.port = free_port()
@@ -38,7 +38,7 @@ class Ranks:
                 "MASTER_PORT": self.port,
             }
             variables = environment(**FAULTS, **{key: str(value) for key, value in place.items()})
-            words = ["-m", "support.watched", fault, str(victim), str(folder)]
+            words = ["-m", "distributed.watched", fault, str(victim), str(folder)]
             self.processes.append(Program(words, variables, self.output[rank]))
 
     def codes(self, living):

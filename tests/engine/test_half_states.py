@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from support.exchange import HALF, STEPS, Run, tree
 from support.saved import store_in
 from support.tiny import resolve
 
-from pipeline.checkpoint.catalog import check
-from pipeline.checkpoint.export import write_export
+from pipeline.checkpoint.export import export
 from pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -131,12 +130,10 @@ def test_goes_on_from_half_states_and_to_them(ranks, saved_by, before, after):
 
 def test_bf16_masters_are_exported_as_they_are(saved_by, tmp_path):
     """In fp32 the same values as in bf16: fp32 masters would be rounded."""
-    folder = Path(saved_by("bf16 states, ZeRO 2")[0])
+    shutil.copytree(saved_by("bf16 states, ZeRO 2")[0], tmp_path / "run" / "checkpoints")
     exported = []
     for dtype in ("fp32", "bf16"):
-        written = write_export(
-            folder, check(folder / "step-00000005"), tmp_path / dtype, dtype, lambda _: None
-        )
+        written = export(tmp_path / "run", tmp_path / dtype, dtype=dtype)
         exported.append({k: v for file in written.files for k, v in load_file(file).items()})
     assert all(torch.equal(values, exported[1][name].float()) for name, values in exported[0].items())
 

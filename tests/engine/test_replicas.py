@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
+from engine.own_state import CASES
 from support.launch import DIGITS, TRAIN, environment, write_recipe
-from support.own_state import CASES
 from support.poisoned import SPLITS, events, train
 from support.ranks import free_port
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
@@ -258,7 +258,7 @@ OWN_STATE["zero2-bf16"] = deepspeed_json(2, "bf16")
     ],
 )
 def test_what_ranks_may_have_of_their_own_is_no_corruption(ranks, case, split):
-    model = {"kind": "support.own_state:OwnState", "args": {"case": case}}
+    model = {"kind": "engine.own_state:OwnState", "args": {"case": case}}
     engine = {"find_unused_parameters": True} if split == "ddp" and "one rank" in case else {}
     tree = recipe(model=model, objective={"kind": "causal_lm"}, batch=ACCUMULATED, engine=engine)
     for told, last in ranks(2).run(alarms, tree, OWN_STATE[split], 8):

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, FileRecord, Manifest, ShardTable, TableRecord
+from pipeline.checkpoint.manifest import (
+    MANIFEST,
+    TABLE,
+    FileRecord,
+    Manifest,
+    ShardTable,
+    read_manifest,
+    record_of,
+)
+from pipeline.checkpoint.reader import Damage, check_content, check_sizes
 from pipeline.checkpoint.shard_file import Layout, write_file
 from pipeline.checkpoint.shards import Shard
 from pipeline.checkpoint.store import streamed
+from pipeline.errors import CheckpointError
 
 
 def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
@@ -36,11 +46,20 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
     table = ShardTable.of(shards)
     content = table.encode()
-    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": TableRecord.of(content)}
+    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": record_of(content)}
     manifest = Manifest.with_table(table, folder, **fields | changes)
-    (folder / TABLE).write_bytes(b"".join(content))
+    (folder / TABLE).write_bytes(content)
     (folder / MANIFEST).write_bytes(manifest.encode())
     return manifest
+
+
+def verify(folder: Path) -> list[Damage]:
+    """Return the damages of a checkpoint, of which every byte is read."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, str(error))]
+    return check_sizes(manifest) or check_content(manifest)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsy
     assert not (run.directory / "summary.json").exists()
     assert pipeline.evaluate(run.directory)["eval/loss"] == pytest.approx(between["eval/loss"], rel=1e-6)
     assert pipeline.generate(run.directory, "def ", max_new_tokens=9) == written != "def "
-    assert pipeline.export(run.directory, tmp_path / "out", step=3).is_transformers
+    assert pipeline.export(run.directory, tmp_path / "out", step=3).auto_class
     capsys.readouterr()
     assert main(["--config", str(recipe), f"run_dir={run.directory}"]) == 0
     assert "going on with" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.oracle_cases import CASES, DEFAULTS, RECORDED, SPECIAL, TOKENIZER, write_case
+from oracle_cases import CASES, DEFAULTS, RECORDED, SPECIAL, TOKENIZER, write_case
 
 TEXTS = [json.dumps(CASES, indent=1), Path(__file__).read_text(), "\n\n\n", "the answer is that there is one"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.oracle_cases import CASES, RECORDED, write_case
+from oracle_cases import CASES, RECORDED, write_case
 
 from pipeline.cli.import_configs.writing import draft_of, write
 from pipeline.config.settings import load_settings

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.prepare_command import (
+from prepare_command import (
     PATIENCE,
     Command,
     Ended,

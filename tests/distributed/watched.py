@@ -1,6 +1,6 @@
 """A rank that does nothing but steps of one collective, and to which something happens in the sixth.
 
-RANK=0 ... python -m support.watched FAULT RANK_IT_HAPPENS_TO FOLDER
+RANK=0 ... python -m distributed.watched FAULT RANK_IT_HAPPENS_TO FOLDER
 """
 
 from __future__ import annotations

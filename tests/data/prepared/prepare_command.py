@@ -18,7 +18,7 @@ import yaml
 
 from pipeline.data.prepared.part_files import CHECKED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0  # seconds; an undisturbed run of the tests takes about ten
 MODEL = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_heads": 2, "hidden_size": 32}
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parents[1] / "cli" / "import_configs"
+HERE = Path(__file__).parent
 RECORDED = HERE / "oracles.json"
 TOKENIZER = HERE / "oracle_tokenizer.json"
 SPECIAL = [
