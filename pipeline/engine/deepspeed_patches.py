@@ -1,4 +1,4 @@
-"""Every change to DeepSpeed's internals, each with what is wrong there.
+"""Changes to DeepSpeed's internals, each with what is wrong there.
 
 They are made for one version (`optional_packages.DEEPSPEED`). Others stand where they are used: the first
 update at stage 0 and the guard on the device in `clipping.py`, weights drawn in fp32 under ZeRO 3 in

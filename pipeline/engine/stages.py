@@ -70,13 +70,13 @@ class StageSharding:
     def made(self, model: nn.Module) -> None:
         """See Sharding.made. Once a model is cut, another call does nothing.
 
-        One whose buffers have no values yet cannot run, as the proof of the cut does: one like it is cut to
-        say what this stage keeps, and the model itself by the next call.
+        While buffers have no values, the model is not complete: one like it is cut to say what this stage
+        keeps, and the model itself by the next call.
         """
         if self.model is not None:
             return
-        can_run = not any(buffer.is_meta for buffer in model.buffers())
-        whole = model if can_run else without_values(model, self.construct_empty())
+        is_complete = not any(buffer.is_meta for buffer in model.buffers())
+        whole = model if is_complete else without_values(model, self.construct_empty())
         layered = cut_into_layers(whole)
         self.bounds = self.bounds or self._cut_points(layered)
         layers = layered.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
@@ -88,7 +88,7 @@ class StageSharding:
         for parameter in model.parameters():
             if parameter not in self._kept and not parameter.is_meta:
                 let_go(parameter)
-        if can_run:
+        if is_complete:
             self.model = layered
 
     def settle(self, model: nn.Module, draws: bool) -> None:

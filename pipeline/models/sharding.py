@@ -7,7 +7,6 @@ parts, without values (pipeline stages, tensor parallelism).
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -201,10 +200,3 @@ def give_values(parameter: nn.Parameter, values: Tensor) -> None:
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))
     torch.utils.swap_tensors(parameter, filled)
-
-
-def trial_values(parameter: Tensor, name: str) -> Tensor:
-    """Return values of the parameter's shape: matrices around 0, vectors (most scale something) around 1."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    centre = 1.0 if parameter.dim() < 2 else 0.0
-    return torch.empty(parameter.shape, dtype=parameter.dtype).normal_(centre, 0.02, generator=generator)

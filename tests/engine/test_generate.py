@@ -42,6 +42,7 @@ SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "zero3-nvme": (zero(3, offload_optimizer=NVME, offload_param=BUFFERED), 2, WIDE),
     "zero3-hpz": (zero(3, zero_hpz_partition_size=2), 4, DROPOUT),
     "tensor": (zero(1) | TENSOR_2, 2, DROPOUT),
+    "tensor-tied": (zero(1) | TENSOR_2, 2, LLAMA | {"extra": {"tie_word_embeddings": True}}),
     "tensor-zero3": (zero(3) | TENSOR_2, 4, DROPOUT),
     "sequence": (zero(2) | SEQUENCE_2, 2, LLAMA),
     "sequence-zero3": (zero(3) | SEQUENCE_2, 4, LLAMA),

@@ -1,4 +1,4 @@
-"""Ulysses: sequences divided over ranks give the oracle's curve, norm, evaluation, checkpoints and text."""
+"""Ulysses: sequences divided over ranks give the oracle's curve and norm, whatever a batch has besides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AutoTP: matrices cut over two ranks give the oracle's curve, norm, evaluation, checkpoints and text."""
+"""AutoTP: matrices cut over two ranks give the oracle's curve and norm, and ranks hold their parts alone."""
 
 from __future__ import annotations
 
