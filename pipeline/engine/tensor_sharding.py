@@ -80,7 +80,6 @@ class TensorSharding:
         self._split = split
         self._is_made = False
         self._parts: dict[nn.Parameter, list[_Part]] = {}
-        self._is_lent = False
 
     def construct(self) -> AbstractContextManager[None]:
         """See Sharding.construct: what a module draws for itself is whole until the model is made."""
@@ -134,15 +133,13 @@ class TensorSharding:
 
     @contextmanager
     def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """See Sharding.whole. Not to be entered twice at a time."""
+        """See Sharding.whole."""
         lent = []
         for parameter in dict.fromkeys(parameters):
             if parameter.is_meta and parameter in self._parts:
                 lent.append(parameter)
             elif parameter.is_meta:
                 give_memory(parameter)
-        assert not (lent and self._is_lent)
-        self._is_lent = bool(lent)
         for parameter in lent:
             give_memory(parameter)
             self._put_parts(parameter)
@@ -151,7 +148,6 @@ class TensorSharding:
         finally:
             for parameter in lent:
                 self._keep_parts(parameter)
-            self._is_lent = False
 
     def cut(self, model: nn.Module) -> None:
         """Make the model, with all its values, this rank's part of it. Collective; before an optimizer."""
