@@ -60,7 +60,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
     assert job.codes([0, 1, 2]) == [HANG_EXIT_CODE] * 3
     (line,) = [line for line in job.said().splitlines() if line.startswith("hang:")]
     assert f"no step for 3 s. rank 1 on {socket.gethostname()} (pid {job.processes[1].pid}) is behind" in line
-    assert "step 5, at tests/support/watched.py:" in line
+    assert "step 5, at tests/distributed/watched.py:" in line
     assert "in something_happens (time.sleep(600)); ranks 0, 2 wait in all_reduce number 6 (step 5, " in line
     assert line == f"{(tmp_path / 'hang' / 'diagnosis.txt').read_text().strip()}; stacks: {tmp_path / 'hang'}"
     assert "something_happens" in (tmp_path / "hang" / "rank-00001.txt").read_text()
@@ -121,7 +121,7 @@ def test_ranks_in_different_collectives_are_told_apart(tmp_path):
     said = job.said()
     assert set(codes) == {HANG_EXIT_CODE}, said
     assert "the ranks are in different collectives: rank 2 on " in said
-    assert "is in broadcast number 6 (step 5, tests/support/watched.py:" in said
+    assert "is in broadcast number 6 (step 5, tests/distributed/watched.py:" in said
     assert "; ranks 0, 1 wait in all_reduce number 6" in said
 
 
