@@ -345,13 +345,13 @@ class MergedWeights:
             values = self._rounding.of(layer, values)
         if layer not in self._layers:
             return values.to(dtype)
-        low, high = (self._adapter.read(f"{layer}.lora_{side}.{NAME}.weight") for side in "AB")
+        low, high = (self._adapter.read(f"{layer}.lora_{side}.{NAME}.weight").float() for side in "AB")
         about = self._about
         scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
         whole = values.float().T if about["transposed"] else values.float()
         whole = whole + scale * (high @ low)
         if about["dora"]:
-            lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{NAME}.weight")
+            lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{NAME}.weight").float()
             whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
         return (whole.T if about["transposed"] else whole).contiguous().to(dtype)
 

@@ -283,7 +283,7 @@ class CheckpointWeights:
 
     files: Sequence[Path] = ()
     dtype = torch.float32
-    """Dtype of the weights."""
+    """Dtype in which weights are exported if no other is asked for."""
     rounding_error: float | None = None
     """See pipeline.checkpoint.adapters.MergedWeights."""
 

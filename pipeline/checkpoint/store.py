@@ -155,18 +155,24 @@ class Snapshot:
 
 
 def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
-    """Allocate the chunks, pinned if the system pins so much memory."""
-    try:
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
-    except RuntimeError as error:
-        if not is_pinned:
-            raise MemoryError(str(error)) from None
-        log.warning(
-            "the copy of a checkpoint is slower than it could be: %s of host memory cannot be pinned: %s",
-            format_bytes(sum(sizes)),
-            one_line(error),
-        )
-    return _take_memory(sizes, is_pinned=False)
+    """Allocate the chunks, pinned until the system pins no more.
+
+    Pinned chunks stay in use: torch would not return them to the system, so new ones would come on top.
+    """
+    chunks: list[Tensor] = []
+    while len(chunks) < len(sizes):
+        try:
+            chunks.append(torch.empty(sizes[len(chunks)], dtype=torch.uint8, pin_memory=is_pinned))
+        except RuntimeError as error:
+            if not is_pinned:
+                raise MemoryError(str(error)) from None
+            is_pinned = False
+            log.warning(
+                "the copy of a checkpoint is slower than it could be: %s of host memory cannot be pinned: %s",
+                format_bytes(sum(sizes[len(chunks) :])),
+                one_line(error),
+            )
+    return chunks
 
 
 def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:

@@ -8,7 +8,7 @@ from plain_engine import PlainEngine
 
 from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.store import CheckpointStore, Snapshot, streamed
+from pipeline.checkpoint.store import CheckpointStore, Snapshot, _take_memory, streamed
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 
@@ -33,6 +33,21 @@ def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("the copy of a checkpoint is slower than it could be: ")
     assert "of host memory cannot be pinned: " in line
+
+
+def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
+    """Torch keeps pinned memory that is let go: other memory for the same bytes would come on top."""
+    taken, empty = [], torch.empty
+
+    def limited(size, dtype, pin_memory):
+        if pin_memory and taken:
+            raise RuntimeError("no more")
+        taken.append((size, pin_memory))
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert [len(chunk) for chunk in _take_memory([3, 5, 2], is_pinned=True)] == [3, 5, 2]
+    assert taken == [(3, True), (5, False), (2, False)]
 
 
 @no_gpu

@@ -109,7 +109,7 @@ def test_a_copy_in_the_cache_is_used_without_network(recipe, tmp_path, silent, c
     assert len(silent.taken) <= 2, "asked once by each process"
 
 
-def test_the_client_is_as_it_was(monkeypatch, tmp_path):
+def test_the_client_is_as_it_was_and_a_refused_name_asks_again(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -121,6 +121,7 @@ def test_the_client_is_as_it_was(monkeypatch, tmp_path):
     ):
         pass
     assert constants.HF_HUB_OFFLINE is False
+    assert hub._unreachable.cache_info().currsize == 0, "the next try asks again"
     with hub_or_cache("key", str(tmp_path), ModelError):  # a folder: nothing is asked
         assert constants.HF_HUB_OFFLINE is False
 
