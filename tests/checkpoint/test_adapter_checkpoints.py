@@ -21,6 +21,7 @@ import pipeline
 from pipeline.__main__ import main
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.manifest import read_manifest
+from pipeline.checkpoint.reader import CheckpointWeights
 from pipeline.errors import CheckpointError, ConfigError, ModelError
 
 IDS = torch.arange(1, 25)[None]
@@ -204,6 +205,21 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     (tmp_path / "moved").rename(tmp_path / "gone")
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
+
+
+def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path, base, monkeypatch):
+    """As with masters in bf16, of which a checkpoint has bf16 values."""
+    trained(settings(tmp_path, "run", {"pretrained": str(base)}, {"rank": 4}, base))
+    read = CheckpointWeights.read
+    monkeypatch.setattr(CheckpointWeights, "read", lambda source, name: read(source, name).bfloat16())
+    adapter = load_file(pipeline.export(tmp_path / "run", tmp_path / "adapter").files[0])
+    merged = load_file(pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True).files[0])
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    layer = "model.layers.0.self_attn.q_proj"
+    low, high = (adapter[f"base_model.model.{layer}.lora_{side}.weight"] for side in "AB")
+    before = load_file(base / "model.safetensors")[f"{layer}.weight"]
+    expected = before + about["lora_alpha"] / about["r"] * (high @ low)
+    torch.testing.assert_close(merged[f"{layer}.weight"], expected, rtol=0.0, atol=1e-6)
 
 
 def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
