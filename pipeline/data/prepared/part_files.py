@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import compress
 from pathlib import Path
@@ -32,6 +32,7 @@ INDEX = "part.json"
 CHECKED = "checked.json"  # times of last change at which the content is known to be right
 SPLITS = ("train", "eval")
 MOST_SEGMENTS = 2  # of a document
+NOTICE_SECONDS = 20.0  # between two lines of a process that waits for another one
 log = logging.getLogger(__name__)
 
 
@@ -57,12 +58,11 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_lock(cache_dir: Path, name: str, wait: bool = True, notice: str = "") -> Iterator[bool]:
+def held_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> Iterator[bool]:
     """Hold the lock `name` of the cache; no other process then has it, however that one ended.
 
     Args:
-        wait: Whether to wait for another process that holds it.
-        notice: Logged before waiting.
+        notice: Returns the line to log now and then while another process holds it. None: do not wait.
 
     Yields:
         Whether it is held.
@@ -71,13 +71,15 @@ def held_lock(cache_dir: Path, name: str, wait: bool = True, notice: str = "") -
     with writing_to(cache_dir, "a lock file"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if notice:
-                log.info("%s", notice)
-            if wait:
-                lock.acquire()
+        seconds = 0.0
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=seconds)
+            except Timeout:
+                if notice is None:
+                    break
+                log.info("%s", notice())
+                seconds = NOTICE_SECONDS
     try:
         yield lock.is_locked
     finally:

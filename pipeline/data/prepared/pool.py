@@ -6,13 +6,15 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +36,8 @@ from pipeline.files import format_bytes
 
 BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory
 LINE_SECONDS = 10.0  # between two lines in a log: a batch job shows that it lives
+LOOK_SECONDS = 1.0  # between two looks at what the workers have done
+COUNTED = ("bytes", "documents", "tokens")
 SCRIPT_RAN_CODE = 3  # of a worker in which the user's script, which it imports, began to prepare data itself
 log = logging.getLogger(__name__)
 
@@ -117,7 +121,8 @@ def prepare_part(
     Raises:
         DataError: a record cannot be used, the cache cannot be written, or there is no memory left.
     """
-    with held_lock(task.cache_dir, task.key, wait) as held:
+    notice = f"another process prepares {task.label}: waiting for it"
+    with held_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as held:
         if held and not is_prepared(task.folder):
             try:
                 _write(task, settings, encoder, report)
@@ -240,12 +245,15 @@ def prepare_in_pool(
         DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
     """
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(settings,))
+    counts = context.Array("q", len(COUNTED))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(settings, counts))
     others = set(multiprocessing.active_children())
     processes: set[BaseProcess] = set()
     # Large ones first, so that workers run out of work at about the same time.
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
     left = []
+    ended: queue.SimpleQueue[Future[bool]] = queue.SimpleQueue()
+    done = Counter[str]()
     # Ctrl-C reaches every process of a terminal: workers inherit it blocked, and this process ends them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -254,13 +262,19 @@ def prepare_in_pool(
         finally:
             processes |= set(multiprocessing.active_children()) - others
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for future in as_completed(futures):
-            done = future.result()
-            if done is None:
-                left.append(futures[future])
-            else:
-                progress.add(done)
-                progress.finish_part()
+        for future in futures:
+            future.add_done_callback(ended.put)
+        num_running = len(futures)
+        while num_running:
+            with suppress(queue.Empty):
+                future = ended.get(timeout=LOOK_SECONDS)
+                num_running -= 1
+                if future.result():
+                    progress.finish_part()
+                else:
+                    left.append(futures[future])
+            earlier, done = done, Counter(dict(zip(COUNTED, counts.get_obj(), strict=True)))
+            progress.add(done - earlier)
     except BaseException as error:
         for process in processes:
             process.terminate()
@@ -303,12 +317,14 @@ def _unguarded() -> str:
 # Of a worker process.
 _settings: EncoderSettings | None = None
 _encoder: Encoder | None = None
+_counts: Any = None  # of all workers together
 SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
-def _start(settings: EncoderSettings) -> None:
-    global _settings
+def _start(settings: EncoderSettings, counts: Any) -> None:
+    global _settings, _counts
     _settings = settings
+    _counts = counts
     # For the Rust libraries, before they are first used.
     os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
@@ -325,11 +341,16 @@ def _end(*_: object) -> None:
     os._exit(0)
 
 
-def _work(task: PartTask, wait: bool) -> Counter[str] | None:
-    """Prepare a part, and return what was counted; `None`: another process prepares it."""
+def _count(sizes: Mapping[str, int]) -> None:
+    with _counts.get_lock():
+        for index, name in enumerate(COUNTED):
+            _counts[index] += sizes[name]
+
+
+def _work(task: PartTask, wait: bool) -> bool:
+    """Prepare a part; see `prepare_part`."""
     global _encoder
     assert _settings is not None
     if _encoder is None:
         _encoder = build_encoder(_settings)
-    done: Counter[str] = Counter()
-    return done if prepare_part(task, _settings, _encoder, done.update, wait) else None
+    return prepare_part(task, _settings, _encoder, _count, wait)

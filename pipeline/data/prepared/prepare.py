@@ -194,7 +194,12 @@ def prepare_documents(
         if len(missing) < len(tasks):
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
         lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
-        with held_lock(cache_dir, lock, notice="another process prepares this data: waiting for it"):
+
+        def notice() -> str:
+            num_there = sum(task.folder.is_dir() for task in tasks)
+            return f"another process prepares this data: {num_there} of {len(tasks)} parts are there; waiting"
+
+        with held_lock(cache_dir, lock, notice):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
     prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)

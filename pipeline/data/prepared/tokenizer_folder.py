@@ -139,7 +139,7 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     if find_damage(folder, INDEX, verify=False) is None:
         return folder
     notice = "another process is making the tokenizer: waiting for it"
-    with held_lock(cache_dir, f"tokenizer-{key}", notice=notice):
+    with held_lock(cache_dir, f"tokenizer-{key}", lambda: notice):
         if find_damage(folder, INDEX, verify=False) is not None:
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.prepared import part_files
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import (
     CHECKED,
@@ -108,24 +109,25 @@ def test_what_is_abandoned_leaves_nothing(tmp_path):
 
 
 def test_a_lock_is_held_by_one(tmp_path):
-    with held_lock(tmp_path, "a", wait=False) as first, held_lock(tmp_path, "a", wait=False) as second:
+    with held_lock(tmp_path, "a", None) as first, held_lock(tmp_path, "a", None) as second:
         assert (first, second) == (True, False)
-    with held_lock(tmp_path, "a", wait=False) as third:
+    with held_lock(tmp_path, "a", None) as third:
         assert third
 
 
-def test_a_lock_is_waited_for_with_a_notice(tmp_path, caplog):
+def test_a_lock_is_waited_for_with_notices(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO")
+    monkeypatch.setattr(part_files, "NOTICE_SECONDS", 0.1)
     is_free = []
 
     def wait():
-        with held_lock(tmp_path, "a", notice="waiting"):
+        with held_lock(tmp_path, "a", lambda: "waiting"):
             is_free.append(True)
 
     other = threading.Thread(target=wait)
-    with held_lock(tmp_path, "a"):
+    with held_lock(tmp_path, "a", None):
         other.start()
-        while "waiting" not in caplog.text:
+        while caplog.text.count("waiting") < 2:
             time.sleep(0.01)
         assert not is_free
     other.join()

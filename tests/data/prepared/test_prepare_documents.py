@@ -7,12 +7,13 @@ import json
 import logging
 import os
 import pickle
+import re
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.data.prepared import TokenStore, part_files, prepare_documents
+from pipeline.data.prepared import TokenStore, part_files, pool, prepare_documents
 from pipeline.errors import DataError
 
 
@@ -88,6 +89,20 @@ def test_workers_and_threads_do_not_change_a_byte(corpus, tmp_path, make_config,
     pool = prepare_documents(make_config(corpus, tmp_path / "pool", prepare_workers=2))
     assert content_of(tmp_path / "one") == content_of(tmp_path / "pool")
     assert one.fingerprint == pool.fingerprint
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("told")
+def test_what_workers_have_done_of_their_parts_is_told_meanwhile(tmp_path, make_config, caplog, monkeypatch):
+    """A compressed file is one part, and may take an hour."""
+    monkeypatch.setattr(pool, "LINE_SECONDS", 0)
+    monkeypatch.setattr(pool, "LOOK_SECONDS", 0.01)
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for number, path in enumerate(paths):
+        path.write_text((json.dumps({"text": f"{number} word" * 1000}) + "\n") * 700)  # batches of 150
+    prepare_documents(make_config(paths, tmp_path / "cache", prepare_workers=2))
+    assert re.search("preparing: 0 of 2 parts, [1-9][0-9]* documents", caplog.text)
+    assert "tokenised 1,400 documents" in caplog.text
 
 
 def test_ids_beyond_16_bits_take_32(tmp_path, make_config):
