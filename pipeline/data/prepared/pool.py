@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -253,7 +252,7 @@ def prepare_in_pool(
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
     left = []
     ended: queue.SimpleQueue[Future[bool]] = queue.SimpleQueue()
-    done = Counter[str]()
+    counted = Counter[str]()
     # Ctrl-C reaches every process of a terminal: workers inherit it blocked, and this process ends them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -266,15 +265,19 @@ def prepare_in_pool(
             future.add_done_callback(ended.put)
         num_running = len(futures)
         while num_running:
-            with suppress(queue.Empty):
+            try:
                 future = ended.get(timeout=LOOK_SECONDS)
+            except queue.Empty:
+                pass
+            else:
                 num_running -= 1
                 if future.result():
                     progress.finish_part()
                 else:
                     left.append(futures[future])
-            earlier, done = done, Counter(dict(zip(COUNTED, counts.get_obj(), strict=True)))
-            progress.add(done - earlier)
+            done = Counter(dict(zip(COUNTED, counts.get_obj(), strict=True)))
+            progress.add(done - counted)
+            counted = done
     except BaseException as error:
         for process in processes:
             process.terminate()
