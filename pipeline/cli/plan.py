@@ -97,9 +97,19 @@ def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "place": str(found.place),
         "memory": {"parts_bytes": memory.parts, "peak_bytes": found.peak, "there_bytes": found.place.memory},
         "fits": found.fits,
+        "lacking": found.lacking,
         "host_bytes": found.host_bytes,
+        "host_there_bytes": found.place.host_memory,
         "checkpoint_bytes": found.checkpoint_bytes,
-        "time": time and {"parts_seconds": time.parts, "seconds": time.seconds, "may_be_off_by": RANGE},
+        "disk_bytes": found.disk_bytes,
+        "time": time
+        and {
+            "parts_seconds": time.parts,
+            "seconds": time.seconds,
+            "tokens_per_second": time.tokens_per_second,
+            "may_be_off_by": RANGE,
+            "mfu": found.mfu,
+        },
         "run": {"hours": found.hours, "cost": found.cost},
         "remarks": list(found.remarks()),
         "changes": [asdict(each) for each in changes],
@@ -191,18 +201,9 @@ def _show(found: Forecast, changes: Sequence[Change], no_color: bool) -> None:
         screen.title("A step")
         screen.table(("", "seconds"), time_rows(found))
     if changes:
-        screen.title("What to change")
-        words = "words for the command line"
-        rows = [
-            (
-                " ".join(each.overrides),
-                "" if each.gain is None else f"{-each.gain / GIB:+.1f}",
-                "" if each.slower is None else f"{each.slower:.2f} x",
-                each.name,
-            )
-            for each in changes
-        ]
-        screen.table((words, "GiB", "time", ""), rows, (words, ""))
+        screen.title("What to change: words for the command line")
+        for change in changes:
+            screen.line(f"  {change}")
 
 
 def inputs(arguments: argparse.Namespace) -> tuple[Settings, Place]:
@@ -247,7 +248,10 @@ def plan(settings: Settings, model: Model, place: Place) -> tuple[Forecast, list
 
     if found.fits is not False:
         return found, []
-    return found, for_memory(priced(settings, found, at), found)[:MOST_CHANGES]
+    changes = for_memory(priced(settings, found, at), found)
+    if found.lacking.startswith("host memory"):  # of which a GPU's gain frees nothing
+        changes = [each for each in changes if each.fits]
+    return found, changes[:MOST_CHANGES]
 
 
 def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Settings:

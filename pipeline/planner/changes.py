@@ -50,8 +50,10 @@ class Change:
     """Whether the run fits with it; `None`: not known."""
 
     def __str__(self) -> str:
-        gain = [] if self.gain is None else [f"-{format_bytes(self.gain)}"]
-        price = [] if self.slower is None else [f"{self.slower:.2g} times as long"]
+        sign = "-" if (self.gain or 0) >= 0 else "+"
+        gain = [] if self.gain is None else [f"{sign}{format_bytes(abs(self.gain))}"]
+        times = None if self.slower is None else f"{self.slower:.2g}"
+        price = [] if times in (None, "1") else [f"{times} times as long"]
         return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
 
 

@@ -232,10 +232,12 @@ def place_of(
         gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
     if name is None:  # as much host memory as machines have with cards of such a size
         gpu = replace(gpu, host=min(GPUS.values(), key=lambda card: abs(card.memory - gpu.memory)).host)
-    has_bf16 = name is None or gpu.bf16 > 0
+    has_bf16, has_fp8 = gpu.bf16 > 0, FP8.match(gpu.name) is not None
+    if name is None:  # it is not said what it cannot do
+        has_bf16 = has_fp8 = True
     return Place(
         gpu=gpu,
-        device=Device("cuda", bf16=has_bf16, fp16=True, fp8=FP8.match(gpu.name) is not None),
+        device=Device("cuda", bf16=has_bf16, fp16=True, fp8=has_fp8),
         per_node=per_node,
         nodes=nodes,
         network=network_rate(network, gpu, per_node),

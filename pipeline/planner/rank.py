@@ -127,7 +127,7 @@ def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> 
         ConfigError: There is none, or the JSON states another.
     """
     for key in ("partition_config", "preset_model"):
-        if key in json["tensor_parallel"]:
+        if json["tensor_parallel"].get(key) is not None:
             raise ConfigError(f"tensor_parallel.{key}: what it takes is not known before a run")
     rules = list(_planned(model))
     if not rules:

@@ -11,7 +11,7 @@ import yaml
 from pipeline.cli.plan import command_of
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
-from pipeline.planner.changes import BATCH, OTHER_CURVE, ZERO, Change, for_memory, priced, suggest
+from pipeline.planner.changes import BACK, BATCH, OTHER_CURVE, ZERO, Change, for_memory, priced, suggest
 from pipeline.planner.forecast import Forecast, forecast
 from pipeline.planner.hardware import place_of
 from pipeline.planner.shapes import model_of
@@ -127,6 +127,8 @@ def test_a_change_is_told_by_its_words_its_gain_and_its_price():
     plain = Change("the same step in 2 times as many parts", BATCH, words, gain=2**30, slower=1.23456)
     told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step in 2 times as many parts)"
     assert str(plain) == told
+    back = Change("nothing on the host", BACK, ("ds.x=none",), gain=-(2**30), slower=1.001)
+    assert str(back) == "ds.x=none (+1.00 GiB, nothing on the host)"
     other = Change("shorter rows, another curve", OTHER_CURVE, ("data.sequence_length=64",))
     assert str(other) == "data.sequence_length=64 (shorter rows, another curve)"
 
