@@ -140,8 +140,9 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel | None:
             if isinstance(width := getattr(text, name, None), int):
                 setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
-        text.bos_token_id = text.eos_token_id = None
-        text.pad_token_id = None if text.pad_token_id is None else 0  # by which some count positions
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # by the last some count positions
+            if getattr(text, name, None) is not None:  # not all have each, and some refuse None
+                setattr(text, name, 0)
         config._attn_implementation = None
         with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
             torch.manual_seed(0)

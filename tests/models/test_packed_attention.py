@@ -106,9 +106,13 @@ def test_a_changed_token_changes_no_other_document(architecture, staged):
     assert (differences(run, separate=False)[1, 12:] > 0).all(), "the test cannot fail"
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mistral", "mixtral", "gemma2", "phi3", "gpt_neox"])
+TAKEN = ("mistral", "mixtral", "gemma2", "phi3", "gpt_neox", "codegen", "cwm")
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *TAKEN])
 def test_models_that_keep_documents_apart_are_taken(architecture):
-    extra = {"head_dim": 8} if architecture == "gemma2" else {"pad_token_id": 0}
+    """Of the last two configurations one has no `pad_token_id`, the other refuses `bos_token_id: null`."""
+    extra = {"gemma2": {"head_dim": 8}, "codegen": {"rotary_dim": 4}}.get(architecture, {"pad_token_id": 0})
     model = make(architecture, None, num_key_value_heads=4, **extra).train()
     refuse_leaks(model)
     assert model.training
