@@ -271,7 +271,7 @@ def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
     def no_room(*_):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("pipeline.checkpoint.export.CheckpointReader.read", lambda *_: np.empty(2**50))
+    monkeypatch.setattr("pipeline.checkpoint.export.CheckpointWeights.read", lambda *_: np.empty(2**50))
     assert main(["export", str(evaluated[1]), str(tmp_path / "out")]) == 12
     assert "out of memory on cpu while weights are read, at" in error_in(capsys.readouterr().err)
     monkeypatch.setattr("pipeline.cli.checkpoints.find_run", no_room)
