@@ -41,7 +41,7 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
         raise error(f"{start}, nor can the hub have such a name ({one_line(mistake)})") from None
     problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
     if problem is not None and not is_cached:
-        _unreachable.cache_clear()  # a session that lives on may find the network later
+        _unreachable.cache_clear()  # a notebook may find the network later
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache here has nothing of that name; "
             f"give a folder, or type where there is a network: hf download {given}"
