@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from threading import Thread
 
@@ -12,6 +12,8 @@ from pipeline.errors import PipelineError, one_line
 
 SECONDS_TO_ANSWER = 2.0
 """For the hub to answer. Without this question its client asks an unreachable hub for a minute."""
+MEMORY_SECONDS = 60.0
+"""Seconds, from when the hub was asked, for which its answer counts."""
 MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json")
 """Files of which the cache has one if it has a model or a tokenizer."""
 
@@ -41,7 +43,6 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
         raise error(f"{start}, nor can the hub have such a name ({one_line(mistake)})") from None
     problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
     if problem is not None and not is_cached:
-        _unreachable.cache_clear()  # a notebook may find the network later
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache here has nothing of that name; "
             f"give a folder, or type where there is a network: hf download {given}"
@@ -53,9 +54,22 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
         constants.HF_HUB_OFFLINE = before
 
 
-@cache
+_answers: dict[str, tuple[float, str | None]] = {}
+"""Endpoint -> when this process asked it last, and why it did not answer; `None` if it did."""
+
+
 def _unreachable(endpoint: str) -> str | None:
-    """Ask the hub once, and return why it does not answer, or `None`. A refusal is an answer too."""
+    """Return why the hub does not answer, or `None`. Asks at most once in `MEMORY_SECONDS`."""
+    asked_at, problem = _answers.get(endpoint, (-MEMORY_SECONDS, None))
+    now = time.monotonic()
+    if now - asked_at >= MEMORY_SECONDS:
+        problem = _ask(endpoint)
+        _answers[endpoint] = (now, problem)
+    return problem
+
+
+def _ask(endpoint: str) -> str | None:
+    """Return why the hub does not answer now, or `None`. Any answer counts, a refusal as well."""
     from huggingface_hub import get_session
 
     problems: list[str | None] = [f"{endpoint}: no answer within {SECONDS_TO_ANSWER:g} s"]
