@@ -6,6 +6,7 @@ A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,15 @@ class MissingEntryError(DataError, KeyError):
     __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
 
 
+class Extent(NamedTuple):
+    """Range of the whole numbers of one entry."""
+
+    lowest: int
+    lowest_counted: int
+    """Lowest number without IGNORE_INDEX; 0 if none is negative."""
+    highest: int
+
+
 class Reading(NamedTuple):
     """Samples of a batch as it was read."""
 
@@ -35,6 +45,8 @@ class Reading(NamedTuple):
     """Indices in the data set."""
     sources: Sequence[tuple[str, int]]
     """(name, samples) of each source of the data set, one behind the other."""
+    extents: Mapping[str, Extent] = MappingProxyType({})
+    """Ranges of the entries, measured where the batch was read: no step looks at the values again."""
 
 
 class LoadedBatch(Batch):
@@ -284,6 +296,12 @@ def _uneven(where: str, shapes: list[Any]) -> str:
 
 
 WHOLE = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
+UNREAD = (
+    "position_ids",
+    "attention_mask",
+    "segments",
+    "segment_kinds",
+)  # made by the data pipeline itself, or no indices
 
 
 class Wrong(NamedTuple):
@@ -294,22 +312,49 @@ class Wrong(NamedTuple):
     """` (sample 7 of wiki)`, or empty: not known."""
 
 
+def reading_of(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> Reading:
+    """Return the samples of a batch with the ranges of its entries."""
+    extents = {}
+    for name, value in batch.items():
+        if name in UNREAD or not isinstance(value, Tensor) or value.dtype not in WHOLE:
+            continue
+        if value.device.type != "cpu" or not value.numel():
+            continue
+        values = value.numpy()  # torch would wake all its threads for a few kB
+        lowest = counted = int(values.min())
+        if lowest < 0:
+            below = values[values < 0]
+            counted = int(below[below != IGNORE_INDEX].min(initial=0))
+        extents[name] = Extent(lowest, counted, int(values.max()))
+    return Reading(indices, sources, extents)
+
+
+def _is_looked_at(value: Any) -> bool:
+    is_whole = isinstance(value, Tensor) and value.dtype in WHOLE
+    return is_whole and value.device.type == "cpu" and value.numel() > 0
+
+
 def first_wrong(
     batch: Mapping[str, Any], name: str, below: int, ignored: int | None = IGNORE_INDEX
 ) -> Wrong | None:
     """Return the first number of an entry that is not in [0, below), where there is one.
 
-    Reads host memory alone.
+    Reads host memory alone, and only if the batch's known range does not fit.
 
     Args:
         ignored: Number that is allowed besides; `None` if there is none.
     """
     host = on_host(batch)
     reading: Reading | None = getattr(host, "reading", None)
+    extent = reading.extents.get(name) if reading is not None else None
+    if extent is not None:
+        lowest = extent.lowest_counted if ignored == IGNORE_INDEX else extent.lowest
+        if lowest >= 0 and extent.highest < below:
+            return None
     value = host.get(name)
-    if not isinstance(value, Tensor) or value.dtype not in WHOLE or value.device.type != "cpu":
+    if not isinstance(value, Tensor) or not _is_looked_at(value):
         return None
-    values = value.numpy()  # torch would wake all its threads for a few kB
+    values = value.numpy()
     wrong = (values < 0) | (values >= below)
     if ignored is not None:
         wrong &= values != ignored

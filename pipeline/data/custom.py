@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
-from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
+from pipeline.config.import_paths import import_object, may_not_exit
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Collate, DataBundle
 from pipeline.data.random_numbers import own_random_numbers
 from pipeline.errors import DataError
+
+BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
 
 
 def prepare_custom(config: CustomDataConfig) -> DataBundle:
@@ -56,11 +60,24 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
 
 def call_for_split(function: Callable[..., Any], split: str, config: CustomDataConfig) -> Any:
     """Return what the function returns for `split`."""
-    name = config.kind.partition(":")[2]
-    given = ", ".join([f'"{split}"', *config.args])
-    called = f"it is called as {name}({given}): write def {name}(split, ...), or change data.args"
-    message = f"data.kind {config.kind}: {called}"
-    refuse_misfit(function, message, DataError, split, **config.args)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a callable written in C may have none
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(split, **config.args)
+        except TypeError as mismatch:
+            name = config.kind.partition(":")[2]
+            given = ", ".join([f'"{split}"', *config.args])
+            takes_split = any(p.kind in BY_POSITION for p in signature.parameters.values())
+            cure = "change data.args"
+            if not takes_split:
+                cure = f'it is called as {name}("{split}"): write def {name}(split)'
+            raise DataError(
+                f"data.kind {config.kind}: {name}{signature} cannot be called with ({given}): {mismatch}; "
+                f"{cure}"
+            ) from None
     # Numbers that it draws are the same on every rank and after a restart.
     with (
         own_random_numbers(0 if split == "train" else 1),
@@ -117,7 +134,14 @@ def _collate_of(dataset: Any, config: CustomDataConfig) -> Collate:
         return collate_items
     if not callable(own):
         raise DataError(f"{where} is a {type(own).__name__}; expected a function of a list of samples")
-    static = "inside a class it is a @staticmethod, or has self"
-    refuse_misfit(own, f"{where} cannot be called with a list of samples ({static})", DataError, [])
+    try:
+        inspect.signature(own).bind([])
+    except TypeError as mismatch:
+        raise DataError(
+            f"{where}{inspect.signature(own)} cannot be called with a list of samples: {mismatch} (inside a "
+            "class it is a @staticmethod, or has self)"
+        ) from None
+    except ValueError:
+        pass  # a callable written in C may have no signature
     collate: Collate = own
     return collate

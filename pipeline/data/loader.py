@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from pipeline.data.batches import (
     Batch,
     LoadedBatch,
-    Reading,
     as_batch,
     first_wrong,
     moved,
     place_of,
+    reading_of,
     tensors,
     usable,
 )
@@ -66,7 +66,7 @@ class Fetch(Dataset[Any]):
     def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
         try:
             batch = as_batch(self._collated(draw), len(draw.indices))
-            batch.reading = Reading(draw.indices, self._sources[draw.dataset])
+            batch.reading = reading_of(batch, draw.indices, self._sources[draw.dataset])
             if self._num_words is not None:
                 check_ids(batch, self._num_words)
             return batch

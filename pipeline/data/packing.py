@@ -313,8 +313,8 @@ class Stream(PackedDataset):
     """`concatenate`: row i of a part is its tokens [i T, i T + T], the last of them only predicted.
 
     Rows cross from document to document, never from part to part; a part's last tokens that fill no row are
-    left out. All tokens count in the loss. Documents are told apart by `end_id`, which no document of plain
-    text has inside: a look-up of every row in `ends` would cost several times what fetching the row does.
+    left out. Documents are told apart by `end_id`, which no document of plain text has inside: a look-up of
+    every row in `ends` would cost several times what fetching the row does.
     """
 
     def __init__(
@@ -323,6 +323,16 @@ class Stream(PackedDataset):
         super().__init__(stores, sequence_length, separate_documents, end_id)
         counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
         self._first = offsets(counts)  # row of each part
+
+    def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """Return both in windows (rows of the part, T + 1) that overlap by one; no copy."""
+        tokens, mask = super()._open_part(number)
+        return self._windows(tokens), None if mask is None else self._windows(mask)
+
+    def _windows(self, values: NDArray[Any]) -> NDArray[Any]:
+        size = self.sequence_length
+        shape = max(0, len(values) - 1) // size, size + 1
+        return as_strided(values, shape, (size * values.itemsize, values.itemsize), writeable=False)
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -333,28 +343,31 @@ class Stream(PackedDataset):
         rows = np.array(indices, dtype=np.int64)
         parts = self._first.searchsorted(rows, side="right") - 1
         rows -= self._first[parts]
-        windows = self._rows(parts, rows)  # (B, T + 1), the one read of the files
+        windows, in_loss = self._rows(parts, rows)  # each (B, T + 1), the one read of the files
         pair = np.empty((2, len(rows), size), dtype=np.int64)
         pair[0] = windows[:, :-1]
         pair[1] = windows[:, 1:]
+        if in_loss is not None:
+            pair[1][~in_loss[:, 1:]] = IGNORE_INDEX
         if not self.separate_documents:
             return self._batch(pair, None)
         ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
         pair[1].reshape(-1)[ends] = IGNORE_INDEX
         return self._batch(pair, ends + 1)
 
-    def _rows(self, parts: Ints, rows: Ints) -> NDArray[Any]:
+    def _rows(self, parts: Ints, rows: Ints) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
         """Return copies: a batch of rows of as many parts keeps none of them open."""
-        size = self.sequence_length
-        tokens, _ = self._open(int(parts[0]))
-        if len(self._parts) == 1:  # windows that overlap by one; no copy
-            strides = size * tokens.itemsize, tokens.itemsize
-            return as_strided(tokens, (len(self), size + 1), strides, writeable=False)[rows]
-        windows = np.empty((len(rows), size + 1), dtype=tokens.dtype)
+        tokens, mask = self._open(int(parts[0]))
+        if len(self._parts) == 1:
+            return tokens[rows], None if mask is None else mask[rows]
+        windows = np.empty((len(rows), self.sequence_length + 1), dtype=tokens.dtype)
+        in_loss = None if mask is None else np.ones(windows.shape, dtype=np.bool_)
         for index, (part, row) in enumerate(zip(parts.tolist(), rows.tolist(), strict=True)):
-            tokens, _ = self._open(part)
-            windows[index] = tokens[row * size : row * size + size + 1]
-        return windows
+            tokens, mask = self._open(part)
+            windows[index] = tokens[row]
+            if in_loss is not None and mask is not None:
+                in_loss[index] = mask[row]
+        return windows, in_loss
 
 
 class Bins(PieceRows):

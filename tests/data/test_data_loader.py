@@ -254,5 +254,6 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
         draws = [Draw(0, 0, [0, 1]), Draw(0, 2, [4, 5])]
         right, wrong = read_batches(fetch, draws, workers, pin_memory=False, persistent=False)
         assert usable(right)["input_ids"].shape == (2, 3)
+        assert usable(right).reading.extents == {"input_ids": (0, 0, 9)}
         with pytest.raises(DataError, match=r"has 10 \(sample 2 of other\), and the model knows 10 words"):
             usable(wrong)

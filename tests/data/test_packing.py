@@ -40,16 +40,16 @@ def segments(positions: list[int]) -> list[tuple[int, int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(DOCUMENTS, min_size=1, max_size=3), st.integers(2, 9), st.booleans())
-def test_a_stream_is_windows_of_each_part(parts, size, separate):
-    dataset = pack(store_of(parts), "concatenate", size, separate, END)
+@given(st.lists(DOCUMENTS, min_size=1, max_size=3), st.integers(2, 9), st.booleans(), st.booleans())
+def test_a_stream_is_windows_of_each_part(parts, size, separate, masks):
+    dataset = pack(store_of(parts, masks), "concatenate", size, separate, END)
     expected = []
     for documents in parts:
         stream = [token for document in documents for token in (*document, END)]
         for start in range(0, len(stream) - size, size):
             inputs, targets = stream[start : start + size], stream[start + 1 : start + size + 1]
             labels = [
-                -100 if separate and token == END else target
+                -100 if (masks and target % 3 == 0) or (separate and token == END) else target
                 for token, target in zip(inputs, targets, strict=True)
             ]
             row = {"input_ids": inputs, "shift_labels": labels}

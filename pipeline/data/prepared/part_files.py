@@ -387,3 +387,8 @@ class TokenStore:
     @property
     def num_documents(self) -> int:
         return sum(part.num_documents for part in self.parts)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens may count in no loss."""
+        return any(part.has_loss_mask for part in self.parts)

@@ -68,7 +68,7 @@ def test_tokens_are_the_documents_each_with_its_end_and_split_by_hash(
         assert documents_of(source.eval) == expected["eval"]
         assert source.train.num_documents == len(expected["train"])
         assert source.train.num_tokens == sum(len(ids) for ids, _ in expected["train"])
-        assert all(part.loss_mask is None for part in source.train.parts)
+        assert not source.train.has_loss_mask
         held_out += source.eval.num_documents
     assert 0 < held_out < sum(source.train.num_documents for source in prepared.sources)
 
