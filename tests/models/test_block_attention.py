@@ -147,7 +147,7 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
     for is_recomputed in (False, True):
         model = make_windowed(architecture).train()
         if is_recomputed:
-            checkpoint_activations(model, mode, None, False)
+            checkpoint_activations(model, mode)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         found.append(gradients(model, logits))
     assert all(map(torch.equal, *found))
