@@ -42,7 +42,7 @@ def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any
     parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
     try:
         profiler = profiler_of(config, parts, folder)
-        with parts.trackers, profiler as profiled, TrainLoop(parts, profiled) as loop:
+        with parts.trackers, profiler as profiled, TrainLoop(parts, None, profiled) as loop:
             loop.train()
     finally:
         parts.loader.close()
