@@ -62,7 +62,7 @@ from pipeline.training.device_failures import (
     of_generation,
 )
 from pipeline.training.expectation import forecast_here
-from pipeline.training.loop import RunComponents, Step, TrainLoop
+from pipeline.training.loop import LongLived, RunComponents, Step, TrainLoop
 from pipeline.training.run_directory import agree_on_run_directory, describe_split
 
 
@@ -194,6 +194,7 @@ class Run:
                 tell = partial(tell_at_once, config.notify, self._directory.resolve().name)
                 self._job.watchdog.write_to(self._directory, tell)
                 self._job.watchdog.advised_by(advise)
+            long_lived = stack.enter_context(LongLived())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(states, self._parts.engine)
@@ -214,7 +215,7 @@ class Run:
                 tell=self._parts.trackers.tell,
             )
             profiled = stack.enter_context(profiler)
-            self._loop = stack.enter_context(TrainLoop(self._parts, profiled))
+            self._loop = stack.enter_context(TrainLoop(self._parts, long_lived, profiled))
             self._sample: str | None = None
             self._asks = asks_in_template(config.data, self._data.tokenizer)
             announce(settings, resolved, self._parts, self._directory)

@@ -43,6 +43,38 @@ from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.safeguard import Recovery, Safeguard
 from pipeline.training.step import TrainStep
 
+
+class LongLived:
+    """Objects that collections pass over: what is imported when this is entered, then what `set_aside` finds.
+
+    With transformers imported there are 400,000, and a collection that looks at all of them takes 0.2 s: some
+    while a model is built, and later one on one rank in some step, in which all others wait for it.
+
+    Where the process has frozen objects of its own this does nothing: they could not be told apart again.
+    """
+
+    def __init__(self) -> None:
+        self._is_ours = False
+
+    def set_aside(self) -> None:
+        """What there is by now: the model, the engine, what was compiled."""
+        if self._is_ours:
+            gc.collect()  # garbage that were frozen would stay
+            gc.freeze()
+
+    def __enter__(self) -> LongLived:
+        self._is_ours = not gc.get_freeze_count()
+        if self._is_ours:
+            gc.freeze()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Gives all back: what the run has held can be collected."""
+        if self._is_ours:
+            gc.unfreeze()
+        self._is_ours = False
+
+
 log = logging.getLogger(__name__)
 
 
@@ -181,10 +213,13 @@ class TrainLoop:
     As a context manager it gives back what it holds; after an exception it waits for nobody.
     """
 
-    def __init__(self, parts: RunComponents, profiled: Profiled = nullcontext):
+    def __init__(
+        self, parts: RunComponents, long_lived: LongLived | None = None, profiled: Profiled = nullcontext
+    ):
         self.state = parts.start
         self._parts = parts
         self._schedule = parts.schedule
+        self._long_lived = long_lived
         self._alarm: Alarm | None = None
         self._stop = StopOnSignal()
         self._recovery = Recovery(
@@ -230,7 +265,7 @@ class TrainLoop:
         self._asked = Flags()
         self._write_seconds = 0.0
         self._signals = ExitStack()
-        self._has_begun = self._stopped = self._is_over = self._has_frozen = False
+        self._has_begun = self._stopped = self._is_over = False
         self.is_finished = False
         """It made its last step, and that is saved."""
         self.stopped_early = ""
@@ -303,8 +338,10 @@ class TrainLoop:
             self._tell_saves()
         if self._stopped or is_last:
             self._end_where_due()
-        if step == parts.start.global_step + 1 and not self._is_over:
-            self._freeze()
+        if self._long_lived is not None and not self._is_over:
+            with parts.meters.exclude_from_step_time():
+                self._long_lived.set_aside()
+            self._long_lived = None
         return Step(step, self._evaluation if self._evaluated_at == step else None, row)
 
     def _prepare_saves(self, first_step: int) -> None:
@@ -314,19 +351,6 @@ class TrainLoop:
         if first_step < schedule.max_steps and is_due:
             with parts.meters.exclude_from_step_time("checkpoint"):
                 parts.checkpoints.prepare(parts.engine)
-
-    def _freeze(self) -> None:
-        """Have garbage collections pass over what there is by now.
-
-        With transformers imported there are 400,000 objects, and looking at all of them takes 0.2 s: on one
-        rank in some step, in which all others wait for it.
-        """
-        if gc.get_freeze_count():  # of the process itself, which could not be told apart again
-            return
-        with self._parts.meters.exclude_from_step_time():
-            gc.collect()  # garbage that were frozen would stay
-            gc.freeze()
-        self._has_frozen = True
 
     def _roll_back(self, request: RollbackRequested) -> Step:
         """Resume from a checkpoint before a bad step, as if no step since had been made."""
@@ -389,9 +413,6 @@ class TrainLoop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._signals.close()
-        if self._has_frozen:
-            gc.unfreeze()
-            self._has_frozen = False
         if error is None:
             self._write_rows()
             with self._parts.meters.exclude_from_step_time("checkpoint"):

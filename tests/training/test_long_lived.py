@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 from support.launch import run_python, write_recipe
@@ -9,18 +10,11 @@ from support.launch import run_python, write_recipe
 RUN = """
 import gc, json, sys, pipeline
 
-def is_frozen(what):  # counts do not say it: other threads free what is frozen as well
-    return not any(each is what for each in gc.get_objects())
-
 def main():
     gc.unfreeze()  # what a test's process is forked from had frozen its imports
-    own = [[]]
-    if len(sys.argv) > 2:
-        gc.freeze()
     collected = []
     gc.callbacks.append(lambda phase, info: phase == "stop" and collected.append(info["generation"]))
     settings = pipeline.load_settings(sys.argv[1], None, ["max_steps=12"])
-    later = [[]]
     with pipeline.Run(settings) as run:
         while run.step().global_step < 3:
             pass
@@ -31,33 +25,42 @@ def main():
         while run.step() is not None:
             pass
         said = {"full": collected.count(2), "looked_at": len(gc.get_objects())}
-        said |= {"frozen": gc.get_freeze_count(), "later_is_frozen": is_frozen(later)}
-    said |= {"frozen_after": gc.get_freeze_count(), "own_is_frozen_after": is_frozen(own)}
-    print(json.dumps(said))
+        said["frozen"] = gc.get_freeze_count()
+    print(json.dumps(said | {"frozen_after": gc.get_freeze_count()}))
 
 if __name__ == "__main__":
     main()
 """
 
 
-def run(tmp_path, *words):
-    (tmp_path / "steps.py").write_text(RUN)
-    done = run_python("steps.py", str(write_recipe(tmp_path)), *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_no_collection_of_a_run_looks_at_what_it_keeps(tmp_path):
-    said = run(tmp_path)
+    (tmp_path / "steps.py").write_text(RUN)
+    done = run_python("steps.py", str(write_recipe(tmp_path)), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
     assert said["full"] == 0
     assert said["frozen"] > 100_000
     assert said["looked_at"] < said["frozen"] / 4
-    assert said["later_is_frozen"]
     assert said["frozen_after"] == 0
-    assert not said["own_is_frozen_after"]
 
 
-def test_what_the_process_froze_itself_stays_so(tmp_path):
-    said = run(tmp_path, "freezes")
-    assert said["own_is_frozen_after"]
-    assert not said["later_is_frozen"]
+def is_frozen(what: object) -> bool:
+    """Counts do not say it: other threads free what is frozen as well."""
+    return not any(each is what for each in gc.get_objects())
+
+
+def test_what_the_process_froze_itself_stays_so():
+    from pipeline.training.loop import LongLived
+
+    was_frozen, earlier = gc.get_freeze_count(), [[]]
+    gc.freeze()
+    try:
+        with LongLived() as long_lived:
+            later = [[]]
+            long_lived.set_aside()
+            assert is_frozen(earlier)
+            assert not is_frozen(later)
+        assert is_frozen(earlier)
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
