@@ -14,7 +14,7 @@ from pipeline.planner.states import Buffers, States, buffers, states_of
 
 # What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
 # CUDA context with its libraries on a GPU.
-PROCESS = {"cpu": 500 * MIB, "cuda": 890 * MIB, "host": 3 * GIB}
+PROCESS = {"cpu": 460 * MIB, "cuda": 890 * MIB, "host": 3 * GIB}
 DEEPSPEED = 122 * MIB  # modules that are imported besides on a CPU, and their buffers
 NCCL = 300 * MIB  # of a rank on a GPU that has peers
 # Of what comes and goes in a step, what the allocator holds more (published runs, docs/planning.md). The
