@@ -165,7 +165,7 @@ def clear_partial(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay."""
+    """Rule for the checkpoints that stay."""
 
     keep_last: int
     """Number of newest ones; at least 1."""
@@ -311,7 +311,7 @@ class CheckpointRow:
     step: int
     path: Path
     problem: str | None
-    """Why it does not count, in one line with the file and, if known, the tensor; `None` if it counts."""
+    """Reason why it does not count, in one line with the file and any known tensor; `None` if it counts."""
     manifest: Manifest | None = None
     """`None` if it cannot be read."""
     num_here: int = 0
@@ -366,12 +366,12 @@ def _problem(damages: Sequence[Damage]) -> str | None:
 
 @dataclass(frozen=True)
 class TensorChange:
-    """How one tensor of two checkpoints differs."""
+    """Difference of one tensor between two checkpoints."""
 
     name: str
     kind: str
     remark: str | None = None
-    """Why the two cannot be compared: only one has it, or their shapes differ."""
+    """Reason why the two cannot be compared: only one has it, or their shapes differ."""
     share: float = 1.0
     """Share of the values that changed."""
     max_difference: float = math.nan

@@ -47,7 +47,7 @@ DESCRIPTION = "model"  # folder of a run directory with config.json and the toke
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     files: list[Path]
     num_bytes: int

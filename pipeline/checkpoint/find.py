@@ -1,4 +1,4 @@
-"""Which run, and which of its checkpoints, is meant. Loads torch only once there is something to read."""
+"""Finds the run that is meant, and its checkpoint. Loads torch only once there is something to read."""
 
 from __future__ import annotations
 

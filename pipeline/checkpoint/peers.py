@@ -44,7 +44,7 @@ class Peers:
     rank: int
     host: str
     leaders: tuple[int, ...]
-    """For each rank, the lowest rank on its file system."""
+    """Lowest rank on the file system of each rank."""
     group: Any = field(repr=False)
     """`None` if this rank is alone."""
 

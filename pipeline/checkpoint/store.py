@@ -210,7 +210,7 @@ class Kept:
     """State of a save that the next one uses again."""
 
     device: torch.device
-    """Of the engine's values."""
+    """Device of the engine's values."""
     layout: Layout | None = None
     snapshot: Snapshot | None = None
     frozen: WrittenFile | None = None
