@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from multinode.cluster import Cluster, Launched, wait_until
 from multinode.launchers import torchrun
-from support.launch import ROOT, numbers, write_recipe
+from support.launch import ROOT, write_recipe
 
-STEPS = 200
+STEPS = 100
 PATIENCE = 400
 """Seconds until a job that does not train is given up: torchrun's own waits add up to a minute and a half."""
 GONE = r"(is gone|sends no heartbeat)"
@@ -32,6 +31,13 @@ def recipe(folder: Path, seconds: float) -> Path:
     )
 
 
+def arguments(cluster: Cluster, seconds: float) -> list[str]:
+    # Both: a CPU with instructions for fp16 would take that.
+    fp32 = ["ds.bf16.enabled=false", "ds.fp16.enabled=false"]
+    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json"), *fp32]
+    return ["--config", str(recipe(cluster.shared, seconds)), *split]
+
+
 @dataclass
 class Elastic:
     """A job that goes on while at least `least` of its hosts are left; they meet on `endpoint`."""
@@ -40,6 +46,8 @@ class Elastic:
     hosts: list[str]
     least: int
     endpoint: str
+    seconds: float
+    """Of a step; those of a whole run are enough for what happens."""
     jobs: dict[str, Launched] = field(default_factory=dict)
     """Of the hosts that are there now."""
     lost: list[Launched] = field(default_factory=list)
@@ -50,13 +58,7 @@ class Elastic:
 
     def start(self, *hosts: str) -> None:
         """The same command on each of these."""
-        split = [
-            "--deepspeed",
-            str(ROOT / "ds_configs" / "zero2.json"),
-            "ds.bf16.enabled=false",
-            "ds.fp16.enabled=false",
-        ]
-        words = ["--config", str(recipe(self.cluster.shared, 0.1)), *split, f"run_dir={self.run}"]
+        words = [*arguments(self.cluster, self.seconds), f"run_dir={self.run}"]
         for host in hosts:
             size = f"{self.least}:{len(self.hosts)}"
             self.jobs[host] = torchrun(self.cluster, [host], *words, nodes=size, endpoint=self.endpoint)[0]
@@ -89,11 +91,10 @@ class Elastic:
         before = len(re.findall(pattern, self.text()))
         wait_until(lambda: len(re.findall(pattern, self.text())) > before, PATIENCE, pattern)
 
-    def finish(self) -> list[dict[str, Any]]:
-        """To the end of the run; its rows."""
+    def finish(self) -> None:
+        """To the end of the run."""
         for host, job in self.jobs.items():
             assert job.wait(PATIENCE) == 0, f"{host}: {self.text()}"
-        return numbers(self.run)
 
     def text(self) -> str:
         return "\n".join(job.text for job in [*self.lost, *self.jobs.values()])
@@ -114,6 +115,12 @@ class Elastic:
         rows = (self.run / "metrics.jsonl").read_text().count("train/loss")
         begins = re.findall(r"going on with .* from step-0*(\d+)", self._log())
         return rows - int(begins[-1] if begins else 0)
+
+
+def lose_all_but_one(job: Elastic) -> None:
+    job.wait_until_training(2)
+    job.lose("node2")
+    job.wait_until_training(1)
 
 
 def lose_one(job: Elastic) -> None:
@@ -172,6 +179,7 @@ def come_back_while_restarting(job: Elastic) -> None:
 Story = Callable[[Elastic], None]
 STORIES: dict[str, tuple[Story, int, int, str]] = {
     # What happens, the least number of machines and the most, and the one where they meet.
+    "lose all but one": (lose_all_but_one, 1, 2, "node1"),
     "lose one": (lose_one, 2, 3, "node1"),
     "lose rank 0": (lose_rank_0, 2, 3, "node2"),
     "lose two after each other": (lose_two_after_each_other, 1, 3, "node1"),
@@ -183,10 +191,13 @@ STORIES: dict[str, tuple[Story, int, int, str]] = {
 }
 
 
-def tell(cluster: Cluster, story: str) -> list[dict[str, Any]]:
-    """The rows of a run to which this has happened."""
+def tell(cluster: Cluster, story: str) -> Path:
+    """The directory of a run to which this has happened."""
     happens, least, most, endpoint = STORIES[story]
-    job = Elastic(cluster, cluster.hosts[:most], least, endpoint)
+    # A machine that comes back starts while the others train.
+    seconds = 0.2 if "come back" in story else 0.1
+    job = Elastic(cluster, cluster.hosts[:most], least, endpoint, seconds)
     job.start(*job.hosts)
     happens(job)
-    return job.finish()
+    job.finish()
+    return job.run

@@ -82,7 +82,7 @@ def _the(processes: Sequence[psutil.Process]) -> psutil.Process:
     return process
 
 
-def start(cluster: Cluster, launcher: Launcher, run: Path) -> list[Launched]:
+def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -> list[Launched]:
     """A job on two nodes that would go on for hours; returns in the middle of its training.
 
     Args:
@@ -99,10 +99,14 @@ def start(cluster: Cluster, launcher: Launcher, run: Path) -> list[Launched]:
         distributed={"hang_seconds": HANG_SECONDS},
     )
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
-    jobs = launcher(cluster, cluster.hosts[:2], "--config", str(recipe), *split, f"run_dir={run}")
+    jobs = launcher(
+        cluster, cluster.hosts[:2], "--config", str(recipe), *split, f"run_dir={run}", **environment
+    )
     rows = cluster.path("node1", run) / "metrics.jsonl"
 
     def trains() -> bool:
+        lines = str(cluster.left())
+        assert not [name for name, value in environment.items() if value in lines]
         for job in jobs:
             assert job.process.poll() is None, job.text
         return rows.exists() and rows.read_text().count("\n") > 10
@@ -111,10 +115,14 @@ def start(cluster: Cluster, launcher: Launcher, run: Path) -> list[Launched]:
     return jobs
 
 
-def suffer(cluster: Cluster, launcher: Launcher, fault: Fault) -> Outcome:
-    """Trains on two nodes, lets the fault happen, and waits for the end."""
+def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: str) -> Outcome:
+    """Trains on two nodes, lets the fault happen, and waits for the end.
+
+    Args:
+        environment: Of the launch; its values must show on no command line of any node.
+    """
     run = cluster.shared / "run"
-    jobs = start(cluster, launcher, run)
+    jobs = start(cluster, launcher, run, **environment)
     began = time.monotonic()
     fault(cluster, jobs[0])
 

@@ -138,6 +138,7 @@ def test_machines_that_cannot_be_reached(cluster):
     report.row("all-reduce  warning  not tried", "first: folder, ssh")
 
 
+@pytest.mark.nightly
 def test_a_machine_without_the_python_and_one_that_is_not_this(cluster):
     python = cluster.path("node4", sys.executable)
     config = "Host node3\n StrictHostKeyChecking yes\n UserKnownHostsFile /dev/null\n"
@@ -159,6 +160,7 @@ def test_a_machine_without_the_python_and_one_that_is_not_this(cluster):
     assert doctor(cluster, "--quick", "--include", "node3", "--force_multi").code == 0
 
 
+@pytest.mark.nightly
 def test_a_network_with_traps(cluster):
     """A closed port, one way; an own name that is loopback; one that leads to another network."""
     hosts = cluster.path("node3", "/etc/hosts").read_text()
@@ -192,6 +194,7 @@ def test_a_network_with_traps(cluster):
     wrong.row("interface  fail  node1, node2, node3, node4: GLOO_SOCKET_IFNAME=eth7")
 
 
+@pytest.mark.nightly
 def test_a_slow_link_is_named(cluster):
     limit = "tc qdisc add dev eth0 root tbf rate 200mbit burst 256kbit latency 100ms"
     assert cluster.run("node3", *limit.split()).returncode == 0
@@ -219,14 +222,15 @@ def test_under_srun(cluster, slurm):
     cluster.wait_until_idle()
 
 
-def test_a_launch_looks_first(cluster, slurm):
-    """Both scripts: a red node is named and nothing starts."""
+@pytest.mark.daily("multi_node")
+@pytest.mark.parametrize("launcher", ["multi_node", "sbatch"])
+def test_a_launch_looks_first(cluster, slurm, launcher):
+    """A red node is named and nothing starts."""
     recipe = write_recipe(cluster.shared)
     version = torch_version()
-    for start in (LAUNCHERS["multi_node"], LAUNCHERS["sbatch"]):
-        with changed(cluster, "node2", version, older(version)):
-            (job,) = start(cluster, cluster.hosts[:2], "--config", str(recipe))
-            assert job.wait(300) == 2, job.text
-        Report(2, job.text).row("versions  fail  node2: torch 1.")
-        assert run_directories(cluster.shared) == []
+    with changed(cluster, "node2", version, older(version)):
+        (job,) = LAUNCHERS[launcher](cluster, cluster.hosts[:2], "--config", str(recipe))
+        assert job.wait(300) == 2, job.text
+    Report(2, job.text).row("versions  fail  node2: torch 1.")
+    assert run_directories(cluster.shared) == []
     cluster.wait_until_idle()
