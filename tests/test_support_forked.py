@@ -14,6 +14,7 @@ from support.forked import HAS_GPU, PRELOAD, Program
 from support.launch import environment
 from support.ranks import RankPool
 
+pytestmark = pytest.mark.slow
 PATIENCE = 200.0
 forks = pytest.mark.skipif(HAS_GPU, reason="with a GPU every process is a fresh interpreter")
 

@@ -25,7 +25,6 @@ from pipeline.distributed.watchdog import (
     Heartbeats,
     Shutdown,
     WatchdogStore,
-    claim,
     is_from_peers,
 )
 from pipeline.training.run_directory import open_run_directory
@@ -46,14 +45,6 @@ from pipeline.training.run_directory import open_run_directory
 )
 def test_errors_that_other_ranks_may_have_caused(error, may_be):
     assert is_from_peers(error) is may_be
-
-
-def test_the_first_failure_is_the_jobs():
-    store = dist.HashStore()
-    first, second = Failure(1, "raised", 2), Failure(0, "hang", 124, 60.0)
-    assert claim(store, first) == first
-    assert claim(store, second) == first
-    assert claim(store, first) == first
 
 
 def test_the_watchdogs_settings_make_no_other_run(tmp_path):

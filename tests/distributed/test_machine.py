@@ -29,6 +29,7 @@ def test_a_process_is_looked_at(stopped):
     assert process_state(process.pid) == "gone"
 
 
+@pytest.mark.slow
 def test_a_machine_is_known_by_more_than_its_name():
     other = subprocess.run(
         [sys.executable, "-c", "from pipeline.distributed.machine import *; print(machine_id())"],
@@ -39,6 +40,7 @@ def test_a_machine_is_known_by_more_than_its_name():
     assert other.stdout.strip() == machine_id()
 
 
+@pytest.mark.slow
 def test_a_process_knows_how_old_it_is():
     code = "import time; time.sleep(0.5); from pipeline.distributed.machine import *; print(process_age())"
     began = time.monotonic()

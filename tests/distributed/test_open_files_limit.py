@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import subprocess
@@ -10,25 +9,16 @@ import sys
 from multiprocessing import get_context
 
 import pytest
+from support.heard import heard
 
 from pipeline.distributed.machine import raise_open_files_limit
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def raise_it(connection, limits, world_size) -> None:
-    handler = Lines()
-    logging.getLogger("pipeline").addHandler(handler)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    raise_open_files_limit(world_size)
-    connection.send((resource.getrlimit(resource.RLIMIT_NOFILE), handler.lines))
+    with heard() as lines:
+        raise_open_files_limit(world_size)
+    connection.send((resource.getrlimit(resource.RLIMIT_NOFILE), lines))
 
 
 @pytest.mark.parametrize(("hard", "world_size", "is_told"), [(900, 8, False), (900, 200, True)])
@@ -46,6 +36,7 @@ def test_the_limit_is_raised(hard, world_size, is_told):
         assert "200 ranks opens about 1400" in line
 
 
+@pytest.mark.slow
 def test_every_command_raises_it(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, resource\n"

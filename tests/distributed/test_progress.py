@@ -6,17 +6,11 @@ import time
 
 import pytest
 import torch
+from support.clock import Clock
 
 from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.progress import Phase, Progress, phase, phase_of
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def stepped(seconds, steps=5):

@@ -18,6 +18,7 @@ from support.ranks import free_port
 from pipeline.distributed.signals import STOP_SIGNALS, terminable
 from pipeline.errors import Terminated
 
+pytestmark = pytest.mark.slow
 PATIENCE = 200
 
 
@@ -107,7 +108,6 @@ def start_rank(folder, rank, local_rank=0, **changes):
     return start("--config", str(recipe), output=Path(os.devnull), errors=errors, **extra), errors
 
 
-@pytest.mark.slow
 def test_each_rank_says_why_it_ends(tmp_path):
     """A master that nobody can find, one that cannot be reached, and a rank whose peer does not come."""
     port = free_port()
@@ -127,8 +127,12 @@ def test_each_rank_says_why_it_ends(tmp_path):
         assert re.search(words, last), said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[sys.executable, TRAIN], ["launch/multi_gpu.sh", "--num_gpus", "2"]])
+@pytest.mark.daily("python")
+@pytest.mark.parametrize(
+    "words",
+    [[sys.executable, TRAIN], ["launch/multi_gpu.sh", "--num_gpus", "2"]],
+    ids=["python", "multi_gpu.sh"],
+)
 def test_a_closed_terminal_is_a_stop_with_a_checkpoint(tmp_path, words):
     """What sshd does when the connection is gone: the terminal hangs up."""
     recipe = write_recipe(

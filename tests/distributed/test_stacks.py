@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 import threading
+import time
 import traceback
 from traceback import FrameSummary as Frame
 
@@ -132,6 +133,8 @@ NCCL = {
 def recorded_by_both(job, folder):
     """What a rank sees that has left a gloo collective, and is in one of NCCL's."""
     dist.all_reduce(torch.ones(3))
+    while in_flight_now():  # the recorder learns of the end a moment later
+        time.sleep(0.01)
     _distributed_c10d._dump_nccl_trace_json = lambda collectives, only_active: json.dumps(NCCL).encode()
     try:
         if job.ranks.rank == 0:
@@ -141,6 +144,7 @@ def recorded_by_both(job, folder):
         del _distributed_c10d._dump_nccl_trace_json
 
 
+@pytest.mark.slow
 def test_what_nccl_is_in_is_known_beside_what_gloo_is(ranks, tmp_path):
     assert (
         ranks(2).run(recorded_by_both, tmp_path)

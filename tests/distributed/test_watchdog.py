@@ -73,6 +73,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(tmp_path):
         probe.bind(("127.0.0.1", job.port))  # held by nobody
 
 
+@pytest.mark.nightly
 def test_a_rank_that_may_open_no_more_files_is_not_lost(tmp_path):
     """Its memory, which its heartbeats tell, is read from files."""
     job = Ranks(tmp_path, "no more files", 1, world_size=2)
@@ -105,7 +106,7 @@ def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     assert any("; it held " in said[0] for said in lines)  # not by one who heard late
 
 
-@pytest.mark.daily("1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_is_named(tmp_path, victim):
     job = Ranks(tmp_path, "stop", victim, world_size=2)

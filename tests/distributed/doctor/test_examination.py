@@ -127,6 +127,7 @@ def run_on(command, question):
     return asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     """The remote shell's own words are not taken for answers."""
     talking = ["sh", "-c", f"echo Welcome; exec {shlex.join(local_command(PROBE))}"]
@@ -134,6 +135,7 @@ def test_a_log_in_that_talks_and_a_probe_that_ends_with_its_pipe():
     assert not [p for p in psutil.Process().children() if p.cmdline()[-2:] == ["-m", PROBE]]
 
 
+@pytest.mark.slow
 def test_a_node_that_ends_says_why_and_a_slow_one_is_waited_for_aloud(monkeypatch, capfd):
     monkeypatch.setattr(ssh, "SAY_AFTER", 0.2)
     step = """echo '{"pipeline": {"step": "disk, folders"}}'; exec sleep 100"""
@@ -161,6 +163,7 @@ def test_a_machine_without_ssh_is_told_what_to_install(tmp_path, monkeypatch, ca
     assert said == "error: ssh is not on this machine: install it (apt-get install ssh)\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["plain", "with space", "quote'quote", "$(touch gone)", '`touch gone`";touch gone;"']
 )
@@ -188,6 +191,7 @@ exec sh -c "$last"
 """
 
 
+@pytest.mark.slow
 def test_hosts_through_ssh(tmp_path, monkeypatch, capsys):
     """ssh is a stand-in: both hosts are this machine. Nothing stays behind."""
     (tmp_path / "bin").mkdir()
@@ -245,6 +249,7 @@ def test_slots_of_a_task(tasks, node, slots):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # each day tests/multinode/test_doctor_nodes.py has real tasks, as root
 def test_tasks_of_srun_find_each_other(tmp_path):
     """Two nodes' first tasks and a second one of the first, as srun would start them."""
     assert not in_step({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}), "a batch script is no task"

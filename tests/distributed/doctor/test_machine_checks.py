@@ -259,6 +259,7 @@ def test_a_network_that_cannot_be_read_is_a_fault(machine, monkeypatch):
     assert fault["found"] == "could not be found out: OSError: no interfaces"
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_or_takes_too_long_is_a_fault():
     gate, steps = threading.Event(), []
     checks = {"a": lambda: 1, "b": gate.wait, "c": lambda: {}["x"]}

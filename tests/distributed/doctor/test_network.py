@@ -164,6 +164,7 @@ def test_run_folders():
     assert "mount it on c" in row.fix
 
 
+@pytest.mark.slow
 def test_real_ports():
     port = listen("token", "b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
