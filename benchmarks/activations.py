@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
+from planner.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
 
 from pipeline.planner.activations import FILE, OF_WEIGHTS, row_name, terms  # noqa: E402
 

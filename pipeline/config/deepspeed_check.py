@@ -2,7 +2,7 @@
 
 DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run. Importing its
 pydantic models imports torch, which takes seconds. So deepspeed_schema.json lists what they say
-(tests/support/deepspeed_schema.py writes it), and deepspeed_keys.py what this trainer adds.
+(tests/config/deepspeed_schema.py writes it), and deepspeed_keys.py what this trainer adds.
 """
 
 from __future__ import annotations

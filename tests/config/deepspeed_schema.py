@@ -1,6 +1,6 @@
 """Writes what DeepSpeed's configuration takes, from the installed DeepSpeed, for pipeline/config to check by.
 
-    python tests/support/deepspeed_schema.py
+    python tests/config/deepspeed_schema.py
 
 Sections with a pydantic model are read from the model, all others by running DeepSpeed's own parser on a
 mapping that notes which keys it asks for. A test compares the file with the installed DeepSpeed.

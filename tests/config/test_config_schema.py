@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from config.deepspeed_schema import text
 from deepspeed.runtime import config as installed
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from support.deepspeed_schema import text
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.deepspeed_check import SCHEMA, rules
@@ -63,7 +63,7 @@ def refusal(load, tmp_path, content, *overrides):
 
 
 def test_the_file_describes_the_installed_deepspeed():
-    assert SCHEMA.read_text() == text(), "python tests/support/deepspeed_schema.py"
+    assert SCHEMA.read_text() == text(), "python tests/config/deepspeed_schema.py"
 
 
 def test_every_section_of_the_installed_deepspeed_is_described():

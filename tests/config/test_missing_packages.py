@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.monitoring.report.page import write_at_end
 from pipeline.monitoring.trackers import check_trackers
 
-HIDING = ROOT / "tests" / "support" / "hidden_packages"
+HIDING = ROOT / "tests" / "config" / "hidden_packages"
 OPTIONAL = (
     "wandb plotly datasets pyarrow sklearn PIL peft accelerate jinja2 ninja "
     "tensorboard torchao bitsandbytes pynvml kubernetes_validate"

@@ -125,7 +125,7 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         parts = Path(frame.f_code.co_filename).parts
-        if "support" not in parts and any(each in parts for each in _OWN):
+        if "tests" not in parts and any(each in parts for each in _OWN):
             return f"{parts[-1]}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.census import counted
+from engine.census import counted
 from support.fake_cuda import DEVICE, _Stream, hopper
 from support.launch import ROOT, Launched, run_python, write_recipe
 from support.ranks import RankFailedError, RankPool
@@ -306,7 +306,7 @@ def test_attention_in_blocks_restores_the_generator_of_the_gpu_for_the_backward(
     assert card(with_dropout) == ([(DEVICE, torch.bfloat16)] * 3, 2)
 
 
-FAKE_RUN = str(ROOT / "tests" / "support" / "fake_run.py")
+FAKE_RUN = str(ROOT / "tests" / "engine" / "fake_run.py")
 ZERO_2, ZERO_3 = (str(ROOT / "ds_configs" / f"zero{stage}.json") for stage in (2, 3))
 
 

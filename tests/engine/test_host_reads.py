@@ -11,7 +11,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from support.census import Census, counted
+from engine.census import Census, counted
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.config.batch_plan import plan_batch

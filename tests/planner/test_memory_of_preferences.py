@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import support.preferences
 import torch
-from support.allocations import Allocations
+from planner.allocations import Allocations
 from support.preferences import ALONE, Answers, group_of, tree_of
 from support.tiny import resolve
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.allocations import Allocations
+from planner.allocations import Allocations
 from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve
 
 from pipeline.data.batches import collate_items

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.traced_blocks import LAYERS, Case, Sizes, trace
+from planner.traced_blocks import LAYERS, Case, Sizes, trace
 
 from pipeline.planner.activations import (
     Activations,

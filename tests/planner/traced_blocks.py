@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from support.allocations import Storages
+from planner.allocations import Storages
 from support.tiny import ALONE
 from torch import Tensor, nn
 

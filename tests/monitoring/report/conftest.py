@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.recorded import write_run
+from monitoring.report.recorded import write_run
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import time
 
 import pytest
-from support.recorded import event, row
+from monitoring.report.recorded import event, row
 
 from pipeline.monitoring.report.page import encode, render
 

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from filelock import FileLock
-from support.recorded import event, row
+from monitoring.report.recorded import event, row
 
 from pipeline.config.command_lines import own_command
 from pipeline.monitoring.report import page

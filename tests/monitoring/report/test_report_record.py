@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from support.recorded import event, row
+from monitoring.report.recorded import event, row
 
 from pipeline.monitoring.report.runs import MOST_EVENTS, read_record
 from pipeline.monitoring.trackers.jsonl import MetricsFileError

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import wandb_program
+from monitoring.trackers import wandb_program
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 

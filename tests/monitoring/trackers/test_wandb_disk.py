@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.wandb_program import run
+from monitoring.trackers.wandb_program import run
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 pytestmark = [

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.wandb_program import run
+from monitoring.trackers.wandb_program import run
 from support.wandb_server import KEY, Server, environment, run_id
 
 

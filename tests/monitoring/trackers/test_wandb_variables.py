@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from support.wandb_program import run
+from monitoring.trackers.wandb_program import run
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
