@@ -18,7 +18,6 @@ from support.ranks import free_port
 from pipeline.distributed.signals import STOP_SIGNALS, terminable
 from pipeline.errors import Terminated
 
-pytestmark = pytest.mark.slow
 PATIENCE = 200
 
 
@@ -50,33 +49,30 @@ def test_what_is_ignored_stays_ignored_and_children_end_as_ever():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_what_is_printed_where_nobody_reads_is_no_error(terminal):
-    outside, inside = pty.openpty() if terminal else os.pipe()
-    words = "import sys; from pipeline.distributed.signals import detach_closed_terminal as leave\n"
-    words += "leave(); print('here', flush=True); sys.stdin.readline(); leave(); print('there', flush=True)"
-    child = subprocess.Popen(
-        [sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=inside, stderr=inside, cwd=ROOT
-    )
-    os.close(inside)
-    shown = b""
-    while b"\n" not in shown:
-        shown += os.read(outside, 100)
-    assert b"here" in shown
-    os.close(outside)
-    child.communicate(b"\n", timeout=PATIENCE)
-    assert child.returncode == 0
+LEAVE = """
+from pipeline.distributed.signals import detach_closed_terminal as leave
+leave(); print('here', flush=True); sys.stdin.readline(); leave(); print('there', flush=True)
+"""
+ROWS = """
+from pipeline.monitoring.trackers.console import ConsoleTracker
+tracker = ConsoleTracker(9); row = {'train/loss': 1.0, 'eval/loss': 1.0}
+tracker.write(1, row); sys.stdin.readline(); tracker.write(2, row); tracker.write(3, row); tracker.close(0)
+"""
 
 
-def test_a_row_shown_on_a_terminal_that_was_just_closed_is_no_error():
-    """The launcher gets the SIGHUP, and passes it on: a rank may print before."""
-    outside, inside = pty.openpty()
-    words = "import sys\n"
-    words += "from pipeline.monitoring.trackers.console import ConsoleTracker\n"
-    words += "sink = ConsoleTracker(9); row = {'train/loss': 1.0, 'eval/loss': 1.0}\n"
-    words += "sink.write(1, row); sys.stdin.readline(); sink.write(2, row); sink.write(3, row); sink.close(0)"
+@pytest.mark.parametrize(
+    ("words", "opened"),
+    [
+        pytest.param(LEAVE, pty.openpty, id="terminal"),
+        pytest.param(LEAVE, os.pipe, id="pipe"),
+        # The launcher gets the SIGHUP, and passes it on: a rank may print before.
+        pytest.param(ROWS, pty.openpty, id="a row", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_printed_where_nobody_reads_is_no_error(words, opened):
+    outside, inside = opened()
     child = subprocess.Popen(
-        [sys.executable, "-c", words],
+        [sys.executable, "-c", "import sys" + words],
         stdin=subprocess.PIPE,
         stdout=inside,
         stderr=subprocess.PIPE,
@@ -85,7 +81,7 @@ def test_a_row_shown_on_a_terminal_that_was_just_closed_is_no_error():
     )
     os.close(inside)
     shown = b""
-    while b"eval" not in shown:
+    while not re.search(rb"here\r?\n|eval", shown):
         shown += os.read(outside, 100)
     os.close(outside)
     said = child.communicate(b"\n", timeout=PATIENCE)[1]
@@ -108,6 +104,7 @@ def start_rank(folder, rank, local_rank=0, **changes):
     return start("--config", str(recipe), output=Path(os.devnull), errors=errors, **extra), errors
 
 
+@pytest.mark.slow
 def test_each_rank_says_why_it_ends(tmp_path):
     """A master that nobody can find, one that cannot be reached, and a rank whose peer does not come."""
     port = free_port()
@@ -127,6 +124,7 @@ def test_each_rank_says_why_it_ends(tmp_path):
         assert re.search(words, last), said
 
 
+@pytest.mark.slow
 @pytest.mark.daily("python")
 @pytest.mark.parametrize(
     "words",

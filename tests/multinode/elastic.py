@@ -180,8 +180,6 @@ Story = Callable[[Elastic], None]
 STORIES: dict[str, tuple[Story, int, int, str]] = {
     # What happens, the least number of machines and the most, and the one where they meet.
     "lose all but one": (lose_all_but_one, 1, 2, "node1"),
-    "lose one": (lose_one, 2, 3, "node1"),
-    "lose rank 0": (lose_rank_0, 2, 3, "node2"),
     "lose two after each other": (lose_two_after_each_other, 1, 3, "node1"),
     "lose one while restarting": (lose_one_while_restarting, 2, 4, "node1"),
     "lose two at once": (lose_two_at_once, 2, 4, "node1"),

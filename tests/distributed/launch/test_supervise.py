@@ -19,7 +19,6 @@ from pipeline.distributed.launch.ssh import local_command, pack
 from pipeline.distributed.launch.supervise import Supervisor, exit_code, ranks_without_exit_code
 from pipeline.errors import LaunchError
 
-pytestmark = pytest.mark.slow
 GUARD = local_command("pipeline.distributed.launch.node_guard")
 SAY = """
 folder=$(dirname $PIPELINE_ENVIRONMENT)
@@ -73,6 +72,7 @@ def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
     assert re.search(r"^here: the kernel killed \d+ process(es)? for memory; lower batch", said, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.daily("exec")
 # A chain of forks may run ahead of one that looks on a busy machine; a single look missed it 62 times.
 @pytest.mark.parametrize(("how", "most"), [('exec "$0"', 0), ('"$0" & exit', 10)], ids=["exec", "fork"])
@@ -92,6 +92,7 @@ def test_a_look_misses_no_process_that_is_just_starting(how, most, tmp_path):
     assert len(missed) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_process_in_exec_is_never_taken_for_one_without_variables(tmp_path):
     """It has a place for them of no length, for some microseconds: a few hundred of so many looks meet it."""
