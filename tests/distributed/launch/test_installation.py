@@ -51,23 +51,6 @@ def train_one_step(clone: Path, *options: str) -> None:
     assert "1/1  loss" in run(clone, "launch/multi_gpu.sh", "--num_gpus", "2", *split)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_clone_under_a_path_with_a_space(clone):
-    """Installed as `make setup` does it, but for the packages, which are those of this environment."""
-    run(clone, sys.executable, "-m", "venv", "--without-pip", ".venv")
-    (packages,) = clone.glob(".venv/lib/python*/site-packages")
-    (packages / "others.pth").write_text(
-        "\n".join(path for path in sys.path if path.endswith("-packages")) + "\n"
-    )
-    install = ("install", "--no-deps", "--no-index", "--no-build-isolation", "-q", "-e", ".")
-    run(clone, ".venv/bin/python", "-m", "pip", *install)
-    said = run(clone, ".venv/bin/python", "-c", "import pipeline; print(pipeline.__file__)")
-    assert said.strip() == f"{clone}/pipeline/__init__.py"
-    (clone / ".venv" / ".installed").touch()
-    train_one_step(clone)
-
-
 @pytest.fixture
 def installed(tmp_path) -> Path:
     """A folder that the project's wheel was installed into, without its dependencies."""

@@ -62,14 +62,6 @@ def test_a_batch_script_started_by_hand_says_so(tmp_path):
     assert "is not the project's folder" in elsewhere.stderr
 
 
-@pytest.mark.slow
-def test_a_missing_hostfile_is_an_error(tmp_path):
-    done = start("multi_node.sh", tmp_path / "hosts", "--no-doctor", "name=x")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: hostfile {tmp_path}/hosts: No such file or directory; give")
-    assert done.stderr.count("\n") == 1
-
-
 def test_the_example_is_a_hostfile():
     assert len(read_hostfile(LAUNCH / "hostfile.example")) == 2
 
