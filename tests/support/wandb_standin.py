@@ -62,57 +62,43 @@ def project(run: dict) -> dict:
     }
 
 
-def run_id(name: str) -> str:
-    return base64.b64encode(f"Run:{name}".encode()).decode()
-
-
-def upsert_run(store: Store, v: dict) -> dict:
-    name = v.get("name") or base64.b64decode(v["id"]).decode().split(":")[1]
-    inserted = name not in store.runs
-    run = store.runs.setdefault(
-        name,
-        {
-            "project": v.get("project") or "uncategorized",
-            "entity": v.get("entity") or "local",
-            "displayName": name,
-        },
-    )
-    run.update({key: value for key, value in v.items() if value is not None})
-    store.save()
-    bucket = {
-        "id": run_id(name),
+def bucket_of(store: Store, name: str) -> dict:
+    """A run, as the client asks for it at its start."""
+    run, rows = store.runs[name], store.history(name)
+    return {
+        "id": base64.b64encode(f"Run:{name}".encode()).decode(),
         "name": name,
         "displayName": run["displayName"],
         "description": "",
         "config": run.get("config") or "{}",
         "sweepName": None,
         "project": project(run),
-        "historyLineCount": len(store.history(name)),
-    }
-    return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
-
-
-def resume_status(store: Store, v: dict) -> dict:
-    run = store.runs.get(v.get("name"))
-    if run is None:
-        empty = {"project": v.get("project"), "entity": "local"}
-        return {"model": {**project(empty), "bucket": None}}
-    rows = store.history(v["name"])
-    bucket = {
-        "id": run_id(v["name"]),
-        "name": v["name"],
-        "displayName": run["displayName"],
         "tags": [],
         "wandbConfig": json.dumps({"t": {}}),  # without "t" the client holds the run to be never started
         "summaryMetrics": run.get("summary") or "{}",
-        "config": run.get("config") or "{}",
         "logLineCount": 0,
         "historyLineCount": len(rows),
         "historyTail": json.dumps(rows[-1:]),
         "eventsLineCount": run.get("events", 0),
         "eventsTail": "[]",
     }
-    return {"model": {**project(run), "bucket": bucket}}
+
+
+def upsert_run(store: Store, v: dict) -> dict:
+    name = v.get("name") or base64.b64decode(v["id"]).decode().split(":")[1]
+    inserted = name not in store.runs
+    given = {"project": v.get("project") or "uncategorized", "entity": v.get("entity") or "local"}
+    run = store.runs.setdefault(name, given | {"displayName": name})
+    run.update({key: value for key, value in v.items() if value is not None})
+    store.save()
+    return {"upsertBucket": {"bucket": bucket_of(store, name), "inserted": inserted}}
+
+
+def resume_status(store: Store, v: dict) -> dict:
+    run = store.runs.get(v.get("name"))
+    if run is None:
+        return {"model": {**project({"project": v.get("project"), "entity": "local"}), "bucket": None}}
+    return {"model": {**project(run), "bucket": bucket_of(store, v["name"])}}
 
 
 def answer_agent(store: Store, operation: str, v: dict) -> dict:
