@@ -71,10 +71,13 @@ def torchrun(
     endpoint: str | None = None,
     **environment: str,
 ) -> list[Launched]:
-    """`nodes`: MIN:MAX, where they are not all; `endpoint`: the host where they meet, else the first."""
+    """`nodes`: MIN:MAX, where they are not all; `endpoint`: the host where they meet, else the first.
+
+    Where all others are lost, torchrun's half a minute for them is cut short.
+    """
     where = f"{endpoint or hosts[0]}:{PORT}"
     command = [str(ROOT / "launch" / "torchrun.sh"), "--nnodes", nodes or str(len(hosts))]
-    command += ["--rdzv-endpoint", where]
+    command += ["--rdzv-endpoint", where, *(["--rdzv-conf=last_call_timeout=10"] if nodes == "1:2" else [])]
     return [cluster.start(host, *command, *arguments, cwd=HERE, **environment) for host in hosts]
 
 
