@@ -41,7 +41,7 @@ def compiled_curve(job: Job, model: dict[str, Any], split: dict[str, Any]) -> tu
 
 
 @pytest.mark.slow
-@pytest.mark.daily("none-ddp", "full-ZeRO 3")
+@pytest.mark.daily("full-ZeRO 3")
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_all_blocks_are_compiled_once_and_no_number_changes(ranks, mode, split):

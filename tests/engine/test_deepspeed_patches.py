@@ -47,6 +47,7 @@ def batches(data):
     return [collate_items([data.train[i], data.train[i + 1]]) for i in (0, 2)]
 
 
+@pytest.mark.nightly
 def test_another_version_ends_with_one_line_before_it_is_imported(tmp_path):
     other = tmp_path / "other" / "deepspeed-0.20.0+abc.dist-info"
     other.mkdir(parents=True)
@@ -115,6 +116,7 @@ def first_steps_counted(job: Job, split) -> set[float]:
     return counted
 
 
+@pytest.mark.daily("bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_first_update_at_stage_0_is_the_first(ranks, precision):
     assert ranks(2).run(first_steps_counted, deepspeed_json(0, precision)) == [{1.0}, {1.0}]
@@ -137,12 +139,14 @@ def test_the_loss_is_scaled_at_stage_0_in_fp16(ranks):
         assert length == pytest.approx(norm, rel=0.02)
 
 
+@pytest.mark.daily("{'stage': 3, 'reduce_scatter': False}")
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3, "reduce_scatter": False}], ids=str)
 def test_gradients_are_averaged_over_sequence_ranks_too(ranks, zero):
     split = deepspeed_json(**zero) | {"sequence_parallel_size": 2}
     hold(ranks(2).run(train_curve, recipe(), split, 3)[0], oracle(3), "fp32")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not has_async_io(), reason="libaio is missing")
 def test_gradients_come_back_from_the_disk_as_they_went(ranks):
     """Matrices of an odd number of rows: their halves lie at addresses that direct I/O cannot read to."""

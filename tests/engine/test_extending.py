@@ -27,6 +27,8 @@ from pipeline.engine.schedule import multiplier
 from pipeline.evaluation.held_out import evaluate
 from pipeline.training.assemble import build_eval_loader
 
+pytestmark = pytest.mark.slow
+
 
 def two_metrics(outputs, batch):
     """The page's accuracy, and a mean of other numbers than 0 and 1."""
@@ -86,6 +88,7 @@ def alone() -> Curve:
     return curve(ALONE, TREE | {"batch": {"micro_batch_size": 16}}, PLAIN)
 
 
+@pytest.mark.daily("zero3", "pipeline-zero1")
 @pytest.mark.parametrize("name", AT_TWO_RANKS)
 def test_curve_and_metrics_are_those_of_one_process(ranks, name):
     for got in ranks(2).run(curve, TREE, SPLITS[name].json):
@@ -108,6 +111,7 @@ def saved(ranks, name: str):
     return results[0][0], gathered(results)
 
 
+@pytest.mark.daily("zero3-plain")
 @pytest.mark.parametrize(("name", "resumed"), [*pairwise(RING), ("zero3", "zero3")])
 def test_a_run_goes_on_under_another_split(ranks, name, resumed):
     losses, source = saved(ranks, name)
@@ -125,6 +129,7 @@ def test_the_parts_show_in_the_curve(part):
 OTHERS = {"optimizer": {"learning_rate": 2e-2}, "schedule": {"kind": "constant"}}
 
 
+@pytest.mark.daily("plain", "zero2")
 @pytest.mark.parametrize("name", ["plain", "zero0", "zero2", "zero3", "pipeline-zero1"])
 def test_a_bad_batch_changes_no_parameter(ranks, name):
     batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}

@@ -54,7 +54,10 @@ ATTENTION = {
 }
 
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +134,9 @@ CASES = {
     "offload": (BF16, {"activation_checkpointing": "full", "activation_offload": True}),
     "selective": (BF16, {"activation_checkpointing": "selective"}),
 }
-DAILY = ["plain-True", "plain-False", "ZeRO 2-True", "ZeRO 3-True"]
 
 
-@pytest.mark.daily(*DAILY)
+@pytest.mark.daily("plain-True", "ZeRO 3-True")
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_on_a_card_waits_for_nothing_and_makes_no_mask(card, name, packed):
@@ -159,6 +161,7 @@ def fused() -> CausalLM:
     return CausalLM(kernels=FusedKernels())
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_fused_loss_waits_for_nothing(card, packed):
     names, _, reads = card(step, BF16, packed, {}, fused)
@@ -262,6 +265,7 @@ def generated_in_shards(job: Job) -> int:
     return len(written)
 
 
+@pytest.mark.nightly
 def test_a_sharded_model_generates_on_a_gpu(card):
     assert card(generated_in_shards) == 1
 
@@ -316,6 +320,7 @@ def fake_run(*arguments: str) -> Launched:
     return run_python(sys.executable, FAKE_RUN, *arguments, PYTHONPATH=os.pathsep.join(filter(None, folders)))
 
 
+@pytest.mark.nightly
 def test_a_run_on_a_gpu_from_its_command_to_its_end(tmp_path):
     """Training, evaluation, saves beside training, a search for the micro-batch size, and a resume."""
     changes = {"checkpoint": {"every": 2}, "eval": {"every": 2, "max_samples": 8}}

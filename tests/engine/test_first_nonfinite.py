@@ -52,7 +52,7 @@ def faulty(job, split, folder: str, fault: str, watch):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("forward-ddp", "loss-zero3", "backward-zero2-bf16", "forward-pipeline")
+@pytest.mark.daily("loss-zero3", "backward-zero2-bf16", "forward-pipeline")
 @pytest.mark.parametrize("split", ["single", "ddp", "zero2-bf16", "zero3", "pipeline"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, tmp_path):
@@ -77,6 +77,7 @@ def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, t
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_in_fp16_it_is_looked_for_where_the_loss_scale_is_not_why(ranks, tmp_path):
     world_size, deepspeed = SPLITS["zero2-fp16"]
     watch = {"on_nonfinite": "skip"}

@@ -17,6 +17,8 @@ from support.tiny import BANDS
 
 from pipeline.distributed.process_group import Job
 
+pytestmark = pytest.mark.slow
+
 # All of the first block's, which is all that the first of two stages has; matrices and vectors of the second.
 FROZEN = ["model.embed_tokens.*", "model.layers.0.*", "*.1.mlp.up_proj.weight", "*.1.input_layernorm.weight"]
 MODEL = LLAMA | {"freeze": FROZEN}
@@ -44,16 +46,13 @@ def curve_differs(ranks, model: dict[str, Any], json: dict[str, Any], precision:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("ZeRO 3", "tensor 2, ZeRO 1", "pipeline 2, ZeRO 1")
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_curve_is_that_of_one_process(ranks, name):
     assert all(a < b for a, b in zip(curve_differs(ranks, MODEL, SPLITS[name]), BANDS["fp32"], strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.daily(
-    "ZeRO 0-bf16", "ZeRO 1-fp16", "ZeRO 3-bf16", "pipeline 2, ZeRO 0-fp16", "pipeline 2, ZeRO 1-bf16"
-)
+@pytest.mark.daily("ZeRO 1-fp16", "pipeline 2, ZeRO 1-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 3", "pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1"])
 def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precision):
@@ -61,7 +60,7 @@ def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precisi
     assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.daily("bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_stage_of_which_the_tied_copy_alone_trains(ranks, precision):
     model = GPT2 | {"freeze": ["transformer.h.1.*", "transformer.ln_f.*"]}
@@ -69,7 +68,7 @@ def test_a_stage_of_which_the_tied_copy_alone_trains(ranks, precision):
     assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.daily("pipeline 2, ZeRO 1")
 @pytest.mark.parametrize("name", ["pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1", "ZeRO 3"])
 def test_a_frozen_weight_that_is_tied_over_stages(ranks, name):
     assert all(a < b for a, b in zip(curve_differs(ranks, TIED, SPLITS[name]), BANDS["fp32"], strict=True))
@@ -101,14 +100,14 @@ def go_on(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str) -
 # Each stands on either side.
 PAIRS = [
     ("ZeRO 2", "pipeline 2, ZeRO 1"),
-    pytest.param("ddp", "ZeRO 2", marks=pytest.mark.slow),
-    pytest.param("pipeline 2, ZeRO 1", "ZeRO 3", marks=pytest.mark.slow),
-    pytest.param("ZeRO 3", "tensor 2, ZeRO 1", marks=pytest.mark.slow),
-    pytest.param("tensor 2, ZeRO 1", "ddp", marks=pytest.mark.slow),
+    ("ddp", "ZeRO 2"),
+    ("pipeline 2, ZeRO 1", "ZeRO 3"),
+    ("ZeRO 3", "tensor 2, ZeRO 1"),
+    ("tensor 2, ZeRO 1", "ddp"),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("ZeRO 2-pipeline 2, ZeRO 1")
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved, resumed):
     recipe = tree(MODEL)
@@ -131,7 +130,6 @@ def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved,
     assert losses == pytest.approx(unbroken[HALF:], rel=2e-6)
 
 
-@pytest.mark.slow
 def test_what_is_not_frozen_trains_otherwise(ranks):
     """The test that holds curves against each other can fail."""
     case = Case(Split("frozen", {"torch": {"parallel": "single"}}, (1,), ("fp32",), MODEL), 1, "fp32")

@@ -51,7 +51,6 @@ SPLITS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "stages-tied": (zero(1) | TWO_STAGES, 2, GPT2),
 }
 HALF = {"zero3": SHARDED | BF16, "stages": zero(1) | TWO_STAGES | BF16}
-QUICK = ("zero3", "stages")
 # Of unequal lengths, so that rows are padded; those of the second data-parallel rank are others, and more.
 PROMPTS = ([[5, 6, 7, 8, 9], [200, 3]], [[11], [250, 100, 17], [4, 4, 8, 1, 90, 33, 2]])
 GREEDY = GenerationSettings(8)
@@ -132,13 +131,8 @@ def until(text: list[int], end: int) -> list[int]:
     return text[: text.index(end) + 1] if end in text else text
 
 
-@pytest.mark.daily(
-    *("ddp", "zero2-cpu", "zero3", "zero3-nvme", "tensor", "sequence"),
-    *("stages", "stages-tied"),
-)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SPLITS]
-)
+@pytest.mark.daily("zero3", "sequence", "stages")
+@pytest.mark.parametrize("name", SPLITS)
 def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_had_not(ranks, name):
     if "nvme" in name and not has_async_io():
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
@@ -202,7 +196,6 @@ def drawn_apart(job: Job):
     return expected, engine.generate(PROMPTS[0], DRAWN)
 
 
-@pytest.mark.slow
 def test_a_tensor_group_goes_by_its_first_ranks_logits(ranks):
     for expected, written in ranks(2).run(drawn_apart):
         assert written == expected

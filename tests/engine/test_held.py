@@ -39,6 +39,7 @@ def in_the_second_step(job, deepspeed):
     return *found[len(found) // 2], engine.num_parameters  # after the first micro-batch that follows a step
 
 
+@pytest.mark.slow
 @pytest.mark.daily("2", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_it_names_what_it_holds(ranks, stage):
@@ -48,6 +49,7 @@ def test_it_names_what_it_holds(ranks, stage):
         assert sum(said.values()) == pytest.approx(there, rel=0.05)
 
 
+@pytest.mark.slow
 def test_so_does_plain_pytorch(ranks):
     for said, there, number in ranks(1).run(in_the_second_step, None):
         shares = [each / number for each in list(said.values())[:3]]

@@ -43,7 +43,7 @@ def test_a_stage_is_all_that_a_rank_ever_has(ranks):
         assert peak < 1
 
 
-@pytest.mark.daily("bf16")
+@pytest.mark.nightly
 @pytest.mark.skipif(chosen_by_user(os.environ), reason="the environment says how malloc is to work")
 @pytest.mark.parametrize(
     ("half", "most"), [({}, 2.3), ({"bf16": {"enabled": True}}, 1.9)], ids=["fp32", "bf16"]

@@ -21,6 +21,8 @@ from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_loader
 from pipeline.training.loop import TrainState
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = 37_088
 WARM_UP = 3  # the first step allocates and warns
 # Why the host reads there, each time a micro-batch or a step.

@@ -47,13 +47,14 @@ def image_curve(job: Job, deepspeed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.daily("2")
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_ddp_gives_the_oracles_curve(ranks, world_size):
     curve = ranks(world_size).run(image_curve, {"torch": {"parallel": "ddp"}})[0]
     assert curve == pytest.approx(image_curve(ALONE, None), rel=1e-5)
 
 
-@pytest.mark.daily("0-fp16-0.003-2", "2-bf16-0.02-2", "3-fp32-1e-05-2")
+@pytest.mark.daily("2-bf16-0.02-2", "3-fp32-1e-05-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ print(is_mapped())
 HEAP = ["False", "False"]
 
 
+@pytest.mark.slow
+@pytest.mark.daily("ours")
 @pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc's own")
 @pytest.mark.parametrize(
     ("environment", "mapped"),

@@ -108,17 +108,7 @@ def test_a_killed_builds_lock_is_named_and_removed_by_one_rank(ranks, tmp_path):
     assert sorted(said) == [[], [line]]
 
 
-def test_a_lock_is_left_alone_while_a_compiler_works_there(ranks, tmp_path):
-    """A build of another program: its ninja has the folder as its working directory."""
-    lock = locked_long_ago(tmp_path)
-    ranks(1).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path / "warm"), timeout=500)
-    sleep = [sys.executable, "-c", "import time; time.sleep(6)"]
-    with subprocess.Popen(sleep, cwd=lock.parent) as compiler:
-        said = ranks(1).run(lines_while_preparing, deepspeed_json(2, **OFFLOAD), str(tmp_path))[0]
-        assert compiler.poll() == 0, "the lock was taken away under a living build"
-    assert "building DeepSpeed's CPU Adam: one or two minutes, once per machine" in said
-
-
+@pytest.mark.nightly
 def test_a_run_trains_on_after_a_killed_build(ranks, tmp_path):
     """Without the fix this hangs for ever. In a copy of what was built: other tests use it too."""
     from torch.utils.cpp_extension import _get_build_directory
@@ -188,7 +178,7 @@ def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     (folder.parent / "small.pipeline-state").write_text("process 1 on here")
-    with subprocess.Popen(["sleep", "5"], cwd=folder) as compiler, heard() as lines:
+    with subprocess.Popen(["sleep", "2"], cwd=folder) as compiler, heard() as lines:
         assert _build(op) is None
         assert compiler.poll() == 0, "its lock was taken away under a living build"
     (told,) = [line for line in lines if line.startswith("waiting for the small op: ")]
@@ -207,7 +197,7 @@ def test_a_lock_of_nobody_seen_is_named_and_left_for_a_while(small_op, tmp_path,
     folder = tmp_path / "ops" / "small"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
-    monkeypatch.setattr(native_ops, "_DEAD_AFTER", 3.0)
+    monkeypatch.setattr(native_ops, "_DEAD_AFTER", 1.0)
     with heard() as lines:
         assert native_ops._build(op) is None
     told = next(line for line in lines if line.startswith("waiting for the small op: "))

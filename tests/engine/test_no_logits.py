@@ -57,10 +57,10 @@ def most_rows(job: Job, splits) -> dict[str, int]:
 TENSOR_2 = {"tensor_parallel": {"autotp_size": 2}}
 SPLITS = {
     "ddp": {"torch": {"parallel": "ddp"}},
-    **{f"ZeRO {stage}": deepspeed_json(stage, "bf16") for stage in (0, 1, 2, 3)},
-    **{f"ZeRO {stage}, fp16": deepspeed_json(stage, "fp16") for stage in (0, 2)},
+    **{f"ZeRO {stage}": deepspeed_json(stage, "bf16") for stage in (2, 3)},
+    "ZeRO 0, fp16": deepspeed_json(0, "fp16"),
     "stages": deepspeed_json(1, "bf16") | {"pipeline": {"stages": 2}},
-    **{f"tensor, ZeRO {stage}": deepspeed_json(stage, "bf16") | TENSOR_2 for stage in (1, 3)},
+    "tensor": deepspeed_json(1, "bf16") | TENSOR_2,
     "sequence": deepspeed_json(2, "bf16") | {"sequence_parallel_size": 2},
 }
 
@@ -83,7 +83,7 @@ def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
 
 
 def test_no_logits_of_answers_on_two_ranks(ranks):
-    names = ("ZeRO 2", "ZeRO 3", "sequence", "stages")
+    names = ("ZeRO 3", "stages")
     by_rank = ranks(2).run(most_rows_of_answers, {name: SPLITS[name] for name in names})
     for name in names:
         assert 0 < max(found[name] for found in by_rank) <= ROWS, name

@@ -74,7 +74,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.daily("15", "9")
+@pytest.mark.daily("9")
 @pytest.mark.parametrize("how", ["raise", signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_folder_goes_however_the_process_ends(tmp_path, how):
     command = [sys.executable, "-c", HOLD, str(tmp_path), str(how)]

@@ -91,6 +91,7 @@ def test_one_of_the_two_on_a_disk(ranks, on_disk, optimizer, parameters):
     hold_to_oracle(curve, "fp32", large=True)
 
 
+@pytest.mark.nightly
 def test_without_a_compiler_torchs_adamw_takes_its_place(tmp_path):
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2_offload.json")]
     result = launch(

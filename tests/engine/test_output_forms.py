@@ -116,7 +116,7 @@ def test_every_form_gives_the_same_curve_in_one_process(oracle):
         assert numbers == pytest.approx(oracle, rel=1e-5), form
 
 
-@pytest.mark.daily("ddp", "ZeRO 3")
+@pytest.mark.daily("ddp")
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_form_gives_the_oracles_curve_on_two_ranks(ranks, oracle, split):
     for result in ranks(2).run(curves, SPLITS[split]):

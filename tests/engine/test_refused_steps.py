@@ -51,10 +51,6 @@ SPLITS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "pipeline-fp16": (2, deepspeed_json(0) | FP16 | {"pipeline": {"stages": 2}}, {}),
     "pipeline-zero1-fp16": (2, deepspeed_json(1) | FP16 | {"pipeline": {"stages": 2}}, {}),
 }
-DAILY = (
-    *("ddp", "zero0-bf16", "zero2", "zero2-offload", "zero3", "tensor", "pipeline"),
-    *("zero0-fp16", "zero2-fp16", "zero3-fp16"),
-)
 
 
 class Poisoned(CausalLM):
@@ -120,7 +116,7 @@ def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]])
 
 
 @pytest.mark.slow
-@pytest.mark.daily(*DAILY)
+@pytest.mark.daily("ddp", "zero2-fp16", "zero3", "pipeline")
 @pytest.mark.parametrize("split", SPLITS)
 def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, split):
     """A loss that is NaN, one too high, and a gradient that is too long, each on one rank alone."""
@@ -160,6 +156,7 @@ def searching(job: Job, stage: int, lowest_power: int, factors: list[float], lim
 
 
 @pytest.mark.slow
+@pytest.mark.daily("2")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_that_finds_the_loss_scale_is_no_refused_one(ranks, stage):
     """It counts, and the scale falls as without limits. What is refused leaves the scale: a loss that is too

@@ -47,8 +47,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offset", range(4))
-@pytest.mark.parametrize("length", [1, 2, 5, 8, 31])
+@pytest.mark.parametrize(("offset", "length"), [(0, 1), (1, 2), (2, 8), (3, 5), (1, 31)])
 def test_no_flipped_bit_leaves_a_digest_as_it_was(dtype, offset, length):
     torch.manual_seed(length)
     tensor = (torch.randn(offset + length) * 50).to(dtype)[offset:]
@@ -211,7 +210,7 @@ def flips(job, deepspeed, every: int, times: int):
 def test_all_flipped_bits_in_what_is_compared_are_found_and_nothing_else(ranks, split):
     """Of three ranks the one; of two it cannot be told which is right, and both are named."""
     world_size, deepspeed, every, compared = COMPARED[split]
-    for told, false in ranks(world_size).run(flips, deepspeed, every, 3 * len(FLIPS), timeout=500):
+    for told, false in ranks(world_size).run(flips, deepspeed, every, len(FLIPS), timeout=500):
         assert false == []
         for kind, moment, rank, event in told:
             if (kind, moment) not in compared:
@@ -247,7 +246,7 @@ OWN_STATE["zero2-bf16"] = deepspeed_json(2, "bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.daily(*[f"{case}-ddp" for case in CASES])
+@pytest.mark.daily(*(f"{case}-ddp" for case in ("batch norm", "own buffer", "negative zeros", "NaN")))
 @pytest.mark.parametrize(
     ("case", "split"),
     [
@@ -317,6 +316,7 @@ def corrupted(job, split, folder: str, at: int):
 
 
 @pytest.mark.slow
+@pytest.mark.daily("ddp")
 @pytest.mark.parametrize("split", ["ddp", "zero2-bf16"])
 def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp_path):
     """The flip comes before step 9; steps 5 and 10 are compared. Step 9 at ZeRO 2 removes it."""
@@ -337,6 +337,7 @@ def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_other_kinds_of_processors_are_no_corruption(tmp_path):
     """Of three ranks one has another's vector instructions: it rounds otherwise, and nothing is broken."""
     port = str(free_port())

@@ -22,7 +22,7 @@ def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
     return deepspeed_json(stage, precision, **zero) | {"sequence_parallel_size": degree}
 
 
-@pytest.mark.daily("qwen2-grouped", "mistral-window")
+@pytest.mark.daily("mistral-window")
 @pytest.mark.parametrize(
     "model", ["gpt2", "qwen2-grouped", "llama-checkpointed", "mistral-window", "gemma2", "gpt_oss"]
 )

@@ -35,6 +35,10 @@ def split_of(path, folder):
     return load_deepspeed_json(path, overrides).tree
 
 
+@pytest.mark.daily(
+    *("ddp", "zero2", "zero2_fp16", "zero3", "zero3_zeropp", "torch_ddp"),
+    *("tensor2", "pipeline2", "sequence2"),
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_shipped_file_trains(ranks, tmp_path, path):
     split = split_of(path, tmp_path)

@@ -45,7 +45,6 @@ def odd_model(width: int = 16, channels_last: bool = False) -> dict[str, Any]:
     return {"kind": "test_state:odd", "args": {"width": width, "channels_last": channels_last}}
 
 
-slow, nightly = pytest.mark.slow, pytest.mark.nightly
 FP32 = [
     name
     for name, split in SPLITS.items()
@@ -56,50 +55,34 @@ HALF_PRECISION = [
 ]
 
 
-BIT_FOR_BIT = ("ddp", "zero2-cpu", "zero3-all-cpu", "tensor-zero0", "pipeline-zero0", "sequence-zero2")
-"""Resumed under themselves in `make test`, with those of half precision."""
-
-
-def pair(saved: str, resumed: str, *marks):
-    return pytest.param(SPLITS[saved], SPLITS[resumed], id=f"{saved}-to-{resumed}", marks=marks)
-
-
 def pairs(*names: tuple[str, str]):
-    """Those of each day first; what follows is slow."""
-    every_day = ("zero3", "plain"), ("ddp", "zero2"), ("zero2-search", "zero2-search")
     for saved, resumed in dict.fromkeys(names):
-        yield pair(saved, resumed, *(() if (saved, resumed) in every_day else (slow,)))
+        yield pytest.param(SPLITS[saved], SPLITS[resumed], id=f"{saved}-to-{resumed}")
 
 
+@pytest.mark.daily(
+    *("ddp-to-zero2", "zero2-to-zero3-1", "zero3-to-plain", "zero3-all-cpu-to-pipeline-zero0"),
+    *("tensor-zero1-to-sequence-zero2", "zero2-to-zero2", "zero3-all-cpu-to-zero3-all-cpu"),
+)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [
-        # `make test`: each on one side.
-        *(
-            pair(saved, resumed, slow, *([nightly] if number // 5 % 2 else []))
-            for number, (saved, resumed) in enumerate(zip(FP32, FP32[5:] + FP32[:5], strict=True))
-        ),
-        *(pair(name, name, slow, *([] if name in BIT_FOR_BIT else [nightly])) for name in FP32),
-        *(pair(name, "zero2", slow, nightly) for name in FP32 if name != "ddp"),
-        *(pair("zero3", name, slow, nightly) for name in FP32 if name != "plain"),
-        *pairs(("zero3", "plain"), ("ddp", "zero2")),
-        pair("tensor-4", "pipeline-4", slow, nightly),
-        pair("pipeline-4", "tensor-4", slow, nightly),
-    ],
+    pairs(
+        *zip(FP32, FP32[5:] + FP32[:5], strict=True),
+        *((name, name) for name in FP32),
+        *((name, "zero2") for name in FP32),
+        *(("zero3", name) for name in FP32),
+        ("tensor-4", "pipeline-4"),
+        ("pipeline-4", "tensor-4"),
+    ),
 )
 def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
     exchange(ranks, saved, resumed)
 
 
 @pytest.mark.daily(
-    "zero2-search-to-zero2-search",
-    "pipeline-zero1-bf16-to-pipeline-zero1-bf16",
-    "zero3-bf16-to-zero3-bf16",
-    "zero3-cpu-fp16-to-zero3-cpu-fp16",
-    "zero0-fp16-to-zero3-fp16",
-    "zero1-bf16-to-zero2",
-    "zero0-bf16-to-tensor-zero0-bf16",
+    *("zero2-search-to-zero2-search", "pipeline-zero1-bf16-to-pipeline-zero1-bf16"),
+    *("zero3-bf16-to-zero3-bf16", "zero0-fp16-to-zero3-fp16"),
 )
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -123,7 +106,7 @@ def test_masters_carry_over_between_precisions(ranks, saved, resumed):
     exchange(ranks, saved, resumed, band=5e-3)
 
 
-@pytest.mark.daily("nvme-to-zero2", "nvme-bf16-to-nvme-bf16")
+@pytest.mark.daily("nvme-to-zero2")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -140,8 +123,7 @@ def test_what_lies_on_a_disk_is_kept_too(ranks, saved, resumed):
     exchange(ranks, saved, resumed, model=WIDE, rate=3e-4)
 
 
-@pytest.mark.daily("zero1", "zero3-hpz", "pipeline-zero1")
-@pytest.mark.slow
+@pytest.mark.daily("zero1")
 @pytest.mark.parametrize(
     "name",
     ["plain", "zero0-bf16", "zero1", "zero2-cpu", "zero3", "zero3-bf16", "zero3-hpz", "pipeline-zero1"],
@@ -159,8 +141,7 @@ SPLITS |= {
 }
 
 
-@pytest.mark.daily("gpt2-pipeline", "phi3-tensor-zero0")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "cut"),
     [
@@ -179,8 +160,7 @@ def test_tied_fused_and_biased_weights(ranks, model, cut):
     exchange(ranks, SPLITS[cut], SPLITS[cut], model)
 
 
-@pytest.mark.daily("zero2-zero2", "zero3-plain", "zero3-bf16-zero3-bf16")
-@pytest.mark.slow
+@pytest.mark.daily("zero2-zero2", "zero3-plain")
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
@@ -198,14 +178,12 @@ def test_frozen_parameters_and_statistics(ranks, saved, resumed):
 
 
 @pytest.mark.daily("ddp-plain")
-@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), [("plain", "plain"), ("ddp", "plain"), ("plain", "ddp")])
 def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
     exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), band=1e-5)
 
 
-@pytest.mark.daily("nvme-1-plain")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("saved", "resumed"), [("nvme-1", "nvme-1"), ("nvme-1", "plain"), ("plain", "nvme-1")]

@@ -53,7 +53,7 @@ def run(job, split, folder, late_rank=None, slow_evaluation=False):
     parts.engine.close()
 
 
-@pytest.mark.daily("ddp", "ZeRO 2", "ZeRO 3", "stages")
+@pytest.mark.daily("ZeRO 3")
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_columns_are_all_there_and_hold_the_step(ranks, tmp_path, name):
     ranks(2).run(run, SPLITS[name], tmp_path, None, True)
@@ -70,6 +70,7 @@ def test_the_columns_are_all_there_and_hold_the_step(ranks, tmp_path, name):
     assert end["evaluation_seconds"] > 1.2 * sum(row["time/evaluation_seconds"] for row in rows)
 
 
+@pytest.mark.daily("ddp")
 @pytest.mark.parametrize("name", ["ddp", "ZeRO 2", "stages"])
 def test_a_rank_that_comes_late_is_communication_for_the_other(ranks, tmp_path, name):
     ranks(2).run(run, SPLITS[name], tmp_path, 1)

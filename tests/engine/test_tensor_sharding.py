@@ -55,7 +55,7 @@ def most_while_made(job: Job, model: dict[str, Any], split: dict[str, Any]) -> t
     return (most[0] - before) / size, (held_bytes() - held) / size
 
 
-@pytest.mark.daily("tensor-new", "tensor-pretrained", "stages-pretrained")
+@pytest.mark.daily("tensor-pretrained", "stages-pretrained")
 @pytest.mark.parametrize("source", ["new", "weights", "pretrained"])
 @pytest.mark.parametrize("split", ["tensor", "stages"])
 def test_a_rank_never_has_all_of_the_model(ranks, folder, split, source):
@@ -98,16 +98,14 @@ def hold_to_the_whole(ranks, model: dict[str, Any], cut: dict[str, Any], expecte
         assert torch.equal(torch.from_numpy(values), expected[name].reshape(-1).float()), name
 
 
-@pytest.mark.daily("tied", "norms of heads", "two matrices in one")
-@pytest.mark.slow
+@pytest.mark.daily("tied", "two matrices in one")
 @pytest.mark.parametrize("name", MODELS)
 def test_new_weights_are_the_whole_models(ranks, name):
     model, how = MODELS[name]
     hold_to_the_whole(ranks, model, tensors(how), made(model, seed=0).state_dict())
 
 
-@pytest.mark.daily("bfloat16-tied-tensor", "float32-tied-stages", "bfloat16-norms of heads-stages")
-@pytest.mark.slow
+@pytest.mark.daily("bfloat16-tied-tensor", "bfloat16-norms of heads-stages")
 @pytest.mark.parametrize("split", ["tensor", "stages"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

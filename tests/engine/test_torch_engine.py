@@ -49,7 +49,7 @@ def oracle():
 # --- one curve ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.daily("1-{}", "2-{'bucket_cap_mb': 0.01}")
+@pytest.mark.daily("1-{}")
 @pytest.mark.parametrize(
     ("micro", "engine"),
     [
@@ -202,7 +202,7 @@ def watched(job: Job, deepspeed, always_both: bool):
     return names, end_watch()
 
 
-@pytest.mark.daily("0-bf16", "2-fp32")
+@pytest.mark.daily("2-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_watch_finds_them_under_deepspeed_and_then_looks_away(ranks, stage, precision):
@@ -272,6 +272,7 @@ def by_rank():
     return model
 
 
+@pytest.mark.nightly
 def test_a_parameter_that_one_rank_leaves_out_is_told_and_ends_the_job(tmp_path):
     own = ["model={kind: 'test_torch_engine:by_rank'}", "objective={kind: classification}", "max_epochs=1"]
     path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("", "engine"))

@@ -91,7 +91,7 @@ def test_what_is_gathered_ahead_is_no_part_of_what_a_block_computes_again(ranks)
     assert ranks(2).run(losses_after_an_evaluation, "selective") == expected
 
 
-@pytest.mark.daily("nothing kept-model1")
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE])
 @pytest.mark.parametrize("zero", [{}, NOTHING_KEPT], ids=["default", "nothing kept"])
 def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):
@@ -140,5 +140,6 @@ def has_quantizer(job: Job) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_the_reason_for_it_still_holds(ranks):
     assert not ranks(1).run(has_quantizer)[0], "DeepSpeed has kernels for CPUs now: drop the rule"

@@ -19,28 +19,22 @@ def hold(rows, loss: str) -> None:
             assert row[name] == pytest.approx(value, **allowed), name
 
 
+@pytest.mark.slow
+@pytest.mark.daily("dpo of means, sft-2-2", "kto-4-1", "reward-2-2")
 @pytest.mark.parametrize(("micro", "in_row"), [(1, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("loss", ["dpo of means, sft", "kto", "reward"])
 def test_however_it_is_cut(loss, micro, in_row):
     hold(train_answers(ALONE, tree_of(loss, micro, in_row), None, in_row), loss)
 
 
-def marks(loss: str, split: str):
-    """Daily each kind of division with a loss that needs all of the global batch."""
-    daily = {("dpo of means, sft", name) for name in ("ddp", "ZeRO 3", "tensor 2", "sequence 2", "stages 2")}
-    daily |= {("reward", name) for name in ("ZeRO 3", "tensor 2", "sequence 2", "stages 2")}
-    daily |= {("kto", name) for name in ("ZeRO 2", "tensor 2", "sequence 2, ZeRO 3")}
-    return (pytest.mark.slow,) if (loss, split) in daily else (pytest.mark.slow, pytest.mark.nightly)
+CASES = [(loss, split) for loss in LOSSES for split in SPLITS if (loss, split) != REFUSED]
 
 
-CASES = [
-    pytest.param(loss, split, marks=marks(loss, split))
-    for loss in LOSSES
-    for split in SPLITS
-    if (loss, split) != REFUSED
-]
-
-
+@pytest.mark.slow
+@pytest.mark.daily(
+    *("reward-ddp", "kto-ZeRO 2", "dpo of means, sft-ZeRO 3", "kto-tensor 2", "reward-sequence 2"),
+    "dpo of means, sft-stages 2",
+)
 @pytest.mark.parametrize(("loss", "split"), CASES)
 def test_at_two_ranks(ranks, loss, split):
     rows = ranks(2).run(train_answers, tree_of(loss, 2), SPLITS[split])

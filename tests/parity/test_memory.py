@@ -87,10 +87,9 @@ def most_held(job: Job, tree, deepspeed, expected: float) -> float:
     return max(held[2:]) / engine.num_parameters  # the optimizer's state exists after the first step
 
 
+@pytest.mark.daily("1-2", "3-2")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.nightly), 2, pytest.param(4, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_holds_what_the_zero_paper_says(ranks, stage, world_size):
     expected = PAPER[stage](world_size)
@@ -114,6 +113,7 @@ def most_held_inside(job: Job, tree, deepspeed) -> float:
     return held[0] / engine.num_parameters
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_zero3_trains_a_model_whose_state_no_rank_ever_holds(ranks):
     """On four ranks no one holds even half of the 16 bytes a parameter, gathered layers and all."""

@@ -29,11 +29,7 @@ def json_of(split, precision):
 def cases():
     for name, split, precision, world in itertools.product(MODULES, SPLITS, BANDS, (1, 2)):
         if not (split == "ddp" and precision == "fp16"):
-            some = world == 2 and split in (0, 3) and (precision != "fp16" or name in ("ResNet", "Encoder"))
-            marks = () if some else (pytest.mark.nightly,)
-            yield pytest.param(
-                name, split, precision, world, marks=marks, id=f"{name}-{split}-{precision}-{world}"
-            )
+            yield pytest.param(name, split, precision, world, id=f"{name}-{split}-{precision}-{world}")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +53,7 @@ def difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.daily("ResNet-3-fp32-2", "CRNN-0-bf16-2", "Encoder-3-bf16-2", "Parametrized-0-fp16-2")
 @pytest.mark.parametrize(("name", "split", "precision", "world"), cases())
 def test_the_curve_and_the_buffers_are_those_of_plain_pytorch(ranks, oracle, name, split, precision, world):
     expected = oracle(name, world)

@@ -1,7 +1,7 @@
 """One loss curve whatever the split: every split, world size and precision against one process in fp32.
 
-The same recipe everywhere: 20 steps (`make test`: the first 8), rows of several documents, uneven masks, two
-micro-batches a step, clipping on, dropout off.
+The same recipe everywhere: 20 steps, rows of several documents, uneven masks, two micro-batches a step,
+clipping on, dropout off. `make test` has the first 8 steps of the cases in DAILY.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ from dataclasses import replace
 import pytest
 import torch
 from parity.measure import differences, missing, oracle, train
-from parity.splits import SHORT, STEPS, Case, cases, zero
+from parity.splits import ALL, SHORT, STEPS, WORLDS, Case, cases, zero
 from support.tiny import BANDS
+
+QUICK = ("ZeRO_2-fp32-2", "ZeRO_3-fp32-2")
+DAILY = (
+    *("one_process-fp32-1", "nn.DataParallel-fp32-1", "DistributedDataParallel-fp32-2", "ZeRO_0-fp32-2"),
+    *("ZeRO_1-fp32-2", "ZeRO_3_hpZ_2-fp32-2", "ZeRO_2_optimizer_on_CPU-fp32-2", "ZeRO_3_all_on_CPU-bf16-2"),
+    *("ZeRO_3_all_on_NVMe-fp32-2", "tensor_2_ZeRO_1-fp32-2", "tensor_2_ZeRO_3-bf16-2"),
+    *("pipeline_2_ZeRO_0-fp16-2", "pipeline_2_ZeRO_1-bf16-2", "pipeline_2_ZeRO_1_gpt2_(tied)-fp32-2"),
+    *("pipeline_4_ZeRO_1-fp32-4", "sequence_2_ZeRO_1-fp32-2", "sequence_2_ZeRO_3-bf16-2"),
+    *("ZeRO_3_blocks_recomputed-fp32-2", "pipeline_2_blocks_recomputed-fp32-2", "ZeRO_2-bf16-2"),
+    *("ZeRO_1-fp16-2", "ZeRO_3-fp16-2", "ZeRO_2_static_loss_scale-fp16-2"),
+    "ZeRO_3_gradients_summed_in_fp32-bf16-2",
+)
+"""Each way to split, each precision, and each number of ranks; where a way has ZeRO beside it, two stages."""
 
 
 def marks(case: Case):
-    """`make check` keeps two plain stages in fp32 at two ranks; `make test` every split once in each of its
-    precisions, at two ranks where it can; `make parity` all.
-    """
-    name, once = case.split.name, 2 if 2 in case.split.worlds else case.split.worlds[0]
-    if name in ("ZeRO 2", "ZeRO 3") and case.world_size == 2 and case.precision == "fp32":
+    if str(case) in QUICK:
         return ()
-    return (pytest.mark.slow, *([] if case.world_size == once else [pytest.mark.nightly]))
+    return (pytest.mark.slow, *([] if str(case) in DAILY else [pytest.mark.nightly]))
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +97,11 @@ def check_samples(results, steps: int) -> None:
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "the order repeats"
 
 
-def test_every_day_has_each_split_once_in_each_of_its_precisions():
-    daily = {(case.split.name, case.precision) for case in cases() if pytest.mark.nightly not in marks(case)}
-    assert daily == {(case.split.name, case.precision) for case in cases()}
+def test_every_day_has_each_way_to_split_each_precision_and_each_number_of_ranks():
+    daily = [case for case in cases() if str(case) in QUICK + DAILY]
+    assert len(daily) == len(QUICK + DAILY), "a name is of no case"
+    assert {(case.precision, case.world_size) for case in daily} >= {(half, 2) for half in ALL}
+    assert {case.world_size for case in daily} == {*WORLDS}
+    sections = {key for case in cases() for key in (*case.json, *case.json.get("zero_optimization", ()))}
+    of_day = {key for case in daily for key in (*case.json, *case.json.get("zero_optimization", ()))}
+    assert sections - of_day <= {"stage3_param_persistence_threshold", "compile"}

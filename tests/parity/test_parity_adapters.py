@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from parity.adapters import CASES, WAYS
+from parity.adapters import CASES
 from parity.measure import differences, oracle, train
 from parity.splits import SHORT, STEPS
 from support.tiny import BANDS
 
-DAILY = {
-    "lora": set(WAYS) - {"ZeRO 0", "ZeRO 1"},
-    "rslora": {"ZeRO 2"},
-    "dora": {*WAYS} - {"ZeRO 0", "ZeRO 1"},
-}
+DAILY = ("lora, ZeRO 3", "lora, pipeline 2, ZeRO 1", "dora, ZeRO 2", "dora, tensor 2, ZeRO 1")
 BAND = 1e-6  # in fp32
 
 
 def marks(case):
-    kind, _, way = case.split.name.partition(", ")
-    is_daily = case.world_size == 2 and way in DAILY[kind] and case.precision == "fp32"
+    is_daily = case.world_size == 2 and case.split.name in DAILY and case.precision == "fp32"
     return (pytest.mark.slow, *([] if is_daily else [pytest.mark.nightly]))
 
 
