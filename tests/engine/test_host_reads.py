@@ -10,7 +10,6 @@ from collections import Counter
 from time import perf_counter
 
 import pytest
-import torch
 from engine.census import Census, counted
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
@@ -125,21 +124,3 @@ class Reading(CausalLM):
 def test_one_more_read_is_seen_and_named(ranks):
     census = ranks(1).run(step_of, "single", "fp32", 1, Reading)[0]
     assert beyond(census, EACH_MICRO_BATCH) == {"torch_engine.py:train_step": 1}
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.item(),
-        lambda x: bool(x > 0),
-        lambda x: x.cpu(),
-        lambda x: x.tolist(),
-        lambda x: torch.equal(x, x),
-        lambda x: x.nonzero(),
-        lambda x: x + torch.tensor(1.0),
-    ],
-)
-def test_every_kind_of_read_is_seen(read):
-    with counted() as census:
-        read(torch.ones(()))
-    assert census.host_reads == 1

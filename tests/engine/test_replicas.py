@@ -13,10 +13,12 @@ from support.launch import DIGITS, TRAIN, environment, write_recipe
 from support.poisoned import SPLITS, events, train
 from support.ranks import free_port
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
+from torch import nn
 
 from pipeline.config.schema import WatchConfig
 from pipeline.data.random_numbers import seed_step
-from pipeline.engine.replicas import HISTORY, Replicas, digest, mixed
+from pipeline.distributed.process_group import Job
+from pipeline.engine.replicas import HISTORY, ChangingBuffers, Replicas, digest, mixed
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
 from pipeline.training.replica_check import ReplicaCheck
@@ -357,3 +359,16 @@ def test_other_kinds_of_processors_are_no_corruption(tmp_path):
     assert [process.returncode for process in started] == [0, 0, 0], said
     assert "ranks compute on 2 kinds of processors (avx2, default)" in said[0].lower()
     assert not events(tmp_path / "run", "corruption")
+
+
+def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    module = nn.Module()
+    module.register_buffer("values", torch.full(shape, 3 + job.ranks.rank).to(dtype))
+    ChangingBuffers(module).share()
+    return torch.equal(module.values.float(), torch.full(shape, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint16, torch.float8_e4m3fn])
+def test_a_buffer_of_any_type_is_rank_0s_on_all_ranks(ranks, dtype):
+    for shape in ((), (2, 3)):
+        assert all(ranks(2).run(shared, dtype, shape))

@@ -23,9 +23,7 @@ def divided_json(stage: int, precision: str = "fp32", degree: int = 2, **zero):
 
 
 @pytest.mark.daily("mistral-window")
-@pytest.mark.parametrize(
-    "model", ["gpt2", "qwen2-grouped", "llama-checkpointed", "mistral-window", "gemma2", "gpt_oss"]
-)
+@pytest.mark.parametrize("model", ["gpt2", "qwen2-grouped", "mistral-window", "gemma2", "gpt_oss"])
 def test_other_models_give_their_oracles_curve(ranks, model):
     hold_to_the_oracle(ranks(2), divided_json(2), model, steps=4)
 
@@ -90,8 +88,3 @@ def test_documents_of_a_row_do_not_see_each_other_across_the_ranks(ranks):
 def test_batches_that_cannot_be_divided_are_refused_in_one_line(ranks, changes, message):
     for answer in ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), changes):
         assert message in answer
-
-
-def test_an_engine_after_it_attends_by_itself(ranks):
-    ranks(2).run(step_on, one_micro_batch("llama"), divided_json(1), {})
-    hold_to_the_oracle(ranks(2), deepspeed_json(1))

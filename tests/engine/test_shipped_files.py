@@ -5,17 +5,52 @@ from __future__ import annotations
 from functools import cache, partial
 
 import pytest
-from parity.measure import has_async_io
+import torch
+from parity.measure import ALONE, has_async_io
 from support.launch import ROOT
-from support.tiny import recipe, settings, train_curve
-from test_images import ALONE, image_curve
+from support.tiny import make_engine, recipe, settings, train_curve
 
+from pipeline.config.data_schema import DigitsDataConfig
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override
 from pipeline.config.split import Device
+from pipeline.data import prepare_data
+from pipeline.distributed.process_group import Job
+from pipeline.engine.interface import mean_loss
 from pipeline.errors import ConfigError
+from pipeline.objectives import Classification
 
 pytestmark = pytest.mark.slow
+
+WEIGHTS = [1.0, 2.0, 0.5, 1.0, 1.0, 3.0, 1.0, 1.0, 1.5, 0.25]
+
+
+def image_recipe():
+    return recipe(
+        model={"kind": "cnn", "channels": 4, "dropout": 0.0},
+        objective={"kind": "classification", "class_weights": WEIGHTS},
+        batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    )
+
+
+def image_curve(job: Job, deepspeed):
+    """Losses of four steps over 16 images a step (this rank's share of them), and of one evaluation batch."""
+    data = prepare_data(DigitsDataConfig(kind="digits"))
+    tree = image_recipe()
+    tree["batch"]["gradient_accumulation_steps"] = 8 // job.ranks.world_size
+    engine = make_engine(job, tree, deepspeed, data)
+    objective = Classification(WEIGHTS)
+    losses = []
+    for step in range(4):
+        mine = range(16 * step + job.ranks.rank, 16 * (step + 1), job.ranks.world_size)
+        images = [data.train[i] for i in mine]
+        pairs = [data.collate(images[i : i + 2]) for i in range(0, len(images), 2)]
+        result = engine.train_step(pairs, objective, 1e-2, False)
+        total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
+        losses.append(float(mean_loss(total, result.global_count)))
+    held_out = engine.eval_step(data.collate([data.eval["digits"][i] for i in range(16)]), objective)
+    return [*losses, float(mean_loss(held_out.loss_sum, held_out.count))]
+
 
 alone = cache(partial(image_curve, ALONE, None))
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))

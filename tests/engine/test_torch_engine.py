@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.heard import heard
 from support.launch import ROOT, TORCHRUN, TRAIN, command, run_python
-from support.tiny import deepspeed_json, make_engine, recipe, train_curve
+from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
@@ -26,59 +26,6 @@ from pipeline.objectives import Classification
 pytestmark = pytest.mark.slow
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-STEPS = 8
-
-
-def curve_of(job: Job, precision: str = "fp32", parallel: str = "auto", micro: int = 2, **engine):
-    engine |= {"precision": precision, "parallel": parallel}
-    batch = {"micro_batch_size": micro, "global_batch_size": 8}
-    return train_curve(job, recipe(engine=engine, batch=batch), None, STEPS)
-
-
-def assert_close(curve, expected, loss_band, norm_band):
-    for (loss, norm), (expected_loss, expected_norm) in zip(curve, expected, strict=True):
-        assert loss == pytest.approx(expected_loss, rel=loss_band)
-        assert norm == pytest.approx(expected_norm, rel=norm_band)
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    return curve_of(ALONE, micro=8)
-
-
-# --- one curve ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.daily("1-{}")
-@pytest.mark.parametrize(
-    ("micro", "engine"),
-    [
-        (4, {}),
-        (1, {}),  # three of four micro-batches without a reduction
-        (2, {"bucket_cap_mb": 0.01}),  # many buckets
-        (2, {"find_unused_parameters": True}),
-    ],
-    ids=str,
-)
-def test_ddp_gives_the_oracles_curve(ranks, oracle, micro, engine):
-    first, second = ranks(2).run(curve_with, micro, engine)
-    assert first == second, "ranks disagree"
-    assert_close(first, oracle, 1e-5, 1e-5)
-
-
-def curve_with(job: Job, micro: int, engine):
-    return curve_of(job, "fp32", "ddp", micro, **engine)
-
-
-def test_ddp_in_bf16_gives_the_curve_of_bf16_in_one_process(ranks):
-    assert_close(ranks(2).run(curve_of, "bf16")[0], curve_of(ALONE, "bf16"), 1e-3, 2e-2)
-
-
-@pytest.mark.parametrize("parallel", ["dp", "ddp"])
-def test_one_process_on_a_cpu_is_the_module_itself(oracle, parallel):
-    assert curve_of(ALONE, "fp32", parallel, 8) == oracle
-
-
 # --- a small model, stepped by hand -----------------------------------------------------------------------
 
 

@@ -91,28 +91,19 @@ def test_what_is_gathered_ahead_is_no_part_of_what_a_block_computes_again(ranks)
     assert ranks(2).run(losses_after_an_evaluation, "selective") == expected
 
 
-@pytest.mark.nightly
+@pytest.mark.daily("no leaf modules-model0")
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN2_MOE])
-@pytest.mark.parametrize("zero", [{}, NOTHING_KEPT], ids=["default", "nothing kept"])
+@pytest.mark.parametrize(
+    "zero", [{}, NOTHING_KEPT | {"leaf_module": {"classes": []}}], ids=["default", "no leaf modules"]
+)
 def test_ranks_that_route_to_different_experts_train_on(ranks, model, zero):
-    """One expert a token of eight: the ranks' short batches never meet the same set."""
+    """One expert a token of eight: the ranks' short batches never meet the same set.
+
+    transformers 5 keeps a layer's experts in one tensor, so every rank gathers the same without leaf modules.
+    """
     tree = recipe(model=model, batch={"micro_batch_size": 1, "global_batch_size": 8}, **MOE)
     curves = ranks(2).run(train_curve, tree, deepspeed_json(3, **zero), STEPS)
     hold_to_oracle(curves, "fp32", model["architecture"])
-
-
-def test_experts_need_no_leaf_modules(ranks):
-    """transformers 5 keeps a layer's experts in one tensor, so every rank gathers the same."""
-    json = deepspeed_json(3, leaf_module={"classes": []}, **NOTHING_KEPT)
-    curves = ranks(2).run(train_curve, recipe(model=MIXTRAL, **MOE), json, STEPS)
-    hold_to_oracle(curves, "fp32", "mixtral")
-
-
-@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
-def test_quantised_communication_is_refused_on_a_cpu(key):
-    chosen = settings(recipe(), deepspeed_json(3, **{key: True}))
-    with pytest.raises(ConfigError, match="kernels exist for CUDA only; use neither key"):
-        chosen.resolve(2, CPU)
 
 
 def in_groups(job: Job, json) -> bool:
@@ -128,6 +119,13 @@ def test_an_engine_after_hpz_has_none_of_its_groups(ranks):
     assert ranks(2).run(in_groups, grouped) == [True, True]
     assert ranks(2).run(in_groups, cut) == [False, False]
     assert ranks(2).run(in_groups, grouped) == [True, True]
+
+
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantised_communication_is_refused_on_a_cpu(key):
+    chosen = settings(recipe(), deepspeed_json(3, **{key: True}))
+    with pytest.raises(ConfigError, match="kernels exist for CUDA only; use neither key"):
+        chosen.resolve(2, CPU)
 
 
 def has_quantizer(job: Job) -> bool:

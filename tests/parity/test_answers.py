@@ -27,23 +27,11 @@ def test_however_it_is_cut(loss, micro, in_row):
     hold(train_answers(ALONE, tree_of(loss, micro, in_row), None, in_row), loss)
 
 
-CASES = [(loss, split) for loss in LOSSES for split in SPLITS if (loss, split) != REFUSED]
-
-
 @pytest.mark.slow
 @pytest.mark.daily(
-    *("reward-ddp", "kto-ZeRO 2", "dpo of means, sft-ZeRO 3", "kto-tensor 2", "reward-sequence 2"),
-    "dpo of means, sft-stages 2",
+    *("reward-ddp-2-1", "kto-ZeRO 2-2-1", "dpo of means, sft-ZeRO 3-2-1", "kto-tensor 2-2-1"),
+    *("reward-sequence 2-2-1", "dpo of means, sft-stages 2-2-1"),
 )
-@pytest.mark.parametrize(("loss", "split"), CASES)
-def test_at_two_ranks(ranks, loss, split):
-    rows = ranks(2).run(train_answers, tree_of(loss, 2), SPLITS[split])
-    assert rows[0] == rows[1]
-    hold(rows[0], loss)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize(("micro", "in_row"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("loss", LOSSES)
@@ -54,6 +42,7 @@ def test_at_two_ranks_however_it_is_cut(ranks, loss, split, micro, in_row):
     if micro * in_row * (1 if is_shared else 2) > 8:
         pytest.skip("more than a step takes")
     rows = ranks(2).run(train_answers, tree_of(loss, micro, in_row), SPLITS[split], in_row)
+    assert rows[0] == rows[1]
     hold(rows[0], loss)
 
 
