@@ -104,3 +104,12 @@ def test_a_block_has_hidden_states_by_position_that_require_a_gradient():
             _learning(block, *wrong)
     with torch.no_grad():
         assert _learning(block, (x,), {}) is None
+
+
+@pytest.mark.slow
+def test_blocks_over_frozen_embeddings_train(ranks):
+    """Nothing that their first one is given requires a gradient."""
+    tree = recipe(model=MODEL | {"num_layers": 2, "freeze": ["model.embed_tokens.weight"]})
+    curves = [ranks(1).run(train_curve, tree, split, 3)[0] for split in (zero(3), zero(0))]
+    for column, band in enumerate(BANDS["fp32"]):
+        assert max(abs(a[column] / b[column] - 1) for a, b in zip(*curves, strict=True)) < band

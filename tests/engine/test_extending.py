@@ -86,7 +86,7 @@ def alone() -> Curve:
     return curve(ALONE, TREE | {"batch": {"micro_batch_size": 16}}, PLAIN)
 
 
-@pytest.mark.daily("zero3", "pipeline-zero1")
+@pytest.mark.daily("pipeline-zero1")
 @pytest.mark.parametrize("name", AT_TWO_RANKS)
 def test_curve_and_metrics_are_those_of_one_process(ranks, name):
     for got in ranks(2).run(curve, TREE, SPLITS[name].json):

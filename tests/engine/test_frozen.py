@@ -60,7 +60,7 @@ def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precisi
     assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
 
 
-@pytest.mark.daily("bf16")
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_stage_of_which_the_tied_copy_alone_trains(ranks, precision):
     model = GPT2 | {"freeze": ["transformer.h.1.*", "transformer.ln_f.*"]}

@@ -38,7 +38,7 @@ HEAP = ["False", "False"]
 
 
 @pytest.mark.slow
-@pytest.mark.daily("ours")
+@pytest.mark.nightly
 @pytest.mark.skipif(os.confstr("CS_GNU_LIBC_VERSION") is None, reason="glibc's own")
 @pytest.mark.parametrize(
     ("environment", "mapped"),

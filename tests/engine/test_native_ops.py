@@ -190,6 +190,7 @@ def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp
     assert sorted(path.name for path in folder.parent.glob("small.*")) == ["small.pipeline-lock"]
 
 
+@pytest.mark.nightly
 def test_a_lock_of_nobody_seen_is_named_and_left_for_a_while(small_op, tmp_path, monkeypatch):
     from pipeline.engine import native_ops
 

@@ -80,7 +80,7 @@ def searched(job, deepspeed, spoilt_rank, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("single", "zero3", "zero2-fp16")
+@pytest.mark.daily("single", "zero3")
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_sample_and_the_rank_of_a_cause_are_found_and_nothing_changes(ranks, split):
     world_size, deepspeed = SPLITS[split]

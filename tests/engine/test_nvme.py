@@ -87,6 +87,7 @@ def test_the_folder_goes_however_the_process_ends(tmp_path, how):
     assert wait_until_empty(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_path):
     """What is left when the machine itself went down: a folder, and a lock nobody holds."""
     dead = tmp_path / "pipeline-swap-0123456789ab"

@@ -71,7 +71,7 @@ def split_of(path, folder):
 
 
 @pytest.mark.daily(
-    *("ddp", "zero2", "zero2_fp16", "zero3", "zero3_zeropp", "torch_ddp"),
+    *("zero2", "zero2_fp16", "zero3", "zero3_zeropp", "torch_ddp"),
     *("tensor2", "pipeline2", "sequence2"),
 )
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

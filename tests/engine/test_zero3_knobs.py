@@ -69,7 +69,7 @@ def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
         assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
 
 
-@pytest.mark.daily("nothing kept")
+@pytest.mark.nightly
 @pytest.mark.parametrize("zero", [NOTHING_KEPT, ALL_KEPT], ids=["nothing kept", "all kept"])
 def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
     hold_to_oracle(ranks(2).run(train_curve, recipe(), deepspeed_json(3, **zero), STEPS), "fp32")
