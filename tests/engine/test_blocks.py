@@ -64,6 +64,7 @@ def hooked(job: Job) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_zero_3_has_its_hooks_on_whole_blocks(ranks):
     (names,) = ranks(1).run(hooked)
     assert [name for name in names if "layers." in name] == ["model.layers.0", "model.layers.1"]

@@ -201,6 +201,7 @@ def modes(job: Job, tree, deepspeed):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.daily("None", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_dropout_is_off_in_evaluation_and_on_again_after(ranks, stage):
