@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.benchmarks import imported
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ROOT / "benchmarks" / "throughput.py"
 
@@ -41,7 +42,6 @@ def measured(folder, *options):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_all_participants_train_the_same_adapter(tmp_path):
     results = measured(tmp_path, "--adapter")
     losses = {row["name"]: row["loss"] for row in results["participants"]}
@@ -59,7 +59,6 @@ def test_all_participants_train_the_same_adapter(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_all_participants_train_the_same_model(tmp_path):
     results = measured(tmp_path)
     losses = [row["loss"] for row in results["participants"]]

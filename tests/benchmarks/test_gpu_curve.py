@@ -18,6 +18,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.blocks import compile_blocks
 
+pytestmark = pytest.mark.slow
 gpu_curve = imported("gpu_curve")
 gpu_census = imported("gpu_census")
 
@@ -34,6 +35,7 @@ def judged(job, name, split, precision, options=None):
     return {**verdict, **trained.facts}
 
 
+@pytest.mark.daily("llama packed, lora-3-fp32", "llama packed-2-bf16")
 @pytest.mark.parametrize(
     ("name", "split", "precision"),
     [
@@ -51,6 +53,7 @@ def test_a_right_curve_holds(name, split, precision, ranks):
     assert any(line.startswith("attention: by document, without a mask") for line in found["notes"])
 
 
+@pytest.mark.daily("data.args.separate=false-bf16")
 @pytest.mark.parametrize(
     ("override", "precision"),
     [
@@ -72,6 +75,7 @@ def judged_with_blocks_traced(job):
         return judged(job, "llama", "plain", "fp32", {"compiled": "true", "steps": 2})
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_are_told_of(ranks):
     found = ranks(1).run(judged_with_blocks_traced)[0]
     assert found["holds"], found
@@ -127,7 +131,6 @@ def test_host_waits_are_counted_and_warnings_are_then_as_before():
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--precision", "fp32"], ["--tiny"]], ids=["fp32", "tiny bf16"])
 def test_all_curves_hold(options, tmp_path):
     output = tmp_path / "curves.jsonl"

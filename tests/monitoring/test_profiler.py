@@ -16,6 +16,7 @@ from monitoring.test_rows import ALONE, Engine
 from support.launch import ROOT, launch, numbers, run_directories, write_recipe
 from support.tiny import recipe, resolve, token_bundle
 
+from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.profiler import (
     FOLDER,
     OutOfMemory,
@@ -37,7 +38,8 @@ def profiler_of(config, parts, folder: Path):
 def run(folder: Path, *, stop_at: int = 0, **profile: int) -> list[dict[str, Any]]:
     """Rows and events of a run of eight steps; those that are left, where it goes on."""
     folder.mkdir(exist_ok=True)
-    config, resolved = resolve(recipe(profile=profile, eval={"every": 3}), None, 1)
+    batch = {"micro_batch_size": 8, "global_batch_size": 8}  # few events, which are most of the time
+    config, resolved = resolve(recipe(profile=profile, eval={"every": 3}, batch=batch), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), folder)
     parts = replace(parts, engine=Engine(parts.engine, signal.SIGTERM, stop_at))
     try:
@@ -86,6 +88,7 @@ def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain") / "run")
 
 
+@pytest.mark.slow
 def test_without_the_section_nothing_is_there(tmp_path, plain):
     config, resolved = resolve(recipe(), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
@@ -97,6 +100,8 @@ def test_without_the_section_nothing_is_there(tmp_path, plain):
     assert told(plain) == []
 
 
+@pytest.mark.slow
+@pytest.mark.daily("1-2")
 @pytest.mark.parametrize(("first", "count"), [(1, 2), (7, 5)])
 def test_the_steps_asked_for_are_in_trace_and_table(tmp_path, plain, first, count):
     rows = run(tmp_path / "run", start_step=first, num_steps=count)
@@ -112,6 +117,7 @@ def test_the_steps_asked_for_are_in_trace_and_table(tmp_path, plain, first, coun
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_profiles_what_is_left(tmp_path, plain):
     """And a run that is stopped keeps what it had."""
     asked = {"start_step": 4, "num_steps": 4}
@@ -146,11 +152,14 @@ def test_a_step_that_comes_again_begins_no_second_profile(tmp_path):
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_steps_that_are_done_are_not_profiled(tmp_path):
     run(tmp_path / "run", stop_at=5)
     assert told(run(tmp_path / "run", start_step=2, num_steps=2)) == []
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FOLDER).write_text("in the way")
@@ -187,6 +196,7 @@ def test_the_most_expensive_operators_are_told_with_their_shares():
     assert most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_of_two_ranks_the_first_profiles_and_no_number_changes(tmp_path):
     whole = tmp_path / "whole"
@@ -202,6 +212,14 @@ def test_of_two_ranks_the_first_profiles_and_no_number_changes(tmp_path):
     written = {path.name for path in (run / FOLDER).iterdir()}
     assert written == {"operators.txt", "trace-rank0-step3.json.gz"}
     assert "profiled steps 3 to 4" in result.stderr
+
+
+def test_other_ranks_do_not_profile(tmp_path):
+    config, _ = resolve(recipe(profile={"start_step": 1, "num_steps": 2}), None, 1)
+    second = replace(ALONE, ranks=Ranks(1, 1, 2, 2))
+    with build_profiler(config, tmp_path, job=second, start=0, tell=print) as profiled, profiled(1):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [None, OSError("full")])

@@ -24,7 +24,11 @@ from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-CHANGES = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 20}}
+CHANGES = {
+    "batch": {"micro_batch_size": 8, "global_batch_size": 8},
+    "eval": {"every": 3},
+    "checkpoint": {"every": 2, "keep_last": 20},
+}
 STEPS = 8
 
 
@@ -91,6 +95,7 @@ def unbroken(tmp_path_factory):
     return run(tmp_path_factory.mktemp("unbroken"), behind=0)
 
 
+@pytest.mark.slow
 def test_no_step_reads_its_own_row(tmp_path, unbroken):
     """But where its weights are evaluated or saved, which waits for them anyway."""
     watched = []
@@ -100,6 +105,8 @@ def test_no_step_reads_its_own_row(tmp_path, unbroken):
     assert watched[0].lag == [0 if step in waited else 1 for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
+@pytest.mark.daily("stops1")
 @pytest.mark.parametrize("stops", [[5], [3, 2]])
 def test_a_signal_loses_no_row(tmp_path, unbroken, stops):
     for step in stops:
@@ -107,6 +114,8 @@ def test_a_signal_loses_no_row(tmp_path, unbroken, stops):
     assert run(tmp_path) == unbroken
 
 
+@pytest.mark.slow
+@pytest.mark.daily("6")
 @pytest.mark.parametrize("at", [2, 6])
 def test_an_error_loses_no_row(tmp_path, unbroken, at):
     with pytest.raises(Broken):
@@ -115,6 +124,8 @@ def test_an_error_loses_no_row(tmp_path, unbroken, at):
     assert run(tmp_path) == unbroken
 
 
+@pytest.mark.slow
+@pytest.mark.daily("5")
 @pytest.mark.parametrize("at", [5, 6])
 def test_a_kill_loses_one_row_at_the_most_and_it_comes_again(tmp_path, unbroken, monkeypatch, at):
     with monkeypatch.context() as patch:
@@ -126,6 +137,8 @@ def test_a_kill_loses_one_row_at_the_most_and_it_comes_again(tmp_path, unbroken,
     assert run(tmp_path) == unbroken
 
 
+@pytest.mark.slow
+@pytest.mark.daily("changes0")
 @pytest.mark.parametrize("changes", [{}, {"eval": {"every": 0}, "checkpoint": {"every": 0}, "max_steps": 20}])
 def test_steps_without_a_gradient_end_the_run_at_the_same_row(tmp_path, changes):
     told = []
@@ -171,6 +184,7 @@ def test_numbers_of_any_shape_come_over_in_one_piece():
     assert late.read().row == {"a": 3.0, "b": 1.0, "c": 1.0}
 
 
+@pytest.mark.slow
 def test_the_closing_lines_have_the_steps_behind_the_last_row(tmp_path):
     """It was stopped at step 6, has a row of step 4, and its stop is agreed a step later."""
     run(tmp_path, event=signal.SIGTERM, at=6, changes={"log": {"every": 4}, "max_steps": 20})

@@ -23,7 +23,8 @@ from pipeline.training.loop import TrainLoop
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 NAMES = [phase for phase in PHASES if phase != "communication"]
 SLOW = 0.05  # seconds at least; a busy machine may add to any phase
-SAMPLES, BATCHES = 8, 10  # of a step in one micro-batch of 2 after the other; of an evaluation
+SAMPLES, BATCHES = 8, 3  # of a step; of an evaluation
+BATCH = {"micro_batch_size": 8, "global_batch_size": 8}
 
 
 def walls(clock, **how):
@@ -96,7 +97,7 @@ def test_what_was_before_is_read_from_the_record_as_it_was_left(tmp_path):
 
 def trained(folder, data=None, changed=lambda parts: None, **changes):
     """Step -> row of training, of a run."""
-    config, resolved = resolve(recipe(**changes), None, 1)
+    config, resolved = resolve(recipe(batch=BATCH, **changes), None, 1)
     parts = assemble(config, resolved, ALONE, data or token_bundle(), folder)
     changed(parts)
     try:
@@ -115,6 +116,7 @@ def column(rows, phase):
     return [row[f"time/{phase}_seconds"] for row in rows.values()]
 
 
+@pytest.mark.slow
 def test_rows_and_the_last_line_have_all_of_the_time(tmp_path):
     changes = {"eval": {"every": 4}, "checkpoint": {"every": 4}, "log": {"every": 2}, "max_steps": 12}
     rows = trained(tmp_path, **changes)
@@ -148,6 +150,7 @@ class SlowTokens(MaskedTokens):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_a_slow_data_set_is_data(tmp_path):
     data = replace(token_bundle(), train=SlowTokens(), eval={})
     rows = trained(tmp_path, data, max_steps=3)
@@ -161,6 +164,7 @@ def sleep_in_evaluation(parts):
     module.register_forward_pre_hook(lambda m, _: time.sleep(0 if m.training else SLOW))
 
 
+@pytest.mark.slow
 def test_a_slow_evaluation_stands_in_the_next_row_and_is_no_part_of_a_step(tmp_path):
     rows = trained(tmp_path, None, sleep_in_evaluation, max_steps=6, eval={"every": 3})
     seconds = column(rows, "evaluation")
@@ -170,6 +174,7 @@ def test_a_slow_evaluation_stands_in_the_next_row_and_is_no_part_of_a_step(tmp_p
     assert lost >= 2 * BATCHES * SLOW
 
 
+@pytest.mark.slow
 def test_a_slow_save_is_checkpoint(tmp_path, monkeypatch):
     save = CheckpointStore.save
 
@@ -210,9 +215,10 @@ class Mortal:
         return self._engine.train_step(*arguments)
 
 
+@pytest.mark.slow
 def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     changes = {"max_steps": 8, "checkpoint": {"every": 4}, "log": {"price_per_device_hour": 36.0}}
-    config, resolved = resolve(recipe(**changes), None, 1)
+    config, resolved = resolve(recipe(batch=BATCH, **changes), None, 1)
     parts = assemble(config, resolved, ALONE, token_bundle(), tmp_path)
     parts = replace(parts, engine=Mortal(parts.engine, slow=5, dies=8))
     with pytest.raises(Killed), parts.trackers, TrainLoop(parts) as loop:
@@ -237,6 +243,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     assert costs == sorted(costs)
 
 
+@pytest.mark.slow
 def test_a_stop_and_a_further_start_lose_nothing_but_the_start(tmp_path):
     for last in (3, 6):
         trained(tmp_path, max_steps=last)

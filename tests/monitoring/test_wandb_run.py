@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from support.launch import DIGITS, ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
@@ -23,24 +20,14 @@ def online(url: str) -> dict[str, str]:
     return {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_ERROR_REPORTING": "false"}
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-@pytest.mark.daily("2")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.daily("0")  # without a launcher
+@pytest.mark.parametrize("ranks", [0, 2, 4])
 def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     recipe = write_recipe(tmp_path, max_steps=14, wandb={"mode": "auto"})
     samples = ["sample.every_eval=true", "sample.max_new_tokens=4", "wandb.checkpoints=true"]
     samples += ["log.every=1", "wandb.histograms_every=4"]
     arguments = ["--config", str(recipe), *SPLIT]
-    with serving(tmp_path / "server") as server:
+    with Server(tmp_path / "server") as server:
         kill_once([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
         result = launch(*arguments, *samples, ranks=ranks, **online(server.url))
     assert result.returncode == 0, result.stderr
@@ -57,10 +44,11 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     there = {int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")}
     assert there <= versions.keys()
     assert [step for step in versions if "latest" in versions[step]] == [14]
-    silent = tmp_path / "silent"
-    result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
-    assert result.returncode == 0, result.stderr
-    assert of_record(silent) == of_record(run), "writing changes no curve"
+    if ranks == 2:
+        silent = tmp_path / "silent"
+        result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
+        assert result.returncode == 0, result.stderr
+        assert of_record(silent) == of_record(run), "writing changes no curve"
 
 
 GOES_BACK = """
@@ -73,10 +61,11 @@ train(ALONE, None, sys.argv[1], {40 * BATCH: 1e4}, watch=watch, checkpoint=check
 """
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_back_shows_what_it_gave_up(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with serving(tmp_path / "server") as server:
+    with Server(tmp_path / "server") as server:
         faults = {"PYTHONPATH": str(ROOT / "tests"), **online(server.url)}
         (tmp_path / "back.py").write_text(GOES_BACK)
         result = run_python(str(tmp_path / "back.py"), str(run), **faults)
@@ -89,13 +78,14 @@ def test_a_run_that_goes_back_shows_what_it_gave_up(tmp_path):
     assert "rollback" in [title for title, _, _ in kept["alerts"]]
 
 
+@pytest.mark.nightly
 def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
     recipe = write_recipe(tmp_path, **DIGITS, max_steps=3, wandb={"mode": "auto"})
     script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(recipe)]
     command = [*script, "checkpoint.resume=never", "${args_no_hyphens}"]
     rates = [0.01, 0.003]
     trials = [{"optimizer.learning_rate": {"value": rate}} for rate in rates]
-    with serving(tmp_path / "server") as server:
+    with Server(tmp_path / "server") as server:
         (server.folder / "sweep.json").write_text(
             json.dumps({"config": json.dumps({"command": command}), "trials": trials})
         )
@@ -117,6 +107,7 @@ def test_curves_over_tokens_are_for_what_counts_tokens(tmp_path):
     assert "error: wandb.x_axis: tokens_seen: this run counts samples; set global_step" in result.stderr
 
 
+@pytest.mark.nightly
 def test_without_a_server_training_does_not_notice(tmp_path):
     recipe = write_recipe(tmp_path, wandb={"mode": "auto"})
     result = launch("--config", str(recipe), **online(f"http://127.0.0.1:{free_port()}"))
@@ -129,8 +120,7 @@ def test_without_a_server_training_does_not_notice(tmp_path):
 
 
 def test_a_crash_is_marked_with_its_last_lines(tmp_path):
-    server = Server(tmp_path / "server")
-    try:
+    with Server(tmp_path / "server") as server:
         recipe = write_recipe(
             tmp_path,
             model={"kind": "support.faults:faulty", "args": {"fault": "raise", "at": 3}},
@@ -140,9 +130,6 @@ def test_a_crash_is_marked_with_its_last_lines(tmp_path):
         )
         faults = {"PYTHONPATH": str(ROOT / "tests")}
         result = launch("--config", str(recipe), **faults, **online(server.url))
-    finally:
-        server.process.kill()
-        server.process.wait()
     assert result.returncode == 1, result.stderr
     (run,) = server.runs().values()
     assert run["exitcode"] == 1

@@ -338,6 +338,8 @@ def test_a_loss_that_does_not_rise_is_not_told_of(name):
     assert asked(LossRise(), from_the_start(FALLING[name])) == []
 
 
+@pytest.mark.slow
+@pytest.mark.daily("0.02-True", "0.4-False")
 @pytest.mark.parametrize("is_evaluated", [True, False])
 @pytest.mark.parametrize("scatter", [0.02, 0.1, 0.4])
 def test_a_loss_that_scatters_and_does_not_fall_is_not_told_of(scatter, is_evaluated):

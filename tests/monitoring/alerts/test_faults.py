@@ -24,6 +24,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
+pytestmark = pytest.mark.slow
 WORDS, LENGTH = 64, 16
 STEPS = 230
 SLOW_DATA, SLOW_STEPS = range(2, 40), range(41, 140)
@@ -191,8 +192,7 @@ def check(told):
     return by_name
 
 
-@pytest.mark.slow
-@pytest.mark.daily("ZeRO 3", "pipeline")
+@pytest.mark.daily("pipeline")
 @pytest.mark.parametrize("split", SPLITS)
 def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
     first, second = ranks(2).run(trained, tmp_path, SPLITS[split], STEPS, True)
@@ -214,7 +214,7 @@ def test_each_fault_is_told_of_on_two_ranks(ranks, tmp_path, split):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_faults_between_two_rows_are_told_with_the_next_one(ranks, tmp_path):
     ranks(1).run(trained, tmp_path, None, STEPS, True, {"log": {"every": 20}, "eval": {"every": 0}})
     by_name = {event["event"]: event for event in events(tmp_path)}
@@ -224,7 +224,6 @@ def test_faults_between_two_rows_are_told_with_the_next_one(ranks, tmp_path):
     assert by_name["frozen_parameter"]["step"] == 20
 
 
-@pytest.mark.slow
 @pytest.mark.daily("ddp")
 @pytest.mark.parametrize("split", SPLITS)
 def test_nothing_is_told_of_a_clean_run_on_two_ranks(ranks, tmp_path, split):
@@ -251,7 +250,7 @@ def overfitted(job, folder, split, steps):
     parts.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.daily("None")
 @pytest.mark.parametrize("goes_on_as", [None, "ddp", "ZeRO 3"])
 def test_a_run_that_goes_on_is_told_of_at_the_same_step(ranks, tmp_path, goes_on_as):
     """From two ranks to another number, or another split: what is told needs evaluations before that."""
@@ -281,7 +280,7 @@ def rushed(job, folder, split, times):
     parts.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.daily("plain-100-told0")
 @pytest.mark.parametrize(("times", "told"), [(100, ["loss_rise"]), (1, [])])
 @pytest.mark.parametrize("split", ["plain", *SPLITS])
 def test_a_rate_that_is_far_too_high_is_told_of(ranks, tmp_path, split, times, told):
@@ -304,7 +303,6 @@ def at_the_lowest_scale(job, folder, split):
     parts.engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", ["ZeRO 3", "pipeline"])
 def test_the_lowest_loss_scale_is_told_of(ranks, tmp_path, split):
     lowest = {"fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}}

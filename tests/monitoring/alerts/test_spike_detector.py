@@ -66,11 +66,14 @@ def spikes(band, values):
     return [index for index, value in enumerate(values) if band.add(float(value))]
 
 
+@pytest.mark.slow
+@pytest.mark.daily("small batches", "long tails", "a hard source", "constant", "either sign")
 @pytest.mark.parametrize("name", SERIES)
 def test_no_loss_of_10_000_clean_steps_is_a_spike(name):
     assert spikes(SpikeDetector(LOSS), SERIES[name](np.random.default_rng(0))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 def test_no_step_of_a_real_run_is_a_spike(name):
     losses, norms = np.exp(CURVES[name] / 1000)
@@ -91,6 +94,8 @@ def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
     assert all(told)
 
 
+@pytest.mark.slow
+@pytest.mark.daily("growing", "gamma", "clipped to nothing")
 @pytest.mark.parametrize("name", [*SERIES, *NORMS])
 def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
     assert spikes(SpikeDetector(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
@@ -131,6 +136,8 @@ def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
     assert band.limit < 2.0  # and none of them was taken in
 
 
+@pytest.mark.slow
+@pytest.mark.daily("exponential-40-14", "power-127-10")
 @pytest.mark.parametrize(("at", "deviations"), [(LEAST, 20), (24, 20), (40, 14), (80, 10), (127, 10)])
 @pytest.mark.parametrize("fall", ["exponential", "power"])
 def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):

@@ -12,10 +12,13 @@ from monitoring.report.recorded import event, row
 from pipeline.monitoring.report.page import encode, render
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="chromium or chromedriver is not installed (Debian: chromium-driver)",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="chromium or chromedriver is not installed (Debian: chromium-driver)",
+    ),
+]
 # Of each plot what plotly was given, by title. In a frame the page looks which are near, then it draws them.
 DRAWN = """
   const answer = arguments[0], soon = (then) => requestAnimationFrame(() => setTimeout(then));
@@ -201,6 +204,7 @@ def test_what_stands_in_files_does_nothing(make_run, show):
     assert page.run("return document.body.innerText.split(arguments[0]).length", hostile) == 7
 
 
+@pytest.mark.nightly
 def test_a_spike_and_a_constant_and_the_full_range(make_run, show):
     lines = [row(step, loss=2 + 0.1 * math.sin(step), learning_rate=1e-3) for step in range(1, 101)]
     lines[50]["train/loss"] = 1e4
@@ -223,6 +227,7 @@ def test_a_spike_and_a_constant_and_the_full_range(make_run, show):
     assert 4 < high < 5
 
 
+@pytest.mark.nightly
 def test_runs_are_told_apart_and_train_from_eval(make_run, show):
     page = show(*(make_run(name, list(lines_of(20))) for name in ("one", "two")))
     plot = page.drawn()["Loss"]
@@ -242,6 +247,7 @@ def test_runs_are_told_apart_and_train_from_eval(make_run, show):
     assert f"eval/loss\t{said}\t{said}" in table
 
 
+@pytest.mark.nightly
 def test_all_plots_are_printed_dark_on_white(make_run, show):
     lines = [line | {f"own/{n}": 1.0 * n for n in range(5)} for line in lines_of(30)]
     page = show(make_run(lines=lines), height=300, scheme="dark")
@@ -267,6 +273,7 @@ def test_all_plots_are_printed_dark_on_white(make_run, show):
     assert page.run("return document.querySelector('.plot').clientWidth") > 360
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "kind"), [(0, b"\x89PNG"), (1, b"<svg")])
 def test_a_plot_is_saved(make_run, show, tmp_path, number, kind):
     page = show(make_run(lines=list(lines_of(30))), scheme="dark")

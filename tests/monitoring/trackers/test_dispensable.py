@@ -104,6 +104,7 @@ def test_one_thread_makes_a_sink_and_calls_it():
 
 def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog, monkeypatch):
     monkeypatch.setattr(dispensable, "QUEUE_SIZE", 3)
+    monkeypatch.setattr(dispensable, "CLOSE_SECONDS", 0.1)
     tracker, other = Gated("write", gate), Gated("", gate)
     thread = threaded(tracker, resend=", and a second start sends them")
     with Trackers([thread]) as trackers:

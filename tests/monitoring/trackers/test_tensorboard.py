@@ -15,6 +15,7 @@ from pipeline.config.schema import LogConfig
 from pipeline.monitoring.events import CORRUPTION, Event
 from pipeline.monitoring.trackers.jsonl import iterate_record
 
+pytestmark = pytest.mark.slow
 # The one that the server has, whose plug-ins keep scalars as tensors too.
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
 

@@ -100,6 +100,7 @@ def test_other_ranks_write_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_importing_the_sinks_loads_neither_torch_nor_wandb():
     program = (
         "import sys, pipeline.monitoring.trackers; "

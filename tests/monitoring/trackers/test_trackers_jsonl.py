@@ -30,6 +30,7 @@ def refuse(constant: str) -> float:
     raise AssertionError(f"{constant} is not JSON")
 
 
+@pytest.mark.slow
 @given(step=st.integers(0), row=ROWS)
 def test_a_row_is_one_line_of_strict_json_and_reads_back_equal(step, row, tmp_path_factory):
     line = encode_row(step, row)
@@ -73,6 +74,7 @@ def test_why_a_run_went_back_stays_in_its_record(tmp_path: Path):
         assert (told["step"], told["from_step"], told["ranks"]) == (start_step, 8, "2")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_going_on_reads_a_long_record_a_row_at_a_time(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"

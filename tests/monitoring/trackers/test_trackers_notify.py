@@ -256,6 +256,7 @@ def test_a_run_that_fails_says_so_and_the_address_is_in_no_file_and_no_line(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.daily("kill-rank 1 on ")
 @pytest.mark.parametrize(
     ("fault", "says"),
     [("raise", "[rank 1] "), ("kill", "rank 1 on ")],

@@ -15,6 +15,8 @@ import pytest
 from monitoring.trackers import wandb_program
 from support.wandb_server import KEY, Server, environment, offline_rows, run_id
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path):
@@ -38,7 +40,6 @@ def check_rows(rows: list[dict], last: int) -> None:
     }
 
 
-@pytest.mark.slow
 def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Server):
     (said,) = run(tmp_path / "trial-1", environment(tmp_path, server.url, **KEY))
     ((name, kept),) = server.runs().items()
@@ -53,7 +54,6 @@ def test_every_row_arrives_exactly_once_from_one_run(tmp_path: Path, server: Ser
     assert {item.name for item in tmp_path.iterdir()} <= {"trial-1", "server", ".cache"}
 
 
-@pytest.mark.slow
 def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: Server):
     folder = tmp_path / "trial-1"
     (said,) = run(folder, environment(tmp_path, server.url))
@@ -61,9 +61,10 @@ def test_offline_without_a_key_says_once_how_to_upload(tmp_path: Path, server: S
     assert not (server.folder / "requests.jsonl").exists()
     assert "no API key" in said
     assert re.search(r"wandb sync \S*/trial-1/wandb/offline-run-\S+$", said)
+    sync([said], environment(tmp_path, server.url, **KEY), tmp_path)
+    check_rows(server.rows(run_id(folder)), last=12)
 
 
-@pytest.mark.slow
 def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
     ours, theirs = pty.openpty()
     env = environment(tmp_path, "http://127.0.0.1:9")
@@ -78,7 +79,7 @@ def test_a_terminal_is_never_asked_for_a_key(tmp_path: Path):
     assert "W&B is offline (no API key for http://127.0.0.1:9)" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.daily("offline-auto-offline")
 @pytest.mark.parametrize(
     ("variable", "mode", "expected"),
     [
@@ -102,7 +103,7 @@ def test_wandb_mode_of_the_environment(tmp_path: Path, server: Server, variable,
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 14
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("key", "said"), [("short", "40"), ("wrong" * 8, "401")])
 def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, server: Server, key, said):
     if key == "short":
@@ -117,7 +118,6 @@ def test_a_key_in_netrc_is_found_and_a_bad_key_goes_offline(tmp_path: Path, serv
     check_rows(offline_rows(tmp_path / "trial-2"), last=12)
 
 
-@pytest.mark.slow
 def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     run(folder, env, ["kill"], last=12)  # wandb loses what it had not sent: here, all
@@ -130,7 +130,7 @@ def test_resume_after_a_kill_has_every_row_exactly_once(tmp_path: Path, server: 
     check_rows(server.rows(first_id), last=24)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_whose_evaluation_is_still_to_come_is_not_closed_by_a_stop(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     run(folder, env, ["close", 138], last=10)
@@ -150,8 +150,7 @@ def sync(said: list[str], env: dict[str, str], folder: Path) -> None:
     subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=300, check=True)
 
 
-@pytest.mark.daily("True")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("synced_between", [False, True])
 def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path, server, synced_between):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url)
@@ -170,7 +169,6 @@ def test_resume_offline_writes_new_rows_only_and_all_are_uploaded_once(tmp_path,
 
 
 @pytest.mark.daily("SIGSTOP")
-@pytest.mark.slow
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
 def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server: Server, signal_name: str):
     env = environment(tmp_path, server.url, **KEY)
@@ -189,7 +187,6 @@ def test_server_gone_in_mid_run_does_not_hold_up_the_end(tmp_path: Path, server:
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 36
 
 
-@pytest.mark.slow
 def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server):
     env = environment(tmp_path, server.url, **KEY)
     said = wandb_program.run(tmp_path / "trial-1", env, 0, ["rows", 1, 2, 0], ["core"], ["rows", 3, 12, 0])
@@ -199,7 +196,6 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server)
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14
 
 
-@pytest.mark.slow
 def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     shown = [["rows", 1, 4, 0], ["histograms", 4, [3, 0, 2]], ["rows", 5, 6, 0]]
@@ -211,7 +207,7 @@ def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: Server
     assert drawn[4]["gradients/w"] == histogram | {"values": [6, 0, 4]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     wandb_program.run(folder, env, 0, ["rows", 1, 5, 0], ["sample", 5], ["rows", 6, 7, 0])

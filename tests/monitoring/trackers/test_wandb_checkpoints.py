@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.wandb_server import KEY, Server, environment, run_id
 
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
 
 # Word by word: save STEP LOSS SEED, distrust STEP (later ones are set aside), back STEP, wait VERSIONS.
@@ -102,7 +103,6 @@ def check_nothing_was_uploaded(server: Server, run: Path) -> None:
         assert not any(path.read_bytes() in content for content in sent), path
 
 
-@pytest.mark.slow
 def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, server: Server):
     folder = tmp_path / "trial-1"
     kept = server.folder / "artifacts.json"
@@ -119,7 +119,7 @@ def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, se
     assert kept == {"step-00000020", "step-00000030", "step-00000040"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     kept = server.folder / "artifacts.json"
@@ -136,7 +136,7 @@ def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server:
     assert len(server.artifacts()) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_offline_they_are_uploaded_with_the_rows(tmp_path: Path, server: Server):
     folder = tmp_path / "runs" / "trial-1"
     folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_offline_they_are_uploaded_with_the_rows(tmp_path: Path, server: Server)
     assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: Server):
     (server.folder / "artifacts.json").write_text("no JSON")  # its every answer fails
     folder = tmp_path / "trial-1"

@@ -50,6 +50,7 @@ def told(said: str) -> list[str]:
     return [line for line in said.splitlines() if "W&B" in line and "MiB left" in line]
 
 
+@pytest.mark.daily("online")
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
 def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is_online: bool):
     env = environment(tmp_path, server.url, **(KEY if is_online else {}))
@@ -65,6 +66,7 @@ def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is
     assert losses(rows) == expected(410), "each row once, in order"
 
 
+@pytest.mark.nightly
 def test_it_is_full_from_the_start(tmp_path: Path, folder: Path, server: Server):
     (folder / "wandb" / "filler").write_bytes(bytes(12 * 2**20))
     env = environment(tmp_path, server.url, **KEY)

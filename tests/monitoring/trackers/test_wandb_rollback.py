@@ -7,6 +7,8 @@ import pytest
 from monitoring.trackers.wandb_program import run
 from support.wandb_server import KEY, Server, environment, run_id
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path):
@@ -34,7 +36,6 @@ WORDS = [["rows", 1, 12, 0], ["back", 8, 12], ["rows", 9, 15, 1], ["back", 6, 15
 EXPECTED = stretch(1, 12, 0, 0) + stretch(9, 15, 1, 1) + stretch(7, 16, 2, 2)
 
 
-@pytest.mark.slow
 def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Server):
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
     run(folder, env, 0, *WORDS)
@@ -51,7 +52,7 @@ def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Ser
     assert summary["train/accuracy"] == pytest.approx({"max": 20 / 99, "last": 20 / 99})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_after_a_rollback_the_record_fills_it_up(tmp_path: Path, server: Server):
     """What the rollbacks gave up is there as far as it had arrived."""
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
@@ -63,7 +64,7 @@ def test_killed_after_a_rollback_the_record_fills_it_up(tmp_path: Path, server: 
     assert all(row in EXPECTED for row in rows[6:-12])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_before_the_next_checkpoint_goes_back_again(tmp_path: Path, server: Server):
     """The checkpoint does not know of the rollback: what came after it comes again and counts once."""
     folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)

@@ -102,6 +102,7 @@ def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path)
         assert [row["_step"] for row in server.rows("my-id")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_empty_variables_are_none(tmp_path):
     folder = tmp_path / "trial-1"
@@ -112,6 +113,7 @@ def test_empty_variables_are_none(tmp_path):
     assert len(run_id(folder)) == 8
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_files_lie_where_wandb_dir_says_and_a_resume_finds_them(tmp_path):
     folder, elsewhere = tmp_path / "trial-1", tmp_path / "large" / "disk"
