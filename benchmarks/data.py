@@ -2,7 +2,7 @@
 
 First preparing against the bare tokeniser with all texts in memory. Then data_loader.py: the loader against
 nanoGPT's and `datasets` with torch's; and what the default run waits for data. About ten minutes on two
-cores; the exit code says whether every target was reached.
+cores.
 
 The texts are every Python file of this interpreter and its packages, each once: nothing is repeated that a
 tokeniser's cache could know from before. Preparing starts from files and an empty cache: it finds, hashes,
@@ -24,18 +24,19 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import Claim, machine, new_console, print_claims, print_table, write_json
+from report import machine, new_console, print_table, write_json
 from workload import REPOSITORY
 
 VOCAB_SIZE = 32_000
 TRAINING_CHARACTERS = 30_000_000  # of text for the tokenizer; about 10 s
 RAW = "tokenizers, texts in memory"
-WANTED = {"prepare, jsonl": 0.9, "prepare, text": 0.9}  # of the bare tokeniser's rate
-WAIT_STEPS, LONGEST_WAIT = 20, 0.01  # steps of the default run, and of a step what it may wait for data
+PREPARATIONS = ["prepare, jsonl", "prepare, text"]
+WAIT_STEPS = 20  # of the default run
 
 
 def python_texts() -> Iterator[str]:
@@ -124,11 +125,11 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
     tokenizer, cache = folder / "bpe.json", folder / "cache"
     tokenizer.write_text(train_tokenizer(learned, VOCAB_SIZE).backend_tokenizer.to_str(), "utf-8")
     prepare_seconds(jsonl, tokenizer, cache)  # imports, and files into the page cache
-    found: dict[str, list[float]] = {name: [] for name in (RAW, *WANTED)}
+    found: dict[str, list[float]] = {name: [] for name in (RAW, *PREPARATIONS)}
     for turn in range(arguments.prepare_rounds):
         first = raw_seconds(tokenizer, texts)
         counts = set()
-        for name in [*WANTED][:: 1 if turn % 2 == 0 else -1]:
+        for name in PREPARATIONS[:: 1 if turn % 2 == 0 else -1]:
             source = jsonl if name.endswith("jsonl") else files
             seconds, tokens = prepare_seconds(source, tokenizer, cache)
             counts.add(tokens)
@@ -136,15 +137,6 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
         assert len(counts) == 1, f"not the same tokens from every format: {counts}"
         found[RAW].append(2 * megabytes_of(texts) / (first + raw_seconds(tokenizer, texts)))
     return found
-
-
-def prepare_claims(speeds: dict[str, list[float]]) -> list[Claim]:
-    """Return what preparing must reach of the bare tokeniser's rate, round by round."""
-    claims = []
-    for name, wanted in WANTED.items():
-        ratio = median(own / raw for own, raw in zip(speeds[name], speeds[RAW], strict=True))
-        claims.append(Claim.of("preparing", (f"{name}, over {RAW}", ratio, ">=", wanted)))
-    return claims
 
 
 def measure_wait(folder: Path) -> dict[str, float]:
@@ -168,22 +160,22 @@ def measure_wait(folder: Path) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main() -> None:
     arguments = parse_arguments()
     console, about = new_console(), machine()
     logging.getLogger("pipeline").setLevel(logging.WARNING)
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     results: dict[str, Any] = {"machine": about, "command": sys.argv[1:]}
-    claims: list[Claim] = []
     if arguments.prepare_rounds:
         with tempfile.TemporaryDirectory(prefix="data-prepare-", dir=arguments.folder) as folder:
             speeds = measure_prepare(arguments, Path(folder))
         results["prepare_megabytes_per_second"] = speeds
-        lines = [[name, f"{median(rounds):.2f}"] for name, rounds in speeds.items()]
-        print_table(
-            console, f"text into tokens: {arguments.megabytes:g} MB of Python", ["participant", "MB/s"], lines
-        )
-        claims += prepare_claims(speeds)
+        lines = [
+            [name, f"{median(rounds):.2f}", f"{median(map(truediv, rounds, speeds[RAW])):.2f}"]
+            for name, rounds in speeds.items()
+        ]
+        title = f"text into tokens: {arguments.megabytes:g} MB of Python"
+        print_table(console, title, ["participant", "MB/s", f"over {RAW}"], lines)
     if arguments.loader_rounds:
         # After the rest: this needs torch, which the processes that tokenise would import along with it.
         import data_loader
@@ -192,17 +184,12 @@ def main() -> int:
             rates = data_loader.measure(Path(folder), arguments.loader_megabytes, arguments.loader_rounds)
         results["loader_tokens_per_second"] = rates
         data_loader.print_rates(console, rates)
-        claims += data_loader.claims_of(rates)
     if arguments.wait:
         with tempfile.TemporaryDirectory(prefix="data-wait-", dir=arguments.folder) as folder:
             results["default_run"] = found = measure_wait(Path(folder))
         share = found["wait_seconds"] / found["step_seconds"]
-        what = "share of a step that waits for data"
-        claims.append(Claim.of("default run", (what, share, "<=", LONGEST_WAIT)))
-    print_claims(console, claims)
-    results["claims"] = [vars(claim) for claim in claims]
+        print(f"a step of the default run waits for data {share:.2%} of its time")
     write_json(arguments.output, results)
-    return 0 if all(claim.holds for claim in claims) else 1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -219,4 +206,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

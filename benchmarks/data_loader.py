@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import Claim, print_table
+from report import print_table
 from rich.console import Console
 
 from pipeline.data.batches import collate_items
@@ -29,7 +29,6 @@ LENGTH, BATCH = 1024, 32
 DOCUMENT, END = 1000, 50_000  # tokens of a document, end included; id of its last one
 BURST_SECONDS = 0.5
 OURS, APART = "ours", "ours, documents apart"
-LEAST_RATE = 100e6
 
 
 def write_tokens(path: Path, num_tokens: int) -> Path:
@@ -135,11 +134,3 @@ def print_rates(console: Console, rates: dict[str, list[float]]) -> None:
         lines.append([name, f"{median(rounds) / 1e6:,.1f}", ratio])
     columns = ["participant", "million tokens/s", f"{APART} / it  (min-max)"]
     print_table(console, "one process, no workers", columns, lines)
-
-
-def claims_of(rates: dict[str, list[float]]) -> list[Claim]:
-    """Return what the pipeline's loader must reach, whether documents are kept apart or not."""
-    medians = {name: median(rates[name]) for name in (OURS, APART)}
-    return [
-        Claim.of("loader", (f"tokens/s, {name}", rate, ">=", LEAST_RATE)) for name, rate in medians.items()
-    ]

@@ -1,4 +1,4 @@
-"""What was measured, as ratios round by round, tables and claims, and the machine it was measured on."""
+"""What was measured, as ratios round by round, tables, and the machine it was measured on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,22 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from workload import FULL
-
-# Smallest ratio of tokens per second, ours over the Trainer, by model; on a GPU one for all.
-OVER_TRAINER = {"default": 1.35, "llama-50k": 1.7}
-OVER_TRAINER_PLAIN = {"default": 1.35, "llama-50k": 2.0}
-OVER_TRAINER_ADAPTER = {"llama-50k": 1.3}
-OVER_TRAINER_ON_GPU, OVER_COMPILED_ON_GPU = 1.5, 1.1
-# Smallest tokens per second of one H200; all weights with packed rows.
-RATE_ON_GPU = {"gpt2-124m": 5e5, "llama-1b": 6e4, "llama-8b": 1e4}
-RATE_OF_ADAPTER_ON_GPU = {"llama-8b": 1.54e4}
-# Largest ratios, ours over the Trainer: peak memory by model, time to the first step.
-MEMORY, FIRST_STEP = {"llama-50k": 0.5}, 0.8
-ADAPTER_STEP = 0.75  # largest time of an adapter's step over one of all weights
-PACKED, PACKED_LENGTH = 1.05, 4096  # largest time of packed rows over unpacked ones, from this length on
-
-Measured = tuple[str, float, str, float]
-"""(what, measured, `>=` or `<=`, wanted)"""
 
 
 @dataclass(frozen=True)
@@ -87,23 +70,6 @@ class Row:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What is claimed of one group, and what was measured."""
-
-    what: str
-    group: str
-    measured: float
-    wanted: str
-    holds: bool
-
-    @staticmethod
-    def of(group: str, measured: Measured) -> Claim:
-        what, value, sign, wanted = measured
-        holds = value >= wanted if sign == ">=" else value <= wanted
-        return Claim(what, group, value, f"{sign} {wanted:g}", holds)
-
-
 def append_line(path: Path | None, record: dict[str, Any]) -> None:
     """Append a line of JSON that is on the disk when this returns: a kill afterwards loses nothing of it."""
     if path is None:
@@ -139,60 +105,6 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
         for peer in rows
         if ours.peer == "ours" != peer.peer and peer.group == ours.group
     ]
-
-
-def claims_of(rows: list[Row], on_gpu: bool) -> list[Claim]:
-    """Return what ours must be beside its peers; ratios are medians over rounds."""
-    return [
-        Claim.of(
-            f"{ours.model}, {ours.rows}, {ours.precision}, {ours.ranks} rank{'s' * (ours.ranks > 1)}"
-            + ", adapter" * ours.adapter,
-            measured,
-        )
-        for ours in rows
-        if ours.peer == "ours"
-        for measured in _measured_of(ours, rows, on_gpu)
-    ]
-
-
-def _measured_of(ours: Row, rows: list[Row], on_gpu: bool) -> Iterator[Measured]:
-    for peer in (row for row in rows if row.group == ours.group and row.peer != "ours"):
-        pair = f"{ours.name} over {peer.name}"
-        if (least := least_ratio(ours, peer, on_gpu)) is not None:
-            yield f"tokens/s, {pair}", compare(ours, peer)["median"], ">=", least
-        if peer.peer == FULL:
-            yield f"time of a step, {pair}", compare(peer, ours)["median"], "<=", ADAPTER_STEP
-        if peer.peer == "trainer" and not ours.adapter:
-            if ours.model in MEMORY:
-                memory = ours.peak_memory_gib / peer.peak_memory_gib
-                yield f"peak memory, {pair}", memory, "<=", MEMORY[ours.model]
-            first = ours.first_step_seconds / peer.first_step_seconds
-            yield f"first step, {pair}", first, "<=", FIRST_STEP
-    if ours.rows == "packed" and ours.sequence_length >= PACKED_LENGTH:
-        for other in rows:
-            is_same = other.name == ours.name and other.micro_batch_size == ours.micro_batch_size
-            if is_same and other.group == (ours.model, "unpacked", *ours.group[2:]):
-                slower = other.tokens_per_second / ours.tokens_per_second
-                yield f"time, packed rows over unpacked, {ours.name}", slower, "<=", PACKED
-    wanted = RATE_OF_ADAPTER_ON_GPU if ours.adapter else RATE_ON_GPU
-    if on_gpu and ours.model in wanted and (ours.adapter or ours.rows == "packed"):
-        rate = ours.tokens_per_second / ours.ranks
-        yield f"tokens/s a GPU, {ours.name}", rate, ">=", wanted[ours.model]
-
-
-def least_ratio(ours: Row, peer: Row, on_gpu: bool) -> float | None:
-    """Return the smallest ratio of tokens per second that is claimed; None if nothing is."""
-    if peer.peer.endswith("+our-loss"):
-        return 1.0
-    if peer.peer == "pytorch-compiled":
-        return OVER_COMPILED_ON_GPU if on_gpu else None
-    if peer.peer != "trainer":
-        return None
-    if on_gpu:
-        return OVER_TRAINER_ON_GPU
-    if ours.adapter:
-        return OVER_TRAINER_ADAPTER.get(ours.model)
-    return (OVER_TRAINER_PLAIN if ours.split == "plain" else OVER_TRAINER).get(ours.model)
 
 
 def disagreement(rows: list[Row]) -> float:
@@ -241,16 +153,6 @@ def print_rows(console: Console, rows: list[Row], title: str) -> None:
         )
     columns = ["tokens/s", "ours / it  (min-max)", "peak GiB", "first step s", "loss", "MFU"]
     print_table(console, title, ["participant", *columns], lines)
-
-
-def print_claims(console: Console, claims: list[Claim]) -> None:
-    """Print what was claimed, and whether it holds."""
-    answers = {True: "holds", False: "does not hold"}
-    lines = [
-        [each.what, each.group, f"{each.measured:.4g}", each.wanted, answers[each.holds]] for each in claims
-    ]
-    title = "claims (ratios: medians, round by round)"
-    print_table(console, title, ["claim", "of", "measured", "wanted", ""], lines)
 
 
 def device_name() -> str:

@@ -2,8 +2,7 @@
 
 The pipeline's loop, bare PyTorch and DeepSpeed loops (as they come, given our loss, compiled) and the Hugging
 Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON;
-with --adapter all train LoRA, the peers by peft. All step in turn, in short bursts: drift hits all. The last
-table says which claims hold.
+with --adapter all train LoRA, the peers by peft. All step in turn, in short bursts: drift hits all.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from processes import Participant, ParticipantError, Task
 from report import (
     Row,
     append_line,
-    claims_of,
     disagreement,
     machine,
     new_console,
-    print_claims,
     print_rows,
     ratios,
     write_json,
 )
 from workload import DRAW_ON_DEVICE, FP8, FULL, JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
-
-from pipeline.distributed.accelerator import choose_accelerator
 
 # (plain PyTorch or not, with an adapter or not) -> peers by default. peft's wrapper would have to make logits
 # for our loss.
@@ -190,7 +185,6 @@ class Benchmark:
 
 def main() -> int:
     arguments = parse_arguments()
-    on_gpu = choose_accelerator() == "cuda"
     console, about = new_console(), machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
@@ -207,11 +201,9 @@ def main() -> int:
             rows += part
     except KeyboardInterrupt:
         benchmark.fail("interrupted", "interrupted: what follows was not measured")
-    claims = claims_of(rows, on_gpu)
-    print_claims(console, claims)
     results = {"machine": about, "command": sys.argv[1:], "failures": benchmark.failures}
     results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
-    write_json(arguments.output, results | {"claims": [vars(claim) for claim in claims]})
+    write_json(arguments.output, results)
     return 1 if benchmark.failures else 0
 
 

@@ -50,10 +50,6 @@ def test_all_participants_train_the_same_adapter(tmp_path):
     assert set(losses) == peers
     assert max(losses.values()) - min(losses.values()) < 1e-4 * min(losses.values())
     assert max(full) < 0.99 * min(losses.values())
-    assert {claim["what"] for claim in results["claims"]} == {
-        "time of a step, ours over ours-full",
-        "time of a step, ours stage 2 over ours-full stage 2",
-    }
     flops = {row["name"]: row["flops_per_token"] for row in results["participants"]}
     assert flops["ours"] == flops["trainer"] < 0.75 * flops["ours-full"]
 
@@ -74,12 +70,6 @@ def test_all_participants_train_the_same_model(tmp_path):
     }
     assert {(pair["ours"], pair["peer"]) for pair in results["ratios"]} == pairs
     assert {row["name"] for row in results["participants"]} == {name for pair in pairs for name in pair}
-    assert {claim["what"] for claim in results["claims"]} == {
-        "tokens/s, ours over pytorch+our-loss",
-        "tokens/s, ours stage 2 over deepspeed+our-loss stage 2",
-        "first step, ours over trainer",
-        "first step, ours stage 2 over trainer stage 2",
-    }
     records = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert sum("burst" in record for record in records) == 2 * len(losses)
     assert [record for record in records if "loss" in record] == results["participants"]
@@ -167,13 +157,3 @@ def test_a_failure_is_on_the_disk_when_it_happens(tmp_path, capsys):
     benchmark.fail("trainer", "trainer, rank 0: died")
     assert json.loads(file.read_text()) == {"failed": "trainer", "why": "trainer, rank 0: died"}
     assert "rank 0: died" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
-def test_a_shipped_split_has_no_auto_that_the_trainer_cannot_fill(file):
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    filled = HfTrainerDeepSpeedConfig.trainer_config_process.__code__.co_consts
-    filled += HfTrainerDeepSpeedConfig.trainer_config_finalize.__code__.co_consts
-    zero = json.loads(file.read_text()).get("zero_optimization", {})
-    assert {f"zero_optimization.{key}" for key in zero if zero[key] == "auto"} <= {*filled}

@@ -1,4 +1,4 @@
-"""The checkpoint benchmark runs, on a tiny model, writing down every number; claims are not judged."""
+"""The checkpoint benchmark runs, on a tiny model, writing down every number."""
 
 from __future__ import annotations
 
@@ -43,5 +43,3 @@ def test_what_a_save_costs_is_measured_beside_the_peers(group, names, tmp_path):
     assert ours["num_bytes"] > 12 * 35_000
     if group != "plain-1":
         assert ours["num_bytes"] < min(saver["num_bytes"] for saver in peers)
-    assert len(results["claims"]) == 4
-    assert all(claim["group"] == group for claim in results["claims"])

@@ -1,4 +1,4 @@
-"""The data benchmark runs, on little data, and writes every number down; targets may be missed."""
+"""The data benchmark runs, on little data, and writes every number down."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def test_preparing_and_loading_are_measured_beside_the_peers(tmp_path):
     rounds = ["--prepare-rounds", "2", "--loader-rounds", "2", "--no-wait"]
     command = [sys.executable, DATA, *sizes, *rounds, "--folder", tmp_path, "--output", output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
     results = json.loads(output.read_text())
-    holds = [claim["holds"] for claim in results["claims"]]
-    assert len(holds) == 4
-    assert done.returncode == (0 if all(holds) else 1), done.stderr + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     prepared, loaded = results["prepare_megabytes_per_second"], results["loader_tokens_per_second"]
     assert len(prepared) == 3
