@@ -35,13 +35,10 @@ def judged(job, name, split, precision, options=None):
     return {**verdict, **trained.facts}
 
 
-@pytest.mark.daily("llama packed, lora-3-fp32", "llama packed-2-bf16")
 @pytest.mark.parametrize(
     ("name", "split", "precision"),
     [
-        ("gpt2", "plain", "fp32"),
         ("llama packed, lora", "3", "fp32"),
-        ("gpt2 packed", "3", "bf16"),
         ("llama packed", "2", "bf16"),
     ],
 )
@@ -131,11 +128,10 @@ def test_host_waits_are_counted_and_warnings_are_then_as_before():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [["--precision", "fp32"], ["--tiny"]], ids=["fp32", "tiny bf16"])
-def test_all_curves_hold(options, tmp_path):
+def test_all_curves_hold(tmp_path):
     output = tmp_path / "curves.jsonl"
     done = subprocess.run(
-        [sys.executable, f"{FOLDER}/gpu_curve.py", "--output", str(output), *options],
+        [sys.executable, f"{FOLDER}/gpu_curve.py", "--output", str(output), "--precision", "fp32"],
         capture_output=True,
         text=True,
         env=os.environ | {"DS_ACCELERATOR": "cpu"},

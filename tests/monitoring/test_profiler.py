@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from monitoring.test_rows import ALONE, Engine
-from support.launch import ROOT, launch, numbers, run_directories, write_recipe
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.distributed.ranks import Ranks
@@ -152,13 +151,6 @@ def test_a_step_that_comes_again_begins_no_second_profile(tmp_path):
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_steps_that_are_done_are_not_profiled(tmp_path):
-    run(tmp_path / "run", stop_at=5)
-    assert told(run(tmp_path / "run", start_step=2, num_steps=2)) == []
-
-
 @pytest.mark.slow
 def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
     (tmp_path / "run").mkdir()
@@ -194,24 +186,6 @@ def test_the_most_expensive_operators_are_told_with_their_shares():
 
     rows = [Row("a", 10), Row("b", 60), Row("c", 30), Row("d", 0)]
     assert most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_of_two_ranks_the_first_profiles_and_no_number_changes(tmp_path):
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json"), "ds.bf16.enabled=false"]
-    texts = f"data.paths=[{whole / 'texts'}]"
-    assert launch("--config", str(write_recipe(whole)), *split, ranks=2).returncode == 0
-    recipe = write_recipe(tmp_path, profile={"start_step": 3, "num_steps": 2})
-    result = launch("--config", str(recipe), texts, *split, ranks=2)
-    assert result.returncode == 0, result.stderr
-    (run,), (before,) = run_directories(tmp_path), run_directories(whole)
-    assert [row for row in numbers(run) if "event" not in row] == numbers(before)
-    written = {path.name for path in (run / FOLDER).iterdir()}
-    assert written == {"operators.txt", "trace-rank0-step3.json.gz"}
-    assert "profiled steps 3 to 4" in result.stderr
 
 
 def test_other_ranks_do_not_profile(tmp_path):

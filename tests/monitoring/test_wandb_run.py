@@ -51,33 +51,6 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
         assert of_record(silent) == of_record(run), "writing changes no curve"
 
 
-GOES_BACK = """
-import sys
-from support.poisoned import ALONE, BATCH, train
-
-watch = {"on_spike": "rollback", "rollback_steps": 4}
-checkpoint = {"every": 10, "keep_last": 9}
-train(ALONE, None, sys.argv[1], {40 * BATCH: 1e4}, watch=watch, checkpoint=checkpoint, wandb={"mode": "auto"})
-"""
-
-
-@pytest.mark.nightly
-def test_a_run_that_goes_back_shows_what_it_gave_up(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    with Server(tmp_path / "server") as server:
-        faults = {"PYTHONPATH": str(ROOT / "tests"), **online(server.url)}
-        (tmp_path / "back.py").write_text(GOES_BACK)
-        result = run_python(str(tmp_path / "back.py"), str(run), **faults)
-    assert result.returncode == 0, result.stderr
-    ((run_id, kept),) = server.runs().items()
-    assert of_server(server.rows(run_id)) == of_record(run)
-    rewinds = [row.get("rewinds", 0) for row in server.rows(run_id)]
-    assert rewinds == sorted(rewinds)
-    assert set(rewinds) == {0, 1}
-    assert "rollback" in [title for title, _, _ in kept["alerts"]]
-
-
 @pytest.mark.nightly
 def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
     recipe = write_recipe(tmp_path, **DIGITS, max_steps=3, wandb={"mode": "auto"})

@@ -292,6 +292,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 def test_only_memory_that_grows_steadily_is_told_of(name):
     times, gib = MEMORY[name]

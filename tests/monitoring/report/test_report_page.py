@@ -104,6 +104,7 @@ def test_last_and_best_values(make_run):
     assert lost["figures"]["train/loss"] == "inf at step 1"
 
 
+@pytest.mark.slow
 def test_the_page_of_many_rows_and_columns_is_bounded(make_run):
     rng = np.random.default_rng(0)
     lines = [

@@ -49,30 +49,6 @@ def build(run_dir: Path, config: RunConfig, **how) -> Trackers:
     return build_trackers(config, run_dir=run_dir, **given)
 
 
-def test_what_happened_is_logged_once_and_handed_to_every_sink(caplog):
-    caplog.set_level("INFO", logger="pipeline")
-    trackers = [Recorder(), Recorder()]
-    events = [
-        Event("loss_spike", "the loss is 9", "look at the data"),
-        Event("skip", "left out", level="info"),
-    ]
-    for step, event in enumerate(events):
-        Trackers(trackers).tell(step, event)
-    assert trackers[0].events == trackers[1].events == list(enumerate(events))
-    assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", "loss_spike: step 0: the loss is 9; look at the data"),
-        ("INFO", "left out"),
-    ]
-
-
-def test_a_rank_without_sinks_says_no_error_of_what_all_ranks_know(caplog):
-    """Errors of any rank come to the console."""
-    Trackers().tell(3, Event("corruption", "bits differ", level="error"))
-    assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", "corruption: step 3: bits differ")
-    ]
-
-
 def test_exit_code_is_0_normally_and_1_after_an_exception():
     first, second = Recorder(), Recorder()
     with Trackers([first]) as trackers:

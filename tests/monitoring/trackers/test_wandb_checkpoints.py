@@ -58,12 +58,6 @@ PROGRAM = """
 """
 
 
-@pytest.fixture
-def server(tmp_path: Path):
-    with Server(tmp_path / "server") as server:
-        yield server
-
-
 def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path = Path("none")) -> str:
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     command = [*program, str(folder), str(start), json.dumps(words), str(kept)]

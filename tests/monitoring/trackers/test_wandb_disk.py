@@ -19,12 +19,6 @@ pytestmark = [
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "server") as server:
-        yield server
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A run directory whose `wandb` is a disk of 16 MiB."""
     folder = tmp_path / "trial-1"

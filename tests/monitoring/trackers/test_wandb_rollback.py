@@ -10,12 +10,6 @@ from support.wandb_server import KEY, Server, environment, run_id
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def server(tmp_path: Path):
-    with Server(tmp_path / "server") as server:
-        yield server
-
-
 def told(rows: list[dict]) -> list[tuple]:
     assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})
     for row in rows:
@@ -50,18 +44,6 @@ def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Ser
     assert summary["train/loss"] == pytest.approx({"min": 1 / 7, "last": 2 + 20 / 7})
     assert summary["eval/loss"] == pytest.approx({"min": 5 / 9, "last": 2 + 20 / 9})
     assert summary["train/accuracy"] == pytest.approx({"max": 20 / 99, "last": 20 / 99})
-
-
-@pytest.mark.nightly
-def test_killed_after_a_rollback_the_record_fills_it_up(tmp_path: Path, server: Server):
-    """What the rollbacks gave up is there as far as it had arrived."""
-    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
-    run(folder, env, 0, *WORDS, ["kill"])
-    run(folder, env, 14, ["rows", 15, 18, 2])
-    rows = told(server.rows(run_id(folder)))
-    assert rows[:6] == stretch(1, 6, 0, 0)
-    assert rows[-12:] == stretch(7, 18, 2, 2)
-    assert all(row in EXPECTED for row in rows[6:-12])
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from monitoring.trackers.wandb_program import run
-from support.wandb_server import KEY, Server, environment, offline_rows, run_id
+from support.wandb_server import KEY, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
 from pipeline.monitoring.trackers.weights_and_biases import run_arguments
@@ -85,21 +85,20 @@ def test_a_variable_stands_for_what_the_recipe_leaves_out(
 
 
 @pytest.mark.slow
-def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path):
+def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path, server):
     folder = tmp_path / "trial-1"
-    with Server(tmp_path / "server") as server:
-        env = environment(tmp_path, server.url, **KEY, **ALL, WANDB_RUN_ID="my-id", WANDB_RESUME="never")
-        (said,) = start(folder, env)
-        assert said.startswith("LOG W&B run: ")
-        ((name, kept),) = server.runs().items()
-        assert name == run_id(folder) == "my-id"
-        assert (kept["project"], kept["displayName"], kept["groupName"]) == ("theirs", "a name", "ablation")
-        assert kept["tags"] == ["one", "two"]
-        other = env | {"WANDB_RUN_ID": "another"}
-        said = start(folder, other, 3)
-        assert said[0] == "LOG W&B: this run goes on under its own id my-id, not under WANDB_RUN_ID"
-        assert list(server.runs()) == ["my-id"]
-        assert [row["_step"] for row in server.rows("my-id")] == [1, 2, 3, 4, 5, 6]
+    env = environment(tmp_path, server.url, **KEY, **ALL, WANDB_RUN_ID="my-id", WANDB_RESUME="never")
+    (said,) = start(folder, env)
+    assert said.startswith("LOG W&B run: ")
+    ((name, kept),) = server.runs().items()
+    assert name == run_id(folder) == "my-id"
+    assert (kept["project"], kept["displayName"], kept["groupName"]) == ("theirs", "a name", "ablation")
+    assert kept["tags"] == ["one", "two"]
+    other = env | {"WANDB_RUN_ID": "another"}
+    said = start(folder, other, 3)
+    assert said[0] == "LOG W&B: this run goes on under its own id my-id, not under WANDB_RUN_ID"
+    assert list(server.runs()) == ["my-id"]
+    assert [row["_step"] for row in server.rows("my-id")] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.nightly
