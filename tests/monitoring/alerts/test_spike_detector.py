@@ -22,6 +22,12 @@ from pipeline.monitoring.alerts.rules import (
 # recipes, WSD, restarted and triangular rates, batches of 1 to 4 rows, noisy labels, preferences, a few
 # targets a batch, several sources, rates near instability, and models that learn by heart.
 CURVES = dict(np.load(Path(__file__).with_name("curves.npz")))
+FAST_LEARNERS = [
+    "recipe digits_cnn",
+    "digits cnn lr0.001 b64 warm20",
+    "digits cnn lr0.001 b256 warm1",
+    "digits mlp wsd",
+]
 STEPS = np.arange(10_000)
 FALLING = 2.0 + 8.0 * np.exp(-STEPS / 60) + 1.5 * np.exp(-STEPS / 1500)
 RISING = 0.8 + 2.0 * (1 - np.exp(-STEPS / 150))
@@ -73,6 +79,19 @@ def test_no_step_of_a_real_run_is_a_spike(name):
     losses, norms = np.exp(CURVES[name] / 1000)
     assert spikes(SpikeDetector(LOSS), losses) == []
     assert spikes(SpikeDetector(GRADIENT_NORM), norms) == []
+
+
+@pytest.mark.parametrize("name", FAST_LEARNERS)
+def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
+    losses = np.exp(CURVES[name][0, :300] / 1000)
+    band = SpikeDetector(LOSS)
+    told = []
+    for step, loss in enumerate(losses.tolist(), 1):
+        if step >= 20 and losses[step - 9 : step - 1].max() < 0.6 * losses[0]:
+            told.append(losses[0] > band.limit)
+        band.add(loss)
+    assert len(told) > 200
+    assert all(told)
 
 
 @pytest.mark.slow
@@ -131,6 +150,19 @@ def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
         level, floor = np.median(values[at - 5 : at]), 0.26 * np.median(values[:LEAST])
         for height in (values[0], max(level * math.exp(deviations * 0.06), floor)):
             assert spikes(SpikeDetector(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
+
+
+@pytest.mark.parametrize("name", ["small batches", "narrow"])
+def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(name):
+    band, told = SpikeDetector(LOSS), []
+    deviation = {"small batches": 0.12, "narrow": 0.05}[name]
+    values = 2.0 * np.exp(np.random.default_rng(3).normal(0, deviation, 1000))
+    for step, value in enumerate(values.tolist(), 1):
+        if step >= 20:
+            told.append(2.0 * math.exp(10 * deviation) > band.limit)
+        band.add(value)
+    assert np.mean(told[30:]) > 0.97
+    assert np.mean(told[:30]) > 0.8
 
 
 def test_a_small_loss_may_rise_far_below_the_first_losses():
