@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from pipeline.config.schema import RunConfig
 
@@ -56,6 +55,11 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def room_of(module: str) -> str:
     """Return the room of `pipeline.room.module`."""
     name = module.split(".")[1] if "." in module else ""
@@ -67,13 +71,14 @@ def is_in(path: Path, places: list[str]) -> bool:
     return any(name == place or name.startswith(f"{place}/") for place in places)
 
 
+@cache
 def imports(path: Path, top_level_only: bool = False) -> list[tuple[int, str]]:
     """Return (line, module) of every import, but for those of type checking."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     guarded = {
         id(node)
         for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
     nodes = tree.body if top_level_only else ast.walk(tree)
@@ -130,21 +135,19 @@ def test_every_room_is_in_the_list_and_the_root_is_small():
     assert len(modules) <= MOST_AT_THE_ROOT, sorted(modules)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_imports_only_rooms_before_it(path):
-    module = module_of(path)
-    if module == "pipeline":  # the face: what it offers is imported when it is asked for
-        assert {imported for _, imported in imports(path)} <= LAZY
-        return
-    if module == "pipeline.__main__":  # the commands' own entry
-        return
-    room = room_of(module)
-    for line, imported in imports(path):
-        if not imported.startswith("pipeline."):
-            continue
-        other = room_of(imported)
-        assert ROOMS.index(other) <= ROOMS.index(room), f"{path}:{line}: {room} may not import {other}"
-        assert {room, other} != APART, f"{path}:{line}: {room} and {other} do not know each other"
+def test_what_the_face_offers_is_imported_when_it_is_asked_for():
+    assert {imported for _, imported in imports(MODULES["pipeline"])} <= LAZY
+
+
+def test_a_room_imports_only_rooms_before_it():
+    for module in MODULES.keys() - {"pipeline", "pipeline.__main__"}:  # that imports every command
+        room, path = room_of(module), MODULES[module]
+        for line, imported in imports(path):
+            if not imported.startswith("pipeline."):
+                continue
+            other = room_of(imported)
+            assert ROOMS.index(other) <= ROOMS.index(room), f"{path}:{line}: {room} may not import {other}"
+            assert {room, other} != APART, f"{path}:{line}: {room} and {other} do not know each other"
 
 
 def test_no_import_circle():
@@ -153,33 +156,25 @@ def test_no_import_circle():
     assert not circle, " imports ".join(circle)
 
 
-@pytest.mark.parametrize(
-    ("graph", "circle"),
-    [
-        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, []),
-        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
-    ],
-)
-def test_a_circle_is_found(graph, circle):
-    assert find_circle(graph) == circle
+def test_libraries_are_imported_in_one_place():
+    for path in FILES:
+        for line, module in imports(path):
+            places = IMPORTERS.get(module.split(".")[0])
+            assert places is None or is_in(path, places), f"{path}:{line}: {module} belongs in {places}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_libraries_are_imported_in_one_place(path):
-    for line, module in imports(path):
-        places = IMPORTERS.get(module.split(".")[0])
-        assert places is None or is_in(path, places), f"{path}:{line}: {module} belongs in {places}"
-    if is_in(path, WITHOUT_TORCH):
-        for line, module in imports(path, top_level_only=True):
-            assert module.split(".")[0] not in ("torch", "transformers"), (
-                f"{path}:{line}: {module} is slow to load"
-            )
+def test_what_needs_no_torch_does_not_load_it():
+    for path in FILES:
+        if is_in(path, WITHOUT_TORCH):
+            for line, module in imports(path, top_level_only=True):
+                library = module.split(".")[0]
+                assert library not in ("torch", "transformers"), f"{path}:{line}: {module} is slow to load"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_module_says_what_it_is_for(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body
+def test_every_module_says_what_it_is_for():
+    for path in FILES:
+        tree = tree_of(path)
+        assert ast.get_docstring(tree) or path.name == "__init__.py" or not tree.body, path
 
 
 def asked_by_kind(tree: ast.Module) -> list[str]:
@@ -204,23 +199,11 @@ def asked_by_kind(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_sections_of_the_recipe_answer_for_themselves(path):
+def test_sections_of_the_recipe_answer_for_themselves():
     """A kind is asked as `config.model.language_model`, which mypy narrows, not by class or by string."""
-    if room_of(module_of(path)) != "config":
-        assert not asked_by_kind(ast.parse(path.read_text()))
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
-        ("from pipeline.config.schema import A as B\nisinstance(x, B | C)", ["isinstance(x, B | C)"]),
-        ("getattr(own.config.data, 'paths', None)", ["getattr(own.config.data, 'paths', None)"]),
-        ("getattr(model.config, 'layers', None); isinstance(x, int); getattr(config.data, name)", []),
-    ],
-)
-def test_a_question_by_class_or_string_is_found(code, found):
-    assert asked_by_kind(ast.parse(code)) == found
+    for module, path in MODULES.items():
+        if room_of(module) != "config":
+            assert not asked_by_kind(tree_of(path)), path
 
 
 def test_no_two_files_of_tests_have_one_name():
@@ -236,7 +219,7 @@ def test_nothing_in_launch_shadows_a_package():
 
 
 def test_the_loop_decides_when_and_nothing_else():
-    tree = ast.parse((PACKAGE / "training" / "loop.py").read_text())
+    tree = tree_of(PACKAGE / "training" / "loop.py")
     loop = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
     text = ast.unparse(loop)
     for word in ("deepspeed", "rank ==", ".item()", "try:", "print("):
@@ -267,27 +250,20 @@ def check_place(place: str, name: str) -> None:
     assert name in names, f"{place} has no {name}"
 
 
-@pytest.mark.parametrize("row", WHERE, ids=lambda row: row.split("|")[1].strip())
-def test_a_newcomer_finds_where_a_new_thing_goes(row):
-    places = re.findall(r"`([\w./]+/[\w./]*)(?::(\w+))?`", row)
-    assert places, "a place"
-    for place, name in places:
-        check_place(place, name)
-
-
-def test_the_table_of_new_things_answers_what_newcomers_ask():
+def test_a_newcomer_finds_where_a_new_thing_goes():
+    for row in WHERE:
+        places = re.findall(r"`([\w./]+/[\w./]*)(?::(\w+))?`", row)
+        assert places, row
+        for place, name in places:
+            check_place(place, name)
     asked = " ".join(row.split("|")[1] for row in WHERE)
     for what in ("optimizer", "loss", "metric", "adapter", "alert", "layout", "launcher"):
         assert what in asked
     assert len(WHERE) >= 20
 
 
-@pytest.mark.parametrize("row", rows_of("design.md", "Rooms"), ids=lambda row: row.split("|")[1].strip())
-def test_the_rooms_of_the_page_are_there(row):
-    for place in re.findall(r"`(pipeline/[\w./]*)`", row):
+def test_the_page_lists_the_rooms_in_their_order_and_their_places_are_there():
+    rows = rows_of("design.md", "Rooms")
+    assert [row.split("|")[1].strip().strip("`/") for row in rows] == ROOMS
+    for place in re.findall(r"`(pipeline/[\w./]*)`", "".join(rows)):
         assert (ROOT / place).exists(), place
-
-
-def test_the_page_lists_the_rooms_in_their_order():
-    named = [row.split("|")[1].strip().strip("`/") for row in rows_of("design.md", "Rooms")]
-    assert named == ROOMS

@@ -185,6 +185,7 @@ def looked_up(words: list[str]) -> str | None:
     return f"no file {missing[0]}" if missing else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands())
 def test_a_printed_command_works(line, try_out):
     problem = try_out(line)
@@ -287,6 +288,7 @@ def test_a_printed_file_of_the_project_is_there(page):
 HOW_TO = ROOT / "docs" / "how-to.md"
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_curves_is_drawn_and_the_table_written(run, tmp_path, monkeypatch):
     snippet = "\n".join(blocks(HOW_TO, "python"))
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -305,6 +307,7 @@ def test_the_table_of_memory_is_what_its_sentence_says():
             assert float(number) == pytest.approx(each * billions, abs=0.051), line
 
 
+@pytest.mark.slow
 def test_work_from_a_folder_of_ones_own(tmp_path, monkeypatch):
     """Recipe, module and runs lie where one stands; the clone is elsewhere."""
     (tmp_path / "my_wave.py").write_text((ROOT / "docs" / "example" / "regression.py").read_text())
@@ -316,6 +319,7 @@ def test_work_from_a_folder_of_ones_own(tmp_path, monkeypatch):
     assert numbers(made)[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_readme_names_all_that_a_run_leaves(run):
     readme = (ROOT / "README.md").read_text()
     listing = readme[readme.index("## What a run leaves") :].split("## ")[1]

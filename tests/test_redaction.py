@@ -183,6 +183,8 @@ def test_a_variable_can_be_declared_secret(monkeypatch):
     assert "my-place" not in redact_text("to https://localhost/my-place")
 
 
+@pytest.mark.slow
+@pytest.mark.daily("a", "password=", "https://a@", "A7.")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "part",
@@ -352,6 +354,7 @@ def failing_recipe(folder: Path, name: str) -> Path:
     )
 
 
+@pytest.mark.daily("the main process fails")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["the main process fails", "rank 1 of 2 fails"])
 def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
@@ -450,6 +453,7 @@ def test_a_run_goes_on_with_another_token_and_a_command_asks_for_it(own_code: Pa
     assert "eval/loss" in row
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_none(own_code: Path):
     done = launch("--config", str(own_code), "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -457,6 +461,7 @@ def test_a_dry_run_shows_none(own_code: Path):
     assert "first-word-1" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_that_nothing_catches_is_printed_without(tmp_path: Path):
     program = """
         import sys, threading

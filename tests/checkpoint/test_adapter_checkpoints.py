@@ -24,6 +24,8 @@ from pipeline.checkpoint.manifest import read_manifest
 from pipeline.checkpoint.reader import CheckpointWeights
 from pipeline.errors import CheckpointError, ConfigError, ModelError
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(1, 25)[None]
 TEXT = "The sky is blue and the grass is green, snow is white. " * 40
 
@@ -78,6 +80,7 @@ def logits_of(folder: Path, adapter: Path | None = None, **how) -> torch.Tensor:
     return model.eval()(IDS).logits
 
 
+@pytest.mark.daily("dora")
 @pytest.mark.parametrize(
     "adapter",
     [
@@ -334,6 +337,7 @@ def gpt2(tmp_path_factory, wide) -> Path:
     return folder
 
 
+@pytest.mark.daily("lora")
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [

@@ -24,6 +24,8 @@ from pipeline.models.transformers_facts import write_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(1, 25)[None]
 SPLITS = {"plain": Division({"torch": {"parallel": "single"}}, 1)} | {
     name: Division(json) for name, json in WAYS.items()
@@ -85,7 +87,7 @@ def test_in_bf16_without_deepspeed_too_over_a_base_of_bf16(base, tmp_path):
     torch.testing.assert_close(theirs, torch.from_numpy(logits), rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("ZeRO 3-dora", "pipeline 2, ZeRO 1-lora", "tensor 2, ZeRO 1-rslora")
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_peft_gives_what_the_run_gave(ranks, base, tmp_path, split, kind):

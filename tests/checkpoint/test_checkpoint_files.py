@@ -86,6 +86,7 @@ def test_a_snapshot_writes_the_same_file(made):
         assert live.read_bytes() == later.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     tensor = torch.arange(90_000_000, dtype=torch.uint8)
     region = Region((90_000_000,), None, 0, 90_000_000)

@@ -37,6 +37,8 @@ from pipeline.models.transformers_facts import write_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"torch": {"parallel": "single"}}
 TIED = LLAMA | {"extra": {"tie_word_embeddings": True}}
 GPT2 = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 2, "num_heads": 2, "hidden_size": 16}
@@ -97,8 +99,8 @@ def loss_of(folder: Path) -> float:
     "model",
     [
         pytest.param(TIED, id="tied"),
-        pytest.param(LLAMA, id="llama", marks=pytest.mark.slow),
-        pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(GPT2, id="gpt2"),
     ],
 )
 def test_transformers_opens_it_and_the_loss_is_the_runs_bit_for_bit(model, saved, tmp_path):
@@ -349,7 +351,6 @@ def test_a_file_of_another_machine_is_named(tmp_path):
 
 
 @pytest.mark.daily("zero3", "pipeline-zero1")
-@pytest.mark.slow
 @pytest.mark.parametrize("split", ["zero3", "tensor-zero1", "pipeline-zero1"])
 def test_from_every_split_the_same_folder(split, ranks, tmp_path):
     results = ranks(2).run(
@@ -367,7 +368,7 @@ def test_from_every_split_the_same_folder(split, ranks, tmp_path):
 
 MEBIBYTE = 1 << 20
 LIMIT = 416 * MEBIBYTE  # of which the imports take 230, and a thread of torch's may take 64 for its heap
-LAYERS, VALUES = 28, 16 * MEBIBYTE
+LAYERS, VALUES = 10, 16 * MEBIBYTE
 LIMITED = """
 import resource, sys
 from pipeline.__main__ import main
@@ -400,11 +401,10 @@ class Large:
         return {}
 
 
-@pytest.mark.slow
-def test_a_model_of_four_times_the_memory_limit(tmp_path):
+def test_a_model_larger_than_the_memory_limit(tmp_path):
     """RLIMIT_DATA is what a process may allocate, and it is held: address space (ulimit -v) would also count
     torch's libraries, which are larger than that."""
-    assert 4 * VALUES * LAYERS > 4 * LIMIT
+    assert 4 * VALUES * LAYERS > 1.5 * LIMIT
     engine = Large()
     store_in(tmp_path / "run" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
     assert "MemoryError" in limited("allocate").stderr
@@ -413,5 +413,5 @@ def test_a_model_of_four_times_the_memory_limit(tmp_path):
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as opened:
         assert len(opened.keys()) == LAYERS
         assert torch.equal(opened.get_tensor("layers.7.weight").view(-1), engine.values)
-    for folder in ("run", "out"):  # 3.5 GB, which pytest would leave there for three more runs
+    for folder in ("run", "out"):  # over a GB, which pytest would leave there for three more runs
         shutil.rmtree(tmp_path / folder)

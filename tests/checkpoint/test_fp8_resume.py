@@ -13,6 +13,7 @@ pytest.importorskip("torchao")
 FP8 = LLAMA | {"fp8": "tensorwise"}
 
 
+@pytest.mark.daily("plain-model1-zero3-other1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "model", "resumed", "other"), [("zero3", FP8, "plain", LLAMA), ("plain", LLAMA, "zero3", FP8)]

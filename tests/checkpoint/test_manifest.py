@@ -60,7 +60,7 @@ def test_numbers_that_json_has_no_word_for_come_back(tmp_path):
     assert math.isnan(state["other"])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_every_changed_byte_is_noticed(content, data):
     place = data.draw(st.integers(0, len(content) - 1))

@@ -20,7 +20,7 @@ from pipeline.errors import CheckpointError
 DIVISIONS = st.tuples(st.integers(1, 5), st.sampled_from(["values", "columns"]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(DIVISIONS, DIVISIONS)
 def test_any_division_reads_any_other(before, after):
     with tempfile.TemporaryDirectory() as name:
@@ -33,7 +33,7 @@ def test_any_division_reads_any_other(before, after):
             assert engine.is_model_of(7)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.data())
 def test_any_stretch_in_any_dtype(data):
     with tempfile.TemporaryDirectory() as name:

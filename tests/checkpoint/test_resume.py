@@ -63,27 +63,15 @@ def fp16_search(stage: int):
 
 
 def splits():
-    """`make check` keeps stages 2 and 3."""
     yield pytest.param(None, 1, id="plain")
     for stage in (0, 1, 2, 3):
-        marks = pytest.mark.slow if stage < 2 else ()
         for world_size in (1, 2):
-            name = f"zero{stage}-fp32-{world_size}"
-            yield pytest.param(deepspeed_json(stage), world_size, id=name, marks=marks)
-        yield pytest.param(deepspeed_json(stage, "bf16"), 2, id=f"zero{stage}-bf16-2", marks=pytest.mark.slow)
-        yield pytest.param(fp16_search(stage), 1, id=f"zero{stage}-fp16-1", marks=marks)
+            yield pytest.param(deepspeed_json(stage), world_size, id=f"zero{stage}-fp32-{world_size}")
+        yield pytest.param(deepspeed_json(stage, "bf16"), 2, id=f"zero{stage}-bf16-2")
+        yield pytest.param(fp16_search(stage), 1, id=f"zero{stage}-fp16-1")
 
 
-@pytest.mark.daily(
-    "plain",
-    "zero0-fp16-1",
-    "zero0-bf16-2",
-    "zero1-fp32-2",
-    "zero2-fp32-2",
-    "zero2-bf16-2",
-    "zero3-fp32-2",
-    "zero3-fp16-1",
-)
+@pytest.mark.daily("plain", "zero0-fp16-1", "zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2")
 @pytest.mark.parametrize(("deepspeed", "world_size"), splits())
 def test_resumed_equals_unbroken_bit_for_bit(ranks, tmp_path, deepspeed, world_size):
     if deepspeed is None:

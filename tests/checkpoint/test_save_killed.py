@@ -21,6 +21,8 @@ from test_store import make_store, state_at
 
 from pipeline.checkpoint.catalog import newest_good
 
+pytestmark = pytest.mark.slow
+
 # What changes a disk. Closing is not among them: after an error it is only tidying up.
 CALLS = {"open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "posix_fadvise"}
 
@@ -95,9 +97,10 @@ def fresh(folder: Path, steps: list[int]) -> Path:
 
 
 def trials():
-    """Everyday: a kill at every seventh call of a save in the background. Slow: something at every call."""
+    """Each day at every seventh call, each night at every call."""
     yield pytest.param(False, None, 7, [1], id="kill-some")
-    every_call = pytest.mark.slow
+    yield pytest.param(True, errno.ENOSPC, 7, [1], id="no-space-some")
+    every_call = pytest.mark.nightly
     yield pytest.param(False, None, 1, [1], id="kill-background", marks=every_call)
     yield pytest.param(True, errno.ENOSPC, 1, [1], id="no-space-waiting", marks=every_call)
     # Step 2 is there already: the run went on from step 1, and repeats it.

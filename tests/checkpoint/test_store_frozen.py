@@ -130,6 +130,7 @@ def saved_twice(job: Job, recipe, split, folder: str):
     return titles, frozen == sorted(frozen, reverse=True), inodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "zero1", "zero3"])
 def test_engines_say_what_is_frozen_first(ranks, tmp_path, name):
     model = {"kind": "engine.test_state:odd", "args": {"width": 16, "channels_last": False}}

@@ -27,6 +27,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 
 def open_store(job: Job, folder: str, apart: bool = False, keep_last: int = 3) -> CheckpointStore:
     """A store; `apart`: each rank is a machine of its own, with its own disk below the folder."""
@@ -59,7 +61,6 @@ def resume(job: Job, folder: str, apart: bool, by: str = "values"):
     return None if state is None else (state["global_step"], engine.is_model_of(state["global_step"]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_two_ranks_save_and_resume_in_another_division(ranks, tmp_path, wait):
     assert (
@@ -92,7 +93,6 @@ def train_beside(job: Job, folder: str):
     return sums == [2.0] * 30, sorted(store._saved), threading.active_count()
 
 
-@pytest.mark.slow
 def test_collectives_of_training_and_of_saving_do_not_meet(ranks, tmp_path):
     for answer in ranks(2).run(train_beside, str(tmp_path)):
         assert answer[:2] == (True, [0, 5, 10, 15, 20, 25])
@@ -167,22 +167,10 @@ def test_a_rank_that_cannot_write_still_takes_part_in_fetching(ranks, tmp_path):
         assert "rank 1 on" in second
 
 
-def save_with_other_states(job: Job, folder: str):
-    """What the loop remembers is rank 0's word on every machine."""
-    store, engine = open_store(job, folder, apart=True), tensors(job, seed=1)
-    store.save(engine, {"global_step": 1, "rank": job.ranks.rank}, wait=True)
-    return open_store(job, folder, apart=True).resume(engine)
-
-
-def test_all_machines_have_the_same_manifest(ranks, tmp_path):
-    answers = ranks(2).run(save_with_other_states, str(tmp_path))
-    assert answers == [{"global_step": 1, "rank": 0}] * 2
-    contents = [(tmp_path / f"disk{n}" / "step-00000001" / "manifest.json").read_bytes() for n in range(2)]
-    assert contents[0] == contents[1]
-
-
 def test_machines_that_share_no_file_system(ranks, tmp_path):
     assert ranks(2).run(save_steps, str(tmp_path), [1, 2], True, False) == [[None] * 4] * 2
+    contents = [(tmp_path / f"disk{n}" / "step-00000002" / "manifest.json").read_bytes() for n in range(2)]
+    assert contents[0] == contents[1]
     for rank in range(2):
         folder = tmp_path / f"disk{rank}"
         assert sorted(os.listdir(folder / "step-00000002")) == [
@@ -208,23 +196,6 @@ def test_the_step_is_one_that_all_machines_have(ranks, tmp_path):
         assert "holds no whole checkpoint" in said
         assert "node1" in said
         assert "\n" not in said
-
-
-def resume_lines(job: Job, folder: str):
-    """What is logged on the way."""
-    with heard("pipeline.checkpoint") as lines:
-        resume(job, folder, True)
-    return lines
-
-
-def test_a_missing_shard_names_its_machine(ranks, tmp_path):
-    ranks(2).run(save_steps, str(tmp_path), [1, 2], True, True)
-    (tmp_path / "disk1" / "step-00000002" / "rank-00001.safetensors").unlink()
-    for lines in ranks(2).run(resume_lines, str(tmp_path)):
-        (said,) = [line for line in lines if "passed over" in line]
-        assert "step-00000002 is passed over" in said
-        assert "node1" in said
-        assert "rank-00001.safetensors" in said
 
 
 def test_another_division_without_a_shared_file_system_names_what_to_bring(ranks, tmp_path):
@@ -276,7 +247,6 @@ def two_machines_of_two(job: Job, folder: str, steps):
     return state["global_step"], engine.is_model_of(state["global_step"]), lines
 
 
-@pytest.mark.slow
 def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
     saved = ranks(4).run(two_machines_of_two, str(tmp_path), [1, 2, 3])
     assert saved == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -345,7 +315,6 @@ def lose_a_rank(job: Job, folder: str, at: int, wait: bool):
 
 
 @pytest.mark.daily("2-True")
-@pytest.mark.slow
 @pytest.mark.parametrize(("at", "wait"), [(2, True), (2, False), (4, False)])
 def test_a_lost_rank_ends_the_save_and_leaves_the_old_checkpoint(tmp_path, at, wait):
     with RankPool(2) as pool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from support.launch import launch, run_directories, write_recipe
+from support.launch import run_directories, write_recipe
 from support.poisoned import train as train_poisoned
 from support.record import numbers, rows_of
 from support.tiny import deepspeed_json, recipe, resolve
@@ -88,6 +87,7 @@ def evaluated(run):
 EVERY = {"eval": {"every": 4}, "checkpoint": {"every": 4, "keep_last": 20}, "log": {"every": 2}}
 
 
+@pytest.mark.slow
 def test_each_moment_is_given_the_step_the_counts_and_the_row_of_the_record(tmp_path):
     assert ended(ALONE, tmp_path / "run", EVERY | {"callbacks": [scripted(tmp_path)]}) == (8, None)
     found = calls(tmp_path)
@@ -126,6 +126,8 @@ ANSWERS = {
 CHANGES = {"eval": {"every": 3}, "checkpoint": {"keep_last": 20}}
 
 
+@pytest.mark.slow
+@pytest.mark.daily("zero2")
 @pytest.mark.parametrize("split", ["ddp", "zero2", "pipeline"])
 def test_all_ranks_act_on_what_rank_0_is_answered(ranks, tmp_path, split):
     changes = CHANGES | {"callbacks": [scripted(tmp_path, **ANSWERS)]}
@@ -161,24 +163,20 @@ def ended_under(job, split, folder, changes, disturbed):
 
 
 @pytest.mark.slow
-def test_a_launched_run_does_what_a_callback_asks_for(tmp_path):
-    """Through the command, on two ranks."""
+def test_a_command_does_what_a_callback_asks_for(tmp_path, capfd):
     changes = {"max_steps": 50, "checkpoint": {"keep_last": 20}, "eval": {"every": 3, "max_samples": 20}}
     path = write_recipe(tmp_path, **changes, callbacks=[scripted(tmp_path, **ANSWERS)])
-    arguments = ["--config", str(path), "--deepspeed", "ds_configs/zero2.json"]
-    here = Path(__file__).parent
-    done = launch(*arguments, ranks=2, PYTHONPATH=os.pathsep.join(map(str, [here, here.parent])))
-    assert done.returncode == 0, done.stderr
+    assert main(["--config", str(path), "engine.parallel=single"]) == 0
     (run,) = run_directories(tmp_path)
     check_answers(run)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["global_step"] == 6
     assert summary["stopped_early"] == "test_callbacks:Scripted: that is enough"
-    assert (
-        "stopped early  the run ends at step 6 of 50: test_callbacks:Scripted: that is enough" in done.stdout
-    )
+    said = "stopped early  the run ends at step 6 of 50: test_callbacks:Scripted: that is enough"
+    assert said in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [None, 2, 3])
 def test_a_run_that_was_interrupted_stops_where_the_unbroken_one_does(tmp_path, interrupted):
     """The row of step 3 asks for the end, which comes behind step 4: so does the signal of step 3."""
@@ -195,6 +193,8 @@ def test_a_run_that_was_interrupted_stops_where_the_unbroken_one_does(tmp_path, 
 NEVER_BETTER = {"early_stopping": {"patience": 2, "min_delta": 100.0}, "eval": {"every": 2}}
 
 
+@pytest.mark.slow
+@pytest.mark.daily("zero2-pipeline")
 @pytest.mark.parametrize(
     ("before", "after"),
     [("single", "single"), ("zero2", "pipeline"), ("pipeline", "ddp")],
@@ -215,6 +215,7 @@ def test_early_stopping_counts_on_in_a_resumed_run(ranks, tmp_path, before, afte
     assert "stopped early  the run ends at step 4 of 8" in "\n".join(summary_lines(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_that_early_stopping_ended_goes_on_with_a_higher_patience_alone(tmp_path):
     assert ended(ALONE, tmp_path, NEVER_BETTER) == (4, None)
     before = numbers(tmp_path)
@@ -254,12 +255,15 @@ def test_early_stopping_counts_evaluations_without_an_improvement(values, settin
     assert stopped[:1] == ([] if stops_at is None else [stops_at])
 
 
+@pytest.mark.slow
 def test_early_stopping_watches_the_metric_that_the_recipe_calls_best(tmp_path):
     changes = NEVER_BETTER | {"eval": {"every": 2, "best_metric": "bleu", "best_mode": "max"}}
     with pytest.raises(ConfigError, match=r"'bleu' is no metric of this run's evaluation; it has loss"):
         ended(ALONE, tmp_path, changes)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rollback_brings_back_the_state_of_the_checkpoint(tmp_path):
     """The poisoned step 41 goes back to step 30: the calls after that are counted once."""
     changes = {
@@ -311,6 +315,7 @@ class Unrelated:
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -329,6 +334,7 @@ def test_a_callback_that_raises_ends_the_run_and_is_named(tmp_path, name, messag
         ended(ALONE, tmp_path, {"callbacks": [f"test_callbacks:{name}"]})
 
 
+@pytest.mark.slow
 def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capfd):
     path = write_recipe(tmp_path, callbacks=["test_callbacks:Raises"], run_dir=str(tmp_path / "run"))
     assert main(["--config", str(path), "engine.parallel=single"]) == 1
@@ -340,6 +346,7 @@ def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capf
     assert events(tmp_path / "run", "run_failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -361,6 +368,7 @@ def test_a_mistake_in_the_recipe_is_one_line_before_the_data_is_prepared(tmp_pat
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_early_stopping_without_held_out_data_is_refused(tmp_path, capfd):
     path = write_recipe(tmp_path, early_stopping={"patience": 2})
     assert main(["--config", str(path), "engine.parallel=single", "data.eval_fraction=0"]) == 2

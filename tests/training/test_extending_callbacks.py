@@ -18,6 +18,8 @@ from pipeline.config.data_schema import TextDataConfig
 from pipeline.data.curriculum import build_weights
 from pipeline.data.sampler import SourceShare
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 SHARES = (SourceShare("easy", 40), SourceShare("hard", 24))
 CHANGES = {
@@ -66,6 +68,7 @@ def alone(tmp_path_factory):
     return record(folder)
 
 
+@pytest.mark.daily("zero2-pipeline", "pipeline-ddp")
 @pytest.mark.parametrize(
     ("before", "after"), [("ddp", "zero3"), ("zero2", "pipeline"), ("zero3", "zero2"), ("pipeline", "ddp")]
 )

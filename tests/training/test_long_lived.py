@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 
+import pytest
 from support.launch import run_python, write_recipe
+
+pytestmark = pytest.mark.slow
 
 RUN = """
 import gc, json, sys, pipeline

@@ -28,6 +28,8 @@ from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, Search
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -51,15 +53,16 @@ def train(
     guess: int | None = None,
     limit: int | None = None,
     calibrates: bool = False,
+    length: int = LENGTH,
 ):
     """What was chosen, losses and norms of three steps with all that is kept afterwards, and how many were
     tried; or a limit that the answer keeps to, and the next size does not."""
     tree = recipe(
         batch={"micro_batch_size": micro, "global_batch_size": SAMPLES * job.ranks.world_size},
-        model=recipe()["model"] | {"max_sequence_length": LENGTH, "intermediate_size": 1024},
+        model=recipe()["model"] | {"max_sequence_length": length, "intermediate_size": 1024},
     )
     config, resolved = resolve(tree, split, job.ranks.world_size)
-    data = DataBundle(MaskedTokens(64, LENGTH), {}, collate_items, None, VOCABULARY, None, "tiny")
+    data = DataBundle(MaskedTokens(64, length), {}, collate_items, None, VOCABULARY, None, "tiny")
     engine = build_engine(config, resolved, job, data)
     objective = build_objective(config)
     search = Search(
@@ -103,8 +106,7 @@ def compare(job: Job, split: Any, folder: Path):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.daily("plain-2", "zero3-2")
+@pytest.mark.daily("plain-2")
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_is_found_whatever_the_guess_and_nothing_of_the_search_stays(ranks, tmp_path, case):
     split, world_size = CASES[case]
@@ -120,20 +122,25 @@ def test_the_same_is_found_whatever_the_guess_and_nothing_of_the_search_stays(ra
             assert num_tried <= MOST_TRIALS
 
 
+def started(folder: Path, guess: int | None = None):
+    """What is chosen where memory is no limit, and rows may be short."""
+    return train(ALONE, None, "auto", folder, guess, limit=2**40, length=32)[0]
+
+
 def test_the_next_start_knows(tmp_path, caplog):
     """What was found; and what was being tried when the process died."""
     caplog.set_level(logging.INFO)
-    assert train(ALONE, None, "auto", tmp_path, limit=2**40)[0].micro_batch_size == SAMPLES
+    assert started(tmp_path).micro_batch_size == SAMPLES
     caplog.clear()
-    assert train(ALONE, None, "auto", tmp_path, limit=2**40)[0].micro_batch_size == SAMPLES
+    assert started(tmp_path).micro_batch_size == SAMPLES
     (file,) = tmp_path.rglob("*.json")
     assert f"micro_batch_size {SAMPLES}, found before ({file}" in caplog.text
     file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None, "trying": 4}))
-    assert train(ALONE, None, "auto", tmp_path, limit=2**40)[0].micro_batch_size == 2
+    assert started(tmp_path).micro_batch_size == 2
     assert "4 ran out of memory at an earlier start, or was cut off" in caplog.text
     file.write_text(json.dumps(json.loads(file.read_text()) | {"found": None, "trying": 1}))
     caplog.clear()
-    found = train(ALONE, None, "auto", tmp_path, guess=4 * SAMPLES, limit=2**40)[0]
+    found = started(tmp_path, guess=4 * SAMPLES)
     assert found.micro_batch_size == SAMPLES
     assert next(iter(json.loads(file.read_text())["tried"])) == "1"  # whatever the guess
 
@@ -147,9 +154,9 @@ def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, mo
     load = Search._batches
     monkeypatch.setattr(Search, "_batches", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        train(ALONE, None, "auto", tmp_path, limit=2**40)
+        started(tmp_path)
     monkeypatch.undo()
-    assert train(ALONE, None, "auto", tmp_path, limit=2**40)[0].micro_batch_size == 1
+    assert started(tmp_path).micro_batch_size == 1
 
 
 @pytest.mark.nightly

@@ -13,6 +13,8 @@ from support.cgroup import memory_limited
 from support.launch import BIN, ROOT, TORCHRUN, TRAIN, environment, launch, write_recipe
 from support.ranks import free_port
 
+pytestmark = pytest.mark.slow
+
 FAULTS = {"PYTHONPATH": str(ROOT / "tests")}
 ZERO2 = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,24 +35,13 @@ def zero(stage: int, more: dict[str, Any] | None = None, **section: Any) -> dict
 MANY = Model("many", tuple(Parameter(f"layers.{n}.weight", (100, 100)) for n in range(100)))
 
 
-def bytes_a_parameter(
-    tree: dict[str, Any], json: dict[str, Any] | None, ranks: int, model: Model = MANY
-) -> float:
-    config, resolved = resolve(tree, json, ranks)
-    return states_of(Rank.of(model, config, resolved)).device.total / model.numel
-
-
 @pytest.mark.parametrize(
     ("json", "ranks", "expected"),
     [
         (None, 1, 16),
-        (None, 4, 16),
-        (zero(0), 2, 16),
-        (zero(1, BF16), 1, 16),
         (zero(1, BF16), 4, 2 + (2 + 12) / 4),
         (zero(2, BF16), 4, 2 + (2 + 12) / 4),
         (zero(3, BF16, **SHARDED), 4, 16 / 4),
-        (zero(2, HALVES), 1, 10),
         (zero(2, HALVES), 2, 2 + 1 + 3),
         (zero(3, HALVES, **SHARDED), 1, 10),
         (zero(2, BF16, offload_optimizer={"device": "cpu"}), 1, 2),
@@ -66,16 +54,9 @@ def bytes_a_parameter(
 )
 def test_memory_is_what_performance_md_says(json, ranks, expected):
     """And tests/planner/test_states.py counts."""
-    tree = recipe(batch={"global_batch_size": 8})
-    assert bytes_a_parameter(tree, json, ranks) == pytest.approx(expected, rel=1e-3)
-
-
-def test_what_is_frozen_has_weights_alone_and_other_optimizers_keep_less():
-    half = Model("half", tuple(replace(p, trains=n < 50) for n, p in enumerate(MANY.parameters)))
-    assert bytes_a_parameter(recipe(), None, 1, half) == pytest.approx(4 + 6, rel=1e-3)
-    for kind, momentum, expected in (("sgd", 0.9, 12), ("sgd", 0.0, 8), ("adafactor", 0.9, 8)):
-        tree = recipe(optimizer={"kind": kind, "momentum": momentum})
-        assert bytes_a_parameter(tree, None, 1) == pytest.approx(expected, rel=0.02)
+    config, resolved = resolve(recipe(batch={"global_batch_size": 8}), json, ranks)
+    found = states_of(Rank.of(MANY, config, resolved)).device.total / MANY.numel
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 ROWS: list[dict[str, Any]] = [
@@ -255,7 +236,7 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     assert "log.console" not in launch("--config", str(recipe), "name=tiny-told", "max_steps=10").stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_color_takes_the_colours_from_a_terminal(told):
     recipe, _, _ = told
     look = f"from pipeline.__main__ import main; main(['inspect', '--config', {str(recipe)!r}])"

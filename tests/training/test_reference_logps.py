@@ -22,6 +22,8 @@ from pipeline.objectives import Recorded, build_objective
 from pipeline.training.assemble import build_engine
 from pipeline.training.reference_logps import Rows, compute_reference
 
+pytestmark = pytest.mark.slow
+
 
 def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cache: Path | None = None):
     """(keys, log-probabilities) that a run of this split begins with. Collective."""
@@ -74,7 +76,6 @@ SPLITS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_it_is_the_same_under_every_split(ranks, whole, tmp_path, split):
     found = ranks(2).run(computed, SPLITS[split], tmp_path)

@@ -120,16 +120,15 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     assert directory == before
 
 
-def test_a_run_goes_on_at_another_price(tmp_path):
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"log": {"price_per_device_hour": 2.5}},
+        {"model": recipe()["model"] | {"attention": "sdpa", "fp8": "tensorwise"}},
+    ],
+)
+def test_a_run_goes_on_where_the_curve_does_not_depend_on_what_changed(tmp_path, now):
     before = left(tmp_path)
-    directory, lock = open_run_directory(configured(tmp_path, log={"price_per_device_hour": 2.5}), SPLIT)
-    lock.release()
-    assert directory == before
-
-
-def test_a_run_goes_on_by_another_attention_and_with_fp8(tmp_path):
-    before = left(tmp_path)
-    model = recipe()["model"] | {"attention": "sdpa", "fp8": "tensorwise"}
-    directory, lock = open_run_directory(configured(tmp_path, model=model), SPLIT)
+    directory, lock = open_run_directory(configured(tmp_path, **now), SPLIT)
     lock.release()
     assert directory == before

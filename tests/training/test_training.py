@@ -90,9 +90,10 @@ def test_saved_by_the_clock_besides_the_steps(tmp_path):
     assert saved(tmp_path) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_saves_this_step_and_names_itself(tmp_path, number):
+@pytest.mark.slow
+def test_a_signal_saves_this_step_and_names_itself(tmp_path):
     # It comes in the third step and is agreed in the evaluation behind it, which takes no further time.
+    number = signal.SIGTERM
     assert ended(ALONE, tmp_path, changes={"eval": {"every": 1}}, number=number, step=3) == (3, number)
     assert saved(tmp_path) == [3]
     assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0, 1, 2]
@@ -104,6 +105,7 @@ SMALL |= {"checkpoint": {"every": 4, "keep_last": 20, "keep_best": True}}
 BATCHES = 10  # of an evaluation: 19 samples
 
 
+@pytest.mark.slow
 def test_a_signal_ends_an_evaluation(tmp_path):
     assert ended(ALONE, tmp_path, changes=SMALL, evaluation=BATCHES + 3) == (2, signal.SIGUSR1)
     assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0]
@@ -124,6 +126,7 @@ def unbroken(tmp_path_factory):
     return record(folder)
 
 
+@pytest.mark.daily("where a checkpoint is due too", "last step, then its evaluation", "many")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "steps"),
@@ -155,6 +158,7 @@ class Killed(BaseException):
     """What SIGKILL leaves on the disk, and no more."""
 
 
+@pytest.mark.slow
 def test_killed_between_an_evaluation_that_was_owed_and_its_checkpoint(tmp_path, unbroken, monkeypatch):
     assert ended(ALONE, tmp_path, SMALL, step=4) == (4, signal.SIGUSR1)
 
@@ -170,6 +174,7 @@ def test_killed_between_an_evaluation_that_was_owed_and_its_checkpoint(tmp_path,
     assert record(tmp_path)[0] == unbroken[0]
 
 
+@pytest.mark.slow
 def test_a_save_longer_than_the_grace_is_not_begun(tmp_path, caplog):
     for grace, last in ((1e-9, [2]), (60, [2, 4])):
         folder = tmp_path / str(grace)
@@ -180,6 +185,7 @@ def test_a_save_longer_than_the_grace_is_not_begun(tmp_path, caplog):
         caplog.clear()
 
 
+@pytest.mark.slow
 def test_the_best_is_judged_by_an_evaluation_of_its_own_step(tmp_path):
     changes = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 9}}
     ended(ALONE, tmp_path, changes)
@@ -189,6 +195,7 @@ def test_the_best_is_judged_by_an_evaluation_of_its_own_step(tmp_path):
     assert {step for step, loss in losses.items() if loss is not None} == {6, 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -226,6 +233,7 @@ def test_all_ranks_leave_an_evaluation_together_and_do_it_again(ranks, tmp_path)
     assert record(tmp_path)[0] == record(tmp_path / "whole")[0]
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_and_save_at_the_same_step(ranks, tmp_path):
     """A signal, or the clock, of one rank is enough."""
     changes = {"engine": {"parallel": "ddp"}, "checkpoint": {"every_minutes": 1e-6, "keep_last": 20}}
@@ -273,6 +281,7 @@ def test_signals_that_the_end_of_a_process_ignores_stay_ignored():
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "times"), [(2, 1), (0, 0)])
 def test_memory_for_saves_is_prepared_after_the_first_step(tmp_path, monkeypatch, every, times):
     """That of a new run, and that of one which goes on; not where only the end will be saved."""
