@@ -54,13 +54,12 @@ def test_data_that_cannot_be_made_is_one_line(tmp_path, given, said):
 
 
 @pytest.mark.slow
-def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
+def test_a_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
     some = ["max_steps=15", "schedule.warmup=0", *few[1:]]
-    run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few, "reward": few[:2]})
+    run_recipes(tmp_path, {"sft": some, "lora": few})
     begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
     assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"
-    assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 0
 
 
 @pytest.mark.slow
@@ -75,6 +74,7 @@ def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
         assert last(tmp_path / "runs" / name, "eval/rewards/accuracy") > 0.95
 
 
+@pytest.mark.nightly  # each day test_docs.py trains two steps of it
 @pytest.mark.slow
 def test_the_documented_example_learns_its_wave(tmp_path):
     result = launch("--config", "docs/example/regression.yaml", f"run_dir={tmp_path}", OFFLINE)

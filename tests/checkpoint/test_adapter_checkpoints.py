@@ -114,6 +114,15 @@ def test_what_is_saved_opens_anywhere(tmp_path, base, adapter):
             assert run.evaluate()["eval/loss"] == pytest.approx(evaluated, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, base) -> Path:
+    """A folder with a `run` of an adapter over the base, and the `adapter` that it exports."""
+    folder = tmp_path_factory.mktemp("adapted")
+    trained(settings(folder, "run", {"pretrained": str(base)}, {"rank": 2}, base, steps=1))
+    pipeline.export(folder / "run", folder / "adapter")
+    return folder
+
+
 def tied_copy(base: Path, folder: Path, tied: bool = True) -> Path:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, tie_word_embeddings=tied)
     model.tie_weights()
@@ -129,6 +138,7 @@ def test_peft_opens_an_embedding_that_is_the_output_layer_too(tmp_path, base):
     torch.testing.assert_close(logits_of(own, tmp_path / "adapter"), expected, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_new_tokens_are_trained(tmp_path, base, tied):
     own = tied_copy(base, tmp_path / "own", tied)
@@ -210,13 +220,13 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
 
 
-def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path, base, monkeypatch):
+def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path, base, adapted, monkeypatch):
     """As with masters in bf16, of which a checkpoint has bf16 values."""
-    trained(settings(tmp_path, "run", {"pretrained": str(base)}, {"rank": 4}, base))
+    run = adapted / "run"
     read = CheckpointWeights.read
     monkeypatch.setattr(CheckpointWeights, "read", lambda source, name: read(source, name).bfloat16())
-    adapter = load_file(pipeline.export(tmp_path / "run", tmp_path / "adapter").files[0])
-    merged = load_file(pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True).files[0])
+    adapter = load_file(pipeline.export(run, tmp_path / "adapter").files[0])
+    merged = load_file(pipeline.export(run, tmp_path / "merged", merge=True).files[0])
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     layer = "model.layers.0.self_attn.q_proj"
     low, high = (adapter[f"base_model.model.{layer}.lora_{side}.weight"] for side in "AB")
@@ -237,6 +247,7 @@ def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
         pipeline.evaluate(tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
     """Content that changed without another size, time or inode goes unnoticed."""
     own = copied(base, tmp_path / "base")
@@ -254,10 +265,9 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
 
 
 @pytest.mark.parametrize("wrong", ["lacks a layer", "not a number", "cut short"])
-def test_a_damaged_adapter_is_named(tmp_path, base, wrong):
+def test_a_damaged_adapter_is_named(tmp_path, base, adapted, wrong):
     given = {"pretrained": str(base)}
-    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
-    pipeline.export(tmp_path / "run", tmp_path / "adapter")
+    copied(adapted / "adapter", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     config = tmp_path / "adapter" / "adapter_config.json"
     about = json.loads(config.read_text())
@@ -279,21 +289,16 @@ def test_a_damaged_adapter_is_named(tmp_path, base, wrong):
         trained(settings(tmp_path, "other", given, {"weights": str(tmp_path / "adapter")}, base))
 
 
-def test_an_adapter_in_the_place_of_a_model_says_what_to_write(tmp_path, base):
-    trained(settings(tmp_path, "run", {"pretrained": str(base)}, {"rank": 2}, base, steps=1))
-    adapter = tmp_path / "adapter"
-    pipeline.export(tmp_path / "run", adapter)
+def test_an_adapter_in_the_place_of_a_model_says_what_to_write(tmp_path, base, adapted):
+    adapter = adapted / "adapter"
     advice = f"write model.pretrained={base} and adapter.weights={adapter} to train it further"
     with pytest.raises(ConfigError, match=f"is an adapter .*; {advice}"):
         settings(tmp_path, "other", {"pretrained": str(adapter)}, None, base)
-    trained(settings(tmp_path, "other", {"pretrained": str(base)}, {"weights": str(adapter)}, base))
+    trained(settings(tmp_path, "other", {"pretrained": str(base)}, {"weights": str(adapter)}, base, 1))
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path, base):
-    given = {"pretrained": str(base)}
-    trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=1))
-    pipeline.export(tmp_path / "run", tmp_path / "adapter")
-    weights = {"weights": str(tmp_path / "adapter")}
+def test_an_adapter_of_another_model_is_refused(tmp_path, base, adapted):
+    weights = {"weights": str(copied(adapted / "adapter", tmp_path / "adapter"))}
     new = {"architecture": "llama", **SIZES, "vocab_size": 512}
     for model, match in (
         (
@@ -309,7 +314,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base):
             trained(settings(tmp_path, "other", model, weights, base))
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(ModelError, match="a pickle, which is not opened"):
-        trained(settings(tmp_path, "pickled", given, weights, base))
+        trained(settings(tmp_path, "pickled", {"pretrained": str(base)}, weights, base))
 
 
 NF4 = BitsAndBytesConfig(
@@ -372,6 +377,7 @@ def test_an_adapter_over_a_base_in_4_bits_opens_anywhere(tmp_path, request, capf
         assert run.evaluate()["eval/loss"] == pytest.approx(evaluated, rel=1e-5 if name == "wide" else 1e-3)
 
 
+@pytest.mark.nightly
 def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
     trained(
         settings(
@@ -392,6 +398,7 @@ def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
             trained(settings(tmp_path, "other", given, {"rank": 2, "quantize": "nf4"}, wide))
 
 
+@pytest.mark.nightly
 def test_a_layer_without_an_adapter_is_merged_in_4_bits_whatever_the_file_calls_it(tmp_path, wide):
     own = load_file(wide / "model.safetensors")
     save_file({f"module.{name}": values for name, values in own.items()}, tmp_path / "own.safetensors")

@@ -285,6 +285,17 @@ def test_an_evaluation_loss_that_comes_late_is_saved(tmp_path):
     assert names(tmp_path) == ["step-00000003"]
 
 
+def test_damaged_ones_do_not_push_out_good_ones(tmp_path):
+    store = make_store(tmp_path)
+    for step in (1, 2, 3):
+        store.save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)
+    damage(tmp_path / "step-00000003")
+    later = make_store(tmp_path, keep_last=2)
+    assert later.resume(PlainEngine(0, 1))["global_step"] == 2
+    later.save(PlainEngine(0, 1), state_at(5), wait=True)
+    assert [int(name[5:]) for name in names(tmp_path)] == [2, 3, 5]
+
+
 def test_later_steps_of_an_earlier_run_do_not_push_out_new_ones(tmp_path):
     for step in (8, 9, 1, 2):
         store = make_store(tmp_path, keep_last=1)

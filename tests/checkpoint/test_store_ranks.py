@@ -125,6 +125,7 @@ def save_with_a_full_disk(job: Job, folder: str, full_rank: int, apart: bool, li
     return problems
 
 
+@pytest.mark.daily("0-100-shared", "1-100-apart", "0-1000-shared")
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize(("full_rank", "limit"), [(0, 100), (1, 100), (0, 1000)])
 def test_one_ranks_full_disk_is_known_to_all(ranks, tmp_path, full_rank, limit, apart):

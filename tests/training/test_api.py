@@ -29,6 +29,8 @@ from support.ranks import free_port
 import pipeline
 from pipeline.cli.train import main
 
+pytestmark = pytest.mark.slow
+
 SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
 
 
@@ -40,7 +42,6 @@ def run_script(folder: Path, text: str, ranks: int = 0) -> Launched:
 
 
 @pytest.mark.daily("0")
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_documented_script_is_the_command(tmp_path, ranks):
     recipe = write_recipe(tmp_path)
@@ -61,17 +62,6 @@ def test_the_documented_script_is_the_command(tmp_path, ranks):
     assert done.stdout.count("def ") == max(1, ranks)
 
 
-@pytest.mark.slow
-def test_an_exception_on_one_rank_ends_the_launch(tmp_path):
-    write_recipe(tmp_path)
-    text = SCRIPT.replace("print(step.global_step,", "raise RuntimeError('mine',").replace(
-        '"ds_config.json"', "None"
-    )
-    done = run_script(tmp_path, text, 2)
-    assert done.returncode != 0
-    assert "RuntimeError: ('mine', " in done.stderr
-
-
 AFTER_ANOTHER = """
 import pipeline
 
@@ -86,7 +76,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_one_deepspeed_run_after_the_other_in_a_process(tmp_path):
     write_recipe(tmp_path, max_steps=4)
     (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2.json").read_text())
@@ -95,7 +84,6 @@ def test_one_deepspeed_run_after_the_other_in_a_process(tmp_path):
     assert numbers(tmp_path / "one") == numbers(tmp_path / "other")
 
 
-@pytest.mark.slow
 def test_importing_it_loads_nothing(tmp_path):
     recipe = write_recipe(tmp_path)
     code = (
@@ -140,7 +128,6 @@ def settings_of(commanded, folder: Path, *overrides: str):
     return pipeline.load_settings(commanded[0], None, [f"run_dir={folder / 'run'}", *overrides])
 
 
-@pytest.mark.slow
 def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsys):
     recipe, rows = commanded
     with pipeline.Run(settings_of(commanded, tmp_path)) as run:
@@ -169,7 +156,6 @@ def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsy
     assert [row for row in numbers(run.directory) if row != own] == rows
 
 
-@pytest.mark.slow
 def test_what_the_command_began_goes_on_by_hand(tmp_path, commanded):
     _, rows = commanded
     with pipeline.Run(settings_of(commanded, tmp_path)) as run:
@@ -191,7 +177,6 @@ def test_what_the_command_began_goes_on_by_hand(tmp_path, commanded):
     run.close()  # once more does nothing
 
 
-@pytest.mark.slow
 def test_mistakes_are_exceptions_that_say_the_command_s_line(tmp_path, commanded, capsys):
     recipe, _ = commanded
     assert main(["--config", str(recipe), "model.num_layer=1"]) == 2
@@ -214,7 +199,6 @@ def test_mistakes_are_exceptions_that_say_the_command_s_line(tmp_path, commanded
         assert run.step() is None
 
 
-@pytest.mark.slow
 def test_the_lines_for_a_notebook(commanded, tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(commanded[0].read_text())
     monkeypatch.chdir(tmp_path)

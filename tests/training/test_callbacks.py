@@ -21,6 +21,8 @@ from pipeline.monitoring.events import Event
 from pipeline.monitoring.report.runs import summary_lines
 from pipeline.training.callbacks import MOMENTS, Answer, Callback, EarlyStopping, Moment
 
+pytestmark = pytest.mark.slow
+
 
 class Scripted(Callback):
     """Writes each call to a file, and answers as its arguments say.
@@ -87,7 +89,6 @@ def evaluated(run):
 EVERY = {"eval": {"every": 4}, "checkpoint": {"every": 4, "keep_last": 20}, "log": {"every": 2}}
 
 
-@pytest.mark.slow
 def test_each_moment_is_given_the_step_the_counts_and_the_row_of_the_record(tmp_path):
     assert ended(ALONE, tmp_path / "run", EVERY | {"callbacks": [scripted(tmp_path)]}) == (8, None)
     found = calls(tmp_path)
@@ -126,12 +127,9 @@ ANSWERS = {
 CHANGES = {"eval": {"every": 3}, "checkpoint": {"keep_last": 20}}
 
 
-@pytest.mark.slow
-@pytest.mark.daily("zero2")
-@pytest.mark.parametrize("split", ["ddp", "zero2", "pipeline"])
-def test_all_ranks_act_on_what_rank_0_is_answered(ranks, tmp_path, split):
+def test_all_ranks_act_on_what_rank_0_is_answered(ranks, tmp_path):
     changes = CHANGES | {"callbacks": [scripted(tmp_path, **ANSWERS)]}
-    results = ranks(2).run(ended_under, SPLITS[split], tmp_path / "run", changes, {})
+    results = ranks(2).run(ended_under, deepspeed_json(2), tmp_path / "run", changes, {})
     assert results == [(6, None)] * 2
     check_answers(tmp_path / "run")
     assert sum(moment == "run_begins" for moment, *_ in calls(tmp_path)) == 1, "on rank 0 alone"
@@ -149,20 +147,10 @@ def check_answers(run):
     assert stopped["message"].endswith("test_callbacks:Scripted: that is enough")
 
 
-SPLITS = {
-    "single": None,
-    "ddp": None,
-    "zero2": deepspeed_json(2),
-    "zero3": deepspeed_json(3),
-    "pipeline": deepspeed_json(0) | {"pipeline": {"stages": 2}},
-}
-
-
 def ended_under(job, split, folder, changes, disturbed):
     return ended(job, folder, changes, deepspeed=split, **disturbed)
 
 
-@pytest.mark.slow
 def test_a_command_does_what_a_callback_asks_for(tmp_path, capfd):
     changes = {"max_steps": 50, "checkpoint": {"keep_last": 20}, "eval": {"every": 3, "max_samples": 20}}
     path = write_recipe(tmp_path, **changes, callbacks=[scripted(tmp_path, **ANSWERS)])
@@ -176,7 +164,7 @@ def test_a_command_does_what_a_callback_asks_for(tmp_path, capfd):
     assert said in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.daily("3")
 @pytest.mark.parametrize("interrupted", [None, 2, 3])
 def test_a_run_that_was_interrupted_stops_where_the_unbroken_one_does(tmp_path, interrupted):
     """The row of step 3 asks for the end, which comes behind step 4: so does the signal of step 3."""
@@ -193,29 +181,21 @@ def test_a_run_that_was_interrupted_stops_where_the_unbroken_one_does(tmp_path, 
 NEVER_BETTER = {"early_stopping": {"patience": 2, "min_delta": 100.0}, "eval": {"every": 2}}
 
 
-@pytest.mark.slow
-@pytest.mark.daily("zero2-pipeline")
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("single", "single"), ("zero2", "pipeline"), ("pipeline", "ddp")],
-)
-def test_early_stopping_counts_on_in_a_resumed_run(ranks, tmp_path, before, after):
+def test_early_stopping_counts_on_in_a_resumed_run(ranks, tmp_path):
     """Interrupted in the evaluation of step 2: the resumed run repeats it, and knows of that of step 0."""
-
-    def go(split, **disturbed):
-        if split == "single":
-            return ended(ALONE, tmp_path, NEVER_BETTER, **disturbed)
-        return ranks(2).run(ended_under, SPLITS[split], tmp_path, NEVER_BETTER, disturbed)[0]
-
-    assert go(before, step=2) == (2, signal.SIGUSR1)
-    assert go(after) == (4, None)
+    stages = deepspeed_json(0) | {"pipeline": {"stages": 2}}
+    for split, disturbed, end in (
+        (deepspeed_json(2), {"step": 2}, (2, signal.SIGUSR1)),
+        (stages, {}, (4, None)),
+    ):
+        assert ranks(2).run(ended_under, split, tmp_path, NEVER_BETTER, disturbed)[0] == end
     assert evaluated(tmp_path) == [0, 2, 4]
     (stopped,) = events(tmp_path, "stopped_early")
     assert "early_stopping: eval/loss did not improve in 2 evaluations, best" in stopped["message"]
     assert "stopped early  the run ends at step 4 of 8" in "\n".join(summary_lines(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_early_stopping_ended_goes_on_with_a_higher_patience_alone(tmp_path):
     assert ended(ALONE, tmp_path, NEVER_BETTER) == (4, None)
     before = numbers(tmp_path)
@@ -255,14 +235,12 @@ def test_early_stopping_counts_evaluations_without_an_improvement(values, settin
     assert stopped[:1] == ([] if stops_at is None else [stops_at])
 
 
-@pytest.mark.slow
 def test_early_stopping_watches_the_metric_that_the_recipe_calls_best(tmp_path):
     changes = NEVER_BETTER | {"eval": {"every": 2, "best_metric": "bleu", "best_mode": "max"}}
     with pytest.raises(ConfigError, match=r"'bleu' is no metric of this run's evaluation; it has loss"):
         ended(ALONE, tmp_path, changes)
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rollback_brings_back_the_state_of_the_checkpoint(tmp_path):
     """The poisoned step 41 goes back to step 30: the calls after that are counted once."""
@@ -315,7 +293,6 @@ class Unrelated:
     pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -334,7 +311,6 @@ def test_a_callback_that_raises_ends_the_run_and_is_named(tmp_path, name, messag
         ended(ALONE, tmp_path, {"callbacks": [f"test_callbacks:{name}"]})
 
 
-@pytest.mark.slow
 def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capfd):
     path = write_recipe(tmp_path, callbacks=["test_callbacks:Raises"], run_dir=str(tmp_path / "run"))
     assert main(["--config", str(path), "engine.parallel=single"]) == 1
@@ -346,7 +322,6 @@ def test_the_command_shows_one_line_and_the_log_has_the_traceback(tmp_path, capf
     assert events(tmp_path / "run", "run_failed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -368,7 +343,6 @@ def test_a_mistake_in_the_recipe_is_one_line_before_the_data_is_prepared(tmp_pat
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.slow
 def test_early_stopping_without_held_out_data_is_refused(tmp_path, capfd):
     path = write_recipe(tmp_path, early_stopping={"patience": 2})
     assert main(["--config", str(path), "engine.parallel=single", "data.eval_fraction=0"]) == 2

@@ -233,7 +233,6 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     ]
     run = run_directories(recipe.parent)[-1]
     assert "parameters" in (run / "logs" / "rank00000.log").read_text()
-    assert "log.console" not in launch("--config", str(recipe), "name=tiny-told", "max_steps=10").stderr
 
 
 @pytest.mark.nightly

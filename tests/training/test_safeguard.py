@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def both(job: Job, split, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("zero2-bf16")  # as the engine alone, under all: tests/engine/test_refused_steps.py
+@pytest.mark.daily("single")  # as the engine alone, under all: tests/engine/test_refused_steps.py
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tmp_path):
     world_size, deepspeed = SPLITS[split]
@@ -52,22 +51,20 @@ def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tm
     assert (searched > 0) == ("fp16" in split)  # steps that found the loss scale: they count
 
 
-def killed_and_resumed(job: Job, folder: str) -> None:
-    """A run that is killed behind a batch that it skipped, and goes on from a checkpoint before it."""
-    poison = {40 * BATCH: math.nan, 46 * BATCH: 1e4}
-    watch = {"on_spike": "skip", "on_nonfinite": "skip"}
-    every = {"every": 10, "keep_last": 9}
-    train(job, None, f"{folder}/unbroken", poison, watch=watch, checkpoint=every)
-    train(job, None, f"{folder}/killed", poison, watch=watch, checkpoint=every)
-    for step in (48, 50):
-        shutil.rmtree(Path(folder) / f"killed/checkpoints/step-{step:08d}", ignore_errors=True)
-    train(job, None, f"{folder}/killed", poison, watch=watch, checkpoint=every)
-
-
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_goes_on_skips_what_it_skipped(tmp_path):
     """What is normal is part of a checkpoint: without it nothing would be a spike for the next 32 steps."""
-    killed_and_resumed(ALONE, str(tmp_path))
+    changes: dict[str, Any] = {
+        "checkpoint": {"every": 10, "keep_last": 9},
+        "watch": {"on_spike": "skip", "on_nonfinite": "skip"},
+    }
+    poison = {40 * BATCH: math.nan, 46 * BATCH: 1e4}
+    train(ALONE, None, str(tmp_path / "unbroken"), poison, **changes)
+    train(ALONE, None, str(tmp_path / "killed"), poison, **changes)
+    for step in (48, 50):  # killed behind a batch that it skipped, it goes on from before it
+        shutil.rmtree(tmp_path / f"killed/checkpoints/step-{step:08d}", ignore_errors=True)
+    train(ALONE, None, str(tmp_path / "killed"), poison, **changes)
     assert rows(tmp_path / "killed") == rows(tmp_path / "unbroken")
     for name in ("killed", "unbroken"):
         assert [each["step"] for each in events(tmp_path / name, "skip")] == [41, 46]
@@ -122,6 +119,7 @@ def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.daily("non-finite")
 @pytest.mark.parametrize(
     ("poison", "watch", "says"),
     [
@@ -129,6 +127,7 @@ def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
         (math.nan, {"on_nonfinite": "stop"}, r"^non_finite at step 41 ends the run \(watch.on_nonfinite"),
         (1e4, {"on_spike": "rollback", "rollback_steps": 41}, "no checkpoint of step 0 or before it"),
     ],
+    ids=["spike", "non-finite", "nothing to go back to"],
 )
 def test_a_run_that_is_to_end_there_ends_there(tmp_path, poison, watch, says):
     with pytest.raises(StoppedError, match=says) as ended:

@@ -126,7 +126,7 @@ def unbroken(tmp_path_factory):
     return record(folder)
 
 
-@pytest.mark.daily("where a checkpoint is due too", "last step, then its evaluation", "many")
+@pytest.mark.daily("last step, then its evaluation", "many")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stops", "steps"),
@@ -282,6 +282,7 @@ def test_signals_that_the_end_of_a_process_ignores_stay_ignored():
 
 
 @pytest.mark.slow
+@pytest.mark.daily("2-1")
 @pytest.mark.parametrize(("every", "times"), [(2, 1), (0, 0)])
 def test_memory_for_saves_is_prepared_after_the_first_step(tmp_path, monkeypatch, every, times):
     """That of a new run, and that of one which goes on; not where only the end will be saved."""
