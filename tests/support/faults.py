@@ -45,13 +45,6 @@ def points(split: str) -> Points:
     return Points(64 if split == "train" else 11)
 
 
-def points_of_a_wrong_label(split: str) -> Points:
-    """Sample 37 has a label that no model of two classes can give."""
-    found = points(split)
-    found.labels[37 if split == "train" else 0] = 5 if split == "train" else 0
-    return found
-
-
 class Faulty(nn.Module):
     """A linear classifier to which something happens in the given forward of the given rank, or, at 0, while
     it is built; in an evaluation, what EVALUATION_FAULT says.
@@ -94,8 +87,6 @@ def _fail(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "sleep":
         time.sleep(600)
-    if fault == "allocate":
-        torch.empty(2**62, dtype=torch.uint8)
     if fault == "memory":
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
     if fault == "assert":

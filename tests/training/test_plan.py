@@ -12,8 +12,6 @@ from support.launch import launch, run_directories, write_recipe
 from support.terminal import in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
-from pipeline.cli.train import build_parser
-from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
 from pipeline.monitoring.report.runs import summary_lines
@@ -145,15 +143,6 @@ def test_the_console_shows_a_level_and_what_is_worse_and_files_all(level, shown,
     assert logger.isEnabledFor(logging.INFO), "the run's files"
 
 
-@pytest.mark.parametrize("options", [["--quiet"], ["--log-level", "warning"], ["--log-level=warning"]])
-def test_every_launcher_hands_the_options_over(options):
-    assert split_arguments(["--num_gpus", "2", *options, "max_steps=3"]) == (
-        ["--num_gpus", "2"],
-        [*options, "max_steps=3"],
-    )
-    assert build_parser("train.py").parse_args(options).log_level == "warning"
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("told")
@@ -235,12 +224,19 @@ def test_a_quiet_run_says_warnings_and_the_closing_lines(told):
     assert "parameters" in (run / "logs" / "rank00000.log").read_text()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_no_color_takes_the_colours_from_a_terminal(told):
-    recipe, _, _ = told
-    look = f"from pipeline.__main__ import main; main(['inspect', '--config', {str(recipe)!r}])"
+    look = f"main(['inspect', '--config', {str(told[0])!r}])"
+    program = f"""
+        import os
+        from pipeline.__main__ import main
+        {look}
+        print("then")
+        os.environ["NO_COLOR"] = "1"
+        {look}
+    """
+    coloured, _, plain = in_terminal(program, 100).partition("\nthen\n")
     colours = re.compile(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])[\d;]*m")
-    plain = in_terminal(f"import os; os.environ['NO_COLOR'] = '1'; {look}", 100)
     assert "in the loss" in plain
     assert colours.search(plain) is None
-    assert colours.search(in_terminal(look, 100)) is not None
+    assert colours.search(coloured) is not None
