@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,9 @@ class Case:
     files: Mapping[str, Content] = field(default_factory=dict)
     """In the case's own folder, which is also the working directory; a function is called with the path."""
 
+    is_nightly: bool = False
+    """Whether `make test` leaves it out."""
+
     @property
     def id(self) -> str:
         return re.sub(r"\W+", "-", self.wrong).strip("-")
@@ -125,3 +128,8 @@ class Case:
             else:
                 section[last] = value
         return json.dumps(tree, indent=1)  # JSON is YAML
+
+
+def nightly(*cases: Case) -> list[Case]:
+    """Return cases that take seconds, or resemble others, for `make test-all` alone."""
+    return [replace(case, is_nightly=True) for case in cases]

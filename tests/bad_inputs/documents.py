@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bad_inputs.case import Case, Content
+from bad_inputs.case import Case, Content, nightly
 
 
 def paths(wrong: str, path: str, *says: str, **files: Content) -> Case:
@@ -302,23 +302,7 @@ CHATS = [
         "a template that reaches for Python", "{{ messages.__class__.__mro__ }}", "the chat template refuses"
     ),
     template("a template that shows no answers", "{{ messages | length }}", "{% generation %}"),
-    template(
-        "a template without end",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "the chat template",
-        "came to no end in",
-        "data.chat_template",
-    ),
-    template(
-        "a template of an endless number", "{{ 10 ** (10 ** 10) }}", "came to no end in", "data.chat_template"
-    ),
     template("a template of a terabyte", "{{ 'a' * 10 ** 12 }}", "too much memory", "data.chat_template"),
-    template(
-        "a template of a hundred megabytes",
-        "{% for a in range(1000) %}{{ 'a' * 100000 }}{% endfor %}",
-        "characters of a conversation",
-        "data.chat_template",
-    ),
     template("a pipe as a template", pipe, "data.chat_template", "it is a pipe", "chatml"),
     template("a template in latin-1", "caf\xe9".encode("latin-1"), "data.chat_template", "cannot be read"),
     Case(
@@ -332,6 +316,27 @@ CHATS = [
         ["has no chat template", "set data.chat_template: chatml"],
         base="chat",
         recipe={"data.chat_template": None},
+    ),
+    *nightly(
+        template(
+            "a template without end",
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "the chat template",
+            "came to no end in",
+            "data.chat_template",
+        ),
+        template(
+            "a template of an endless number",
+            "{{ 10 ** (10 ** 10) }}",
+            "came to no end in",
+            "data.chat_template",
+        ),
+        template(
+            "a template of a hundred megabytes",
+            "{% for a in range(1000) %}{{ 'a' * 100000 }}{% endfor %}",
+            "characters of a conversation",
+            "data.chat_template",
+        ),
     ),
 ]
 

@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from bad_inputs.case import Case
+from bad_inputs.case import Case, nightly
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e"
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
@@ -104,18 +104,6 @@ CODE = [
 
 BOMBS = [
     Case(
-        "a number of 5000 digits in the split",
-        ["split.json"],
-        split='{"zero_optimization": {"stage": ' + "9" * 5000 + "}}",
-    ),
-    Case(
-        "aliases that stand for billions",
-        ["recipe.yaml:6:40", "stands for more than 100,000 values"],
-        recipe=BOMB,
-    ),
-    Case("a value that holds itself", ["recipe.yaml:1:12", "holds itself"], recipe="model: &a [*a]"),
-    Case("a deep recipe", ["recipe.yaml", "nested too deeply"], recipe="model: " + "[" * 5000),
-    Case(
         "a deep chain of aliases",
         ["recipe.yaml:", "nested too deeply"],
         recipe="a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(400)),
@@ -127,12 +115,6 @@ BOMBS = [
         argv=["--config", "{here}/r.yaml"],
     ),
     Case(
-        "a long list in the recipe",
-        ["recipe.yaml:1", "100,000 values"],
-        recipe="model: [" + "1," * 200_000 + "1]",
-    ),
-    Case("a deep split", ["split.json", "nested too deeply"], split="[" * 100_000),
-    Case(
         "a deep split that is whole",
         ["split.json"],
         split='{"zero_optimization": ' + "[" * 500 + "]" * 500 + "}",
@@ -142,14 +124,6 @@ BOMBS = [
         ["s.json", "larger than"],
         files={"s.json": sparse},
         more=["--deepspeed", "{here}/s.json"],
-    ),
-    Case(
-        "a number of 5000 digits in the recipe",
-        ["recipe.yaml:", "5,000 digits"],
-        recipe=f"model: {{kind: cnn}}\ndata: {{kind: digits}}\nmax_steps: {'9' * 5000}\n",
-    ),
-    Case(
-        "a hexadecimal number of 5000 digits", ["recipe.yaml:1", "digits"], recipe=f"seed: 0x{'f' * 5000}\n"
     ),
 ]
 
@@ -180,21 +154,10 @@ ECHOES = [
     Case("a key of escapes", ["recipe.yaml:1: \\x1b[2J", "unknown key"], recipe=r'{"\e[2J\e]0;owned\a": 1}'),
     Case("a value of escapes", ["recipe.yaml:", "name", "x1b[2J"], recipe={"name": ESCAPES}),
     Case("a value of a megabyte", ["recipe.yaml:", "name", "aaa ... aaa"], recipe={"name": "a" * 1_000_000}),
-    Case("a key of a megabyte", ["recipe.yaml:"], recipe={"a" * 1_000_000: 1}),
-    Case("a value of many words", ["recipe.yaml:", "name", " ... "], recipe={"name": "a b " * 100_000}),
-    Case(
-        "a list of a megabyte", ["recipe.yaml:", "max_steps", " ... "], recipe={"max_steps": [12345] * 90_000}
-    ),
     Case(
         "an architecture of escapes", ["model.architecture", "x1b[2J"], recipe={"model.architecture": ESCAPES}
     ),
-    Case(
-        "an architecture of a megabyte",
-        ["model.architecture", " ... "],
-        recipe={"model.architecture": "a" * 1_000_000},
-    ),
     Case("a split's key of escapes", ["split.json", "x1b[2J", "unknown key"], split={ESCAPES: 1}),
-    Case("a split's key of a megabyte", ["split.json", "unknown key"], split={"a" * 1_000_000: 1}),
     Case(
         "a split's value of a megabyte",
         ["split.json", "bf16.enabled", " ... "],
@@ -213,6 +176,13 @@ ECHOES = [
     Case("a path with a NUL", ["recipe.yaml:", "a NUL character"], recipe={"data.paths": ["a\0b"]}),
     Case("a run's folder with a NUL", ["recipe.yaml:", "a NUL character"], recipe={"run_dir": "{here}/a\0b"}),
     Case("a name that turns text round", ["recipe.yaml:", "name", "u202e"], recipe={"name": "a\u202eb"}),
+    *nightly(
+        Case(
+            "a list of a megabyte",
+            ["recipe.yaml:", "max_steps", " ... "],
+            recipe={"max_steps": [12345] * 90_000},
+        ),
+    ),
 ]
 
 LONG = "{here}/" + "n" * 300
@@ -232,4 +202,4 @@ NAMES = [
     ]
 ]
 
-CASES = [*CODE, *BOMBS, *NO_FILES, *ECHOES, *NAMES]
+CASES = [*CODE, *BOMBS, *NO_FILES, *ECHOES, *NAMES[:3], *nightly(*NAMES[3:])]

@@ -48,6 +48,7 @@ def refused(tmp_path, capsys):
         (LLAMA.replace("num_heads: 4", "num_heads: 5"), [], "recipe.yaml:5: model.hidden_size 64 is not"),
         (LLAMA, ["model.num_key_value_heads=3"], "command line: model.num_heads 4 is not a multiple"),
         (LLAMA, ["model.pretrained=./there"], "command line: model: give exactly one of architecture"),
+        (LLAMA, ["model={kind: causal_lm, pretrained: x, weights: y}"], "command line: model: give pretr"),
         (LLAMA.replace("  architecture: llama\n", ""), [], "recipe.yaml:2: model: give exactly one of arch"),
         (LLAMA, ["model.activation_offload=true"], "command line: model.activation_offload: it is for the"),
         (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
@@ -177,6 +178,7 @@ def test_notes_of_a_file_from_elsewhere_go_to_standard_error(tmp_path, capsys):
     assert capsys.readouterr().err == f"note: {split}:1: _comment: a comment, passed over\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(ROTARY_HEADS))
 def test_rotary_heads_of_an_odd_width_cannot_be_computed_and_are_refused(refused, architecture):
     import torch
