@@ -53,6 +53,7 @@ def test_the_total_is_the_mean_over_all_tokens_not_over_sets():
     assert both["eval/perplexity"] == pytest.approx(math.exp(both["eval/loss"]))
 
 
+@pytest.mark.slow
 def test_further_sets_are_no_part_of_the_total_unless_there_is_nothing_else():
     web = evaluated(ALONE, {"web": WEB})
     row = evaluated(ALONE, {"web": WEB}, {"news": NEWS})
@@ -62,12 +63,14 @@ def test_further_sets_are_no_part_of_the_total_unless_there_is_nothing_else():
     assert alone["eval/loss"] == pytest.approx(row["eval/news/loss"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_max_samples_is_of_each_set():
     first = [torch.utils.data.Subset(dataset, range(3)) for dataset in (WEB, CODE)]
     expected = evaluated(ALONE, {"web": first[0], "code": first[1]})
     assert evaluated(ALONE, {"web": WEB, "code": CODE}, max_samples=3) == expected
 
 
+@pytest.mark.slow
 def test_without_a_held_out_sample_there_is_no_loader():
     data = replace(token_bundle(), eval={})
     tree = recipe()
@@ -77,6 +80,7 @@ def test_without_a_held_out_sample_there_is_no_loader():
     assert build_eval_loader(config, plan_batch(config.batch, 1), data, engine) is None
 
 
+@pytest.mark.slow
 def test_classes_have_an_accuracy_in_each_set():
     digits = prepare_data(DigitsDataConfig(kind="digits"))
     held_out = digits.eval["digits"]
@@ -98,6 +102,7 @@ def on_this_rank(job: Job):
     return evaluated(job, {"web": WEB, "code": CODE}, {"news": NEWS})
 
 
+@pytest.mark.slow
 def test_several_sets_are_the_same_on_two_ranks(ranks):
     """7, 12 and 5 samples in batches of 4 on two ranks: uneven in every set."""
     expected = on_this_rank(ALONE)

@@ -11,6 +11,8 @@ from support.launch import write_recipe
 
 import pipeline
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):

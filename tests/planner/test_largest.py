@@ -26,6 +26,7 @@ def powers(most: int) -> list[int]:
     return [2**n for n in range(most)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.integers(0, 60_000),

@@ -72,6 +72,8 @@ def group(rows: Answers, step: int, resolved: Resolved) -> Any:
     return group_of(rows, step, resolved.plan, 0, 1)
 
 
+@pytest.mark.daily("dpo-fp32", "kto-fp32")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("loss", ["dpo", "kto", "reward"])
 def test_the_peak_of_a_step_that_compares(monkeypatch, loss, precision):

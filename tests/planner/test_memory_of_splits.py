@@ -59,6 +59,7 @@ def most_made(job: Job, run: Run) -> int:
     return counted(job, run, "cpu")[0]
 
 
+@pytest.mark.daily("tensor", "sequence, ZeRO 3", "stages")
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_the_peak_of_each_rank(ranks, run):

@@ -168,6 +168,14 @@ RUNS = [
 ]
 
 
+@pytest.mark.daily(
+    "llama, every other block recomputes",
+    "llama, two micro-batches, SGD",
+    "llama, bf16, documents apart",
+    "gpt2, bf16, adapter",
+    "frozen output layer, few tokens",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_the_peak_of_a_step(run):
     made, model = counted(ALONE, run, "cpu")

@@ -50,6 +50,7 @@ def limits(*words):
     return command.limits(*asked, arguments.longest)
 
 
+@pytest.mark.slow
 def test_it_answers_without_torch_and_what_stands_on_it():
     code = (
         "import sys; from pipeline.__main__ import main; main(sys.argv[1:]); "
@@ -150,6 +151,12 @@ def with_number(words, key, more):
     return [f"{key}={int(w.partition('=')[2]) + more}" if w.startswith(f"{key}=") else w for w in words]
 
 
+@pytest.mark.daily(
+    "zero3---longest-longest sequence-data.sequence_length-128",
+    "zero3---largest-largest micro-batch-batch.micro_batch_size-1",
+    "tensor2---largest-largest model-model.num_layers-1",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "name", "key", "step"),
     [
@@ -175,6 +182,7 @@ def test_as_much_as_is_told_fits_by_its_words_and_more_does_not(capsys, option, 
         assert f"{' '.join(limit.words)}   ({found.model.numel:,} parameters, " in line
 
 
+@pytest.mark.slow
 def test_what_ends_a_search_in_place_of_memory_is_told(capsys, tmp_path):
     tiny = [*LLAMA_8B, "--gpu", "b200", "--gpus", "8", "--nodes", "1000", *ZERO3, "model.hidden_size=64"]
     tiny += ["model.intermediate_size=128", "model.num_heads=2", "model.num_key_value_heads=2"]
@@ -192,6 +200,8 @@ def test_what_ends_a_search_in_place_of_memory_is_told(capsys, tmp_path):
     assert "none: pretrained weights have one size" in plan(capsys, *given, "--largest")
 
 
+@pytest.mark.daily("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_words_for_the_largest_model_make_it(tmp_path, family):
     recipe = tmp_path / "recipe.yaml"

@@ -65,6 +65,13 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
     return found
 
 
+@pytest.mark.daily(
+    "llama cpu fp32",
+    "llama cpu autocast grouped adapted",
+    "qwen2 cpu half apart grouped",
+    "gpt2 cpu autocast selective",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=row_name)
 def test_a_block_keeps_and_needs_what_the_table_says(case):
     groups = SIZES.key_value_heads if case.grouped else SIZES.heads

@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_has_the_parameters_that_a_run_has(case):
     tree = recipe(**case)

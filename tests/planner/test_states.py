@@ -75,7 +75,9 @@ def test_of_every_split(ranks, case):
     agrees(ranks, case.recipe, case.json, case.world_size)
 
 
-@pytest.mark.parametrize("case", marked(ADAPTERS, lambda case: daily(case) and "dora" in case.split.name))
+@pytest.mark.parametrize(
+    "case", marked(ADAPTERS, lambda case: daily(case) and "dora, seq" in case.split.name)
+)
 def test_of_every_adapter(ranks, case):
     agrees(ranks, case.recipe, case.json, case.world_size)
 

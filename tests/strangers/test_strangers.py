@@ -21,6 +21,8 @@ from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS = 12
 
@@ -86,7 +88,6 @@ def plain(name: str) -> list[float]:
 
 
 @pytest.mark.daily("ddp-fp32", "zero3-bf16")
-@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_strangers_projects_train_under_every_split(ranks, split):
     for result in ranks(2).run(all_losses, SPLITS[split], timeout=600):
@@ -98,8 +99,7 @@ def test_strangers_projects_train_under_every_split(ranks, split):
                 assert curve == pytest.approx(plain(name), rel=band), name
 
 
-@pytest.mark.daily("Classifier-fp32", "classifier-bf16")
-@pytest.mark.slow
+@pytest.mark.daily("Classifier-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["Classifier", "classifier"])
 def test_a_model_that_loads_its_own_weights_is_sharded_afterwards(ranks, tmp_path, model, precision):
