@@ -17,16 +17,6 @@ AUTO = dict.fromkeys(
     ),
     "auto",
 )  # fmt: skip
-FP16 = {
-    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
-    "min_loss_scale": 1,
-}  # fmt: skip
-ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-WARMUP = {
-    "type": "WarmupLR",
-    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-}
-WARMUP_DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], "total_num_steps": "auto"}}
 STAGE3 = {
     "stage": 3,
     "overlap_comm": True,
@@ -39,18 +29,8 @@ STAGE3 = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
-ON_CPU = {"device": "cpu", "pin_memory": True}
 
 TAKEN = {
-    "transformers zero2": {
-        "fp16": FP16, "optimizer": ADAMW, "scheduler": WARMUP,
-        "zero_optimization": {
-            "stage": 2, "offload_optimizer": ON_CPU, "allgather_partitions": True,
-            "allgather_bucket_size": 2e8, "overlap_comm": True, "reduce_scatter": True,
-            "reduce_bucket_size": 2e8, "contiguous_gradients": True,
-        },
-        **AUTO, "steps_per_print": 2000, "wall_clock_breakdown": False,
-    },
     "transformers nvme": {
         "bf16": {"enabled": "auto"},
         "zero_optimization": {
@@ -70,12 +50,6 @@ TAKEN = {
         },
         **AUTO,
     },
-    "axolotl zero1": {
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-        "bf16": {"enabled": True},
-        "fp16": {**FP16, "auto_cast": False, "initial_scale_power": 32},
-        **AUTO, "wall_clock_breakdown": False,
-    },
     "axolotl zero3_bf16": {
         "zero_optimization": {
             "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0,
@@ -85,30 +59,6 @@ TAKEN = {
         },
         "bf16": {"enabled": True},
         **AUTO, "wall_clock_breakdown": False,
-    },
-    "LLaVA zero3 offload": {
-        "fp16": FP16, "bf16": {"enabled": "auto"}, "optimizer": ADAMW, "scheduler": WARMUP,
-        "zero_optimization": {
-            "stage": 3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU, "overlap_comm": True,
-            "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-            "gather_16bit_weights_on_model_save": True,
-        },
-        **AUTO, "steps_per_print": 1e5, "wall_clock_breakdown": False,
-    },
-    "LLaMA-Factory z2": {
-        **AUTO, "zero_allow_untested_optimizer": True, "fp16": FP16, "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True,
-            "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True,
-            "round_robin_gradients": True,
-        },
-    },
-    "FastChat zero3": {
-        "bf16": {"enabled": "auto"}, "optimizer": ADAMW, "scheduler": WARMUP_DECAY,
-        "zero_optimization": {**STAGE3, "offload_optimizer": ON_CPU, "offload_param": ON_CPU},
-        **AUTO, "steps_per_print": 5, "wall_clock_breakdown": False,
     },
     "DeepSpeedExamples CIFAR": {
         "train_batch_size": 16, "steps_per_print": 2000,

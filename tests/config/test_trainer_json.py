@@ -74,6 +74,12 @@ def total_num_steps(name):
     return FILES[name].get("scheduler", {}).get("params", {}).get("total_num_steps", "auto")
 
 
+@pytest.mark.daily(
+    "the Trainer, ZeRO 2 with decay",
+    "the Trainer, ZeRO 3 with warm-up",
+    "tatsu-lab/stanford_alpaca/configs/default_offload_opt_param.json",
+    "hiyouga/LLaMA-Factory/examples/deepspeed/ds_z0_config.json",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", distinct())
 def test_a_trainers_file_trains_two_steps(ranks, written, tmp_path, name):
