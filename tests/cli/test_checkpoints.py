@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from checkpoint.plain_engine import SHAPES, PlainEngine, whole_region
 from support.checkpoints import flip_a_bit, written
-from support.launch import ROOT, environment
 
 from pipeline.__main__ import main
 from pipeline.checkpoint.catalog import Retention, diff, list_checkpoints, read_through
@@ -191,22 +188,3 @@ def test_a_mistake_is_one_line(run, look, place, what, said):
     assert (code, lines, len(errors)) == (2, [], 1)
     assert errors[0].startswith("error: ")
     assert said in errors[0]
-
-
-def test_help_waits_for_nothing_heavy():
-    check = (
-        "import sys; from pipeline.__main__ import main\n"
-        "try: main(['checkpoints', '--help'])\n"
-        "except SystemExit: pass\n"
-        "print(*[name for name in ('torch', 'numpy', 'rich', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", check],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        check=True,
-    )
-    assert "verify" in done.stdout
-    assert done.stdout.splitlines()[-1] == ""
