@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+import pytest
 import yaml
 from support.base_model import conversations, write_base_model
 
@@ -12,6 +13,7 @@ from pipeline.__main__ import main
 from pipeline.cli.train import main as train
 
 
+@pytest.mark.slow
 def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_base_model(tmp_path / "tiny")

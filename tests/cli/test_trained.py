@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from pipeline.__main__ import main
 from pipeline.cli.train import main as train
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["wandb.mode=disabled", "sample.max_new_tokens=0"]
 
 
@@ -70,7 +72,6 @@ def table(text):
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_evaluation_is_the_runs_own(text_run, call, step):
     code, out, errors = call("evaluate", text_run, "--step", step)
@@ -96,7 +97,6 @@ def test_a_whole_set_and_another_set(text_run, call, tmp_path):
     assert float(now) == pytest.approx(float(then), abs=1.1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", ["last", "best"])
 def test_a_finetuned_model_is_evaluated_without_the_folder_it_came_from(chat_run, call, step):
     code, out, errors = call("evaluate", chat_run, "--step", step)
@@ -106,7 +106,6 @@ def test_a_finetuned_model_is_evaluated_without_the_folder_it_came_from(chat_run
     assert float(now) < 0.1
 
 
-@pytest.mark.slow
 def test_a_model_of_conversations_answers_a_question(chat_run, call):
     for thing, colour in ANSWERS.items():
         question = ["--prompt", f"What colour is {thing}? (7)", "--temperature", 0]

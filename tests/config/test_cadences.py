@@ -9,6 +9,8 @@ from support.launch import DIGITS, numbers
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.train import main
 
+pytestmark = pytest.mark.slow
+
 RECIPE = DIGITS | {
     "batch": {"micro_batch_size": 180},
     "optimizer": {"learning_rate": 3e-3},
@@ -59,6 +61,7 @@ def test_a_run_that_goes_on_keeps_its_intervals(run):
     assert steps_with(run(max_epochs=2, **every), "eval/loss") == [0, 4, 8, 12, 16]
 
 
+@pytest.mark.daily("accuracy-max")
 @pytest.mark.parametrize(("metric", "mode"), [("accuracy", "max"), ("accuracy", "min"), ("loss", "max")])
 def test_the_best_checkpoint_is_kept_by_the_metric_that_was_chosen(run, tmp_path, capsys, metric, mode):
     rows = run(

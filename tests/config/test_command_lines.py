@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -11,8 +10,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
-from support.base_model import conversations, write_base_model
 from support.launch import BIN, ROOT, environment, launch, write_recipe
 
 from pipeline.__main__ import main
@@ -60,26 +57,6 @@ def one(pattern: str, text: str) -> str:
 
 
 @pytest.mark.slow
-def test_import_prints_a_command_that_trains(tmp_path, monkeypatch, capsys, run_elsewhere):
-    monkeypatch.chdir(tmp_path)
-    write_base_model(tmp_path / "tiny")
-    turns = [[turn["content"] for turn in each["messages"]] for each in conversations()]
-    rows = [{"instruction": question, "output": answer} for question, answer in turns]
-    (tmp_path / "colours.json").write_text(json.dumps(rows))
-    info = {"colours": {"file_name": str(tmp_path / "colours.json")}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    theirs = {"model_name_or_path": str(tmp_path / "tiny"), "stage": "sft", "finetuning_type": "full"}
-    theirs |= {"dataset": "colours", "template": "chatml", "cutoff_len": 64, "max_steps": 2}
-    theirs |= {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "saves"), "learning_rate": 1e-3}
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(theirs))
-    assert main(["import", "sft.yaml"]) == 0
-    filled_in = ["data.chat_template=chatml", f"data.cache_dir={tmp_path}"]
-    done = run_elsewhere(one(r"train by: (.*)", capsys.readouterr().out), *filled_in)
-    assert done.returncode == 0, done.stderr
-    assert "2/2  loss" in done.stdout
-
-
-@pytest.mark.slow
 def test_suggest_prints_a_command_that_trains(tmp_path, monkeypatch, capsys, run_elsewhere):
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, max_steps=2)
@@ -124,7 +101,7 @@ def test_an_offline_run_prints_the_command_that_uploads_it(run_directory, run_el
     assert "no such" not in run_elsewhere(command).stderr.lower()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gpu_that_is_not_there_prints_the_command_that_looks(tmp_path, run_elsewhere):
     said = launch(
         "--config", str(write_recipe(tmp_path)), DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES=""
@@ -171,6 +148,7 @@ PAGES = {"cli/plan.py", "cli/import_configs/writing.py"}
 """Texts for a page or a file: the end of `plan --help`, an imported recipe."""
 
 
+@pytest.mark.slow
 def test_no_message_has_a_command_of_its_own_making():
     """`own_command` and its neighbours know what works from any folder."""
     for path in (ROOT / "pipeline").rglob("*.py"):

@@ -158,7 +158,7 @@ def test_what_is_no_override_is_refused(argument):
         parse_override(argument)
 
 
-@pytest.mark.parametrize("value", ["[1, 2", "{a", "2024-45-45", "'", "[" * 5000])
+@pytest.mark.parametrize("value", ["[1, 2", "{a", "2024-45-45", "'"])
 def test_an_override_with_malformed_yaml_is_refused(value):
     with pytest.raises(ConfigError, match=r"command line: the value of data\.paths is not valid YAML"):
         parse_override(f"data.paths={value}")
@@ -320,7 +320,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 
         ("a: " + "[" * 5000, "recipe.yaml:1:67: not valid YAML: nested too deeply"),
         ("a: &a {b: *a}\n", "recipe.yaml:1:11: not valid YAML: the value holds itself"),
         ("a: " + "[" * 70 + "]" * 70, "recipe.yaml:1:"),
-        ("a: [" + "1," * 100_001 + "1]", "recipe.yaml:1:"),
+        pytest.param("a: [" + "1," * 100_001 + "1]", "recipe.yaml:1:", marks=pytest.mark.slow),
         (BOMB, "recipe.yaml:6:40: not valid YAML: stands for more than 100,000 values"),
         ("a: " + "9" * 5000, "recipe.yaml:1:4: not valid YAML: a number of 5,000 digits"),
         ("a: 0x" + "f" * 5000, "recipe.yaml:1:4: not valid YAML: a number of 5,002 digits"),

@@ -281,6 +281,7 @@ UNVALIDATED = {
 }  # this trainer's own, or taken as they are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["", *(name for name in SECTIONS if name not in UNVALIDATED)])
 def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(tmp_path, section):
     """Every key with every odd value: what DeepSpeed's own validation refuses, --dry-run does too."""

@@ -35,6 +35,7 @@ def without(packages: str) -> dict[str, str]:
     return {"PYTHONPATH": path, "PYTHON_HIDDEN_PACKAGES": packages}
 
 
+@pytest.mark.daily("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [[], ["--deepspeed", "ds_configs/zero2.json"]], ids=["plain", "zero2"])
 def test_a_run_needs_none_of_the_optional_packages(tmp_path, split):
@@ -56,7 +57,7 @@ def test_a_run_needs_none_of_the_optional_packages(tmp_path, split):
     assert packages["torch"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the same words, in one process: below
 def test_a_run_that_needs_a_missing_package_ends_with_one_line(tmp_path):
     done = launch("--config", str(write_recipe(tmp_path, wandb={"mode": "offline"})), **without("wandb"))
     assert done.returncode == 2

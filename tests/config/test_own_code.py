@@ -6,6 +6,8 @@ import ast
 import json
 from pathlib import Path
 
+import pytest
+
 from pipeline.config.model_schema import IMPORT_PATH
 from pipeline.config.recipe import IMPORTED, named_code
 from pipeline.config.schema import RunConfig
@@ -62,6 +64,7 @@ def test_no_field_takes_an_import_path_under_another_name():
     assert set(fields) == set(IMPORTED)
 
 
+@pytest.mark.slow
 def test_nothing_else_imports_what_a_recipe_names():
     """Code comes in by import_object alone, from fields that are checked."""
     users, importers = set(), set()

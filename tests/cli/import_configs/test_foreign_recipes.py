@@ -12,6 +12,8 @@ from pipeline.config.loading import get_dotted
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LLAMA_FACTORY = {
     "model_name_or_path": "a/b",
     "stage": "sft",

@@ -15,6 +15,8 @@ from pipeline.config.deepspeed_check import rules
 from pipeline.config.loading import ConfigFile
 from pipeline.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[3] / "docs"
 BASES = {
     "llama-factory": [{}, {"stage": "dpo"}, {"stage": "pt", "finetuning_type": "full"}],

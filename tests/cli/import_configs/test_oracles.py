@@ -13,6 +13,8 @@ from pipeline.cli.import_configs.writing import draft_of, write
 from pipeline.config.settings import load_settings
 from pipeline.data.prepared import prepare_documents
 
+pytestmark = pytest.mark.slow
+
 ORACLES: dict[str, Any] = json.loads(RECORDED.read_text())
 
 
