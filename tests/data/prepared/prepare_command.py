@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from typing import Any
 
 import psutil
 import yaml
+from support.forked import Program
+from support.launch import ROOT, environment
 
 from pipeline.data.prepared.part_files import CHECKED
 
-ROOT = Path(__file__).parents[3]
 PATIENCE = 120.0  # seconds; an undisturbed run of the tests takes about ten
 MODEL = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_heads": 2, "hidden_size": 32}
 
@@ -53,12 +53,7 @@ def write_recipe(path: Path, data: dict[str, Any]) -> Path:
 
 
 def command_line(recipe: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pipeline", "prepare", "--config", str(recipe), *arguments]
-
-
-def environment() -> dict[str, str]:
-    """Return the variables of a command that prepares data of this checkout."""
-    return os.environ | {"PYTHONPATH": str(ROOT)}
+    return ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments]
 
 
 class Command:
@@ -72,20 +67,16 @@ class Command:
     def __init__(self, recipe: Path, *arguments: str) -> None:
         self.cache = Path(yaml.safe_load(recipe.read_text())["data"]["cache_dir"])
         self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            command_line(recipe, *arguments),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, which takes no lock)
-            env=environment(),
+        self._there_before = set(self.cache.glob("parts/*"))
+        self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
+        self.process = Program(
+            command_line(recipe, *arguments), environment(), Path(os.devnull), self._said, cwd=ROOT
         )
 
     def end(self) -> Ended:
         """Waits for it."""
-        _, said = self.process.communicate(timeout=PATIENCE)
-        return Ended(self.process.returncode, said.splitlines())
+        code = self.process.wait(PATIENCE)
+        return Ended(code, self._said.read_text().splitlines())
 
     def send(self, number: int) -> None:
         """A signal to the whole group, as a terminal does."""
@@ -99,8 +90,11 @@ class Command:
 
     def wait_for_part(self, number: int = 1) -> None:
         """Until so many parts are done or being written, one of them at this moment."""
-        while len(parts := list(self.cache.glob("parts/*"))) < number or not _being_written(parts):
+        while len(parts := list(self.cache.glob("parts/*"))) < number or not self._is_writing(parts):
             self._wait()
+
+    def _is_writing(self, parts: list[Path]) -> bool:
+        return any(part.suffix == ".tmp" and part not in self._there_before for part in parts)
 
     def _wait(self) -> None:
         assert self.process.poll() is None, self.end()
@@ -123,17 +117,6 @@ class Command:
         else:
             self.send(signal.SIGKILL)
         self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-
-
-def hear_interrupts() -> None:
-    """In the child: a shell's background jobs inherit SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _being_written(parts: list[Path]) -> bool:
-    return any(part.suffix == ".tmp" for part in parts)
 
 
 def bytes_of(cache: Path) -> dict[str, bytes]:

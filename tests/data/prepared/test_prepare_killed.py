@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +22,24 @@ from prepare_command import (
     Ended,
     bytes_of,
     command_line,
-    environment,
     parts_of,
     write_recipe,
 )
+from support.launch import ROOT, environment
 
-FILES, CHARACTERS = 8, 2_000_000
+from pipeline.data.prepared import prepare_documents
+from pipeline.errors import DataError
+
+pytestmark = pytest.mark.slow
+
+FILES, CHARACTERS = 8, 1_000_000
 WHOM = ("group", "parent", "worker")
+KILLS = 20
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory, cut_stdlib):
-    """Eight files, each a part that takes a worker a quarter of a second."""
+    """Eight files, each a part that takes a worker an eighth of a second."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = cut_stdlib("*.py", CHARACTERS)
     paths = [folder / f"{number}.jsonl" for number in range(FILES)]
@@ -57,6 +65,7 @@ class Quiet:
     """An undisturbed run: what it left, and the seconds between which it worked."""
 
     content: dict[str, bytes]
+    tokenizer: Path
     documents: int
     begin: float
     end: float
@@ -71,35 +80,62 @@ def quiet(recipe_for, corpus, tmp_path_factory):
     ended = command.end()
     assert ended.code == 0, ended
     assert len(parts_of(command.cache)) == FILES
-    return Quiet(bytes_of(command.cache), ended.tokenised, begin, time.monotonic() - command.started)
+    (tokenizer,) = (command.cache / "tokenizers").iterdir()
+    end = time.monotonic() - command.started
+    return Quiet(bytes_of(command.cache), tokenizer, ended.tokenised, begin, end)
 
 
-@pytest.mark.slow
-@pytest.mark.daily("6")
+def test_stopped_in_every_way_it_goes_on_and_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
+    recipe = recipe_for(tmp_path, corpus)
+    for moment in ("locks/tokenizer-*", 2):
+        command = Command(recipe)
+        command.wait_for(moment) if isinstance(moment, str) else command.wait_for_part(moment)
+        command.send(signal.SIGINT)
+        ended = command.end()
+        assert ended.code == 130, ended
+        assert ended.said[-1] == "stopped; what is finished is kept, and the same command goes on"
+        assert "Traceback" not in "\n".join(ended.said)
+        assert not list(command.cache.glob("parts/*.tmp"))
+    command = Command(recipe)
+    command.wait_for_part(3)
+    assert command.kill_worker()
+    line = command.end().error
+    assert line.startswith(
+        "error: a worker process was ended by SIGKILL while parts were prepared; most often"
+    )
+    assert line.endswith("what is finished is kept, and the same command goes on")
+    for orphans in (False, True):
+        command = Command(recipe)
+        command.wait_for_part(4)
+        command.kill(orphans=orphans)
+    kept = parts_of(command.cache)
+    assert Command(recipe).end().code == 0
+    assert kept.items() <= parts_of(command.cache).items()
+    assert bytes_of(command.cache) == quiet.content
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kills", [6, 20])
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path, kills):
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
     """Whoever was killed, the command is given again at once; a run that ends before is compared."""
     rng = random.Random(4)
     history: list[tuple[str, float]] = []
-    while len(history) < kills:
+    while len(history) < KILLS:
         folder = tmp_path / f"after-{len(history)}"
         folder.mkdir()
         recipe = recipe_for(folder, corpus)
-        while disturb(Command(recipe), rng, quiet, history, kills):
+        while disturb(Command(recipe), rng, quiet, history):
             pass
         assert bytes_of(folder / "cache") == quiet.content, history
         shutil.rmtree(folder)
     assert {whom for whom, _ in history} == set(WHOM)
 
 
-def disturb(
-    command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]], kills: int
-) -> bool:
+def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]]) -> bool:
     """Kills one or all of the processes, and notes it; False: the command came to its end before."""
     whom, moment = WHOM[len(history) % len(WHOM)], rng.uniform(quiet.begin, quiet.end)
     try:
-        command.process.wait(moment if len(history) < kills else PATIENCE)
+        command.process.wait(moment if len(history) < KILLS else PATIENCE)
     except subprocess.TimeoutExpired:
         if whom != "worker":
             command.kill(orphans=whom == "parent")
@@ -117,53 +153,31 @@ def disturb(
     return ended.code == 2
 
 
-@pytest.mark.slow
-def test_a_killed_worker_is_one_line(recipe_for, corpus, tmp_path, tokenizer_json):
-    command = Command(recipe_for(tmp_path, corpus, tokenizer={"pretrained": str(tokenizer_json)}))
-    command.wait_for_part()
-    assert command.kill_worker()
-    line = command.end().error
-    assert line.startswith(
-        "error: a worker process was ended by SIGKILL while parts were prepared; most often"
-    )
-    assert line.endswith("what is finished is kept, and the same command goes on")
-
-
-@pytest.mark.slow
-def test_interrupted_it_says_so_in_one_line_and_goes_on(recipe_for, corpus, quiet, tmp_path):
-    recipe = recipe_for(tmp_path, corpus)
-    for moment in ("locks/tokenizer-*", 1, 3, 5):
-        command = Command(recipe)
-        command.wait_for(moment) if isinstance(moment, str) else command.wait_for_part(moment)
-        command.send(signal.SIGINT)
-        ended = command.end()
-        assert ended.code == 130, ended
-        assert ended.said[-1] == "stopped; what is finished is kept, and the same command goes on"
-        assert "Traceback" not in "\n".join(ended.said)
-        assert not list(command.cache.glob("parts/*.tmp"))
-    kept = parts_of(command.cache)
-    assert Command(recipe).end().code == 0
-    assert kept.items() <= parts_of(command.cache).items()
-    assert bytes_of(command.cache) == quiet.content
-
-
-@pytest.mark.slow
-def test_a_file_that_changes_meanwhile_is_one_line(recipe_for, corpus, tmp_path, tokenizer_json):
+def test_a_file_that_changes_meanwhile_is_one_line(make_config, corpus, tmp_path):
     paths = [Path(shutil.copy(path, tmp_path)) for path in corpus]
-    # One worker takes them in turn: the last is far off when the first is seen to be done.
-    recipe = recipe_for(tmp_path, paths, tokenizer={"pretrained": str(tokenizer_json)}, prepare_workers=1)
-    command = Command(recipe)
-    command.wait_for_part()
-    with paths[-1].open("a") as file:
-        file.write('{"text": "one more"}\n')
-    assert command.end().error.startswith(f"error: {paths[-1]}: changed since its digest was made")
-    kept = parts_of(command.cache)
-    assert Command(recipe).end().code == 0
-    assert kept.items() <= parts_of(command.cache).items()
-    assert len(parts_of(command.cache)) == FILES
+    cache = tmp_path / "cache"
+
+    def add_to_the_last() -> None:
+        while not list(cache.glob("parts/*.tmp")):
+            time.sleep(0.001)
+        with paths[-1].open("a") as file:
+            file.write('{"text": "one more"}\n')
+
+    meanwhile = threading.Thread(target=add_to_the_last)
+    meanwhile.start()
+    # One worker takes them in turn: the last is far off when the first is seen to be begun.
+    config = make_config(paths, cache, prepare_workers=1)
+    with pytest.raises(DataError, match="^" + re.escape(f"{paths[-1]}: changed since its digest was made")):
+        prepare_documents(config)
+    meanwhile.join()
+    kept = parts_of(cache)
+    assert kept
+    prepare_documents(config)
+    assert kept.items() <= parts_of(cache).items()
+    assert len(parts_of(cache)) == FILES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_at_once_make_each_part_once(recipe_for, corpus, quiet, tmp_path):
     recipe = recipe_for(tmp_path, corpus)
     ended = [command.end() for command in [Command(recipe), Command(recipe)]]
@@ -172,25 +186,23 @@ def test_two_at_once_make_each_part_once(recipe_for, corpus, quiet, tmp_path):
     assert bytes_of(tmp_path / "cache") == quiet.content
 
 
-@pytest.mark.slow
-def test_two_at_once_that_share_some_parts_make_each_once(recipe_for, corpus, tmp_path, tokenizer_json):
-    tokenizer = {"pretrained": str(tokenizer_json)}
-    alone = Command(recipe_for(tmp_path, corpus, tokenizer=tokenizer))
-    documents = alone.end().tokenised
-    content = bytes_of(alone.cache)
-    shutil.rmtree(alone.cache)
+def test_two_at_once_that_share_some_parts_make_each_once(recipe_for, corpus, quiet, tmp_path):
     recipes = [
-        recipe_for(tmp_path, some, name, tokenizer=tokenizer)
+        recipe_for(tmp_path, some, name, tokenizer={"pretrained": str(quiet.tokenizer)})
         for some, name in ((corpus[:6], "first"), (corpus[2:][::-1], "second"))
     ]
     ended = [command.end() for command in [Command(recipe) for recipe in recipes]]
     assert [each.code for each in ended] == [0, 0], ended
-    assert sum(each.tokenised for each in ended) == documents
+    assert sum(each.tokenised for each in ended) == quiet.documents
     assert all(each.tokenised for each in ended)
-    assert bytes_of(tmp_path / "cache") == content
+    assert parts_alone(bytes_of(tmp_path / "cache")) == parts_alone(quiet.content)
 
 
-@pytest.mark.slow
+def parts_alone(content: dict[str, bytes]) -> dict[str, bytes]:
+    return {path: value for path, value in content.items() if path.startswith("parts/")}
+
+
+@pytest.mark.nightly
 def test_shards_at_once_are_all_there_is_to_do(recipe_for, corpus, quiet, tmp_path):
     recipe = recipe_for(tmp_path, corpus, prepare_workers=1)
     commands = [Command(recipe, "--shard", f"{index}/3") for index in range(3)]
@@ -203,7 +215,6 @@ def test_shards_at_once_are_all_there_is_to_do(recipe_for, corpus, quiet, tmp_pa
     assert bytes_of(tmp_path / "cache") == quiet.content
 
 
-@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_one_line_and_the_others_stay(
     recipe_for, corpus, tmp_path, tokenizer_json
 ):
@@ -238,7 +249,7 @@ cp -r room/cache kept
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_full_disk_it_ends_with_one_line_and_with_room_goes_on(recipe_for, corpus, quiet, tmp_path):
     """On a disk of memory, in a mount namespace of its own, which ends with the processes in it."""
     room = tmp_path / "room"
@@ -246,8 +257,9 @@ def test_on_a_full_disk_it_ends_with_one_line_and_with_room_goes_on(recipe_for, 
     size = str(sum(map(len, quiet.content.values())) * 2 // 3)
     recipe = recipe_for(room, corpus).rename(tmp_path / "recipe.yaml")
     command = ["unshare", "-m", "sh", "-c", FULL_DISK, "sh", size, str(room), str(tmp_path)]
-    command += command_line(recipe)
-    code = subprocess.run(command, env=environment(), timeout=PATIENCE, check=False).returncode
+    command += [sys.executable, *command_line(recipe)]
+    env = environment(PYTHONPATH=str(ROOT))
+    code = subprocess.run(command, env=env, timeout=PATIENCE, check=False).returncode
     if code:
         pytest.skip("no permission to mount here")
 
