@@ -137,7 +137,7 @@ def conversations(draw):
     return turns + [turn(role, draw(contents)) for role in roles]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(turns=conversations(), template=st.sampled_from(["chatml", "llama", "marked", "thinking"]))
 def test_ids_are_the_templates_and_answers_with_their_ends_are_learned(tokenizer, encoders, turns, template):
     document = one(encoders[template], turns)
@@ -155,8 +155,7 @@ def test_ids_are_the_templates_and_answers_with_their_ends_are_learned(tokenizer
     assert tokenizer.decode(document.ids[document.loss_mask]) == expected
 
 
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     turns=conversations(),
     nearly=st.tuples(st.integers(0, 9), st.integers(-1, 1)),
@@ -191,13 +190,6 @@ def test_a_long_conversation_ends_with_the_last_answer_that_fits_whole(
         assert tally == {"conversations shortened": 1}
     assert documents[0].ids.tolist() == whole(fitting[0])
     assert documents[0].key == one(encoders["chatml"], turns).key
-
-
-def test_as_many_turns_stay_as_fit(tokenizer, make_encoder):
-    turns = [turn("user", "a"), turn("assistant", "b")] * 9
-    sizes = [len(template_ids(tokenizer, "chatml", turns[: 2 * count])) + 1 for count in range(1, 10)]
-    for size in sizes:
-        assert len(one(make_encoder(sequence_length=size - 1), turns).ids) == size
 
 
 def test_a_batch_is_what_its_conversations_are_one_by_one(make_encoder):
@@ -361,15 +353,20 @@ def test_tools_and_calls_reach_the_template(tokenizer, make_encoder):
     call = {"name": "add", "arguments": arguments}
     as_text = {"name": "add", "arguments": json.dumps(arguments)}
     forms = [call, as_text, {"type": "function", "function": call}, {"type": "function", "function": as_text}]
-    for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], [wrapped], json.dumps([wrapped])):
-        for calls in (*([form] for form in forms), *map(json.dumps, forms), json.dumps([call])):
-            turns = [turn("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": calls}]
-            (document,) = make_encoder(template)([("", {"messages": turns, "tools": tools})], Tally())
-            text = tokenizer.decode(document.ids)
-            assert text.startswith(f"[{json.dumps(wrapped)}]<|eot|>user:1+1<|eot|>")
-            assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
-            learned = tokenizer.decode(document.ids[document.loss_mask])
-            assert learned == f"[{json.dumps({'type': 'function', 'function': call})}]<|eot|>{END}"
+    said = {"type": "function", "function": call}
+    encoder = make_encoder(template)
+    in_forms = [
+        (tools, [call]) for tools in ([tool], json.dumps([tool]), [json.dumps(tool)], json.dumps([wrapped]))
+    ]
+    in_forms += [([wrapped], calls) for calls in (*([form] for form in forms), *map(json.dumps, forms))]
+    for tools, calls in in_forms:
+        turns = [turn("user", "1+1"), {"role": "assistant", "content": None, "tool_calls": calls}]
+        (document,) = encoder([("", {"messages": turns, "tools": tools})], Tally())
+        text = tokenizer.decode(document.ids)
+        assert text.startswith(f"[{json.dumps(wrapped)}]<|eot|>user:1+1<|eot|>")
+        assert document.ids.tolist().count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 3
+        learned = tokenizer.decode(document.ids[document.loss_mask])
+        assert learned == f"[{json.dumps(said)}]<|eot|>{END}"
 
 
 def test_a_special_token_in_a_list_that_the_template_writes_as_pythons_is_text(tokenizer, make_encoder):
@@ -390,10 +387,10 @@ def test_a_special_token_in_a_list_that_the_template_writes_as_pythons_is_text(t
 
 @pytest.mark.parametrize(
     "field",
-    [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"loss_mask": 0}, {"train": False}],
+    [{"weight": 0.0}, {"loss": False}, {"loss_mask": 0}, {"train": False}],
     ids=str,
 )
-def test_an_answer_that_is_not_to_be_learned_is_context(tokenizer, make_encoder, field):
+def test_an_answer_that_is_not_to_be_learned_is_context(tokenizer, encoders, field):
     (name,) = field
     turns = [
         turn("user", "a"),
@@ -402,23 +399,17 @@ def test_an_answer_that_is_not_to_be_learned_is_context(tokenizer, make_encoder,
         turn("assistant", "d") | {name: 1},
     ]
     for template, end in (("chatml", "<|im_end|>\n"), ("marked", "<|im_end|>\n"), ("inst", "")):
-        document = one(make_encoder(template), turns)
-        plain = [turn(each["role"], each["content"]) for each in turns]
-        assert document.ids.tolist() == one(make_encoder(template), plain).ids.tolist()
-        assert document.key == one(make_encoder(template), plain).key
+        document = one(encoders[template], turns)
+        plain = one(encoders[template], [turn(each["role"], each["content"]) for each in turns])
+        assert document.ids.tolist() == plain.ids.tolist()
+        assert document.key == plain.key
         said = "d" if template != "inst" else " d"
         assert tokenizer.decode(document.ids[document.loss_mask]) == f"{said}{end}{END}"
     tally = Tally()
-    assert make_encoder()([("rows:1", {"messages": turns[:2]})], tally) == []
+    assert encoders["chatml"]([("rows:1", {"messages": turns[:2]})], tally) == []
     assert tally.first == {"conversations dropped: no answer": "rows:1"}
     with pytest.raises(DataError, match=rf"^rows:1: turn 1 of 'messages' has {name} 0.5; expected 0 or 1"):
-        one(make_encoder(), [turn("assistant", "b") | {name: 0.5}])
-
-
-def test_parts_of_an_answer_that_are_not_to_be_learned_are_refused(make_encoder):
-    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}]
-    with pytest.raises(DataError, match=r"^rows:1: turn 1 of 'messages' has train_detail.*; .* weight 0"):
-        one(make_encoder(), [turn("assistant", "1234") | {"train_detail": detail}])
+        one(encoders["chatml"], [turn("assistant", "b") | {name: 0.5}])
 
 
 def test_calls_that_the_template_does_not_write_are_not_learned_and_are_counted(tokenizer, make_encoder):
@@ -451,60 +442,32 @@ def test_a_turn_of_sharegpt_whose_text_is_a_call(make_encoder, role):
         make_encoder()([("rows:1", {"conversations": [{"from": role, "value": "add 1"}]})], Tally())
 
 
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        ("[1]", "'tool_calls' of turn 1 of 'messages' is a list; expected a list of objects"),
-        ([{"name": "a", "arguments": "[]"}], "is a list; expected an object"),
-        ([{"name": "a", "arguments": "{"}], "'arguments' of a tool call of turn 1 of 'messages' is no JSON"),
-    ],
-)
-def test_calls_that_are_none(make_encoder, calls, message):
-    with pytest.raises(DataError, match=r"^rows:1: ") as refused:
-        one(make_encoder(), [{"role": "assistant", "content": "", "tool_calls": calls}])
-    assert message in str(refused.value)
-
-
 TALK = [turn("user", "a"), turn("assistant", "b")]
+
+
+def answer(**fields):
+    return {"messages": [turn("assistant", "1234") | fields]}
 
 
 @pytest.mark.parametrize(
     ("row", "layout", "message"),
     [
-        (
-            {"text": "a", "id": 1},
-            "auto",
-            "no conversation in any known layout; its fields: 'text', 'id'; exp",
-        ),
+        ({"text": "a", "id": 1}, "auto", "no conversation in any known layout; its fields: 'text', 'id'"),
         ({"messages": TALK}, "alpaca", "in data.layout alpaca; its fields: 'messages'; expected: alpaca has"),
         ({"messages": []}, "auto", "the conversation is empty"),
-        ({"messages": "a"}, "auto", "field 'messages' is a string; expected a list of turns"),
         ({"messages": ["a"]}, "auto", "turn 1 of 'messages' is a string"),
-        (
-            {"messages": [*TALK, turn("narrator", "x")]},
-            "auto",
-            "turn 3 of 'messages' has the role 'narrator'; exp",
-        ),
+        ({"messages": [*TALK, turn("narrator", "x")]}, "auto", "turn 3 of 'messages' has the role 'n"),
         ({"messages": [turn("user", None)]}, "auto", "turn 1 of 'messages' holds a null in place of text"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "auto",
-            "turn 1 of 'messages' holds 'image_url'; only",
-        ),
         ({"instruction": 1, "output": "a"}, "auto", "field 'instruction' holds a number in place of text"),
-        (
-            {"messages": [turn("user", "\ud800"), TALK[1]]},
-            "auto",
-            "holds no valid text: surrogates not allowed",
-        ),
+        ({"messages": [turn("user", "\ud800")]}, "auto", "holds no valid text: surrogates not allowed"),
         ({"messages": TALK, "tools": "{"}, "auto", "field 'tools' is no JSON"),
-        (
-            "some text",
-            "auto",
-            "got a plain string, expected a conversation; for plain text use",
-        ),
+        ("some text", "auto", "got a plain string, expected a conversation; for plain text use"),
+        (answer(train_detail=[{"begin_offset": 0, "train": False}]), "auto", "turn 1 of 'messages' has trai"),
+        (answer(tool_calls="[1]"), "auto", "'tool_calls' of turn 1 of 'messages' is a list; expected a list"),
+        (answer(tool_calls=[{"name": "a", "arguments": "[]"}]), "auto", "is a list; expected an object"),
+        (answer(tool_calls=[{"name": "a", "arguments": "{"}]), "auto", "'arguments' of a tool call of turn"),
     ],
-)
+)  # fmt: skip
 def test_a_row_without_a_conversation_names_place_and_fields(make_encoder, row, layout, message):
     with pytest.raises(DataError) as caught:
         make_encoder(layout=layout)([("rows.jsonl:7", row)], Tally())
@@ -513,31 +476,11 @@ def test_a_row_without_a_conversation_names_place_and_fields(make_encoder, row, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_may_refuse_a_conversation(make_encoder):
-    encoder = make_encoder("{{ raise_exception('roles must\nalternate') if messages | length > 1 }}{{ 'a' }}")
-    with pytest.raises(DataError, match=r"^rows:1: the chat template refuses .*: roles must alternate$"):
-        one(encoder, TALK)
-
-
 def test_what_has_no_answer_is_dropped_unless_all_is_learned(make_encoder):
     tally = Tally()
     assert make_encoder()([("rows:1", {"messages": TALK[:1]})], tally) == []
     assert tally == {"conversations dropped: no answer": 1}
     assert one(make_encoder(learn_from="all"), TALK[:1]).loss_mask is None
-
-
-def test_a_missing_or_broken_template_is_one_line(make_encoder, tmp_path):
-    for changes, message in (
-        ({"chat_template": None}, "has no chat template; set data.chat_template: chatml, or a file"),
-        (
-            {"chat_template": str(tmp_path / "no")},
-            r"/no cannot be read: No such file .*built-in one \(chatml\)",
-        ),
-    ):
-        with pytest.raises(DataError, match=message):
-            make_encoder(**changes)
-    with pytest.raises(DataError, match="no Jinja: line 2: "):
-        make_encoder("a\n{% if %}")
 
 
 def write_rows(path, rows):
@@ -660,8 +603,9 @@ def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_p
         prepare("skip", chat_template=None, tokenizer={})
 
 
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("special", [SPECIAL, ["<|im_start|>"], []])
+@pytest.mark.parametrize(
+    ("special", "own"), [(SPECIAL, False), (["<|im_start|>"], False), ([], False), ([], True)]
+)
 def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, caplog, special, own):
     """Of a template that the recipe gives; a tokenizer's own is as the model was trained with it."""
     made = train_tokenizer(["hello there"] * 3, 300, special)

@@ -18,7 +18,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=15, deadline=None)
 STEPS = 40
 
 

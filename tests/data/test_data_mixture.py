@@ -14,7 +14,7 @@ from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceCounts, Sourc
 from pipeline.errors import DataError
 
 WORLDS = (1, 2, 3, 4, 8)
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=25, deadline=None)
 sizes = st.integers(1, 60)
 
 
@@ -107,7 +107,7 @@ def test_exact_at_trillions(sources, seed, start):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(sources=mixtures(), seed=st.integers(0, 50), samples_seen=st.integers(0, 500))
 def test_the_split_does_not_change_what_a_step_sees(sources, seed, samples_seen):
     order = MixtureOrder(sources, seed)

@@ -101,7 +101,7 @@ def collected(loaders, accumulation, steps):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     splits=st.lists(
         st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4)),

@@ -71,7 +71,7 @@ def test_the_shuffle_is_even():
         assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(1, 300),
     seed=st.integers(0, 100),

@@ -18,6 +18,8 @@ from pipeline.data.prepared import encoder
 from pipeline.data.prepared.encoder import EncoderSettings, TextEncoder
 from pipeline.data.tokenizer import cut_text, train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ALPHABET = [
     *"abzAZ 09.,;:!?'\"()-_#\n\r\t",
     "  ",
@@ -128,7 +130,7 @@ def trained(pre_tokenizer, normalizer=None) -> Tokenizer:
     if normalizer is not None:
         core.normalizer = normalizer
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<end>"], show_progress=False)
-    core.train_from_iterator(nasty_texts(300), trainer)
+    core.train_from_iterator(nasty_texts(150), trainer)
     core.encode_special_tokens = True
     return core
 
@@ -140,7 +142,7 @@ def ids_of(core: Tokenizer, texts: list[str]) -> list[int]:
 def count_cuts(core: Tokenizer) -> int:
     """Cut texts wherever they can be; return how many pieces more there are than texts."""
     more = 0
-    for text in nasty_texts(250):
+    for text in nasty_texts(100):
         pieces = list(cut_text(core, text, 1))
         assert "".join(pieces) == text
         assert ids_of(core, pieces) == ids_of(core, [text]), text
@@ -190,9 +192,9 @@ def test_the_encoder_cuts_long_texts_alone(tmp_path, monkeypatch):
 
 
 def test_training_on_a_long_text_gives_the_tokenizer_of_its_pieces():
-    text = "".join(f"{text} end\n" for text in nasty_texts(3000))
+    text = "".join(f"{text} end\n" for text in nasty_texts(2500))
     assert len(text) > 100_000
-    by_pieces = train_tokenizer(cut_text(trained(PRE_TOKENIZERS["byte level"]), text, 50), 700)
+    by_pieces = train_tokenizer(cut_text(trained(PRE_TOKENIZERS["byte level"]), text, 2_000), 700)
     assert by_pieces.backend_tokenizer.to_str() == train_tokenizer([text], 700).backend_tokenizer.to_str()
 
 
@@ -218,7 +220,6 @@ print(trained // len(text), (peak() - before) // len(text))
 """
 
 
-@pytest.mark.slow
 def test_memory_for_one_long_text_is_bounded(tmp_path: Path):
     """It took 91 times the text to train, and 9 to encode; a few copies of the text and its ids are left."""
     done = subprocess.run(

@@ -37,7 +37,7 @@ def test_it_answers_again_after_a_refusal_and_ends_with_its_owner():
     assert not is_running(process)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_row_that_a_template_never_ends_with_is_named():
     endless = "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = TemplateProcess(endless + "{% endif %}{{ messages | length }}", {}, [])

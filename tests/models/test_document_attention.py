@@ -97,7 +97,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("size", [1, 20, 300, 10_000])
+@pytest.mark.parametrize("size", [20, 300, 10_000])
 def test_memory_grows_with_the_row_and_not_with_its_square(size):
     found = []
     for length in (1024, 2048):

@@ -173,7 +173,7 @@ def test_a_class_written_in_c_may_be_named():
         build_model(CustomModelConfig(kind="builtins:dict"), REQUEST, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_does_not_wait_for_transformers(tmp_path):
     """Whose import takes longer than all else that a run imports."""
     recipe = write_recipe(

@@ -21,7 +21,9 @@ from pipeline.models.sharding import ModelRequest, Placed
 PLAIN = {"torch": {"parallel": "single"}}
 LORA = {"rank": 4, "alpha": 8.0}
 WIDE = recipe()["model"] | {"hidden_size": 64, "intermediate_size": 128}
-STEPS = 10
+STEPS = 5
+
+pytestmark = pytest.mark.slow
 
 
 def asked(**adapter):
@@ -39,6 +41,7 @@ def test_the_loss_is_near_that_over_the_exact_base_and_not_the_same(alone):
     assert alone.losses[-1] < alone.losses[0]
 
 
+@pytest.mark.daily("sequence", "ZeRO 2 in bf16")
 @pytest.mark.parametrize(
     ("split", "allowed"),
     [

@@ -18,6 +18,8 @@ from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transforms import Placement, transform
 from pipeline.objectives.model_call import ModelCall
 
+pytestmark = pytest.mark.slow
+
 GPT2 = {"intermediate_size": None, "extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 
 
@@ -75,6 +77,7 @@ def test_blocks_of_any_number_share_one_graph_and_give_what_they_gave(architectu
         assert len(graphs) == 1
 
 
+@pytest.mark.daily("selective-1", "2-2")
 @pytest.mark.parametrize(("mode", "kinds"), [("full", 1), ("selective", 1), (2, 2)])
 def test_what_a_block_recomputes_is_in_its_graph(mode, kinds):
     expected = gradients(language_model(), batch())
@@ -160,6 +163,7 @@ def refuses(graph, inputs):
     raise RuntimeError("no C++ compiler\nof several lines")
 
 
+@pytest.mark.daily("refuses")
 @pytest.mark.parametrize("backend", [refuses, aot_autograd(fw_compiler=lambda g, _: g, bw_compiler=refuses)])
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_what_cannot_be_compiled_runs_as_it_is_written_and_that_is_said_once(caplog, backend):

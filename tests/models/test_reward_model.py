@@ -18,6 +18,8 @@ import pipeline
 from pipeline.__main__ import main
 from pipeline.errors import ConfigError, ModelError
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "What is the sky?"}]
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4}
 ADAPTER = {"kind": "lora", "rank": 4}
@@ -110,7 +112,7 @@ def test_an_adapter_trains_the_scoring_layer_whole(tmp_path, base):
     torch.testing.assert_close(score_of(tmp_path / "merged"), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("stages 2")
 @pytest.mark.parametrize("split", ["ZeRO 3", "tensor 2", "stages 2"])
 def test_its_first_weights_are_the_same_under_every_split(ranks, base, split):
     words = json.loads((base / "config.json").read_text())["vocab_size"]

@@ -17,6 +17,8 @@ from pipeline.errors import ConfigError
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_loader, build_meters
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 COEFFICIENT = 0.5  # large: what it changes shows in the first steps
 
@@ -86,13 +88,14 @@ def hold(rows, architecture: str = "mixtral") -> None:
         assert row == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.daily("2-mixtral", "1-qwen2_moe")
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("micro_batch_size", [8, 2, 1])
 def test_it_is_that_of_the_global_batch_however_it_is_cut(architecture, micro_batch_size):
     hold(train_rows(ALONE, tree_of(mixture(architecture), micro_batch_size), None), architecture)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("ddp accumulating", "zero 3 accumulating")
 @pytest.mark.parametrize(
     ("micro_batch_size", "deepspeed"),
     [(4, None), (1, None), (4, deepspeed_json(0)), *((2, deepspeed_json(stage)) for stage in range(4))],
@@ -104,7 +107,6 @@ def test_it_is_the_same_at_two_ranks(ranks, micro_batch_size, deepspeed):
     hold(rows[0])
 
 
-@pytest.mark.slow
 def test_it_is_the_same_where_a_sequence_is_shared(ranks):
     shared = deepspeed_json(1) | {"sequence_parallel_size": 2}
     hold(ranks(2).run(train_rows, tree_of(mixture()), shared)[0])

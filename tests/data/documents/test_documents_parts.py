@@ -41,7 +41,7 @@ def make(folder, files):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     files=st.lists(
         st.tuples(
@@ -62,7 +62,7 @@ def test_the_parts_together_are_the_files_in_order(tmp_path_factory, files, part
     assert texts(config, folder / ".cache", part_size=part_size) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     content=st.lists(st.binary(max_size=20), max_size=12), ending=st.booleans(), part_size=st.integers(4, 99)
 )

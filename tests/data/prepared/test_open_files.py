@@ -16,7 +16,7 @@ from pipeline.data.packing import join, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
 
-PARTS = 300
+PARTS = 150
 
 
 @pytest.fixture(scope="module")
