@@ -78,10 +78,6 @@ LABELLED = [
     {"prompt": [user("Oslo?")], "completion": [bot("It is, yes.")], "label": True},
     {"prompt": [user("Hi, you")], "completion": [bot("Go.\n")], "label": False},
 ]
-TAGGED = [
-    {"prompt": "one, ", "completion": "two", "label": False},
-    {"prompt": "two, ", "completion": "“three”\n", "label": True},
-]
 TEXTS = [
     {"text": "one, “two”\n\nthree", "id": 1},
     {"text": '[{"role": "user"}]'},
@@ -93,7 +89,6 @@ KINDS = {
     "pairs": (PAIRS, PreferenceDataConfig, {"kind": "preference"}),
     "pairs of strings": (STRINGS, PreferenceDataConfig, {"kind": "preference"}),
     "labels": (LABELLED, PreferenceDataConfig, {"kind": "preference", "examples": "unpaired"}),
-    "labels of strings": (TAGGED, PreferenceDataConfig, {"kind": "preference", "examples": "unpaired"}),
 }
 
 
@@ -159,6 +154,10 @@ CONTAINERS = {
 }
 
 
+TABLES = ("rows.csv", "rows.parquet")
+EVERY_KIND = [f"{kind}-{name}" for kind in ("text", "pairs", "labels") for name in TABLES]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -202,6 +201,8 @@ def expected(prepare, tmp_path_factory):
     return {kind: prepare(kind, "rows.jsonl", tmp_path_factory.mktemp("rows") / "x") for kind in KINDS}
 
 
+@pytest.mark.slow
+@pytest.mark.daily(*(f"chat-{name}" for name in CONTAINERS if name != "rows.jsonl"), *EVERY_KIND)
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "rows.jsonl"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_container_does_not_change_a_token(prepare, expected, kind, container, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from support.token_store import Part, Store
 from torch.utils.data import Dataset, Subset
 
 from pipeline.data.batches import collate_items, stacked, usable
-from pipeline.data.bundle import JoinedDataset
 from pipeline.data.loader import EvalLoader, Fetch, TrainLoader, read_batches
 from pipeline.data.packing import pack
 from pipeline.data.sampler import Draw, MixtureOrder, SourceShare
@@ -116,14 +114,6 @@ def test_seek_goes_on_as_if_never_stopped(num_workers):
     loader.close()
 
 
-def test_seek_to_a_position_of_another_batch_size():
-    small = train_loader(Numbers(50), micro_batch_size=1, gradient_accumulation_steps=1)
-    stream = [loaded[0][0] for loaded in numbers(small.next_group() for _ in range(20))]
-    large = train_loader(Numbers(50), micro_batch_size=3, gradient_accumulation_steps=2)
-    large.seek(7)
-    assert list(chain(*numbers([large.next_group()])[0])) == stream[7:13]
-
-
 def test_a_data_set_smaller_than_a_batch_wraps():
     loader = train_loader(Numbers(1), micro_batch_size=4)
     assert numbers([loader.next_group()]) == [[[0] * 4] * 3]
@@ -179,16 +169,6 @@ def test_an_augmented_sample_is_the_same_at_any_number_of_ranks():
     assert numbers([[batch for _, batch, _ in eval_loader(Augmented(4))]]) == [[[0, 1], [2, 3]]]
 
 
-def test_the_text_of_a_step_is_the_same_on_any_number_of_ranks(text):
-    alone = train_loader(text, micro_batch_size=8, gradient_accumulation_steps=1).next_group()
-    ranks = [
-        train_loader(text, gradient_accumulation_steps=2, dp_rank=rank, dp_world_size=2).next_group()
-        for rank in range(2)
-    ]
-    together = torch.cat([ranks[rank][micro]["input_ids"] for micro in range(2) for rank in range(2)])
-    assert torch.equal(alone[0]["input_ids"], together)
-
-
 def test_a_batch_of_text_is_nobody_elses_memory(text):
     batch = text.__getitems__([3, 0])
     assert all(value.is_contiguous() for value in batch.values())  # transformers calls view(-1) on the labels
@@ -229,20 +209,6 @@ def test_several_sets_come_one_behind_the_other(num_workers):
     for _ in range(2):
         seen = [(name, batch["number"].tolist()) for name, batch, _ in loader]
         assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
-
-
-def test_joined_data_sets_keep_the_order_asked_for(text):
-    texts = [text, text, text]
-    size = len(texts[0])
-    joined = JoinedDataset(texts)
-    assert len(joined) == 3 * size
-    rows = [2 * size + 3, 0, size, 2 * size, 5]
-    batch = joined.__getitems__(rows)
-    expected = texts[0].__getitems__([row % size for row in rows])
-    assert all(torch.equal(batch[key], expected[key]) for key in expected)
-    assert torch.equal(joined[size + 7]["input_ids"], texts[0][7]["input_ids"])
-    with pytest.raises(IndexError):
-        joined[3 * size]
 
 
 def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():

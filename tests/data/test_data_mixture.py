@@ -106,7 +106,6 @@ def test_exact_at_trillions(sources, seed, start):
     assert by_source(sources, samples) == counts.tolist()
 
 
-@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(sources=mixtures(), seed=st.integers(0, 50), samples_seen=st.integers(0, 500))
 def test_the_split_does_not_change_what_a_step_sees(sources, seed, samples_seen):

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation, the same for every split of the work, reached from any position."""
+"""The order of samples: a permutation, reached from any position; evaluation in step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.steps import steps_of
 
 from pipeline.data.loader import training_draws
 from pipeline.data.sampler import EvalSampler, GlobalOrder
@@ -69,57 +68,6 @@ def test_the_shuffle_is_even():
         chi_square = ((counts - expected) ** 2 / expected).sum()
         freedom = (cells - 1) ** 2
         assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    n=st.integers(1, 300),
-    seed=st.integers(0, 100),
-    micro=st.integers(1, 4),
-    samples_seen=st.integers(0, 1000),
-)
-def test_the_split_does_not_change_what_a_step_sees(n, seed, micro, samples_seen):
-    order = GlobalOrder(n, seed)
-    global_batch = 24 * micro
-    expected = None
-    for world in WORLDS:
-        for accumulation in {1, 24 // world}:
-            steps = steps_of(
-                order,
-                micro=global_batch // (world * accumulation),
-                accumulation=accumulation,
-                world=world,
-                samples_seen=samples_seen,
-                num_steps=3,
-            )
-            expected = expected or steps
-            assert steps == expected
-    positions = np.arange(samples_seen, samples_seen + 3 * global_batch)
-    assert list(chain(*expected)) == order.samples_at(positions).tolist()
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_ranks_share_an_epoch_without_overlap(world):
-    n = 24 * 5
-    steps = steps_of(
-        GlobalOrder(n, 0), micro=24 // world, accumulation=1, world=world, samples_seen=0, num_steps=5
-    )
-    assert sorted(chain(*steps)) == list(range(n))
-
-
-@quick
-@given(
-    n=st.integers(1, 200),
-    stop=st.integers(0, 30),
-    world=st.sampled_from(WORLDS),
-    accumulation=st.integers(1, 3),
-)
-def test_to_resume_is_never_to_have_stopped(n, stop, world, accumulation):
-    order = GlobalOrder(n, 1)
-    split = {"micro": 2, "accumulation": accumulation, "world": world}
-    whole = steps_of(order, **split, samples_seen=0, num_steps=stop + 2)
-    resumed = steps_of(order, **split, samples_seen=stop * 2 * accumulation * world, num_steps=2)
-    assert resumed == whole[stop:]
 
 
 def test_blocks_join_without_a_seam():

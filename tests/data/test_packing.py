@@ -187,3 +187,5 @@ def test_several_sources_are_their_rows_one_behind_the_other(packing):
             rows[index] for index in indices
         ]
     assert join(sources[:1]) is sources[0]
+    with pytest.raises(IndexError):
+        whole[len(rows)]

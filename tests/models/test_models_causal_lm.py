@@ -141,9 +141,10 @@ def test_the_same_weights_compute_what_transformers_computes(architecture):
 def test_activation_checkpointing_changes_no_gradient(architecture):
     ids = tokens()
     gradients = []
-    modes = ("none", "full", "selective", 2)
-    for mode in modes:
-        model = build(tiny(architecture, activation_checkpointing=mode, extra=no_dropout(architecture)))
+    modes = [("none", False), ("full", False), ("selective", False), (2, False), ("full", True)]
+    for mode, offload in modes:  # on a CPU what is offloaded has nowhere else to wait
+        keys = {"activation_checkpointing": mode, "activation_offload": offload}
+        model = build(tiny(architecture, **keys, extra=no_dropout(architecture)))
         assert model.is_gradient_checkpointing == (mode != "none")
         CausalLM()(model.train(), {"input_ids": ids, "labels": ids}).loss_sum.backward()
         gradients.append([p.grad for p in model.parameters()])

@@ -69,6 +69,7 @@ def test_the_layers_in_a_row_give_the_models_logits(kind):
     torch.testing.assert_close(run(layered, ids[:, :7]), model(input_ids=ids[:, :7]).logits)
 
 
+@pytest.mark.daily("llama", "gpt2")
 @pytest.mark.parametrize("kind", [*UNTIED, *TIED])
 def test_a_model_without_values_is_cut_and_proven_too(kind):
     model = empty(kind)
