@@ -17,6 +17,8 @@ from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig, Te
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.tokenizer import train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 # Writes tools, thoughts, calls with their ids, and results.
 TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
@@ -201,7 +203,6 @@ def expected(prepare, tmp_path_factory):
     return {kind: prepare(kind, "rows.jsonl", tmp_path_factory.mktemp("rows") / "x") for kind in KINDS}
 
 
-@pytest.mark.slow
 @pytest.mark.daily(*(f"chat-{name}" for name in CONTAINERS if name != "rows.jsonl"), *EVERY_KIND)
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "rows.jsonl"])
 @pytest.mark.parametrize("kind", KINDS)

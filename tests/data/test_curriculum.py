@@ -17,6 +17,8 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 quick = settings(max_examples=15, deadline=None)
 STEPS = 40

@@ -15,6 +15,8 @@ from pipeline.data.digest import check_same_data, first_difference, look_at
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 
 class Samples:
     """A data set of what a function makes of an index."""

@@ -100,6 +100,7 @@ def test_groups_and_counts():
     assert loader.samples_seen == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_seek_goes_on_as_if_never_stopped(num_workers):
     straight = train_loader(Numbers(31))
@@ -134,6 +135,7 @@ def test_loading_leaves_the_global_random_state_alone():
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_data_set_draws_is_the_same_after_a_resume_and_in_workers(num_workers):
     straight = train_loader(Random(31))
@@ -176,6 +178,7 @@ def test_a_batch_of_text_is_nobody_elses_memory(text):
     assert text[0]["input_ids"][1] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_evaluation_gives_every_rank_as_many_batches(num_workers):
     loaders = [
@@ -200,6 +203,7 @@ def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
     assert len(list(eval_loader(Numbers(3), max_samples=9))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_several_sets_come_one_behind_the_other(num_workers):
     sets = {"long": Numbers(9), "short": Numbers(1)}
@@ -211,6 +215,7 @@ def test_several_sets_come_one_behind_the_other(num_workers):
         assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
 
 
+@pytest.mark.slow
 def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
 

@@ -54,6 +54,7 @@ def numbers(group):
     return [batch["number"].tolist() for batch in group]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_is_fetched_ahead_is_what_would_have_come(num_workers):
     plain, ahead = prefetcher(False), prefetcher(True, num_workers=num_workers)

@@ -53,6 +53,7 @@ def test_positions_may_have_any_shape():
     assert np.array_equal(order.samples_at(positions).ravel(), order.samples_at(positions.ravel()))
 
 
+@pytest.mark.slow
 def test_the_shuffle_is_even():
     """Chi-square of (where in the epoch) x (where in the data), and of neighbours, over 40 epochs."""
     n, cells, epochs = 5000, 20, 40
@@ -70,6 +71,7 @@ def test_the_shuffle_is_even():
         assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_blocks_join_without_a_seam():
     order = GlobalOrder(10_000, 0)
     without_end = training_draws(

@@ -12,6 +12,8 @@ from pipeline.config.data_schema import TextDataConfig, TokenizerConfig
 from pipeline.data import prepare_data
 from pipeline.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 

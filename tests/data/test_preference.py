@@ -157,6 +157,7 @@ def test_only_the_judged_turns_count(encoder, tokenizer):
     assert (prompt, rejected[0]) == (rejected[1], REJECTED)
 
 
+@pytest.mark.slow
 def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     from tokenizers import processors
 
@@ -194,16 +195,14 @@ def test_scores_are_a_margin(encoder, scores, margin):
     assert document.margin == margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": SKY, "chosen": BLUE}, "one side missing: there is no 'rejected'"),
-        ({"prompt": SKY, "chosen": BLUE, "rejected": None}, "one side missing: there is no 'rejected'"),
         ({"prompt": SKY, "chosen": " \n", "rejected": BLUE}, "the chosen answer is empty"),
-        ({"prompt": [user(SKY)], "chosen": [bot(BLUE)], "rejected": []}, "the rejected answer is empty"),
         ({"chosen": WHOLE["chosen"], "rejected": [user(SKY)]}, "the rejected answer is empty"),
         ({"prompt": SKY, "chosen": BLUE, "rejected": BLUE}, "are the same; nothing is preferred"),
-        ({"chosen": WHOLE["chosen"], "rejected": WHOLE["chosen"]}, "are the same; nothing is preferred"),
         ({"prompt": SKY, "chosen": BLUE, "rejected": BLUE + END}, "have the same tokens"),
         ({"chosen": WHOLE["chosen"], "rejected": [user(KIND), bot(GREEN)]}, "do not share a prompt: turn 1"),
         ({"chosen": "a b", "rejected": "c b"}, "do not share a prompt"),
@@ -233,6 +232,7 @@ UNPAIRED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNPAIRED)
 def test_answers_without_a_pair(make_encoder, tokenizer, name):
     row, kind = UNPAIRED[name]
@@ -251,6 +251,7 @@ def test_without_a_template_plain_text_is_read_and_turns_are_an_error(make_encod
         encoder([("rows:2", WHOLE)], Tally())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
     size = len(make_encoder()([("rows:1", WHOLE)], Tally())[0].ids)
     assert len(make_encoder(sequence_length=size)([("rows:1", WHOLE)], Tally())) == 1
@@ -272,6 +273,7 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
         assert len(made) == 1, "what the line advises works"
 
 
+@pytest.mark.slow
 def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
     encoder, tally = make_encoder(), Tally()
     row = WHOLE | {"source": "web", "tools": [{"name": "add"}], "score_chosen": "2", "score_rejected": "1"}
@@ -281,6 +283,7 @@ def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
     assert set(tally.first.values()) == {"rows:2"}
 
 
+@pytest.mark.slow
 def test_a_weight_in_the_prompt_changes_neither_the_prompt_nor_the_key(make_encoder, tokenizer):
     chosen = [*WHOLE["chosen"], user(KIND), bot(BLUE)]
     rejected = [*WHOLE["chosen"], user(KIND), bot(GREEN)]
@@ -340,6 +343,7 @@ def documents_of(dataset):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_rows_hold_whole_pairs_apart_from_each_other(tmp_path, packing):
     scored = [row | {"margin": 3} for row in pairs(20, 100)] + [WHOLE]
@@ -371,6 +375,7 @@ def test_rows_hold_whole_pairs_apart_from_each_other(tmp_path, packing):
     assert len(expected) + sum(len(documents_of(rows)) for rows in bundle.eval.values()) == 81
 
 
+@pytest.mark.slow
 def test_unpaired_answers_stand_beside_those_of_the_next_example(tmp_path):
     rows = [{"prompt": f"count to {i}: ", "completion": f"{i} is it", "label": i % 2 == 0} for i in range(30)]
     rows += pairs(10, 50)
@@ -401,6 +406,7 @@ def digits(folder):
     return folder / "digits"
 
 
+@pytest.mark.slow
 def test_answers_of_others_are_cut_where_the_row_ends(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     long = "0123456789"  # a token each, in this tokenizer
@@ -433,6 +439,7 @@ batch: {micro_batch_size: 2}
 """
 
 
+@pytest.mark.slow
 def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
     path, recipe = tmp_path / "pairs.jsonl", tmp_path / "recipe.yaml"
     rows = [*pairs(12), {"prompt": "say ", "chosen": "a"}]
@@ -456,6 +463,7 @@ def test_both_sides_are_shown_and_a_bad_row_is_one_line(tmp_path, capsys):
     assert "⟦no " in shown
 
 
+@pytest.mark.slow
 def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_path, capsys):
     path, recipe = tmp_path / "judged.jsonl", tmp_path / "recipe.yaml"
     write(path, [{"prompt": f"count to {i}: ", "completion": f"{i} is it", "label": True} for i in range(40)])
@@ -498,6 +506,7 @@ def judge(folder, *overrides, kind="dpo", longest=50, **data):
     return train(["--config", str(recipe), *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing", ["best_fit", "none"]
 )  # in the second, padding is longer than the positions
@@ -506,6 +515,7 @@ def test_a_row_may_be_longer_than_the_positions_which_restart_at_each_answer(tmp
     assert main(["evaluate", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_advised(tmp_path, capsys, kind):
     assert judge(tmp_path, kind=kind, longest=POSITIONS + 1) == 2
@@ -521,10 +531,12 @@ def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_ad
     assert "pairs.jsonl:1: the answers, each with" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_answers_of_others_are_cut_at_the_answer_length_too(tmp_path):
     assert judge(tmp_path, kind="kto", longest=40, answer_length=64) == 0
 
 
+@pytest.mark.slow
 def test_too_few_examples_are_no_lack_of_text(tmp_path):
     with pytest.raises(
         DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"

@@ -13,6 +13,8 @@ from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.slow
+
 TURNS = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]
 
 

@@ -19,6 +19,8 @@ from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.preference_encoder import PreferenceEncoder
 from pipeline.data.tokenizer import token_ids_end, train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}TURN{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -37,7 +39,7 @@ TEMPLATES = {
     + TURNS.replace("TURN", "{{ m.name }}{{ m.content }}" + CALLS.replace("CALL", AS_TAGS)),
     "arguments as text": TURNS.replace("TURN", "{{ m.content }}" + CALLS.replace("CALL", AS_TEXT)),
 }
-ROWS = 20  # of each layout with each template
+ROWS = 10  # of each layout with each template
 WORD = re.compile(r"w\d{4}")
 
 

@@ -18,6 +18,8 @@ from pipeline.models.document_attention import (
     document_bounds,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS = {"documents": ([5, 1, 30, 3, 9], [16, 17, 15]), "whole rows": ([48], [48])}
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 ASKED = {

@@ -17,6 +17,8 @@ from pipeline.models.document_attention import (
     no_bounds,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     bounds = {BOUNDS: no_bounds(query.device)}

@@ -97,6 +97,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [20, 300, 10_000])
 def test_memory_grows_with_the_row_and_not_with_its_square(size):
     found = []
@@ -111,6 +112,7 @@ def test_memory_grows_with_the_row_and_not_with_its_square(size):
     assert found[1] == 2 * found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "gpt_neox", "biogpt"])
 def test_models_of_plain_attention_are_served(architecture, caplog):
     with caplog.at_level(logging.INFO):
@@ -118,6 +120,7 @@ def test_models_of_plain_attention_are_served(architecture, caplog):
     assert "attention: by document" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "fields", "why"),
     [
@@ -137,6 +140,7 @@ def test_models_that_ask_more_keep_transformers_attention(architecture, fields, 
     assert why in caplog.text
 
 
+@pytest.mark.slow
 def test_training_on_padded_rows_computes_again_what_it_computed(caplog):
     """The mask of a forward is known no more when its backward computes the block again."""
     ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
@@ -154,6 +158,7 @@ def test_training_on_padded_rows_computes_again_what_it_computed(caplog):
     assert caplog.text.count("batches have an attention_mask") == 1
 
 
+@pytest.mark.slow
 def test_the_trial_has_a_window_that_shows(monkeypatch, caplog):
     """The model's own is longer than the trial's documents."""
     attend = DocumentAttention.__call__

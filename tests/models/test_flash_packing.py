@@ -15,6 +15,8 @@ from pipeline.errors import ModelError
 from pipeline.models import attention
 from pipeline.models.attention import choose_attention, refuse_leaks
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

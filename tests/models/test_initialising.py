@@ -16,6 +16,8 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Placed, Whole
 
+pytestmark = pytest.mark.slow
+
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")  # the second has no host memory, as a GPU has none
 ARCHITECTURES = ["llama", "mixtral"]
 
@@ -46,7 +48,6 @@ def test_what_a_checkpoint_will_fill_draws_nothing(architecture):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.slow
 def test_host_memory_has_a_module_of_a_new_model_at_a_time(tmp_path):
     """In a process of its own: what one of tests took and freed before shows in what is resident."""
     (tmp_path / "program.py").write_text(PROGRAM.format(model=LARGE, small=LARGE | SIZES))
@@ -97,7 +98,6 @@ class Watched(Placed):
                 self.held = max(self.held, held_bytes())
 
 
-@pytest.mark.slow
 def test_host_memory_has_a_tensor_of_a_pretrained_model_at_a_time(tmp_path):
     config = CausalLMConfig(architecture="llama", **SIZES | {"num_layers": 16})
     build_model(config, ModelRequest(Whole(), vocab_size=257), 0).save_pretrained(tmp_path)

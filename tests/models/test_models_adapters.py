@@ -17,6 +17,8 @@ from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_loader
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"torch": {"parallel": "single"}}
 
 

@@ -22,6 +22,8 @@ from pipeline.models.activation_checkpointing import checkpoint_activations, sha
 from pipeline.models.huggingface import reward_model_class
 from pipeline.models.sizes import block_flops_per_token, flops_per_token
 
+pytestmark = pytest.mark.slow
+
 T = 96
 SHAPE = {
     "hidden_size": 64,

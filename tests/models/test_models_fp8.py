@@ -19,6 +19,8 @@ from pipeline.models.sizes import flops_per_token, fp8_share
 from pipeline.models.transforms import Placement, transform
 from pipeline.planner.hardware import peak_flops
 
+pytestmark = pytest.mark.slow
+
 fp8 = pytest.importorskip("pipeline.models.fp8")
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]

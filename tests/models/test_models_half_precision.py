@@ -10,6 +10,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from pipeline.models.transforms import prepare_for_half_precision
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
 

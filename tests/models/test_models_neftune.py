@@ -28,6 +28,8 @@ from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 from pipeline.training.safeguard import with_keys
 
+pytestmark = pytest.mark.slow
+
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS = 4
 END = 0
@@ -70,7 +72,6 @@ SPLITS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.daily("zero3", "sequence", "stages")
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_curve_whatever_the_split(ranks, tmp_path, expected, split):
@@ -79,7 +80,6 @@ def test_one_curve_whatever_the_split(ranks, tmp_path, expected, split):
     assert evaluated == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_micro_batches_recomputation_and_a_resume_change_nothing(tmp_path, expected):
     batch = {"micro_batch_size": 8, "global_batch_size": 8}
     tree = tree_of(ALPHA, batch=batch)
@@ -90,7 +90,6 @@ def test_micro_batches_recomputation_and_a_resume_change_nothing(tmp_path, expec
     assert evaluated == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_it_is_seen_in_training_alone(tmp_path, expected):
     (loss, _), *_ = (quiet := run(ALONE, tree_of(None), None, tmp_path))[0]
     noisy, _ = expected[0][0]

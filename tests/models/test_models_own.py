@@ -114,15 +114,10 @@ def test_a_function_is_called_with_its_arguments():
     assert (model.in_features, model.bias) == (3, None)
 
 
-def test_its_weights_depend_on_the_seed_alone():
-    first = own("line", width=3)
-    torch.rand(10)
-    assert torch.equal(first.weight, own("line", width=3).weight)
-
-
 # --- a model of one's own -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [

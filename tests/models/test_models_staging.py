@@ -91,16 +91,6 @@ def test_a_sliding_window_shorter_than_the_sequence_slides():
     assert not torch.allclose(logits, model(input_ids=ids).logits), "the window made no difference"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_every_weight_has_its_own_name_once(kind):
-    model = small(kind)
-    layered = cut_into_layers(model)
-    tied = {"lm_head.weight"} if kind == "gpt2" else set()
-    assert len(layered.names()) == len(set(layered.names()))
-    assert set(layered.names()) == set(model.state_dict()) - tied
-    assert layered.num_parameters == model.num_parameters()
-
-
 def test_cutting_leaves_the_model_and_the_random_numbers_as_they_were():
     model = small("llama").train()
     before = torch.get_rng_state()

@@ -17,6 +17,8 @@ from support.tiny import make_engine, recipe, token_bundle
 from support.weights import assert_same, cnn, copied, llama, load, refused, small
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"torch": {"parallel": "single"}}
 
 

@@ -19,6 +19,8 @@ from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Whole
 
+pytestmark = pytest.mark.slow
+
 ROWS = VOCABULARY - 57
 MODEL = recipe()["model"]
 
@@ -88,27 +90,20 @@ def check(ranks, folder, split, source="weights"):
         assert np.array_equal(found[name, kind], want.numpy()), name
 
 
-def test_zero3_shards_have_the_plain_models_values(ranks, folder):
-    check(ranks, folder, "zero3")
-
-
-@pytest.mark.daily("ddp", "zero3-bf16", "tensor-zero1", "pipeline-zero1")
-@pytest.mark.slow
+@pytest.mark.daily("ddp", "zero3", "zero3-bf16", "tensor-zero1", "pipeline-zero1")
 @pytest.mark.parametrize(
-    "split", ["ddp", "zero3-bf16", "zero3-all-cpu", "zero3-hpz", "pipeline-zero1", "tensor-zero1"]
+    "split", ["ddp", "zero3", "zero3-bf16", "zero3-all-cpu", "zero3-hpz", "pipeline-zero1", "tensor-zero1"]
 )
 def test_every_split_has_the_plain_models_values(ranks, folder, split):
     check(ranks, folder, split)
 
 
-@pytest.mark.daily("zero3", "pipeline-zero1", "tensor-zero1")
-@pytest.mark.slow
+@pytest.mark.daily("zero3", "pipeline-zero1")
 @pytest.mark.parametrize("split", ["zero3", "zero3-hpz", "pipeline-zero1", "tensor-zero1"])
 def test_a_pretrained_vocabulary_grows_under_every_split(ranks, folder, split):
     check(ranks, folder, split, "pretrained")
 
 
-@pytest.mark.slow
 def test_every_rank_hears_why_not(ranks, folder):
     told = ranks(2).run(
         weights_after_start, MODEL | {"weights": "w.safetensors"}, SPLITS["zero3"].json, folder, True

@@ -9,6 +9,8 @@ from support.launch import write_recipe
 
 from pipeline.cli.train import main as train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):

@@ -69,6 +69,7 @@ def test_it_equals_torchs_own_over_several_blocks(dtype, rows):
     compare(*make(rows, 1000, dtype, seed=rows, ignored=0.2), scale=0.37)
 
 
+@pytest.mark.slow
 def test_it_equals_torchs_own_with_a_row_larger_than_a_block():
     compare(*make(3, 300_000, torch.float32, seed=0), scale=1e-3)
 

@@ -87,6 +87,7 @@ def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype,
     compare(*make(tokens, 70, dtype, ignored=0.2), scale=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("words", [1, 97, 128])
 def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
@@ -139,6 +140,7 @@ def test_a_large_logit_is_exact_and_one_that_is_no_number_reaches_the_loss(logit
     torch.testing.assert_close(total, expected, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(monkeypatch, tmp_path):
     tokens, words, mib = 192, 1 << 15, 1 << 20
     monkeypatch.setattr(chunks, "CPU_CHUNK", (64 * words * 2, 1))
@@ -198,6 +200,7 @@ def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
 PLAIN = ("llama", "qwen2", "phi", "gpt2", "gemma", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_models_gradients_are_those_of_its_logits(kind):
     model, batch = small(kind), tokens()
@@ -218,6 +221,7 @@ SCALED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_model_that_changes_its_logits_keeps_them(kind):
     model, batch = small(kind, **SCALED[kind]), tokens()
@@ -236,11 +240,13 @@ class Wrapped(nn.Module):
         return self.inner(input_ids=input_ids)
 
 
+@pytest.mark.slow
 def test_other_models_keep_their_logits(llama):
     others = (Wrapped(llama), lambda **_: None, torch.compile(llama), nn.DataParallel(llama))
     assert [OutputHeads().of(other) for other in others] == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled_whole_with_its_logits():
     model = small("llama")
     model.compile()
@@ -277,6 +283,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_training", [True, False])
 def test_no_tensor_of_all_logits_is_made(monkeypatch, is_training):
     monkeypatch.setattr(chunks, "CPU_CHUNK", (8 * 1000 * 4, 1))

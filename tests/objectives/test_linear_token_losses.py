@@ -13,6 +13,8 @@ from pipeline.objectives.given_logits import token_losses
 from pipeline.objectives.linear_cross_entropy import linear_token_losses
 from pipeline.planner import model as chunks
 
+pytestmark = pytest.mark.slow
+
 
 def leaves_of(*parts):
     return [part.detach().clone().requires_grad_() for part in parts]

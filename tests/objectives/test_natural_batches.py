@@ -93,6 +93,7 @@ def test_samples_of_every_form_become_one_form(samples, entries):
             torch.testing.assert_close(batch[key], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_hugging_face_dataset_is_a_data_set(num_workers):
     dataset = HubDataset.from_dict({"x": [[1.0, 2.0]] * 4, "label": [0, 1, 0, 1], "file": ["a"] * 4})
@@ -101,6 +102,7 @@ def test_a_hugging_face_dataset_is_a_data_set(num_workers):
     assert batch.num_samples == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_that_cannot_be_stacked_are_told_by_their_shapes(num_workers):
     samples = [(torch.zeros(1, 8, width), 0) for width in (5, 7)]
@@ -277,6 +279,7 @@ def test_a_model_that_computes_its_loss_gets_the_targets_too(forward, batch, exp
     assert all(given[key] is expected[key] for key in expected)
 
 
+@pytest.mark.slow
 def test_transformers_models_get_what_they_have_arguments_for():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = BertForSequenceClassification(BertConfig(vocab_size=9, num_labels=3, **sizes))

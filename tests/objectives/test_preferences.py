@@ -16,6 +16,8 @@ from pipeline.objectives import Recorded, build_objective
 from pipeline.objectives.preferences import log1mexp
 from pipeline.training.assemble import build_engine, build_eval_loader
 
+pytestmark = pytest.mark.slow
+
 
 def objective_of(loss: str):
     return build_objective(resolve(tree_of(loss), None, 1)[0])

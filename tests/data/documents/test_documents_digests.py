@@ -97,6 +97,7 @@ def recall_many(folder, paths):
     assert len(look.seen) == len(paths)
 
 
+@pytest.mark.slow
 def test_many_processes_at_once(tmp_path):
     paths = [settled(tmp_path / f"{number}", "x") for number in range(20)]
     context = multiprocessing.get_context("fork")

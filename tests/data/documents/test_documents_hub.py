@@ -10,6 +10,8 @@ from documents_support import one_line, parts_of, read, source, write
 
 from pipeline.data.documents.hub import load_split
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"text": f"document {number}", "id": number} for number in range(100)]
 
 

@@ -62,6 +62,7 @@ def test_the_parts_together_are_the_files_in_order(tmp_path_factory, files, part
     assert texts(config, folder / ".cache", part_size=part_size) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     content=st.lists(st.binary(max_size=20), max_size=12), ending=st.booleans(), part_size=st.integers(4, 99)
@@ -98,6 +99,7 @@ def digests(folder, **settings):
     return {part.digest: part for part in parts}
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), changed=st.integers(0, 39), size=st.integers(0, 1000))
 def test_a_change_leaves_other_parts_alone(tmp_path_factory, seed, changed, size):

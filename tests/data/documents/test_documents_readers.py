@@ -108,6 +108,7 @@ def test_damaged_compression(tmp_path, suffix, harm):
         assert "compression is damaged or cut short" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_small_file_that_decompresses_without_an_end(tmp_path, monkeypatch, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](b'{"text": "' + bytes(20_000_000)))
@@ -194,6 +195,7 @@ def test_a_field_of_csv_may_be_long(tmp_path):
     assert texts(source(path), tmp_path) == ["x" * 300_000]
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.lists(
@@ -250,6 +252,7 @@ def test_another_text_field(tmp_path):
     assert texts(source(path, text_field="body"), tmp_path) == ["a"]
 
 
+@pytest.mark.slow
 def test_topics_of_the_standard_library(tmp_path):
     found = read(source("python_stdlib"), tmp_path)
     topics = [record for where, record in found if "topics.py: " in where]

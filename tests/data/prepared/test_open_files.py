@@ -16,6 +16,8 @@ from pipeline.data.packing import join, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
 
+pytestmark = pytest.mark.slow
+
 PARTS = 150
 
 
@@ -58,7 +60,6 @@ def under_a_limit(folders, connection) -> None:
         connection.send(traceback.format_exc())
 
 
-@pytest.mark.slow
 def test_more_parts_than_files_may_be_open(folders):
     context = get_context("fork")
     ours, theirs = context.Pipe()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.launch import run_python
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys
