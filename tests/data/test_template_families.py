@@ -45,9 +45,9 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 
 def conversations():
-    """(name, row) of 1 to 3 questions, with and without system, thoughts (in two spellings) and tools."""
+    """(name, row) of 1 to 4 questions, with and without system, thoughts (in two spellings) and tools."""
     for system, count, thoughts, tools in itertools.product(
-        (0, 1), range(1, 4), (None, "field", "text"), (0, 1)
+        (0, 1), range(1, 5), (None, "field", "text"), (0, 1)
     ):
         turns = [{"role": "system", "content": "Be kind."}] if system else []
         for number in range(count):

@@ -212,40 +212,6 @@ def test_missing_and_unexpected_weights_are_named(saved):
 
 
 @pytest.mark.slow
-def test_weights_of_another_shape_are_named(saved):
-    _, folder = saved
-
-    def cut(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
-
-    change_weights(folder, cut)
-    with pytest.raises(ModelError, match=r"do not fit the model; .*model\.norm\.weight"):
-        build(CausalLMConfig(pretrained=str(folder)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"not weights at all"), "safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "safetensors"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "Unrecognized model"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "lama"}'), "lama"),
-    ],
-)
-def test_a_damaged_folder_is_one_line(saved, damage, message):
-    _, folder = saved
-    damage(folder)
-    with pytest.raises(ModelError, match=message) as caught:
-        build(CausalLMConfig(pretrained=str(folder)))
-    assert str(caught.value).startswith(f"model.pretrained: {str(folder)!r}: ")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
 def test_two_sets_of_weights_are_told_with_what_to_delete(saved):
     model, folder = saved
     model.save_pretrained(folder / "parts", max_shard_size="20KB")
@@ -281,13 +247,6 @@ def test_weights_that_are_no_safetensors_are_told_with_the_command_that_writes_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "models/of/nobody"])
-def test_a_folder_that_is_not_there_is_told_as_such(name):
-    with pytest.raises(ModelError, match=f"^model.pretrained: {name!r}: there is no such folder"):
-        build(CausalLMConfig(pretrained=name))
-
-
-@pytest.mark.slow
 def test_a_folder_may_begin_with_a_tilde(saved, monkeypatch):
     model, folder = saved
     monkeypatch.setenv("HOME", str(folder.parent))
@@ -310,25 +269,17 @@ def test_an_encoder_has_no_language_model_to_train(tmp_path):
     [
         (CausalLMConfig(), "give exactly one of architecture (new weights) and pretrained"),
         (tiny(pretrained="x"), "give exactly one of architecture (new weights) and pretrained"),
-        (tiny("lama"), "model.architecture: transformers has no 'lama' (did you mean \"llama\"?)"),
         (tiny("qqqqqq"), "model.architecture: transformers has no 'qqqqqq'"),
-        (tiny("vit"), "vit"),
         (tiny("gpt2", num_key_value_heads=2), "model: a gpt2 config has no num_key_value_heads"),
-        (tiny(extra={"rope_thet": 1}), "model: a llama config has no rope_thet"),
         (tiny(extra={"attention_bias": "yes"}), "llama: Field 'attention_bias' expected bool"),
-        (tiny(extra={"hidden_act": "sillu"}), "sillu"),
-        (tiny(extra={"num_hidden_layers": 3}), "num_hidden_layers: the recipe calls this model.num_layers"),
         (tiny(extra={"pad_token_id": 99999}), "Padding_idx must be within num_embeddings (model.extra has"),
         (tiny(extra={"attention_dropout": 2.0}), "model.extra.attention_dropout is 2.0; expected 0 to 1"),
         (tiny("gpt2", extra={"attn_pdrop": -1.0}), "model.extra.attn_pdrop is -1.0; expected 0 to 1"),
         (tiny(extra={"head_dim": -4}), "(model.extra has head_dim)"),
-        (tiny(extra={"head_dim": 0}), "(model.extra has head_dim)"),
         (tiny("gemma2", attention="sdpa"), "attention: sdpa cannot cap the scores of a gemma2; write auto"),
         (tiny(num_heads=3), "(32) is not a multiple of the number of attention heads (3)"),
         (tiny("gpt2", num_heads=3), "divisible"),
         (tiny(num_key_value_heads=3), "num_heads 4 is not a multiple of num_key_value_heads 3"),
-        (tiny(vocab_size=299), "model.vocab_size is 299, but the tokenizer has 300 entries"),
-        (tiny(max_sequence_length=15), "data.sequence_length is 16, but the model takes 15 positions"),
         (tiny("gpt2", max_sequence_length=15), "16, but the model takes 15 positions"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.data_schema import TextDataConfig
-from pipeline.data.prepared.part_files import CHECKED
 from pipeline.data.tokenizer import train_tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -80,18 +79,3 @@ def make_config(tokenizer_json):
 def corpus(make_corpus, tmp_path):
     """Four files of 20,000 characters."""
     return make_corpus(tmp_path / "corpus", 4, 20_000)
-
-
-@pytest.fixture(scope="session")
-def content_of():
-    """Every prepared byte in a cache, by path; without the times at which it was last known to be right."""
-
-    def content(cache_dir: Path) -> dict[str, bytes]:
-        parts = cache_dir / "parts"
-        return {
-            str(path.relative_to(parts)): path.read_bytes()
-            for path in sorted(parts.rglob("*"))
-            if path.is_file() and path.name != CHECKED
-        }
-
-    return content

@@ -11,6 +11,7 @@ import re
 
 import numpy as np
 import pytest
+from prepare_command import bytes_of
 from tokenizers import Tokenizer
 
 from pipeline.data.prepared import TokenStore, part_files, pool, prepare_documents
@@ -84,10 +85,10 @@ def test_an_end_written_in_a_document_is_text(tmp_path, make_config):
 
 
 @pytest.mark.slow
-def test_workers_and_threads_do_not_change_a_byte(corpus, tmp_path, make_config, content_of):
+def test_workers_and_threads_do_not_change_a_byte(corpus, tmp_path, make_config):
     one = prepare_documents(make_config(corpus, tmp_path / "one"))
     pool = prepare_documents(make_config(corpus, tmp_path / "pool", prepare_workers=2))
-    assert content_of(tmp_path / "one") == content_of(tmp_path / "pool")
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "pool")
     assert one.fingerprint == pool.fingerprint
 
 
@@ -127,12 +128,12 @@ def test_ids_beyond_16_bits_take_32(tmp_path, make_config):
 
 
 def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_asked(
-    corpus, tmp_path, make_config, content_of, told
+    corpus, tmp_path, make_config, told
 ):
     config = make_config(corpus, tmp_path / "cache")
     os.utime(corpus[0], ns=(0, 10**18))  # long ago: what changes within a clock tick is always read
     first = prepare_documents(config)
-    content = content_of(tmp_path / "cache")
+    content = bytes_of(tmp_path / "cache")
     tokens = first.sources[0].train.parts[0].folder / "train.tokens"
     for path in (corpus[0], tokens):  # other bytes; the size and the time of change stay
         before = path.stat()
@@ -145,7 +146,7 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     told()
     assert prepare_documents(config).fingerprint == first.fingerprint
     assert "tokenis" not in told()
-    assert content_of(tmp_path / "cache") != content
+    assert bytes_of(tmp_path / "cache") != content
 
     with corpus[0].open("r+b") as file:
         file.seek(20)
@@ -161,8 +162,8 @@ def test_an_unchanged_set_is_read_nowhere_and_altered_tokens_are_found_when_aske
     assert "damaged" not in told()
     prepare_documents(config, verify=True)
     assert told().count("the content of train.tokens is not what was written") == 1
-    name = str(victim.relative_to(tmp_path / "cache" / "parts"))
-    assert content_of(tmp_path / "cache")[name] == content[name]
+    name = str(victim.relative_to(tmp_path / "cache"))
+    assert bytes_of(tmp_path / "cache")[name] == content[name]
 
 
 def truncate(path):
@@ -188,17 +189,17 @@ def alter(path):
     ],
     ids=["truncated", "altered", "gone", "index", "no index"],
 )
-def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, make_config, content_of, told):
+def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, make_config, told):
     config = make_config(corpus[:2], tmp_path / "cache")
     folder = prepare_documents(config).sources[0].train.parts[0].folder
-    content, made = content_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
+    content, made = bytes_of(tmp_path / "cache"), made_parts(tmp_path / "cache")
     told()
     damage(folder / name)
     prepare_documents(config)
     text = told()
     assert text.count("is damaged") == 1
     assert name in text
-    assert content_of(tmp_path / "cache") == content
+    assert bytes_of(tmp_path / "cache") == content
     changed = {key for key, inode in made_parts(tmp_path / "cache").items() if made[key] != inode}
     assert changed == {folder.name}
 
@@ -277,7 +278,7 @@ def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_
 
 
 @pytest.mark.slow
-def test_shards_together_are_the_whole(corpus, tmp_path, make_config, content_of, told):
+def test_shards_together_are_the_whole(corpus, tmp_path, make_config, told):
     prepare_documents(make_config(corpus, tmp_path / "whole"))
     config = make_config(corpus, tmp_path / "shards")
     parts = [prepare_documents(config, shard=(index, 3)) for index in range(3)]
@@ -285,7 +286,7 @@ def test_shards_together_are_the_whole(corpus, tmp_path, make_config, content_of
     told()
     prepare_documents(config)
     assert "tokenis" not in told()
-    assert content_of(tmp_path / "shards") == content_of(tmp_path / "whole")
+    assert bytes_of(tmp_path / "shards") == bytes_of(tmp_path / "whole")
 
 
 def test_eval_sets_are_held_out_whole(corpus, tmp_path, make_config):
