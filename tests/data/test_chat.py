@@ -193,7 +193,6 @@ def test_a_long_conversation_ends_with_the_last_answer_that_fits_whole(
     assert documents[0].key == one(encoders["chatml"], turns).key
 
 
-@pytest.mark.slow
 def test_a_batch_is_what_its_conversations_are_one_by_one(make_encoder):
     rows = [
         [turn("user", "hello"), turn("assistant", f"a{'b ' * 13 * n}{'<|im_end|>' * (n % 2)}")] * (n % 3 + 1)
@@ -229,7 +228,6 @@ def test_a_template_without_headers_whose_answers_end_as_the_document_does(token
     assert tokenizer.decode(document.ids[document.loss_mask]) == f" uno{END} dos{END}"
 
 
-@pytest.mark.slow
 def test_spaces_at_the_edge_of_an_answer_are_the_answers(tokenizer, make_encoder):
     for content in ("   hi", "hi  ", "  ", " "):
         document = one(make_encoder("inst"), [turn("user", "one"), turn("assistant", content)])
@@ -239,7 +237,6 @@ def test_spaces_at_the_edge_of_an_answer_are_the_answers(tokenizer, make_encoder
     assert tokenizer.decode(document.ids[document.loss_mask]) == "hi  "
 
 
-@pytest.mark.slow
 def test_a_template_that_hides_the_answer_is_an_error_and_never_a_guess(make_encoder):
     hidden = "{{ messages | map(attribute='content') | join('<|eot|>') }}"
     encoder = make_encoder(hidden)
@@ -333,7 +330,6 @@ def test_the_key_that_decides_what_is_held_out_stays_as_it_is(make_encoder):
     assert one(make_encoder(), [turn("user", "a"), turn("assistant", "b")]).key == said
 
 
-@pytest.mark.slow
 def test_roles_and_the_system_field_of_every_layout(make_encoder):
     turns = [turn("system", "Be."), turn("user", "a"), turn("assistant", "b"), turn("tool", "c")]
     names = [("human", "a"), ("gpt", "b"), ("observation", "c")]
@@ -456,7 +452,6 @@ def answer(**fields):
     return {"messages": [turn("assistant", "1234") | fields]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "layout", "message"),
     [
@@ -581,7 +576,6 @@ def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer)
     assert 0 < len(found[0]) < 60
 
 
-@pytest.mark.slow
 def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_path, tokenizer):
     folder = tmp_path / "tokenizer"
     tokenizer.save_pretrained(str(folder))
@@ -652,7 +646,6 @@ ROW = (
 )
 
 
-@pytest.mark.slow
 def test_a_template_can_read_the_row_itself(make_encoder, tokenizer):
     """What `divide` separates is tokenised apart; a special token that the row holds stays text."""
     encoder = make_encoder(ROW, layout="row", append_eos=False)
@@ -676,7 +669,6 @@ def test_nothing_is_added_behind_a_template_that_says_so(make_encoder, tokenizer
     assert tokenizer.decode(marked.ids[marked.loss_mask]) == "there<|im_end|>"
 
 
-@pytest.mark.slow
 def test_of_a_turn_its_content_can_count_alone(make_encoder, tokenizer):
     ended = LLAMA.replace("'<|eot|>'", "eos_token + '\n'")
     turns = [
@@ -693,7 +685,6 @@ def test_of_a_turn_its_content_can_count_alone(make_encoder, tokenizer):
     )  # the turn ends with another token
 
 
-@pytest.mark.slow
 def test_fields_of_the_rows_can_have_other_names(tmp_path, tokenizer):
     folder = tmp_path / "tokenizer"
     tokenizer.save_pretrained(str(folder))

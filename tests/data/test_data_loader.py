@@ -203,7 +203,6 @@ def test_evaluation_stops_at_max_samples_whatever_the_number_of_ranks():
     assert len(list(eval_loader(Numbers(3), max_samples=9))) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_several_sets_come_one_behind_the_other(num_workers):
     sets = {"long": Numbers(9), "short": Numbers(1)}
@@ -215,7 +214,6 @@ def test_several_sets_come_one_behind_the_other(num_workers):
         assert seen == [("long", [0, 1]), ("long", [2, 3]), ("long", [4]), ("short", [0])]
 
 
-@pytest.mark.slow
 def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
 

@@ -53,7 +53,6 @@ def test_positions_may_have_any_shape():
     assert np.array_equal(order.samples_at(positions).ravel(), order.samples_at(positions.ravel()))
 
 
-@pytest.mark.slow
 def test_the_shuffle_is_even():
     """Chi-square of (where in the epoch) x (where in the data), and of neighbours, over 40 epochs."""
     n, cells, epochs = 5000, 20, 40

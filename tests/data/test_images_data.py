@@ -85,7 +85,6 @@ def test_pixels_are_normalised(folder):
     assert prepare(folder, channels=1).train[0]["inputs"].shape == (1, 8, 8)
 
 
-@pytest.mark.slow
 def test_what_is_held_out_stays_held_out(folder):
     """Adding, renaming and moving images among folders of a class moves none across; copies go together."""
     before = prepare(folder, eval_fraction=0.3)
@@ -125,7 +124,6 @@ def test_hidden_folders_are_no_classes_and_not_all_can_be_held_out(folder):
     assert "all 60 images are held out" in error_of(folder, eval_fraction=0.9999999999)
 
 
-@pytest.mark.slow
 def test_a_folder_of_splits_is_told(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "val")
     told = f"write data.path={folder} and data.eval_path={tmp_path / 'val'}"
@@ -138,7 +136,6 @@ def test_a_folder_of_splits_is_told(folder, tmp_path):
     assert prepare(tmp_path).num_classes == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", [b"", b"not an image", encode(picture(0))[:150], encode(picture(0), "JPEG")[:300]]
 )
@@ -210,7 +207,6 @@ def test_the_camera_was_held_sideways():
     assert torch.equal(turned, decode_image(encode(upright), "it", 8, 3))
 
 
-@pytest.mark.slow
 @given(width=st.integers(1, 60), height=st.integers(1, 60), size=st.integers(2, 20))
 @settings(max_examples=50, deadline=None)
 def test_the_shorter_side_is_resized_and_the_middle_cut_out(width, height, size):
@@ -225,7 +221,6 @@ def test_the_shorter_side_is_resized_and_the_middle_cut_out(width, height, size)
     assert torch.all(line.diff() >= -1e-6)
 
 
-@pytest.mark.slow
 def test_a_large_photograph_keeps_its_looks():
     """JPEGs are decoded at a fraction of their size; what comes out is what the whole would have given."""
     smooth = picture(2, (9, 9)).resize((900, 900), Image.Resampling.BICUBIC)
@@ -235,7 +230,6 @@ def test_a_large_photograph_keeps_its_looks():
     assert (quick - torch.from_numpy(np.asarray(whole) / 255.0).permute(2, 0, 1)).abs().mean() < 0.01
 
 
-@pytest.mark.slow
 def test_changes_are_drawn_from_the_number_alone(folder):
     """Whatever was drawn before, by whatever worker; and nothing else's random numbers change."""
     bundle = prepare(folder, augmentations=FLIPS)

@@ -157,7 +157,6 @@ def test_only_the_judged_turns_count(encoder, tokenizer):
     assert (prompt, rejected[0]) == (rejected[1], REJECTED)
 
 
-@pytest.mark.slow
 def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     from tokenizers import processors
 
@@ -195,7 +194,6 @@ def test_scores_are_a_margin(encoder, scores, margin):
     assert document.margin == margin
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -273,7 +271,6 @@ def test_what_does_not_fit_is_dropped_whole_and_counted(make_encoder):
         assert len(made) == 1, "what the line advises works"
 
 
-@pytest.mark.slow
 def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
     encoder, tally = make_encoder(), Tally()
     row = WHOLE | {"source": "web", "tools": [{"name": "add"}], "score_chosen": "2", "score_rejected": "1"}
@@ -283,7 +280,6 @@ def test_what_no_token_shows_is_counted_with_the_first_place(make_encoder):
     assert set(tally.first.values()) == {"rows:2"}
 
 
-@pytest.mark.slow
 def test_a_weight_in_the_prompt_changes_neither_the_prompt_nor_the_key(make_encoder, tokenizer):
     chosen = [*WHOLE["chosen"], user(KIND), bot(BLUE)]
     rejected = [*WHOLE["chosen"], user(KIND), bot(GREEN)]
@@ -375,7 +371,6 @@ def test_rows_hold_whole_pairs_apart_from_each_other(tmp_path, packing):
     assert len(expected) + sum(len(documents_of(rows)) for rows in bundle.eval.values()) == 81
 
 
-@pytest.mark.slow
 def test_unpaired_answers_stand_beside_those_of_the_next_example(tmp_path):
     rows = [{"prompt": f"count to {i}: ", "completion": f"{i} is it", "label": i % 2 == 0} for i in range(30)]
     rows += pairs(10, 50)
@@ -406,7 +401,6 @@ def digits(folder):
     return folder / "digits"
 
 
-@pytest.mark.slow
 def test_answers_of_others_are_cut_where_the_row_ends(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     long = "0123456789"  # a token each, in this tokenizer
@@ -536,7 +530,6 @@ def test_answers_of_others_are_cut_at_the_answer_length_too(tmp_path):
     assert judge(tmp_path, kind="kto", longest=40, answer_length=64) == 0
 
 
-@pytest.mark.slow
 def test_too_few_examples_are_no_lack_of_text(tmp_path):
     with pytest.raises(
         DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"

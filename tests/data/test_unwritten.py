@@ -223,24 +223,6 @@ def test_no_string_of_a_pair_is_lost_silently(tokenizer, encoders, template, lay
         check(row, tokenizer[0].decode(document.ids), dropped(tally, preference_encoder.UNWRITTEN))
 
 
-@pytest.mark.parametrize(
-    ("row", "text", "expected"),
-    [
-        ({"a": "one\ntwo", "b": "two\nthree"}, "one, two", ["b"]),
-        ({"a": 'say "one"', "b": "é"}, r'{"x": "say \"one\"", "y": "\u00e9"}', []),
-        ({"a": 'say "one"'}, r'{"x": "{\"y\": \"say \\\"one\\\"\"}"}', []),
-        ({"a": '{"b": "one", "c": ["two"]}'}, '{"b":"one"}', ["a.c[]"]),
-        ({"a": '{"city": 1}', "b": '{"hour": 1}'}, "city", ["b"]),
-        ({"a": "{}", "b": "", "c": 5, "d": None, "e": True}, "", []),
-        ({"type": "x", "a": {"type": ["y"]}, "b": [{"role": "z"}]}, "", ["a.type[]"]),
-        ({"a": [{"b": "one"}, {"b": "two"}, {"b": "three"}]}, "one", ["a[].b"]),
-        ({"a": "[one", "b": "{"}, "one {", ["a"]),
-    ],
-)
-def test_what_counts_as_written(row, text, expected):
-    assert unwritten_fields(row, text) == expected
-
-
 def test_a_number_in_an_unknown_field_of_a_turn_is_named():
     call = {"name": "add", "arguments": {"role": "sum", "value": 0}}
     turn = {"role": "assistant", "content": "0", "weight": 0, "wieght": 0, "train": False, "masked": True}

@@ -118,7 +118,6 @@ def test_initial_weights_depend_on_the_seed_alone(architecture):
     assert not any(s and d for s, d in zip(same, drawn, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_initial_weights_are_drawn_as_transformers_draws_them(architecture):
     mine = build(tiny(architecture, hidden_size=128))
@@ -138,7 +137,6 @@ def test_the_same_weights_compute_what_transformers_computes(architecture):
     torch.testing.assert_close(logits(mine), logits(theirs), rtol=0, atol=gelu)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_activation_checkpointing_changes_no_gradient(architecture):
     ids = tokens()
@@ -172,7 +170,6 @@ def test_a_saved_model_comes_back_the_same(tmp_path, architecture):
     assert all(p.dtype == torch.float32 and p.requires_grad for p in again.parameters())
 
 
-@pytest.mark.slow
 def test_half_precision_weights_are_loaded_into_fp32(tmp_path):
     model = build(tiny(), seed=4).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -182,7 +179,6 @@ def test_half_precision_weights_are_loaded_into_fp32(tmp_path):
         assert torch.equal(a, b.float())
 
 
-@pytest.mark.slow
 def test_stating_what_the_weights_are_is_fine_and_anything_else_is_not(saved):
     _, folder = saved
     build(CausalLMConfig(pretrained=str(folder), num_layers=2, hidden_size=32, extra={"hidden_act": "silu"}))
@@ -194,7 +190,6 @@ def test_stating_what_the_weights_are_is_fine_and_anything_else_is_not(saved):
         build(CausalLMConfig(pretrained=str(folder), extra={"num_hiden_layers": 3}))
 
 
-@pytest.mark.slow
 def test_missing_and_unexpected_weights_are_named(saved):
     _, folder = saved
 
@@ -211,7 +206,6 @@ def test_missing_and_unexpected_weights_are_named(saved):
     assert "unexpected: model.layers.1.mlp.upward.weight" in message
 
 
-@pytest.mark.slow
 def test_two_sets_of_weights_are_told_with_what_to_delete(saved):
     model, folder = saved
     model.save_pretrained(folder / "parts", max_shard_size="20KB")
@@ -246,7 +240,6 @@ def test_weights_that_are_no_safetensors_are_told_with_the_command_that_writes_t
     assert_same_weights(build(CausalLMConfig(pretrained=str(folder))), model)
 
 
-@pytest.mark.slow
 def test_a_folder_may_begin_with_a_tilde(saved, monkeypatch):
     model, folder = saved
     monkeypatch.setenv("HOME", str(folder.parent))
@@ -300,7 +293,6 @@ def test_the_sizes_of_one_architecture_do_for_another(architecture):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_pretrained", [False, True])
 def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretrained, tmp_path):
     """Its sdpa of older releases leaves the cap out."""
@@ -328,7 +320,6 @@ def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
     assert build(tiny(vocab_size=77), request=request).config.vocab_size == 77
 
 
-@pytest.mark.slow
 def test_a_loaded_model_is_held_to_the_data_as_well(saved):
     _, folder = saved
     config = CausalLMConfig(pretrained=str(folder))
@@ -338,7 +329,6 @@ def test_a_loaded_model_is_held_to_the_data_as_well(saved):
         build(config, request=ModelRequest(Whole(), vocab_size=301, sequence_length=16))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "field"), [("bert", "is_decoder"), ("roberta", "is_decoder"), ("xlm", "causal")]
 )

@@ -117,7 +117,6 @@ def test_a_function_is_called_with_its_arguments():
 # --- a model of one's own -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [

@@ -279,7 +279,6 @@ def test_a_model_that_computes_its_loss_gets_the_targets_too(forward, batch, exp
     assert all(given[key] is expected[key] for key in expected)
 
 
-@pytest.mark.slow
 def test_transformers_models_get_what_they_have_arguments_for():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = BertForSequenceClassification(BertConfig(vocab_size=9, num_labels=3, **sizes))

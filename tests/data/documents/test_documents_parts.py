@@ -99,7 +99,6 @@ def digests(folder, **settings):
     return {part.digest: part for part in parts}
 
 
-@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), changed=st.integers(0, 39), size=st.integers(0, 1000))
 def test_a_change_leaves_other_parts_alone(tmp_path_factory, seed, changed, size):

@@ -108,7 +108,6 @@ def test_damaged_compression(tmp_path, suffix, harm):
         assert "compression is damaged or cut short" in message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_small_file_that_decompresses_without_an_end(tmp_path, monkeypatch, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](b'{"text": "' + bytes(20_000_000)))

@@ -52,10 +52,6 @@ def write_recipe(path: Path, data: dict[str, Any]) -> Path:
     return path
 
 
-def command_line(recipe: Path, *arguments: str) -> list[str]:
-    return ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments]
-
-
 class Command:
     """A preparation under way, in a process group of its own.
 
@@ -70,7 +66,11 @@ class Command:
         self._there_before = set(self.cache.glob("parts/*"))
         self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
         self.process = Program(
-            command_line(recipe, *arguments), environment(), Path(os.devnull), self._said, cwd=ROOT
+            ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments],
+            environment(),
+            Path(os.devnull),
+            self._said,
+            cwd=ROOT,
         )
 
     def end(self) -> Ended:

@@ -106,7 +106,6 @@ def test_what_workers_have_done_of_their_parts_is_told_meanwhile(tmp_path, make_
     assert "tokenised 1,400 documents" in caplog.text
 
 
-@pytest.mark.slow
 def test_ids_beyond_16_bits_take_32(tmp_path, make_config):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -177,7 +176,6 @@ def alter(path):
     os.utime(path, ns=(1, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -204,7 +202,6 @@ def test_a_damaged_part_is_said_and_made_again(damage, name, corpus, tmp_path, m
     assert changed == {folder.name}
 
 
-@pytest.mark.slow
 def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_config, told, monkeypatch):
     config = make_config(corpus[:1], tmp_path / "cache")
     folder = prepare_documents(config).sources[0].train.parts[0].folder
@@ -225,7 +222,6 @@ def test_a_damaged_part_whose_source_is_gone_is_an_error(corpus, tmp_path, make_
         prepare_documents(config)
 
 
-@pytest.mark.slow
 def test_only_what_changed_is_made_again(corpus, tmp_path, make_config, told):
     prints = [prepare_documents(make_config(corpus[:3], tmp_path / "cache")).fingerprint]
     before = made_parts(tmp_path / "cache")
@@ -243,7 +239,6 @@ def test_only_what_changed_is_made_again(corpus, tmp_path, make_config, told):
     assert len(set(prints)) == 3
 
 
-@pytest.mark.slow
 def test_another_tokenizer_is_another_set(corpus, tmp_path, make_config, tokenizer_json):
     tokenizer = tmp_path / "mine.json"
     tokenizer.write_bytes(tokenizer_json.read_bytes())
@@ -257,7 +252,6 @@ def test_another_tokenizer_is_another_set(corpus, tmp_path, make_config, tokeniz
     assert len(made_parts(tmp_path / "cache")) == 8
 
 
-@pytest.mark.slow
 def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_held_out(
     corpus, tmp_path, make_config, told
 ):
@@ -277,7 +271,6 @@ def test_a_tokenizer_trained_on_the_data_is_trained_once_and_leaves_out_what_is_
     assert told().count("the tokenizer in") == 1
 
 
-@pytest.mark.slow
 def test_shards_together_are_the_whole(corpus, tmp_path, make_config, told):
     prepare_documents(make_config(corpus, tmp_path / "whole"))
     config = make_config(corpus, tmp_path / "shards")
@@ -297,7 +290,6 @@ def test_eval_sets_are_held_out_whole(corpus, tmp_path, make_config):
     assert other.eval.num_documents == len(texts_of(corpus[3]))
 
 
-@pytest.mark.slow
 def test_an_eval_set_that_is_trained_on_is_told(corpus, tmp_path, make_config, told):
     eval_sets = {"other": {"paths": [str(corpus[3])]}, "seen": {"paths": [str(p) for p in corpus[2:]]}}
     prepare_documents(make_config(corpus[:3], tmp_path / "cache", eval_sets=eval_sets))

@@ -1,4 +1,4 @@
-"""The command killed, interrupted, out of room, and not alone: it ends with the bytes of a quiet run."""
+"""The command killed, interrupted, and not alone: it ends with the bytes of a quiet run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -19,13 +18,10 @@ import pytest
 from prepare_command import (
     PATIENCE,
     Command,
-    Ended,
     bytes_of,
-    command_line,
     parts_of,
     write_recipe,
 )
-from support.launch import ROOT, environment
 
 from pipeline.data.prepared import prepare_documents
 from pipeline.errors import DataError
@@ -177,15 +173,6 @@ def test_a_file_that_changes_meanwhile_is_one_line(make_config, corpus, tmp_path
     assert len(parts_of(cache)) == FILES
 
 
-@pytest.mark.nightly
-def test_two_at_once_make_each_part_once(recipe_for, corpus, quiet, tmp_path):
-    recipe = recipe_for(tmp_path, corpus)
-    ended = [command.end() for command in [Command(recipe), Command(recipe)]]
-    assert [each.code for each in ended] == [0, 0], ended
-    assert sum(each.tokenised for each in ended) == quiet.documents
-    assert bytes_of(tmp_path / "cache") == quiet.content
-
-
 def test_two_at_once_that_share_some_parts_make_each_once(recipe_for, corpus, quiet, tmp_path):
     recipes = [
         recipe_for(tmp_path, some, name, tokenizer={"pretrained": str(quiet.tokenizer)})
@@ -200,19 +187,6 @@ def test_two_at_once_that_share_some_parts_make_each_once(recipe_for, corpus, qu
 
 def parts_alone(content: dict[str, bytes]) -> dict[str, bytes]:
     return {path: value for path, value in content.items() if path.startswith("parts/")}
-
-
-@pytest.mark.nightly
-def test_shards_at_once_are_all_there_is_to_do(recipe_for, corpus, quiet, tmp_path):
-    recipe = recipe_for(tmp_path, corpus, prepare_workers=1)
-    commands = [Command(recipe, "--shard", f"{index}/3") for index in range(3)]
-    ended = [command.end() for command in commands]
-    assert [each.code for each in ended] == [0, 0, 0], ended
-    assert sum(each.tokenised for each in ended) == quiet.documents
-    whole = Command(recipe).end()
-    assert whole.code == 0
-    assert not [line for line in whole.said if "tokenis" in line]
-    assert bytes_of(tmp_path / "cache") == quiet.content
 
 
 def test_a_file_that_cannot_grow_is_one_line_and_the_others_stay(
@@ -235,47 +209,3 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_others_stay(
     assert again.code == 0, again
     assert again.tokenised == len(large.read_text().splitlines())
     assert kept.items() <= parts_of(command.cache).items()
-
-
-FULL_DISK = """
-mount -t tmpfs -o size=$1 tmpfs "$2" || exit 77
-cd "$3"; shift 3
-"$@" 2> first; echo $? > first.code
-ls -i1 room/cache/parts > first.parts
-mount -o remount,size=1g "$PWD/room"
-"$@" 2> second; echo $? > second.code
-ls -i1 room/cache/parts > second.parts
-cp -r room/cache kept
-"""
-
-
-@pytest.mark.nightly
-def test_on_a_full_disk_it_ends_with_one_line_and_with_room_goes_on(recipe_for, corpus, quiet, tmp_path):
-    """On a disk of memory, in a mount namespace of its own, which ends with the processes in it."""
-    room = tmp_path / "room"
-    room.mkdir()
-    size = str(sum(map(len, quiet.content.values())) * 2 // 3)
-    recipe = recipe_for(room, corpus).rename(tmp_path / "recipe.yaml")
-    command = ["unshare", "-m", "sh", "-c", FULL_DISK, "sh", size, str(room), str(tmp_path)]
-    command += [sys.executable, *command_line(recipe)]
-    env = environment(PYTHONPATH=str(ROOT))
-    code = subprocess.run(command, env=env, timeout=PATIENCE, check=False).returncode
-    if code:
-        pytest.skip("no permission to mount here")
-
-    def read(name: str) -> tuple[Ended, set[tuple[str, ...]]]:
-        said = (tmp_path / name).read_text().splitlines()
-        parts = (tmp_path / f"{name}.parts").read_text().splitlines()  # inode and name
-        code = int((tmp_path / f"{name}.code").read_text())
-        return Ended(code, said), {tuple(part.split()) for part in parts}
-
-    (first, kept), (second, parts) = read("first"), read("second")
-    assert re.search(
-        r"cache: part \w+ of \d cannot be written: No space left on device \(.* make room", first.error
-    )
-    assert second.code == 0
-    assert 0 < len(kept) < FILES
-    assert not [part for part in kept if part[1].endswith(".tmp")]
-    assert kept <= parts
-    assert 0 < second.tokenised < quiet.documents
-    assert bytes_of(tmp_path / "kept") == quiet.content
