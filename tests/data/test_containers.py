@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig, TextDataConfig
+from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.tokenizer import train_tokenizer
 
@@ -80,13 +80,7 @@ LABELLED = [
     {"prompt": [user("Oslo?")], "completion": [bot("It is, yes.")], "label": True},
     {"prompt": [user("Hi, you")], "completion": [bot("Go.\n")], "label": False},
 ]
-TEXTS = [
-    {"text": "one, “two”\n\nthree", "id": 1},
-    {"text": '[{"role": "user"}]'},
-    {"text": '{"a": 1}', "id": 3},
-]
 KINDS = {
-    "text": (TEXTS, TextDataConfig, {"kind": "text"}),
     "chat": (CHAT, ChatDataConfig, {"kind": "chat"}),
     "pairs": (PAIRS, PreferenceDataConfig, {"kind": "preference"}),
     "pairs of strings": (STRINGS, PreferenceDataConfig, {"kind": "preference"}),
@@ -157,7 +151,7 @@ CONTAINERS = {
 
 
 TABLES = ("rows.csv", "rows.parquet")
-EVERY_KIND = [f"{kind}-{name}" for kind in ("text", "pairs", "labels") for name in TABLES]
+EVERY_KIND = [f"{kind}-{name}" for kind in ("pairs", "labels") for name in TABLES]
 
 
 @pytest.fixture(scope="module")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity.measure import ALONE
 from support.steps import steps_of
 
 from pipeline.config.data_schema import SourceConfig, TextDataConfig, weight_at
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import CurriculumOrder, build_weights, check_same_curriculum
 from pipeline.data.sampler import SourceCounts, SourceShare
-from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError
 
 pytestmark = pytest.mark.slow
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 quick = settings(max_examples=15, deadline=None)
 STEPS = 40
 

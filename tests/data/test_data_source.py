@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity.measure import ALONE
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.data.loader import BatchSource
-from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.training.assemble import assemble, go_on
 from pipeline.training.loop import TrainLoop
 
 pytestmark = pytest.mark.slow
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 ROWS, LENGTH = 8, 6
 
 

@@ -525,11 +525,6 @@ def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_ad
     assert "pairs.jsonl:1: the answers, each with" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_answers_of_others_are_cut_at_the_answer_length_too(tmp_path):
-    assert judge(tmp_path, kind="kto", longest=40, answer_length=64) == 0
-
-
 def test_too_few_examples_are_no_lack_of_text(tmp_path):
     with pytest.raises(
         DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from parity.measure import ALONE
 from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
@@ -12,7 +13,6 @@ from pipeline.config.batch_plan import plan_batch
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import mean_loss
 from pipeline.models.batch_norm import CPUSyncBatchNorm, num_batch_norms, synchronise_batch_norm
 from pipeline.objectives import Classification
@@ -20,7 +20,6 @@ from pipeline.training.assemble import build_loader
 
 pytestmark = pytest.mark.slow
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 CPU = torch.device("cpu")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from parity.measure import ALONE
 from pydantic import ValidationError
 from support.record import rows_of
 from support.tiny import make_engine, recipe, resolve, token_bundle
@@ -17,7 +18,6 @@ from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.data.packing import pack
 from pipeline.data.random_numbers import token_keys
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
 from pipeline.models.embeddings import noise_for
@@ -30,7 +30,6 @@ from pipeline.training.safeguard import with_keys
 
 pytestmark = pytest.mark.slow
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 STEPS = 4
 END = 0
 ALPHA = 30.0  # large enough to be seen in a loss of small weights

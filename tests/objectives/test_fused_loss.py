@@ -8,12 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from parity.measure import ALONE
 from support.tiny import BANDS, recipe, resolve, token_bundle
 
 from pipeline import objectives
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.models.blocks import compile_blocks
 from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
@@ -22,7 +21,6 @@ from pipeline.training import assemble as building
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 WORDS = 1000
 
 pytestmark = pytest.mark.slow

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity.measure import ALONE
 from support.tiny import MaskedTokens, deepspeed_json, make_engine, recipe, resolve, settings, token_bundle
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_loader, build_meters
@@ -52,9 +52,6 @@ def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
         row = meters.summary().read().row
         rows.append((row["train/loss"], row.get("train/router_aux_loss", 0.0), row["train/grad_norm"]))
     return rows
-
-
-ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 
 @cache

@@ -48,7 +48,7 @@ def write(folder: Path, documents: list[Document], cuts: list[int], with_mask: b
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CHECKED}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(keys, st.lists(st.integers(0, 30), max_size=4), st.booleans())
 def test_documents_come_back_and_batches_leave_no_trace(keys, cuts, learned):
     documents = [document(key, learned) for key in keys]
