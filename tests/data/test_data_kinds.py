@@ -74,6 +74,7 @@ def error_of(path, **args):
     return message
 
 
+@pytest.mark.slow
 def test_digits_are_split_by_class():
     bundle = prepare_data(DigitsDataConfig(kind="digits"))
     (held_out,) = bundle.eval.values()

@@ -75,7 +75,7 @@ def pieces_of(document: list[int], size: int, masks: bool) -> list[tuple[tuple[i
     return pieces
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(DOCUMENTS, min_size=1, max_size=3),
     st.integers(2, 9),
@@ -122,7 +122,7 @@ def naive_best_fit(lengths: list[int], size: int) -> list[int]:
     return sorted(bins)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(0, 30))
 def test_best_fit_is_best_fit_decreasing(lengths, spare):
     size = max(lengths) + spare
