@@ -602,10 +602,6 @@ def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_p
         DataError, match=r"nothing of .* can be used; 4 conversations dropped: longer than a seq"
     ):
         prepare("skip", sequence_length=4)
-    with pytest.raises(DataError, match=r"the tokenizer \(.*tokenizer\) has no chat template"):
-        prepare("skip", chat_template=None)
-    with pytest.raises(DataError, match=r"the tokenizer \(trained on the data\) has no chat template"):
-        prepare("skip", chat_template=None, tokenizer={})
 
 
 @pytest.mark.slow

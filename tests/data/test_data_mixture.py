@@ -124,29 +124,6 @@ def test_the_split_does_not_change_what_a_step_sees(sources, seed, samples_seen)
             assert steps == expected
 
 
-@pytest.mark.slow
-@quick
-@given(
-    sources=mixtures(),
-    before=st.tuples(st.sampled_from(WORLDS), st.integers(1, 3), st.integers(1, 3), st.integers(0, 6)),
-    after=st.tuples(st.sampled_from(WORLDS), st.integers(1, 3), st.integers(1, 3)),
-)
-def test_resumed_at_another_world_size_it_goes_on_with_the_very_next_sample(sources, before, after):
-    """Also where the global batch is another one: 3 ranks after 8, other micro-batches and accumulation."""
-    order = MixtureOrder(sources, 3)
-    world, micro, accumulation, steps = before
-    first = steps_of(
-        order, micro=micro, accumulation=accumulation, world=world, samples_seen=0, num_steps=steps
-    )
-    seen = steps * world * micro * accumulation
-    world, micro, accumulation = after
-    second = steps_of(
-        order, micro=micro, accumulation=accumulation, world=world, samples_seen=seen, num_steps=2
-    )
-    together = [sample for step in first + second for sample in step]
-    assert together == order.samples_at(np.arange(len(together))).tolist()
-
-
 @quick
 @given(sources=mixtures(), first=st.integers(0, 300), length=st.integers(0, 300))
 def test_counting_positions_is_counting_samples(sources, first, length):
