@@ -486,9 +486,25 @@ def test_what_has_no_answer_is_dropped_unless_all_is_learned(make_encoder):
     assert one(make_encoder(learn_from="all"), TALK[:1]).loss_mask is None
 
 
-def write_rows(path, rows):
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return path
+@pytest.fixture
+def saved(tokenizer, tmp_path):
+    """The tokenizer as a folder, as a recipe names it."""
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    return {"pretrained": str(tmp_path / "tokenizer")}
+
+
+def prepare(folder, rows, fields=None, bad_records="error", **changes):
+    """Prepare rows with ChatML, all to train on."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "sources": [{"paths": [str(path)], "fields": fields or {}, "bad_records": bad_records}],
+        "cache_dir": str(folder / "cache"),
+        "chat_template": "chatml",
+        "prepare_workers": 1,
+        "eval_fraction": 0,
+    }
+    return prepare_documents(ChatDataConfig(kind="chat", **(given | changes)))
 
 
 def rows_of(count):
@@ -512,19 +528,8 @@ def answers_of(dataset, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_from_rows_to_labels_only_answers_are_predicted(tmp_path, packing):
-    path = write_rows(tmp_path / "rows.jsonl", rows_of(60))
-    config = ChatDataConfig(
-        kind="chat",
-        paths=[str(path)],
-        chat_template="chatml",
-        packing=packing,
-        sequence_length=96,
-        eval_fraction=0.2,
-        tokenizer={"vocab_size": 400},
-        cache_dir=str(tmp_path / "cache"),
-        prepare_workers=1,
-    )
-    prepared = prepare_documents(config)
+    how = {"packing": packing, "sequence_length": 96, "eval_fraction": 0.2, "tokenizer": {"vocab_size": 400}}
+    prepared = prepare(tmp_path, rows_of(60), **how)
     tokenizer, source = prepared.tokenizer, prepared.sources[0]
     assert tokenizer.chat_template == BUILT_IN["chatml"]
     assert len(tokenizer.encode("<|im_start|><|im_end|>")) == 2
@@ -546,29 +551,14 @@ def test_from_rows_to_labels_only_answers_are_predicted(tmp_path, packing):
 
 
 @pytest.mark.slow
-def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer):
-    folder = tmp_path / "tokenizer"
-    tokenizer.chat_template, before = LLAMA, tokenizer.chat_template
-    tokenizer.save_pretrained(str(folder))
-    tokenizer.chat_template = before
-    path = write_rows(tmp_path / "rows.jsonl", rows_of(60))
+def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer, saved):
+    (tmp_path / "llama.jinja").write_text(LLAMA)
+    llama = {"chat_template": str(tmp_path / "llama.jinja")}
     found = []
-    for changes in ({}, {"chat_template": "chatml"}, {"learn_from": "all"}, {"sequence_length": 200}):
-        config = ChatDataConfig(
-            kind="chat",
-            paths=[str(path)],
-            eval_fraction=0.3,
-            tokenizer={"pretrained": str(folder)},
-            cache_dir=str(tmp_path / "cache"),
-            prepare_workers=1,
-            **changes,
-        )
-        prepared = prepare_documents(config)
-        assert prepared.tokenizer.chat_template == (
-            BUILT_IN["chatml"] if changes.get("chat_template") else LLAMA
-        )
+    for changes in (llama, {}, llama | {"learn_from": "all"}, llama | {"sequence_length": 200}):
+        prepared = prepare(tmp_path, rows_of(60), tokenizer=saved, eval_fraction=0.3, **changes)
         found.append(prepared.sources[0].eval.parts[0].hashes.tolist())
-        first = "<|im_start|>" if changes.get("chat_template") else "<|begin|>"
+        first = "<|begin|>" if "chat_template" in changes else "<|im_start|>"
         assert prepared.sources[0].train.parts[0].tokens[0] == tokenizer.convert_tokens_to_ids(first)
         learned = np.concatenate([part.loss_mask for part in prepared.sources[0].train.parts])
         assert learned.all() == (changes.get("learn_from") == "all")
@@ -576,32 +566,25 @@ def test_what_is_held_out_depends_on_the_conversation_alone(tmp_path, tokenizer)
     assert 0 < len(found[0]) < 60
 
 
-def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_path, tokenizer):
-    folder = tmp_path / "tokenizer"
-    tokenizer.save_pretrained(str(folder))
-    path = write_rows(tmp_path / "rows.jsonl", [*rows_of(4), {"messages": []}, {"text": "a"}])
+def test_a_tokenizers_own_template_is_taken_where_the_recipe_gives_none(tmp_path, tokenizer, saved):
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(LLAMA)
+    prepared = prepare(tmp_path, rows_of(4), tokenizer=saved, chat_template=None)
+    assert prepared.tokenizer.chat_template == LLAMA
+    assert prepared.sources[0].train.parts[0].tokens[0] == tokenizer.convert_tokens_to_ids("<|begin|>")
 
-    def prepare(bad_records, **changes):
-        given = {
-            "sources": [{"paths": [str(path)], "bad_records": bad_records}],
-            "tokenizer": {"pretrained": str(folder)},
-            "cache_dir": str(tmp_path / "cache"),
-            "chat_template": "chatml",
-            "prepare_workers": 1,
-            "eval_fraction": 0,
-        }
-        return prepare_documents(ChatDataConfig(kind="chat", **(given | changes)))
 
+def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_path, saved):
+    rows = [*rows_of(4), {"messages": []}, {"text": "a"}]
     with pytest.raises(DataError, match=r"rows\.jsonl:5: the conversation is empty"):
-        prepare("error")
-    (source,) = prepare("skip").sources
+        prepare(tmp_path, rows, tokenizer=saved)
+    skip = {"bad_records": "skip", "tokenizer": saved}
+    (source,) = prepare(tmp_path, rows, **skip).sources
     assert (source.train.num_documents, source.tally) == (4, {"bad records": 2})
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: the conversation has"):
-        prepare("skip", sequence_length=4, too_long="error")
-    with pytest.raises(
-        DataError, match=r"nothing of .* can be used; 4 conversations dropped: longer than a seq"
-    ):
-        prepare("skip", sequence_length=4)
+        prepare(tmp_path, rows, sequence_length=4, too_long="error", **skip)
+    dropped = r"nothing of .* can be used; 4 conversations dropped: longer than a seq"
+    with pytest.raises(DataError, match=dropped):
+        prepare(tmp_path, rows, sequence_length=4, **skip)
 
 
 @pytest.mark.slow
@@ -613,19 +596,8 @@ def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, 
     made = train_tokenizer(["hello there"] * 3, 300, special)
     made.chat_template = BUILT_IN["chatml"] if own else None
     made.save_pretrained(str(tmp_path / "tokenizer"))
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"messages": [turn("user", "a"), turn("assistant", "b")]})
-    )
-    given = ChatDataConfig(
-        kind="chat",
-        paths=[str(tmp_path / "rows.jsonl")],
-        tokenizer={"pretrained": str(tmp_path / "tokenizer")},
-        chat_template=None if own else "chatml",
-        sequence_length=64,
-        eval_fraction=0,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    prepare_documents(given)
+    given = {"pretrained": str(tmp_path / "tokenizer")}
+    prepare(tmp_path, rows_of(1), tokenizer=given, chat_template=None if own else "chatml")
     missing = [marker for marker in ("<|im_start|>", "<|im_end|>") if marker not in special]
     messages = [record.getMessage() for record in caplog.records]
     told = [message for message in messages if message.startswith("data.chat_template: chatml writes")]
@@ -681,16 +653,10 @@ def test_of_a_turn_its_content_can_count_alone(make_encoder, tokenizer):
     )  # the turn ends with another token
 
 
-def test_fields_of_the_rows_can_have_other_names(tmp_path, tokenizer):
-    folder = tmp_path / "tokenizer"
-    tokenizer.save_pretrained(str(folder))
-    rows = [{"dialogue": row["messages"], "messages": "not these"} for row in rows_of(3)]
-    given = {"tokenizer": {"pretrained": str(folder)}, "cache_dir": str(tmp_path / "cache")}
-    given |= {"chat_template": "chatml", "prepare_workers": 1, "eval_fraction": 0}
+def test_fields_of_the_rows_can_have_other_names(tmp_path, saved):
+    renamed = [{"dialogue": row["messages"], "messages": "not these"} for row in rows_of(3)]
     found = []
-    for name, written, fields in (("own", rows_of(3), {}), ("theirs", rows, {"messages": "dialogue"})):
-        path = write_rows(tmp_path / f"{name}.jsonl", written)
-        sources = [{"paths": [str(path)], "fields": fields}]
-        prepared = prepare_documents(ChatDataConfig(kind="chat", sources=sources, **given))
+    for rows, fields in ((rows_of(3), {}), (renamed, {"messages": "dialogue"})):
+        prepared = prepare(tmp_path, rows, fields, tokenizer=saved)
         found.append(prepared.sources[0].train.parts[0].tokens.tolist())
     assert found[0] == found[1]
