@@ -98,6 +98,7 @@ def test_digits_are_split_by_class():
     assert torch.equal(batch["inputs"], bundle.train.__getitems__([1, 2])["inputs"])
 
 
+@pytest.mark.slow
 def test_digits_keep_every_class_on_both_sides():
     for fraction in (0.0001, 0.9999):
         bundle = prepare_data(DigitsDataConfig(kind="digits", eval_fraction=fraction))
