@@ -63,7 +63,6 @@ class Command:
     def __init__(self, recipe: Path, *arguments: str) -> None:
         self.cache = Path(yaml.safe_load(recipe.read_text())["data"]["cache_dir"])
         self.started = time.monotonic()
-        self._there_before = set(self.cache.glob("parts/*"))
         self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
         self.process = Program(
             ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments],
@@ -86,17 +85,15 @@ class Command:
     def wait_for(self, pattern: str) -> None:
         """Until there is such a file in the cache."""
         while not any(self.cache.glob(pattern)):
-            self._wait()
+            self.pause()
 
-    def wait_for_part(self, number: int = 1) -> None:
-        """Until so many parts are done or being written, one of them at this moment."""
-        while len(parts := list(self.cache.glob("parts/*"))) < number or not self._is_writing(parts):
-            self._wait()
+    def wait_for_part(self, number: int) -> None:
+        """Until so many parts are done or being written."""
+        while len(list(self.cache.glob("parts/*"))) < number:
+            self.pause()
 
-    def _is_writing(self, parts: list[Path]) -> bool:
-        return any(part.suffix == ".tmp" and part not in self._there_before for part in parts)
-
-    def _wait(self) -> None:
+    def pause(self) -> None:
+        """A moment of waiting; the command must not end meanwhile."""
         assert self.process.poll() is None, self.end()
         assert time.monotonic() < self.started + PATIENCE
         time.sleep(0.005)

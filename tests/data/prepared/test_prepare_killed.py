@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from prepare_command import (
     PATIENCE,
     Command,
@@ -81,8 +82,26 @@ def quiet(recipe_for, corpus, tmp_path_factory):
     return Quiet(bytes_of(command.cache), tokenizer, ended.tokenised, begin, end)
 
 
+def lock_of(cache: Path, part: str) -> FileLock:
+    """The lock of a part; while it is held a command that prepares the part cannot end."""
+    (cache / "locks").mkdir(parents=True, exist_ok=True)
+    return FileLock(cache / "locks" / f"{part}.lock", thread_local=False)
+
+
 def test_stopped_in_every_way_it_goes_on_and_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
     recipe = recipe_for(tmp_path, corpus)
+    part = min(parts_alone(quiet.content)).split("/")[1]
+    with lock_of(tmp_path / "cache", part):
+        stop_in_every_way(recipe)
+    kept = parts_of(tmp_path / "cache")
+    assert part not in kept
+    assert Command(recipe).end().code == 0
+    assert kept.items() <= parts_of(tmp_path / "cache").items()
+    assert bytes_of(tmp_path / "cache") == quiet.content
+
+
+def stop_in_every_way(recipe: Path) -> None:
+    """Interrupt the command twice, kill a worker of it, then the command with and without its workers."""
     for moment in ("locks/tokenizer-*", 2):
         command = Command(recipe)
         command.wait_for(moment) if isinstance(moment, str) else command.wait_for_part(moment)
@@ -94,7 +113,8 @@ def test_stopped_in_every_way_it_goes_on_and_ends_with_the_same_bytes(recipe_for
         assert not list(command.cache.glob("parts/*.tmp"))
     command = Command(recipe)
     command.wait_for_part(3)
-    assert command.kill_worker()
+    while not command.kill_worker():  # there is none yet
+        command.pause()
     line = command.end().error
     assert line.startswith(
         "error: a worker process was ended by SIGKILL while parts were prepared; most often"
@@ -104,10 +124,6 @@ def test_stopped_in_every_way_it_goes_on_and_ends_with_the_same_bytes(recipe_for
         command = Command(recipe)
         command.wait_for_part(4)
         command.kill(orphans=orphans)
-    kept = parts_of(command.cache)
-    assert Command(recipe).end().code == 0
-    assert kept.items() <= parts_of(command.cache).items()
-    assert bytes_of(command.cache) == quiet.content
 
 
 @pytest.mark.nightly
@@ -152,17 +168,21 @@ def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tu
 def test_a_file_that_changes_meanwhile_is_one_line(make_config, corpus, tmp_path):
     paths = [Path(shutil.copy(path, tmp_path)) for path in corpus]
     cache = tmp_path / "cache"
+    prepare_documents(make_config(paths[-1:], tmp_path / "of the last"))
+    (last,) = parts_of(tmp_path / "of the last")
+    lock = lock_of(cache, last)
+    lock.acquire()
 
     def add_to_the_last() -> None:
-        while not list(cache.glob("parts/*.tmp")):
+        while not parts_of(cache):  # its digest is made before
             time.sleep(0.001)
         with paths[-1].open("a") as file:
             file.write('{"text": "one more"}\n')
+        lock.release()
 
     meanwhile = threading.Thread(target=add_to_the_last)
     meanwhile.start()
-    # One worker takes them in turn: the last is far off when the first is seen to be begun.
-    config = make_config(paths, cache, prepare_workers=1)
+    config = make_config(paths, cache)
     with pytest.raises(DataError, match="^" + re.escape(f"{paths[-1]}: changed since its digest was made")):
         prepare_documents(config)
     meanwhile.join()
