@@ -7,9 +7,13 @@ import math
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, launch, numbers, run_python
+from support.launch import ROOT, TRAIN, launch, numbers, run_python, write_recipe
 
 OFFLINE = "wandb.mode=disabled"
+
+
+def first(run: Path, key: str) -> float:
+    return next(row[key] for row in numbers(run) if key in row)
 
 
 def last(run: Path, key: str) -> float:
@@ -54,12 +58,13 @@ def test_data_that_cannot_be_made_is_one_line(tmp_path, given, said):
 
 
 @pytest.mark.slow
-def test_a_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
+def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
     some = ["max_steps=15", "schedule.warmup=0", *few[1:]]
-    run_recipes(tmp_path, {"sft": some, "lora": few})
+    run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few, "reward": few[:2]})
     begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
     assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"
+    assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 0
 
 
 @pytest.mark.slow
@@ -119,11 +124,26 @@ def test_zero3_through_the_launcher(tmp_path, capsys, ranks):
     split = ["--deepspeed", "ds_configs/zero3.json"]
     result = launch(*split, *small, "eval.max_samples=8", f"run_dir={tmp_path}", OFFLINE, ranks=ranks)
     assert result.returncode == 0, result.stderr
+    assert first(tmp_path, "eval/loss") == pytest.approx(math.log(8192), rel=0.02)
     assert (tmp_path / "checkpoints" / "step-00000003" / "manifest.json").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["sample"].startswith("    def __init__(self")
     for word in ("the model wrote", "metrics.jsonl", "checkpoints", "recipe.yaml"):
         assert word in result.stdout
     assert evaluated(tmp_path, capsys) == pytest.approx(last(tmp_path, "eval/loss"), rel=1e-6)
+
+
+@pytest.mark.daily("tensor2-fp16")
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("split", ["tensor2", "pipeline2"])
+def test_a_checkpoint_of_any_split_is_evaluated_in_one_process(tmp_path, capsys, split, precision):
+    recipe = write_recipe(tmp_path, max_steps=2, batch={"global_batch_size": 8, "micro_batch_size": 2})
+    chosen = [f"ds.{name}.enabled={str(name == precision).lower()}" for name in ("bf16", "fp16")]
+    split_file = f"ds_configs/{split}.json"
+    run = tmp_path / "run"
+    result = launch("--config", str(recipe), "--deepspeed", split_file, *chosen, f"run_dir={run}", ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert evaluated(run, capsys) == pytest.approx(last(run, "eval/loss"), rel=2e-4)
 
 
 def evaluated(run: Path, capsys) -> float:

@@ -125,7 +125,7 @@ def test_each_rank_says_why_it_ends(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.daily("python")
+@pytest.mark.daily("python", "multi_gpu.sh")
 @pytest.mark.parametrize(
     "words",
     [[sys.executable, TRAIN], ["launch/multi_gpu.sh", "--num_gpus", "2"]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from engine.test_step import good_bad_good
 from parity.measure import ALONE, largest_difference
 from parity.splits import LLAMA
 from support.exchange import BAND, HALF, SPLITS, STEPS, Run, gathered, gone_on, run_on, unbroken
@@ -125,6 +127,14 @@ def test_the_parts_show_in_the_curve(part):
 
 
 OTHERS = {"optimizer": {"learning_rate": 2e-2}, "schedule": {"kind": "constant"}}
+
+
+@pytest.mark.daily("zero2", "pipeline-zero1")
+@pytest.mark.parametrize("name", ["plain", "zero2", "zero3", "pipeline-zero1"])
+def test_a_bad_batch_changes_no_parameter(ranks, name):
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    for result in run_on(ranks, SPLITS[name], good_bad_good, TREE | {"batch": batch}, math.nan):
+        assert result == (True, 1.0, True, True)
 
 
 def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypatch, capfd):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
+from engine.test_step import good_bad_good
 from parity.measure import ALONE, has_async_io
 from parity.splits import CPU, NVME, SEQUENCE_2, SUMMED, TENSOR_2, TWO_STAGES, zero
 from support.exchange import SPLITS as RESUMED
@@ -123,6 +125,37 @@ def refused(job, tree, json):
     except ConfigError as error:
         return str(error)
     return "nothing was said"
+
+
+BAD = {
+    "plain": PLAIN,
+    "ZeRO 0, bf16": zero(0) | BF16,
+    "ZeRO 2, optimizer on CPU": zero(2, offload_optimizer=CPU),
+    "ZeRO 0, pipeline 2": zero(0) | TWO_STAGES,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("adafactor", "plain"),
+        ("muon", "plain"),
+        ("adafactor", "ZeRO 0, bf16"),
+        ("muon", "ZeRO 0, bf16"),
+        ("sgd", "ZeRO 2, optimizer on CPU"),
+        ("adafactor", "ZeRO 0, pipeline 2"),
+    ],
+)
+def test_a_bad_batch_changes_no_parameter(ranks, kind, name):
+    """AdamW's are in test_step.py."""
+    batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    optimizer = OPTIMIZERS[kind] | ({"groups": MUON} if kind == "muon" else {})
+    arguments = recipe(batch=batch, optimizer=optimizer), BAD[name], math.nan
+    results = (
+        [good_bad_good(ALONE, *arguments)] if name == "plain" else ranks(2).run(good_bad_good, *arguments)
+    )
+    for unchanged, skipped, moved, finite in results:
+        assert (unchanged, skipped, moved, finite) == (True, 1.0, True, True)
 
 
 def exchanges():

@@ -212,7 +212,7 @@ def flips(job, deepspeed, every: int, times: int):
 def test_all_flipped_bits_in_what_is_compared_are_found_and_nothing_else(ranks, split):
     """Of three ranks the one; of two it cannot be told which is right, and both are named."""
     world_size, deepspeed, every, compared = COMPARED[split]
-    for told, false in ranks(world_size).run(flips, deepspeed, every, len(FLIPS), timeout=500):
+    for told, false in ranks(world_size).run(flips, deepspeed, every, 3 * len(FLIPS), timeout=500):
         assert false == []
         for kind, moment, rank, event in told:
             if (kind, moment) not in compared:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import cache, partial
 
+import numpy as np
 import pytest
 import torch
 from parity.measure import ALONE, has_async_io
+from PIL import Image
 from support.launch import ROOT
 from support.tiny import make_engine, recipe, settings, train_curve
 
-from pipeline.config.data_schema import DigitsDataConfig
+from pipeline.config.data_schema import DigitsDataConfig, ImagesDataConfig
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override
 from pipeline.config.split import Device
@@ -72,7 +74,8 @@ def split_of(path, folder):
 
 @pytest.mark.daily(
     *("zero2", "zero2_fp16", "zero3", "zero3_zeropp", "torch_ddp"),
-    *("tensor2", "pipeline2", "sequence2"),
+    *("tensor2", "pipeline2", "sequence2", "zero2_offload", "zero3_offload", "zero3_nvme", "zero3_hpz"),
+    *("zero2_fp16_static", "zero1_fp32_accumulation"),
 )
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_shipped_file_trains(ranks, tmp_path, path):
@@ -87,3 +90,21 @@ def test_a_shipped_file_trains(ranks, tmp_path, path):
     assert curves[0][0][0] == pytest.approx(5.6, abs=0.2), "not the loss of guessing one of 257"
     if path.stem not in LANGUAGE_ONLY:
         assert pool.run(image_curve, split, timeout=400)[0] == pytest.approx(alone(), rel=1e-3)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_model_has_the_channels_of_the_images(tmp_path, channels):
+    for number, name in enumerate(("dark", "light")):
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            pixels = np.full((9, 9, 3), 100 * number + index, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{index}.png")
+    given = ImagesDataConfig(
+        kind="images", path=str(tmp_path), image_size=8, channels=channels, eval_fraction=0.0
+    )
+    data = prepare_data(given)
+    tree = image_recipe() | {"objective": {"kind": "classification"}}
+    engine = make_engine(ALONE, tree, None, data)
+    batch = data.collate([data.train[i] for i in range(8)])
+    assert batch["inputs"].shape == (8, channels, 8, 8)
+    assert float(engine.eval_step(batch, Classification()).count) == 8.0

@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.clock import Clock
 from support.record import rows_of, time_of
-from support.tiny import recipe, resolve, token_bundle
+from support.tiny import MaskedTokens, recipe, resolve, token_bundle
 
+from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.phases import NO_STEP, PHASES, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -23,7 +24,8 @@ ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 NAMES = [phase for phase in PHASES if phase != "communication"]
 SLOW = 0.05  # seconds at least; a busy machine may add to any phase
 BATCHES = 3  # of an evaluation
-BATCH = {"micro_batch_size": 8, "global_batch_size": 8}
+SAMPLES = 8  # of a step
+BATCH = {"micro_batch_size": SAMPLES, "global_batch_size": SAMPLES}
 
 
 def walls(clock, **how):
@@ -157,6 +159,40 @@ def test_a_slow_evaluation_stands_in_the_next_row_and_is_no_part_of_a_step(tmp_p
     assert [each == 0 for each in seconds] == [False, True, True] * 2
     lost = (1 - rows[6]["perf/goodput"]) * rows[6]["perf/elapsed_seconds"]
     assert lost >= 2 * BATCHES * SLOW
+
+
+class SlowTokens(MaskedTokens):
+    def __getitem__(self, index):
+        time.sleep(SLOW)
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_a_slow_data_set_is_data(tmp_path):
+    data = replace(token_bundle(), train=SlowTokens(), eval={})
+    rows = trained(tmp_path, data, max_steps=3)
+    assert min(column(rows, "data")) >= SAMPLES * SLOW
+    assert all(row["perf/data_time_seconds"] >= SAMPLES * SLOW for row in rows.values())
+
+
+@pytest.mark.slow
+def test_a_slow_save_is_checkpoint(tmp_path, monkeypatch):
+    save = CheckpointStore.save
+
+    def slow(*arguments, **named):
+        time.sleep(SLOW)
+        return save(*arguments, **named)
+
+    monkeypatch.setattr(CheckpointStore, "save", slow)
+    data = replace(token_bundle(), eval={})
+    rows = trained(tmp_path, data, max_steps=5, checkpoint={"every": 3})
+    seconds = column(rows, "checkpoint")
+    assert seconds[3] >= SLOW
+    assert [seconds[number] for number in (1, 2, 4)] == [0, 0, 0]  # the first has what saves are prepared by
+    (end,) = time_of(tmp_path)
+    assert end["checkpoint_seconds"] >= 2 * SLOW  # the last one too
+    lost = (1 - rows[5]["perf/goodput"]) * rows[5]["perf/elapsed_seconds"]
+    assert lost >= SLOW
 
 
 class Killed(BaseException):

@@ -44,7 +44,7 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     there = {int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")}
     assert there <= versions.keys()
     assert [step for step in versions if "latest" in versions[step]] == [14]
-    if ranks == 2:
+    if ranks != 4:
         silent = tmp_path / "silent"
         result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
         assert result.returncode == 0, result.stderr

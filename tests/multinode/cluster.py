@@ -51,7 +51,19 @@ def what_is_missing() -> str | None:
     )
     if probe.returncode:
         return f"nodes need namespaces, overlays and virtual networks: {probe.stderr.strip()}"
+    try:
+        group = _cgroups() / f"nodes-{os.getpid()}"
+        group.mkdir()
+        group.rmdir()
+    except OSError as error:
+        return f"nodes need control groups: {error}"
     return None
+
+
+def _cgroups() -> Path:
+    """Where the processor's share of a group is set: version 1 has a folder for each controller."""
+    first = Path("/sys/fs/cgroup/cpu")
+    return first if first.is_dir() else first.parent
 
 
 def wait_until(done: Callable[[], object], seconds: float, what: str) -> None:
@@ -178,6 +190,7 @@ class Cluster:
         self.private = Path("/private")
         self.common.mkdir()
         self._launched: list[Launched] = []
+        self._groups: list[Path] = []
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
         addresses = {f"node{i}": f"{NETWORK}.1{i}" for i in range(1, count + 1)}
         hosts = folder / "hosts"
@@ -322,6 +335,21 @@ class Cluster:
         for host in self.hosts:
             self.path(host, self.private).mkdir(parents=True)
 
+    def limit_cpu(self, node: str, share: float) -> None:
+        """What runs on the node now has this share of one core, all together; `restore` ends it."""
+        period = 100_000
+        quota = int(share * period)
+        group = _cgroups() / f"nodes-{os.getpid()}-{node}"
+        group.mkdir()
+        self._groups.append(group)
+        if group.parent.name == "cpu":
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+        for process in self.processes(node):
+            (group / "cgroup.procs").write_text(str(process.pid))
+
     def restore(self) -> None:
         """As it was at the start, but for what was written: nothing runs, links are up, sshd serves."""
         self.heal()
@@ -334,6 +362,10 @@ class Cluster:
                 with suppress(psutil.Error):
                     process.kill()
             self.stop_sshd(node)
+        for group in self._groups:
+            wait_until(lambda group=group: not (group / "cgroup.procs").read_text(), 300, f"{group} empty")
+            group.rmdir()
+        self._groups.clear()
         for node in self.hosts:
             self.run(node, "/usr/sbin/sshd", "-f", "/etc/ssh/sshd_node", cwd=Path("/"))
             self._nodes[node].wait_for_ssh()  # it listens a moment after its start comes back

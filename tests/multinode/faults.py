@@ -97,6 +97,7 @@ def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -
         eval={"max_samples": 2},
         checkpoint={"every": 20},
         distributed={"hang_seconds": HANG_SECONDS},
+        wandb={"mode": "offline"},
     )
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
     jobs = launcher(
@@ -134,3 +135,21 @@ def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: st
     seconds = time.monotonic() - began
     text = "\n".join(job.text for job in jobs)
     return Outcome(jobs[0].process.poll(), seconds, cluster.left(), text)
+
+
+def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
+    """What the console says of troubles on the second node that a job survives; file systems are private."""
+    run = cluster.private / "run"
+    said = {}
+    with cluster.small_disk(VICTIM, run, "1m"):
+        (job,) = start(cluster, launcher, run)
+        filling = run / "filling"
+        cluster.run(VICTIM, "dd", "if=/dev/zero", f"of={filling}", "bs=4k")
+        said["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 KiB free.*")
+        cluster.path(VICTIM, filling).unlink()
+        already = job.text.count("saved ")
+        wait_until(lambda: job.text.count("saved ") > already, 60, "a checkpoint once there is room")
+        cluster.limit_cpu(VICTIM, 0.05)
+        said["5 % of a core"] = job.wait_for(rf"rank 1 on {VICTIM} \(pid \d+\) is slow: .*")
+        cluster.kill("node1")
+    return said

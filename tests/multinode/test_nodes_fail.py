@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from multinode.faults import FAULTS, suffer
+from multinode.faults import FAULTS, endure, suffer
 from multinode.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.slow
@@ -42,8 +42,14 @@ def test_the_job_ends_and_says_where(cluster, fault):
     outcome = suffer(cluster, LAUNCHERS["multi_node"], FAULTS[fault], **SECRETS)
     assert outcome.left == {}
     written = [path.read_bytes() for path in cluster.shared.rglob("*") if path.is_file()]
+    assert list(cluster.shared.rglob("*.wandb"))
     for content in [outcome.text.encode(), *written]:
         assert not [name for name, secret in SECRETS.items() if secret.encode() in content]
     code, words = EXPECTED[fault]
     assert outcome.code == code, outcome.text
     assert re.search(words, outcome.text), outcome.text
+
+
+@pytest.mark.nightly
+def test_a_full_disk_and_a_slow_node_are_named_and_survived(cluster):
+    assert len(endure(cluster, LAUNCHERS["multi_node"])) == 2

@@ -24,6 +24,7 @@ DAILY = (
     *("ZeRO_3_blocks_recomputed-fp32-2", "pipeline_2_blocks_recomputed-fp32-2", "ZeRO_2-bf16-2"),
     *("ZeRO_1-fp16-2", "ZeRO_3-fp16-2", "ZeRO_2_static_loss_scale-fp16-2"),
     "ZeRO_3_gradients_summed_in_fp32-bf16-2",
+    "DistributedDataParallel-bf16-2",
 )
 """Each way to split, each precision, and each number of ranks; where a way has ZeRO beside it, two stages."""
 
@@ -102,6 +103,15 @@ def test_every_day_has_each_way_to_split_each_precision_and_each_number_of_ranks
     assert len(daily) == len(QUICK + DAILY), "a name is of no case"
     assert {(case.precision, case.world_size) for case in daily} >= {(half, 2) for half in ALL}
     assert {case.world_size for case in daily} == {*WORLDS}
-    sections = {key for case in cases() for key in (*case.json, *case.json.get("zero_optimization", ()))}
-    of_day = {key for case in daily for key in (*case.json, *case.json.get("zero_optimization", ()))}
-    assert sections - of_day <= {"stage3_param_persistence_threshold", "compile"}
+    assert {way for case in cases() for way in ways(case)} == {way for case in daily for way in ways(case)}
+
+
+def ways(case: Case) -> set[str]:
+    """Sections of the JSON; its ZeRO stage, engine of plain PyTorch and devices to offload to."""
+    zero_section = case.json.get("zero_optimization", {})
+    chosen = {"stage": zero_section.get("stage"), "parallel": case.json.get("torch", {}).get("parallel")}
+    chosen |= {key: value["device"] for key, value in zero_section.items() if key.startswith("offload")}
+    return {*case.json, *zero_section, *map(str, chosen.items())} - {
+        "stage3_param_persistence_threshold",
+        "compile",
+    }

@@ -87,6 +87,8 @@ def _fail(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "sleep":
         time.sleep(600)
+    if fault == "allocate":
+        torch.empty(2**62, dtype=torch.uint8)
     if fault == "memory":
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
     if fault == "assert":

@@ -62,6 +62,16 @@ def test_the_documented_script_is_the_command(tmp_path, ranks):
     assert done.stdout.count("def ") == max(1, ranks)
 
 
+def test_an_exception_on_one_rank_ends_the_launch(tmp_path):
+    write_recipe(tmp_path)
+    text = SCRIPT.replace("print(step.global_step,", "raise RuntimeError('mine',").replace(
+        '"ds_config.json"', "None"
+    )
+    done = run_script(tmp_path, text, 2)
+    assert done.returncode != 0
+    assert "RuntimeError: ('mine', " in done.stderr
+
+
 AFTER_ANOTHER = """
 import pipeline
 

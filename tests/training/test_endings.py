@@ -150,20 +150,35 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
     assert f"report         {run / 'report.html'}" in result.stdout
 
 
-def test_a_device_that_fails_is_told_in_one_line_and_nothing_is_saved(tmp_path):
-    recipe = fault_recipe(tmp_path, "assert", rank=0, at=3)
-    result = launch("--config", str(recipe), **FAULTS)
-    assert result.returncode == 14, result.stderr
+MEMORY = (
+    r"^\[rank 1\] error: out of memory on cpu in the forward at micro_batch_size 8, at \S+faults.py:\d+ .*: "
+    r"asked for 4294967296.00 GiB, it held .* GiB .* in use; held: .* temporaries.*. What helps, most first: "
+    r"batch.micro_batch_size=4 batch.gradient_accumulation_steps=2 \(the same step in 2 times"
+)
+ASSERTED = (
+    r"^error: cpu failed \(an index outside of a table: .* CUDA error: device-side assert triggered .* with "
+    r"CUDA_LAUNCH_BLOCKING=1"
+)
+
+
+@pytest.mark.daily("one process")
+@pytest.mark.parametrize(
+    ("fault", "ranks", "code", "said"),
+    [("allocate", 2, 12, MEMORY), ("assert", 0, 14, ASSERTED)],
+    ids=["two ranks", "one process"],
+)
+def test_a_device_that_fails_is_told_in_one_line_and_nothing_is_saved(tmp_path, fault, ranks, code, said):
+    recipe = fault_recipe(tmp_path, fault, rank=ranks - 1 if ranks else 0, at=3)
+    split = ["--deepspeed", str(CONFIGS / "zero2.json")] if ranks else []
+    sizes = ["batch.micro_batch_size=8", "batch.global_batch_size=16"] if ranks else []
+    result = launch("--config", str(recipe), *split, *sizes, ranks=ranks, **FAULTS)
+    assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
-    said = (
-        r"^error: cpu failed \(an index outside of a table: .* CUDA error: device-side assert triggered .* "
-        r"with CUDA_LAUNCH_BLOCKING=1"
-    )
     assert len(re.findall(said, result.stderr, re.M)) == 1, result.stderr
     (run,) = run_directories(tmp_path)
     assert not list((run / "checkpoints").iterdir())
     assert reported(run, "failed")
-    assert "Traceback" in (run / "logs" / "rank00000.log").read_text()
+    assert "Traceback" in (run / "logs" / f"rank{max(0, ranks - 1):05d}.log").read_text()
 
 
 def test_a_run_that_fails_while_it_is_built_has_a_report_too(tmp_path):

@@ -12,6 +12,8 @@ from support.launch import launch, run_directories, write_recipe
 from support.terminal import in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
+from pipeline.cli.train import build_parser
+from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
 from pipeline.monitoring.report.runs import summary_lines
@@ -141,6 +143,15 @@ def test_the_console_shows_a_level_and_what_is_worse_and_files_all(level, shown,
         logger.log(number, name)
     assert [line[-1] for line in capsys.readouterr().err.splitlines()] == list(shown)
     assert logger.isEnabledFor(logging.INFO), "the run's files"
+
+
+@pytest.mark.parametrize("options", [["--quiet"], ["--log-level", "warning"], ["--log-level=warning"]])
+def test_every_launcher_hands_the_options_over(options):
+    assert split_arguments(["--num_gpus", "2", *options, "max_steps=3"]) == (
+        ["--num_gpus", "2"],
+        [*options, "max_steps=3"],
+    )
+    assert build_parser("train.py").parse_args(options).log_level == "warning"
 
 
 @pytest.fixture(scope="module")

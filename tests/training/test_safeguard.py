@@ -103,6 +103,29 @@ def test_after_a_rollback_a_run_equals_one_whose_data_never_held_what_it_left_ou
     assert sorted(path.name for path in (back / "checkpoints").glob("step-*"))[-1] == "step-00000048"
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_step_without_a_gradient_can_be_gone_back_from(tmp_path):
+    changes: dict[str, Any] = {"checkpoint": {"every": 10, "keep_last": 9}}
+    watch = {"on_nonfinite": "rollback", "rollback_steps": 1}
+    back = train(ALONE, None, str(tmp_path / "back"), {40 * BATCH: math.nan}, watch=watch, **changes)
+    leave_out = {"leave_out": [[40 * BATCH, 41 * BATCH]]}
+    clean = train(ALONE, None, str(tmp_path / "clean"), {}, loader=leave_out, **changes)
+    assert all(torch.equal(a, b) for a, b in zip(back[0], clean[0], strict=True))
+    assert rows(tmp_path / "back") == rows(tmp_path / "clean")
+    (told,) = events(tmp_path / "back", "rollback")
+    assert (told["step"], told["from_step"]) == (40, 41)
+
+
+@pytest.mark.slow
+def test_log_counts_a_step_without_a_gradient_as_before(tmp_path):
+    train(ALONE, None, str(tmp_path), {40 * BATCH: math.nan})
+    last = [row for row in rows(tmp_path) if "train/loss" in row][-1]
+    assert last["step"] == STEPS
+    assert last["train/skipped_steps"] == 1
+    assert last["train/samples_seen"] == STEPS * BATCH
+
+
 @pytest.mark.slow
 def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
     poison = {40 * BATCH: 1e4}

@@ -199,3 +199,15 @@ def test_histograms_go_with_the_row_of_their_step(tmp_path: Path, server: Server
     histogram = {"_type": "histogram", "values": [3, 0, 2], "bins": [0.0, 1.0, 2.0, 3.0]}
     assert drawn[4]["parameters/w"] == histogram
     assert drawn[4]["gradients/w"] == histogram | {"values": [6, 0, 4]}
+
+
+def test_what_the_model_wrote_is_a_table_over_resumes_too(tmp_path: Path, server: Server):
+    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    wandb_program.run(folder, env, 0, ["rows", 1, 5, 0], ["sample", 5], ["rows", 6, 7, 0])
+    wandb_program.run(folder, env, 7, ["rows", 8, 10, 0], ["sample", 10], ["rows", 11, 12, 0])
+    rows = [row for row in server.rows(run_id(folder)) if "samples" in row]
+    assert [row["_step"] for row in rows] == [5, 10]
+    assert [row["samples"]["_type"] for row in rows] == ["table-file"] * 2
+    path = server.folder / "files" / run_id(folder) / rows[-1]["samples"]["path"]
+    assert json.loads(path.read_text())["data"] == [[5, 0, "p", "text 5"], [10, 0, "p", "text 10"]]
+    assert not [call for call in server.calls() if "Artifact" in call.get("operation", "")]
