@@ -88,9 +88,12 @@ class Command:
             self.pause()
 
     def wait_for_part(self, number: int) -> None:
-        """Until so many parts are done or being written."""
-        while len(list(self.cache.glob("parts/*"))) < number:
+        """Until so many parts are done or being written, and this command makes further ones."""
+        while len(list(self.cache.glob("parts/*"))) < number or not self._is_at_parts():
             self.pause()
+
+    def _is_at_parts(self) -> bool:
+        return self._said.exists() and "tokenising" in self._said.read_text()
 
     def pause(self) -> None:
         """A moment of waiting; the command must not end meanwhile."""

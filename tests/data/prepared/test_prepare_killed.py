@@ -113,8 +113,9 @@ def stop_in_every_way(recipe: Path) -> None:
         assert not list(command.cache.glob("parts/*.tmp"))
     command = Command(recipe)
     command.wait_for_part(3)
-    while not command.kill_worker():  # there is none yet
-        command.pause()
+    while command.process.poll() is None:  # there may be none yet, or one that has nothing more to do
+        command.kill_worker()
+        time.sleep(0.01)
     line = command.end().error
     assert line.startswith(
         "error: a worker process was ended by SIGKILL while parts were prepared; most often"
