@@ -1,11 +1,11 @@
 # make train   set everything up and train the default model; a second call skips what is done. ARGS='max_steps=2'
-# make test    set everything up and run every test; of those with many cases the ones that it names
+# make test    set everything up and run the tests of a day: a quarter of an hour on two cores
 # make test-nodes every launcher on 2 and 4 machines made of namespaces: root, and tests/multinode/install.sh
 # make test-all every case of every test, a new .venv for each Python from 3.11 to 3.14 found here among them, and
 #              one with torch built for CUDA: hours
 # make test-matrix a run saved under every split, resumed under every other
 # make parity every split x precision x number of ranks against one process
-# make check   ruff, mypy --strict and the quick tests: two minutes on two cores
+# make check   ruff, mypy --strict and the quick tests, at once: two minutes on two cores
 # make bench   this project against its peers on this machine
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ if odd:
 endef
 export CHECK
 
-.PHONY: train test test-nodes test-all test-matrix parity lint check bench setup setup-dev clean
+.PHONY: train test test-nodes test-all test-matrix parity lint check quick bench setup setup-dev clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -81,8 +81,11 @@ lint: setup-dev
 	ruff format --check .
 	mypy
 
-check: lint
-	python -m pytest -n $(CORES) $(PARALLEL) -m 'not slow and not gpu and not nightly'
+check: setup-dev
+	$(MAKE) --no-print-directory -j2 lint quick
+
+quick: setup-dev
+	python -m pytest -q -n $(CORES) $(PARALLEL) -m 'not slow and not gpu and not nightly'
 
 bench: setup
 	python benchmarks/throughput.py

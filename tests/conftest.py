@@ -40,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not here")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make check` does not import files that are slow as a whole: half of its collection."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before markers choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test's cases those that its marker `daily` does not name are nightly."""

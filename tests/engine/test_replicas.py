@@ -368,6 +368,7 @@ def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return torch.equal(module.values.float(), torch.full(shape, 3.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint16, torch.float8_e4m3fn])
 def test_a_buffer_of_any_type_is_rank_0s_on_all_ranks(ranks, dtype):
     for shape in ((), (2, 3)):

@@ -256,6 +256,7 @@ def whole_while_built(job: Job, deepspeed):
     return max(Peak.whole_elements)
 
 
+@pytest.mark.slow
 def test_zero3_never_holds_all_of_a_plain_module_while_it_is_made(ranks):
     json = deepspeed_json(3, stage3_param_persistence_threshold=0)
     json["train_micro_batch_size_per_gpu"] = 1

@@ -9,6 +9,8 @@ from torch import nn
 
 from pipeline.distributed.process_group import Job
 
+pytestmark = pytest.mark.slow
+
 
 class Copied(nn.Module):
     def __init__(self) -> None:
