@@ -64,6 +64,8 @@ class Command:
         self.cache = Path(yaml.safe_load(recipe.read_text())["data"]["cache_dir"])
         self.started = time.monotonic()
         self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
+        # Where the tests run in the background of a shell, this process ignores it, and the command would.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = Program(
             ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments],
             environment(),
@@ -71,6 +73,7 @@ class Command:
             self._said,
             cwd=ROOT,
         )
+        signal.signal(signal.SIGINT, before)
 
     def end(self) -> Ended:
         """Waits for it."""
