@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,23 @@ def prepare_here(
     return left
 
 
+class _RecordingContext(SpawnContext):
+    """Records the processes that it starts; multiprocessing.active_children() forgets those that have ended.
+
+    Attributes:
+        started: Processes in the order of their start.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[BaseProcess] = []
+
+    def Process(self, *arguments: Any, **named: Any) -> SpawnProcess:  # type: ignore[override]
+        process = SpawnProcess(*arguments, **named)
+        self.started.append(process)
+        return process
+
+
 def prepare_in_pool(
     tasks: Sequence[PartTask],
     settings: EncoderSettings,
@@ -243,11 +261,12 @@ def prepare_in_pool(
     Raises:
         DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _RecordingContext()
     counts = context.Array("q", len(COUNTED))
     pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(settings, counts))
-    others = set(multiprocessing.active_children())
-    processes: set[BaseProcess] = set()
+    # Start all workers before the pool's thread watches them: a worker that dies while another one is started
+    # would break that thread or the start.
+    pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]
     # Large ones first, so that workers run out of work at about the same time.
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
     left = []
@@ -259,7 +278,6 @@ def prepare_in_pool(
         try:
             futures = {pool.submit(_work, task, wait): task for task in by_size}
         finally:
-            processes |= set(multiprocessing.active_children()) - others
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in futures:
             future.add_done_callback(ended.put)
@@ -279,11 +297,12 @@ def prepare_in_pool(
             progress.add(done - counted)
             counted = done
     except BaseException as error:
-        for process in processes:
-            process.terminate()
+        for process in context.started:
+            if process.pid is not None:
+                process.terminate()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise DataError(_describe_death([process.exitcode or 0 for process in processes])) from None
+            raise DataError(_describe_death([process.exitcode or 0 for process in context.started])) from None
         raise
     pool.shutdown()
     return left

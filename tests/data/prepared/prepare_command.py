@@ -107,10 +107,9 @@ class Command:
     def kill_worker(self) -> bool:
         """SIGKILL to one of the workers; False: there is none."""
         with suppress(psutil.Error):
-            for child in psutil.Process(self.process.pid).children():
-                if any("spawn_main" in argument for argument in child.cmdline()):
-                    child.kill()
-                    return True
+            for worker in workers_of(self.process.pid)[:1]:
+                worker.kill()
+                return True
         return False
 
     def kill(self, *, orphans: bool) -> None:
@@ -120,6 +119,16 @@ class Command:
         else:
             self.send(signal.SIGKILL)
         self.process.wait()
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Workers of a process that prepares data, in the order of their start."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):
+            if any("spawn_main" in argument for argument in child.cmdline()):
+                found.append(child)
+    return sorted(found, key=lambda child: child.create_time())
 
 
 def bytes_of(cache: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import resource
@@ -21,6 +22,7 @@ from prepare_command import (
     Command,
     bytes_of,
     parts_of,
+    workers_of,
     write_recipe,
 )
 
@@ -125,6 +127,22 @@ def stop_in_every_way(recipe: Path) -> None:
         command = Command(recipe)
         command.wait_for_part(4)
         command.kill(orphans=orphans)
+
+
+@pytest.mark.parametrize("started", [1, 2, 3])
+def test_a_worker_that_dies_while_others_are_started_is_one_line(make_config, corpus, tmp_path, started):
+    """The pool starts a worker for each part: the first is killed when so many have been started."""
+
+    def kill_the_first() -> None:
+        while len(workers := workers_of(os.getpid())) < started:
+            time.sleep(0.001)
+        workers[0].kill()
+
+    killing = threading.Thread(target=kill_the_first)
+    killing.start()
+    with pytest.raises(DataError, match=r"^a worker process was ended by SIGKILL"):
+        prepare_documents(make_config(corpus, tmp_path / "cache", prepare_workers=FILES))
+    killing.join()
 
 
 @pytest.mark.nightly
