@@ -1,4 +1,4 @@
-"""What a batch is on the device."""
+"""Copies of a batch on the device: their types."""
 
 from __future__ import annotations
 

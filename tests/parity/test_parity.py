@@ -107,7 +107,7 @@ def test_every_day_has_each_way_to_split_each_precision_and_each_number_of_ranks
 
 
 def ways(case: Case) -> set[str]:
-    """Sections of the JSON; its ZeRO stage, engine of plain PyTorch and devices to offload to."""
+    """Return the sections of the JSON, its ZeRO stage, engine of plain PyTorch and offload devices."""
     zero_section = case.json.get("zero_optimization", {})
     chosen = {"stage": zero_section.get("stage"), "parallel": case.json.get("torch", {}).get("parallel")}
     chosen |= {key: value["device"] for key, value in zero_section.items() if key.startswith("offload")}

@@ -64,7 +64,7 @@ class Command:
         self.cache = Path(yaml.safe_load(recipe.read_text())["data"]["cache_dir"])
         self.started = time.monotonic()
         self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
-        # Where the tests run in the background of a shell, this process ignores it, and the command would.
+        # A shell starts background jobs with SIGINT ignored, and the command would inherit that.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = Program(
             ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments],
@@ -91,7 +91,7 @@ class Command:
             self.pause()
 
     def wait_for_part(self, number: int) -> None:
-        """Until so many parts are done or being written, and this command makes further ones."""
+        """Wait until this command prepares parts and `number` of them are finished or being written."""
         while len(list(self.cache.glob("parts/*"))) < number or not self._is_at_parts():
             self.pause()
 
@@ -99,7 +99,7 @@ class Command:
         return self._said.exists() and "tokenising" in self._said.read_text()
 
     def pause(self) -> None:
-        """A moment of waiting; the command must not end meanwhile."""
+        """Wait a moment; the command must not end meanwhile."""
         assert self.process.poll() is None, self.end()
         assert time.monotonic() < self.started + PATIENCE
         time.sleep(0.005)
@@ -122,7 +122,7 @@ class Command:
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Workers of a process that prepares data, in the order of their start."""
+    """Return the workers of a process that prepares data, in the order of their start."""
     found = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""The command killed, interrupted, and not alone: it ends with the bytes of a quiet run."""
+"""A command that is killed, interrupted or not alone ends with the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def quiet(recipe_for, corpus, tmp_path_factory):
 
 
 def lock_of(cache: Path, part: str) -> FileLock:
-    """The lock of a part; while it is held a command that prepares the part cannot end."""
+    """Return the lock of a part: while a test holds it, a command that prepares the part cannot end."""
     (cache / "locks").mkdir(parents=True, exist_ok=True)
     return FileLock(cache / "locks" / f"{part}.lock", thread_local=False)
 
@@ -131,7 +131,7 @@ def stop_in_every_way(recipe: Path) -> None:
 
 @pytest.mark.parametrize("started", [1, 2, 3])
 def test_a_worker_that_dies_while_others_are_started_is_one_line(make_config, corpus, tmp_path, started):
-    """The pool starts a worker for each part: the first is killed when so many have been started."""
+    """The pool starts a worker for each part; the test kills the first once `started` of them run."""
 
     def kill_the_first() -> None:
         while len(workers := workers_of(os.getpid())) < started:
