@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress
+from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,6 +232,8 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
     size = sum(task.part.size for task in tasks)
     known = all(task.part.size for task in tasks)
     workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
+    if current_process().daemon:  # such as a rank of a caller's pool: multiprocessing lets it start no process
+        workers = 1
     settings = EncoderSettings(
         config=config,
         tokenizer=tokenizer.path,

@@ -1,4 +1,4 @@
-"""A script that trains wherever it is imported: workers that prepare its data import it."""
+"""Users' own scripts that prepare data: unguarded ones, and one whose process may start no other."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ def test_it_is_told_what_to_change(make_config, corpus, tmp_path):
     guarded = SCRIPT.replace("\nprepare_data", '\nif __name__ == "__main__":\n    prepare_data')
     path.write_text(guarded)
     assert run_python(*command).returncode == 0
+
+
+def test_a_daemon_prepares_its_data_itself(make_config, corpus, tmp_path):
+    """A daemon of multiprocessing, such as a rank of a pool, may start no process."""
+    daemon = """
+import multiprocessing
+
+if __name__ == "__main__":
+    config = TextDataConfig.model_validate_json(sys.argv[1])
+    process = multiprocessing.get_context("spawn").Process(target=prepare_data, args=(config,), daemon=True)
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.rpartition("\nprepare_data")[0] + daemon)
+    config = make_config(corpus, tmp_path / "cache", prepare_workers=2)
+    ended = run_python(str(path), config.model_dump_json(exclude_unset=True))
+    assert ended.returncode == 0, ended.stderr
