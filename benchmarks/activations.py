@@ -204,7 +204,8 @@ def _rank(table: Any) -> int:
 
 def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
     """What a stretch needs at its allocations over what there is at its beginning; those alone that may be
-    the most."""
+    the most.
+    """
     if len({len(each) for each in events}) > 1:
         raise ValueError(f"other allocations: {sorted({len(e) for e in events})}")
     forms: list[dict[str, float]] = []

@@ -403,7 +403,8 @@ class Large:
 
 def test_a_model_larger_than_the_memory_limit(tmp_path):
     """RLIMIT_DATA is what a process may allocate, and it is held: address space (ulimit -v) would also count
-    torch's libraries, which are larger than that."""
+    torch's libraries, which are larger than that.
+    """
     assert 4 * VALUES * LAYERS > 1.5 * LIMIT
     engine = Large()
     store_in(tmp_path / "run" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})

@@ -216,7 +216,6 @@ def test_several_sets_come_one_behind_the_other(num_workers):
 
 def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
-
     for workers in (0, 1):
         sources = [[("one", 3), ("other", 9)]]
         fetch = Fetch([Words()], stacked, 0, is_training=False, sources=sources, num_words=10)

@@ -292,7 +292,8 @@ def test_replicas_are_compared_without_a_wait(card):
 
 def with_dropout(job: Job) -> tuple[list[tuple[torch.device, torch.dtype]], int]:
     """Device and type of each gradient of attention in blocks with grouped keys, and how often the state of
-    the GPU's generator is restored."""
+    the GPU's generator is restored.
+    """
     restored: list[torch.Tensor] = []
     with hopper(), patch.object(torch.cuda, "set_rng_state", lambda state, _: restored.append(state)):
         heads = [

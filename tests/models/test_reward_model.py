@@ -1,5 +1,6 @@
 """Reward models: where they begin, what is saved of them, and that transformers and peft say the same of an
-answer."""
+answer.
+"""
 
 from __future__ import annotations
 

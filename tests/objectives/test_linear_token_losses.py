@@ -1,5 +1,6 @@
 """The loss of each token without logits: values, and gradients for any incoming one, against torch's on
-logits."""
+logits.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """What losses of preferences are held to under every split, and the table of how far they are from one
-process."""
+process.
+"""
 
 from __future__ import annotations
 

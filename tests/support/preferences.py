@@ -1,5 +1,6 @@
 """Answers to compare, made by hand as `data.kind: preference` gives them, and the curve they train under any
-split."""
+split.
+"""
 
 from __future__ import annotations
 

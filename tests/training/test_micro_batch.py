@@ -56,7 +56,8 @@ def train(
     length: int = LENGTH,
 ):
     """What was chosen, losses and norms of three steps with all that is kept afterwards, and how many were
-    tried; or a limit that the answer keeps to, and the next size does not."""
+    tried; or a limit that the answer keeps to, and the next size does not.
+    """
     tree = recipe(
         batch={"micro_batch_size": micro, "global_batch_size": SAMPLES * job.ranks.world_size},
         model=recipe()["model"] | {"max_sequence_length": length, "intermediate_size": 1024},

@@ -1,5 +1,6 @@
 """Reference log-probabilities: of the run's own first weights, the same under every split and packing;
-kept."""
+kept.
+"""
 
 from __future__ import annotations
 

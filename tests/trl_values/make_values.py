@@ -46,7 +46,8 @@ CPO = {
 
 def drawn() -> dict[str, Any]:
     """Token ids. Prompts of `short` have one token: TRL's ORPO counts a prompt's tokens in the cross entropy,
-    and there are none then."""
+    and there are none then.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def ids(low: int, high: int) -> list[int]:

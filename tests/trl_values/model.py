@@ -1,5 +1,6 @@
 """A small model whose weights are a formula, so that a value is the same wherever and whenever it is
-computed."""
+computed.
+"""
 
 from __future__ import annotations
 

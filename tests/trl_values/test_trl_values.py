@@ -1,5 +1,6 @@
 """Losses of preferences are TRL's own for the same batch: value, gradient norm and rewards; see
-make_values.py."""
+make_values.py.
+"""
 
 from __future__ import annotations
 
