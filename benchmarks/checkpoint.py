@@ -1,4 +1,4 @@
-"""What a checkpoint costs, side by side: python benchmarks/checkpoint.py [--quick]
+"""Compares the cost of checkpoints, side by side: `python benchmarks/checkpoint.py [--quick]`.
 
 The pipeline's store against torch.save, DeepSpeed's save_checkpoint and the Hugging Face Trainer: same model,
 same steps, one save half-way through each burst, in turn, so that drift hits all. Peers have their files
@@ -43,13 +43,13 @@ class Save:
     step: int
     """Steps that were done before it."""
     stall: float
-    """How long training stood still."""
+    """Seconds in which training stood still."""
     total: float = 0.0
-    """Until the checkpoint counts: it is published, or the call has returned."""
+    """Seconds until the checkpoint counts: it is published, or the call has returned."""
     durable: float = 0.0
-    """Until it is on the disk."""
+    """Seconds until it is on the disk."""
     num_bytes: int = 0
-    """Of the whole checkpoint; 0 on other ranks than the first."""
+    """Bytes of the whole checkpoint; 0 on other ranks than the first."""
 
 
 class SavingGate(Gate):
@@ -168,7 +168,7 @@ class Saver:
     split: str
     ranks: int
     first_stall: float
-    """With the buffers that are made then, and the libraries that are loaded."""
+    """Seconds of the first save, which makes buffers and loads libraries."""
     stall: list[float]
     total: list[float]
     durable: list[float]

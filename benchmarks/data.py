@@ -1,4 +1,4 @@
-"""Text into tokens, and tokens into the training loop, side by side: python benchmarks/data.py
+"""Compares tokenizing text and loading tokens, side by side: `python benchmarks/data.py`.
 
 First preparing against the bare tokeniser with all texts in memory. Then data_loader.py: the loader against
 nanoGPT's and `datasets` with torch's; and what the default run waits for data. About ten minutes on two

@@ -1,4 +1,6 @@
-"""What a step costs besides arithmetic: python benchmarks/gpu_census.py --engines plain 2 3 --output FILE
+"""Counts what a step costs besides arithmetic.
+
+    python benchmarks/gpu_census.py --engines plain 2 3 --output FILE
 
 For each engine, after a few steps: how often the host waits for the device, and where; kernels, the device's
 busy share, the longest kernels, gaps and memory. On a CPU operators are counted in place of kernels.

@@ -1,4 +1,4 @@
-"""Loss curves of this device beside fp32 on a CPU: python benchmarks/gpu_curve.py --output FILE
+"""Compares loss curves of this device with fp32 on a CPU: `python benchmarks/gpu_curve.py --output FILE`.
 
 Trains small models for 20 steps the way a run does by default on this device (on a GPU: compiled blocks,
 attention by document, the fused loss), under plain PyTorch, ZeRO 2 and ZeRO 3. Loss and gradient norm of each
@@ -161,7 +161,9 @@ def train(
 
     Args:
         job: With a process group, which plain PyTorch does not use.
+        curve: Model and data.
         split: Key of SPLITS.
+        precision: `fp32` or `bf16`.
         size: Key of SIZES.
         steps: Number of steps, at most STEPS. The schedule is that of STEPS.
         compiled: Whether blocks are compiled: `auto`, `true` or `false`.

@@ -1,4 +1,4 @@
-"""What this device is, and can do at best: python benchmarks/gpu_facts.py --output FILE
+"""Measures this device and its limits: `python benchmarks/gpu_facts.py --output FILE`.
 
 Versions, driver, clocks, copy rate, the matrix products of the benchmark's models, and the kernels that
 scaled_dot_product_attention runs. What cannot be measured says why. `--tiny`: the motions alone, on a CPU.

@@ -105,7 +105,7 @@ def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
 
 
 def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
-    """The pipeline's own run with everything it has but evaluation and checkpoints."""
+    """Train the pipeline's own run, with everything but evaluation and checkpoints."""
     run = pipeline.Run(settings)
     engine, store = run._parts.engine, run._parts.checkpoints
     gate.offer_save(lambda folder, step: store.save(engine, {"global_step": step}), store)
@@ -123,7 +123,7 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
 
 @dataclass(frozen=True)
 class Script:
-    """What a peer's script has besides its loop: settings, data, device, model, optimizer."""
+    """The parts of a peer's script besides its loop: settings, data, device, model, optimizer."""
 
     settings: Settings
 

@@ -25,7 +25,7 @@ GPU_SETTLE = 2  # untimed steps at the head of a burst: the GPU's memory was giv
 
 @dataclass(frozen=True)
 class Task:
-    """What a participant is given."""
+    """The task of a participant."""
 
     peer: str
     """Key of LOOPS in loops.py."""
@@ -41,7 +41,7 @@ class Task:
     module: str = "loops"
     """Module whose `take_part` is called in every rank."""
     label: str = ""
-    """What the name says besides, such as the JSON file where it is not the stage's own."""
+    """Text added to the name, such as the JSON file if it is not the stage's own."""
 
     @property
     def name(self) -> str:

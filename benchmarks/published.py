@@ -1,4 +1,4 @@
-"""Published speeds of others' runs beside what pipeline/planner predicts: `python benchmarks/published.py`
+"""Compares published speeds of others' runs with the planner's: `python benchmarks/published.py`.
 
 Prints the table of docs/performance.md. published_speeds.jsonl has the runs. Constants of
 pipeline/planner/timing.py were set by those marked `fit`; those marked `test` set none.
@@ -123,7 +123,7 @@ def accuracy() -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """How far dense models that are trained whole, by torch's kernels, are met."""
+    """Errors for dense models that are trained whole, by torch's kernels."""
 
     runs: int
     mean_error: float

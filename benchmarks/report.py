@@ -1,4 +1,4 @@
-"""What was measured, as ratios round by round, tables, and the machine it was measured on."""
+"""Results as ratios round by round, tables, and the machine they were measured on."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Row:
     sequence_length: int
     micro_batch_size: int
     round_tokens_per_second: list[float]
-    """Of the whole job, one number a round."""
+    """Tokens a second of the whole job, one number a round."""
     first_step_seconds: float
-    """From the start of the process to the end of the first optimizer step."""
+    """Seconds from the start of the process to the end of the first optimizer step."""
     loss: float
-    """Of the trained model, on one fixed batch."""
+    """Loss of the trained model on one fixed batch."""
     flops_per_token: float | None
     peak_memory_gib: float
     """Largest of any rank: allocated on a GPU, resident on a CPU."""

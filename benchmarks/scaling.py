@@ -1,4 +1,4 @@
-"""How collectives and the pipeline's engines scale here: python benchmarks/scaling.py [--ranks 1 2 4]
+"""Measures how collectives and the engines scale here: `python benchmarks/scaling.py [--ranks 1 2 4]`.
 
 Measures all-reduces and all-gathers of several sizes, then steps of the engines, at a few numbers of ranks.
 """

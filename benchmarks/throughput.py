@@ -1,4 +1,4 @@
-"""Whole-loop tokens per second, side by side: python benchmarks/throughput.py --ranks 1 2 --stages plain 2
+"""Compares tokens per second of whole loops: `python benchmarks/throughput.py --ranks 1 2 --stages plain 2`.
 
 The pipeline's loop, bare PyTorch and DeepSpeed loops (as they come, given our loss, compiled) and the Hugging
 Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON;
@@ -227,10 +227,8 @@ def work_of(peer: str, work: Workload) -> Workload:
 def files_of(peers: Sequence[str] | None, group: Group) -> dict[str, list[str | None]]:
     """Return participant -> files of ds_configs/ that it runs with, None: without one. Ours is first.
 
-    At several ranks plain ours is DDP twice, PyTorch's and DeepSpeed's stage 0.
-
-    Args:
-        peers: None: the default ones. Those that the split does not know are left out.
+    At several ranks plain ours is DDP twice, PyTorch's and DeepSpeed's stage 0. `peers` is None for the default
+    ones; those that the split does not know are left out.
     """
     is_plain, adapter = group.split == "plain", group.work.adapter
     asked = DEFAULT[is_plain, adapter] if peers is None else peers

@@ -99,11 +99,7 @@ class Workload:
 
 
 def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> None:
-    """Write the recipe of one participant.
-
-    Args:
-        plain: Whether it runs without a DeepSpeed JSON, so that the recipe has the precision.
-    """
+    """Write the recipe of one participant; `plain`: it has no DeepSpeed JSON, so the recipe has the precision."""
     tree = yaml.safe_load(RECIPE.read_text())
     size = MODELS[work.model]
     if size["model"] is not None:

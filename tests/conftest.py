@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before markers choose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test's cases those that its marker `daily` does not name are nightly."""
+    """Cases that a test's marker `daily` does not name are nightly."""
     missing: dict[str, set[str]] = {}
     for item in items:
         if marker := item.get_closest_marker("daily"):

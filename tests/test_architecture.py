@@ -44,7 +44,7 @@ WITHOUT_TORCH = [
     *("config", "planner", "cli", "distributed/launch", "distributed/doctor", "distributed/op_builds.py"),
     "monitoring/logs.py",
 ]
-"""What commands that need no torch import: torch takes seconds."""
+"""Modules that commands without torch import: importing torch takes seconds."""
 LAZY = {"importlib", "importlib.import_module", "typing", "typing.Any", "typing.TYPE_CHECKING"}
 
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ print can be typed: every command, file, key and snippet is tried or looked up."""
+"""Everything that README.md and docs/ print can be typed: each command, file, key and snippet is tried."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def commands() -> list[str]:
 
 
 def argument_after(words: list[str], option: str) -> str | None:
-    """Of `--option value` or `--option=value`."""
+    """Value of `--option value` or `--option=value`."""
     for number, word in enumerate(words):
         if word == option:
             return words[number + 1]
@@ -63,7 +63,7 @@ def argument_after(words: list[str], option: str) -> str | None:
 
 
 def ranks_of(words: list[str]) -> int:
-    """How many the launcher's options start; one where they do not say."""
+    """Number of ranks that the launcher's options start; one if they do not say."""
     nodes = argument_after(words, "--nodes") or (argument_after(words, "--nnodes") or "1").split(":")[-1]
     included = argument_after(words, "--include")
     if included is not None and "," in included:
@@ -81,7 +81,7 @@ def is_trainer(words: list[str], number: int) -> bool:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What RUN stands for: a run of three steps, with its checkpoints."""
+    """The run that RUN stands for: three steps, with checkpoints."""
     folder = tmp_path_factory.mktemp("docs")
     recipe = write_recipe(folder, max_steps=3, checkpoint={"every": 1, "keep_last": 3}, eval={"every": 1})
     assert train(["--config", str(recipe), f"run_dir={folder / 'run'}"]) == 0
@@ -162,7 +162,7 @@ def help_of(command: str) -> set[str]:
 
 
 def looked_up(words: list[str]) -> str | None:
-    """What of a command that is not tried does not exist: a target, an extra, a file, an option."""
+    """Parts of an untried command that do not exist: a target, an extra, a file, an option."""
     match words:
         case ["make", *rest]:
             targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -235,7 +235,7 @@ def whole_recipes():
 
 @pytest.mark.parametrize("block", whole_recipes())
 def test_a_printed_recipe_runs_as_it_stands(block, tmp_path, monkeypatch):
-    """With nothing added to it but what FOLDER stands for."""
+    """The command is tried as printed, with a folder for FOLDER."""
     monkeypatch.chdir(ROOT)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

@@ -1,4 +1,4 @@
-"""What is shipped runs: the recipes, the documented example, the default run's own promises."""
+"""Shipped files run: the recipes, the documented example, the default run's own promises."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_any_split_is_evaluated_in_one_process(tmp_path, capsys,
 
 
 def evaluated(run: Path, capsys) -> float:
-    """What `evaluate` says of the last checkpoint."""
+    """The output of `evaluate` for the last checkpoint."""
     from pipeline.__main__ import main
 
     assert main(["evaluate", str(run)]) == 0

@@ -12,7 +12,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 def words(split: str, num_samples: int = 256) -> list[Sample]:
-    """Samples `(image, word)`: (1, HEIGHT, width), 3 to 6 columns for each letter, and letters from 1 on.
+    """Return samples `(image, word)`: (1, HEIGHT, width), 3 to 6 columns a letter, and letters from 1 on.
 
     A list is a data set. Called with "train" and with "eval".
     """
@@ -27,7 +27,7 @@ def words(split: str, num_samples: int = 256) -> list[Sample]:
 
 
 def pad(samples: list[Sample]) -> dict[str, Tensor]:
-    """A batch: images filled up with zeros to the widest of them, words one behind the other."""
+    """Return a batch: images padded with zeros to the widest, words one behind the other."""
     images, texts = zip(*samples, strict=True)
     by_column = pad_sequence([image[0].T for image in images], batch_first=True)  # (B, widest, HEIGHT)
     return {
@@ -58,7 +58,7 @@ class Reader(nn.Module):
 
 
 def ctc(scores: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The SUM over the micro-batch. forward has no argument `widths`, `texts`, `lengths`: they come here."""
+    """Return the SUM over the micro-batch. `widths`, `texts`, `lengths` are no arguments of forward."""
     log_probabilities = scores.log_softmax(-1).transpose(0, 1)  # fp32, whatever the model computes in
     return F.ctc_loss(
         log_probabilities, batch["texts"], batch["widths"], batch["lengths"], BLANK, reduction="sum"

@@ -21,5 +21,5 @@ def mlp(width: int = 64) -> nn.Module:
 
 
 def squared_error(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The SUM over the micro-batch; the mean over the global batch is taken for you."""
+    """Return the SUM over the micro-batch; the mean over the global batch is taken for you."""
     return (outputs - batch["targets"]).square().sum()

@@ -1,5 +1,6 @@
-"""Writes what sft.yaml, lora.yaml, dpo.yaml and reward.yaml train on: questions about Python's standard
-library, answered by its own source, which every machine has. No network is needed.
+"""Writes the data of sft.yaml, lora.yaml, dpo.yaml and reward.yaml.
+
+They are questions about Python's standard library, answered by its source. No network is needed.
 
     python launch/recipes/make_data.py data
 
@@ -36,7 +37,7 @@ class Function(NamedTuple):
 
 
 def functions() -> Iterator[Function]:
-    """The public ones, methods too, of all top-level modules and packages, always in one order."""
+    """Yield public functions and methods of all top-level modules and packages, always in one order."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted([*library.glob("*.py"), *library.glob("*/__init__.py")]):
         module = path.parent.name if path.name == "__init__.py" else path.stem
@@ -61,7 +62,7 @@ def chat(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
 
 
 def main(folder: Path) -> None:
-    """Writes the three files into `folder`.
+    """Write the three files into `folder`.
 
     Raises:
         PipelineError: nothing can be written there.

@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def changed(name: str, change: Callable[[Path], object]) -> Content:
-    """A copy of what the good run left under that name, with something changed."""
+    """Copy what the good run left under that name and change something in it."""
 
     def write(path: Path) -> None:
         shutil.copytree(path.parents[2] / "home" / name, path)
@@ -42,7 +42,7 @@ def replaced(name: str, make: Any) -> Callable[[Path], object]:
 
 
 def indexed(place: str, make: Content = "") -> Callable[[Path], object]:
-    """The weights behind an index that names `place`."""
+    """Write the weights behind an index that names `place`."""
 
     def change(folder: Path) -> None:
         (folder / MODEL).rename(folder / "weights.safetensors")

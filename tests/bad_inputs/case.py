@@ -69,14 +69,14 @@ class Case:
     split: Mapping[str, Any] | str | bytes | None = None
     """The DeepSpeed JSON after --deepspeed; None: plain PyTorch."""
     argv: Sequence[str] | None = None
-    """In place of `--config` (and `--deepspeed`) and `more`."""
+    """Whole command; `None` builds it from `--config`, `--deepspeed` and `more`."""
     more: Sequence[str] = ()
     """Arguments behind those of the two files."""
     entry: str = "train"
     """train, pipeline (python -m pipeline) or multi_node."""
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Content] = field(default_factory=dict)
-    """In the case's own folder, which is also the working directory; a function is called with the path."""
+    """Files of the case's own folder, which is the working directory; a function is called with the path."""
 
     is_nightly: bool = False
     """Whether `make test` leaves it out."""
@@ -86,7 +86,7 @@ class Case:
         return re.sub(r"\W+", "-", self.wrong).strip("-")
 
     def request(self, home: Path, here: Path) -> dict[str, Any]:
-        """Writes the case's files; returns what is to be run."""
+        """Write the case's files and return the command to run."""
 
         def filled(value: Any) -> Any:
             if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a launcher, or a shell, says of the job."""
+"""Environment variables of launchers and shells that contradict each other or are malformed."""
 
 from __future__ import annotations
 

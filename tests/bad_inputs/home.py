@@ -1,4 +1,4 @@
-"""What the bad inputs share: texts, conversations, images, code, a run with a checkpoint, a model folder."""
+"""Files that the bad inputs share: texts, conversations, images, code, a finished run, a model folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Server:
         return line
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers in the order of the requests."""
+        """Return the answers in the order of the requests."""
         first, self._count = self._count, self._count + len(requests)
         # Beside the reading: a pipe holds 64 KiB, and each side would wait for the other.
         writer = threading.Thread(target=self._write, args=(requests, first), daemon=True)
@@ -64,7 +64,7 @@ class Server:
 
 
 def make_home(home: Path, server: Server) -> None:
-    """Fills the folder: what can be written as it is, then what runs of ours leave."""
+    """Fill the folder: first the files that can be written directly, then those that runs leave."""
     write_files(home)
     (home / "good").mkdir()
     run = Case("a run that is right", [], recipe={"run_dir": "{home}/run", "checkpoint": {"keep_last": 2}})

@@ -1,4 +1,4 @@
-"""What strangers make: code in recipes, bombs, pipes and devices as files, escapes, links out of folders."""
+"""Hostile files: code in recipes, bombs, pipes and devices, terminal escapes, links out of folders."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from bad_inputs.case import Case
 
 
 def split(wrong: str, tree: Any, *says: str, **given: Any) -> Case:
-    """A file that is wrong: the error names it."""
+    """Write a wrong file, which the error must name."""
     return Case(wrong, ["split.json", *says], split=tree, **given)
 
 

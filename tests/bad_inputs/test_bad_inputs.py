@@ -20,7 +20,7 @@ CASES = [case for table in TABLES for case in table.CASES]
 
 @pytest.fixture(scope="module")
 def answers(request, tmp_path_factory):
-    """What each selected case is answered: case -> (answer, the words that it must hold)."""
+    """Answers of the selected cases: case -> (answer, the words that it must hold)."""
     folder = tmp_path_factory.mktemp("bad")
     home = folder / "home"
     selected = {

@@ -115,7 +115,7 @@ BOTH = ["ours (torch_ddp.json)", "ours (ddp.json)"]
     ],
 )
 def test_participants_of_a_group(ranks, split, peers, adapter, names, tmp_path):
-    """At several ranks ours is measured under both kinds of DDP; all but `ours-full` train the adapter."""
+    """Ours is measured under both kinds of DDP at several ranks; all but `ours-full` train the adapter."""
     group = throughput.Group("bf16", ranks, split, replace(workload.Workload.of("tiny"), adapter=adapter))
     tasks = list(throughput.group_tasks(group, peers, 2, tmp_path))
     assert [task.name for task in tasks] == names

@@ -1,4 +1,4 @@
-"""What gpu.sh runs goes through the same motions on a CPU, with tiny sizes."""
+"""The scripts that gpu.sh runs take the same steps on a CPU, with tiny sizes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_wrong_curve_does_not_hold(override, precision, ranks):
 
 
 def judged_with_blocks_traced(job):
-    """As `judged` with compilation; the C++ compiler, which takes half a minute, is left out."""
+    """The same as `judged` with compilation, but without the C++ compiler, which takes half a minute."""
     traced = partial(compile_blocks, backend="eager")
     with patch("pipeline.training.assemble.compile_blocks", traced):
         return judged(job, "llama", "plain", "fp32", {"compiled": "true", "steps": 2})

@@ -1,4 +1,4 @@
-"""What the throughput benchmark makes of the rows it measured."""
+"""The throughput benchmark's tables and ratios, from rows that it measured."""
 
 from __future__ import annotations
 

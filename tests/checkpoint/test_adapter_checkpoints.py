@@ -221,7 +221,7 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
 
 
 def test_an_adapter_in_half_precision_is_merged_in_fp32(tmp_path, base, adapted, monkeypatch):
-    """As with masters in bf16, of which a checkpoint has bf16 values."""
+    """The case of bf16 master weights, which a checkpoint stores in bf16."""
     run = adapted / "run"
     read = CheckpointWeights.read
     monkeypatch.setattr(CheckpointWeights, "read", lambda source, name: read(source, name).bfloat16())
@@ -327,13 +327,13 @@ NF4 = BitsAndBytesConfig(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Path:
-    """Of rows that are whole blocks of 64."""
+    """A model whose rows are whole blocks of 64."""
     return write_base_model(tmp_path_factory.mktemp("wide"), hidden_size=64)
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory, wide) -> Path:
-    """Whose linear layers have their weights the other way round."""
+    """A model whose linear layers have transposed weights."""
     folder = tmp_path_factory.mktemp("gpt2")
     words = AutoModelForCausalLM.from_pretrained(wide).config.vocab_size
     torch.manual_seed(0)

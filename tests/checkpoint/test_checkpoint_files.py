@@ -1,4 +1,4 @@
-"""What is written can be read by safetensors, in one pass, one shard at a time; refusals are OSErrors."""
+"""Written files are read by safetensors, in one pass, one shard at a time; refusals are OSErrors."""
 
 from __future__ import annotations
 

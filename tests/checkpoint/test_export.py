@@ -402,8 +402,9 @@ class Large:
 
 
 def test_a_model_larger_than_the_memory_limit(tmp_path):
-    """RLIMIT_DATA is what a process may allocate, and it is held: address space (ulimit -v) would also count
-    torch's libraries, which are larger than that.
+    """Export keeps to RLIMIT_DATA, the memory that a process may allocate.
+
+    Address space (ulimit -v) would also count torch's libraries, which are larger than that.
     """
     assert 4 * VALUES * LAYERS > 1.5 * LIMIT
     engine = Large()

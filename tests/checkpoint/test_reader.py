@@ -1,4 +1,4 @@
-"""Whatever was written by one division of the work is read by any other."""
+"""A checkpoint that one division of the work wrote is read by any other."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def check_newest(folder: Path) -> int:
 
 
 def fresh(folder: Path, steps: list[int]) -> Path:
-    """With these steps saved."""
+    """A run directory with these steps saved."""
     folder.mkdir()
     for step in steps:
         make_store(folder).save(PlainEngine(0, 1, seed=step), state_at(step), wait=True)

@@ -1,4 +1,4 @@
-"""Where two regions of a tensor meet, against plain indexing; a huge one costs no more than its rows."""
+"""Intersections of regions of a tensor, against plain indexing; a huge one costs no more than its rows."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_copies_are_shared_out_evenly(sizes, count):
     ],
 )
 def test_a_cut_is_deepspeeds(shape, view, dim, sizes):
-    """What AutoTP notes beside a parameter, against what it does to it: own values, over three ranks."""
+    """AutoTP's notes beside a parameter describe what it does to it: own values, over three ranks."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     widths = [[n // 3 + (rank < n % 3) for rank in range(3)] for n in sizes or (view[dim],)]
     seen = torch.zeros(whole.numel())

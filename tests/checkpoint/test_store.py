@@ -340,7 +340,7 @@ def as_link(path, target):
 
 
 def rename_in_manifest(step, name):
-    """By someone who knows how checksums go; the file of that name is the right one, but for its place."""
+    """Somebody who can compute checksums altered it; the file of that name is right but for its place."""
     (step / SHARD).unlink()
     content = (step / MANIFEST).read_bytes()
     (step / MANIFEST).write_bytes(resealed(content, lambda m: m["files"][0].update(name=name)))

@@ -1,4 +1,4 @@
-"""What nobody trains is written once: later checkpoints have the same file, and need no earlier one."""
+"""Frozen parameters are written once: later checkpoints have the same file and need no earlier one."""
 
 from __future__ import annotations
 

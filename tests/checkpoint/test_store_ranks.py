@@ -129,7 +129,7 @@ def save_with_a_full_disk(job: Job, folder: str, full_rank: int, apart: bool, li
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize(("full_rank", "limit"), [(0, 100), (1, 100), (0, 1000)])
 def test_one_ranks_full_disk_is_known_to_all(ranks, tmp_path, full_rank, limit, apart):
-    """At 100 bytes its share fails, at 1,000 the table does, which leaders write after all shares."""
+    """Its share fails at 100 bytes; at 1,000 the table fails, which leaders write after all shares."""
     answers = ranks(2).run(save_with_a_full_disk, str(tmp_path), full_rank, apart, limit)
     assert answers[0] == answers[1]
     *failed, last = answers[0]

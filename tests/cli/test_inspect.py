@@ -1,4 +1,4 @@
-"""What `inspect` counts is exact, and what it shows reads without colours too."""
+"""The counts of `inspect` are exact, and its output reads without colours too."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def described() -> dict[str, Rule]:
 
 
 def _asked() -> tuple[dict[str, Any], Any]:
-    """The keys DeepSpeed's parser asks for with their defaults, and what it parsed an empty file to."""
+    """Return the keys that DeepSpeed's parser asks for, with defaults, and an empty file as parsed."""
     asked: dict[str, Any] = {}
     root = _Noting(asked, train_batch_size=1, weight_quantization={}, comms_logger={})
     for section in READ_BY_HAND:
@@ -149,7 +149,7 @@ def _fields(model: type[DeepSpeedConfigModel]) -> Iterator[tuple[str, Rule]]:
 
 
 def _of_schema(schema: Rule, definitions: Rule) -> Rule:
-    """The part of a JSON Schema that can be checked key by key."""
+    """Return the part of a JSON Schema that can be checked key by key."""
     rule: Rule = {}
     types = set()
     for each in schema.get("anyOf", [schema]):
@@ -174,7 +174,7 @@ def _of_default(default: Any) -> Rule:
 
 
 def text() -> str:
-    """The whole of the file: a key a line."""
+    """Return the text of the file, a key a line."""
     lines = (f'  "{key}": {json.dumps(rule, sort_keys=True)}' for key, rule in described().items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

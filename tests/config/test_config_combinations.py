@@ -1,4 +1,4 @@
-"""What cannot work together is refused by --dry-run, says why, and what it names instead does work."""
+"""Settings that cannot work together are refused by --dry-run with a reason; the alternative named works."""
 
 from __future__ import annotations
 

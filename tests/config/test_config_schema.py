@@ -67,7 +67,7 @@ def test_the_file_describes_the_installed_deepspeed():
 
 
 def test_every_section_of_the_installed_deepspeed_is_described():
-    """What DeepSpeed parses to a model, or reads key by key, is a closed section of the file."""
+    """A section that DeepSpeed parses to a model, or reads key by key, is closed in the file."""
     config = installed.DeepSpeedConfig({"train_batch_size": 1, "comms_logger": {}, "weight_quantization": {}})
 
     def models(value):

@@ -17,14 +17,14 @@ RECIPE = {"max_steps": 10, "model": {"kind": "cnn"}, "data": {"kind": "digits"}}
 
 
 class Said:
-    """What a person has: two files and a command line."""
+    """A user's input: two files and a command line."""
 
     def __init__(self, split, recipe=None, *words, device=CPU):
         self.split, self.recipe, self.words = split, RECIPE | (recipe or {}), list(words)
         self.device = device
 
     def write(self, key, value):
-        """In the JSON."""
+        """Values in the JSON."""
         set_dotted(self.split, key.split("."), value, "test")
 
     def drop(self, tree, key):

@@ -70,7 +70,7 @@ def distinct():
 
 
 def total_num_steps(name):
-    """What the file says of the run's length; "auto" where it leaves it open."""
+    """The run's length in the file; "auto" if the file leaves it open."""
     return FILES[name].get("scheduler", {}).get("params", {}).get("total_num_steps", "auto")
 
 

@@ -110,7 +110,7 @@ def one(encoder, turns, tally=None):
 
 
 def template_ids(tokenizer, template, turns):
-    """What transformers makes of it; with its own way to keep what was said from being a special token."""
+    """The ids that transformers makes of it, with its own way to keep text from becoming a special token."""
     escape = any(token in each["content"] for each in turns for token in [*SPECIAL, END])
     return tokenizer.apply_chat_template(
         turns,
@@ -130,7 +130,7 @@ contents = st.builds(lambda first, rest: first + rest, st.sampled_from(["I", "n√
 
 @st.composite
 def conversations(draw):
-    """At least one answer; after it, any turn may follow any."""
+    """A conversation has at least one answer; after it, any turn may follow any other."""
     opening = draw(st.sampled_from([["user"], ["system", "user"], []]))
     turns = [turn(role, draw(contents)) for role in (*opening, "assistant")]
     roles = draw(st.lists(st.sampled_from(["user", "assistant", "assistant", "tool"]), max_size=4))
@@ -592,7 +592,7 @@ def test_bad_rows_are_errors_or_skipped_but_what_the_recipe_forbids_is_not(tmp_p
     ("special", "own"), [(SPECIAL, False), (["<|im_start|>"], False), ([], False), ([], True)]
 )
 def test_markers_that_are_no_tokens_are_told_before_data_are_prepared(tmp_path, caplog, special, own):
-    """Of a template that the recipe gives; a tokenizer's own is as the model was trained with it."""
+    """A template of the recipe is changed; a tokenizer's own is left as the model was trained with it."""
     made = train_tokenizer(["hello there"] * 3, 300, special)
     made.chat_template = BUILT_IN["chatml"] if own else None
     made.save_pretrained(str(tmp_path / "tokenizer"))
@@ -615,7 +615,7 @@ ROW = (
 
 
 def test_a_template_can_read_the_row_itself(make_encoder, tokenizer):
-    """What `divide` separates is tokenised apart; a special token that the row holds stays text."""
+    """Pieces that `divide` separates are tokenised apart; a special token in the row stays text."""
     encoder = make_encoder(ROW, layout="row", append_eos=False)
     rows = [("rows:1", {"ask": "more", "say": "\n    hello"}), ("rows:2", {"ask": END, "say": "there"})]
     first, second = encoder(rows, Tally())

@@ -117,12 +117,12 @@ def write_arrow(path, rows, make_writer):
 
 
 def save(path, rows):
-    """As `datasets` has rows that it was given: their structs become one."""
+    """Rows given to `datasets`: their structs become one."""
     datasets.Dataset.from_list(rows).save_to_disk(str(path))
 
 
 def load_and_save(path, rows):
-    """As `datasets` reads JSON lines: what differs from row to row becomes text of JSON in the table."""
+    """JSON lines as `datasets` reads them: values that differ in type become JSON text in the table."""
     file = path.with_suffix(".jsonl")
     file.write_bytes(lines(rows))
     cache = path.with_suffix(".cache")

@@ -31,7 +31,7 @@ def mixtures(draw, largest=60, most=4):
 
 
 def by_source(sources, samples):
-    """How many of the samples are each source's."""
+    """Number of samples of each source."""
     ends = np.cumsum([source.num_samples for source in sources])
     owners = np.searchsorted(ends, samples, side="right")
     return np.bincount(owners, minlength=len(sources)).tolist()

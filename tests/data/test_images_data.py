@@ -231,7 +231,7 @@ def test_a_large_photograph_keeps_its_looks():
 
 
 def test_changes_are_drawn_from_the_number_alone(folder):
-    """Whatever was drawn before, by whatever worker; and nothing else's random numbers change."""
+    """Earlier draws and the worker do not matter, and no other random numbers change."""
     bundle = prepare(folder, augmentations=FLIPS)
     first = [bundle.train.augmented(index, 1000 + index)["inputs"] for index in range(10)]
     torch.manual_seed(5)
@@ -248,7 +248,7 @@ def test_changes_are_drawn_from_the_number_alone(folder):
 
 
 class Drawn(torch.utils.data.Dataset):
-    """What a loader that knows positions asks for."""
+    """The indices that a loader with positions asks for."""
 
     def __init__(self, dataset):
         self.dataset = dataset

@@ -110,7 +110,7 @@ def test_answers_are_those_of_the_marked_copy(make_encoder, family):
 @pytest.mark.daily("gptoss", "llama3", "qwen3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_marked_answers_are_those_of_transformers(make_encoder, family):
-    """Of rows that a template writes as they are given: calls that it leaves out are not learned here."""
+    """This holds for rows that a template writes as given: calls that it leaves out are not learned here."""
     marked, tokenizer = make_encoder(f"{family}_training")
     text = (FOLDER / f"{family}_training.jinja").read_text("utf-8")
     compared = 0

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, by its environment and what is visible; whether it has it to itself."""
+"""The device of a rank, by its environment and the visible devices; whether it has the device to itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(get_accelerator().device_name(), torch.cuda.is_initialized())
 
 @pytest.mark.nightly
 def test_deepspeed_computes_on_what_was_chosen():
-    """Of a CUDA build none of whose cards is visible too: DeepSpeed by itself asks for the packages alone."""
+    """A CUDA build without a visible card is no GPU either: DeepSpeed asks for the packages alone."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     environment.pop("DS_ACCELERATOR", None)
     command = [sys.executable, "-c", SAYS]
@@ -89,7 +89,7 @@ def test_another_accelerator_is_not_taken_for_cuda(monkeypatch, word):
 
 
 def compared(devices):
-    """What each rank, on one machine of two each, is told."""
+    """The messages for each rank, on one machine of two each."""
     store = HashStore()
     everyone = [RankProcess(rank, f"node{rank // 2}", 1, f"m{rank // 2}") for rank in range(len(devices))]
 

@@ -1,4 +1,4 @@
-"""Which cores a rank is bound to."""
+"""The cores that a rank is bound to."""
 
 from __future__ import annotations
 

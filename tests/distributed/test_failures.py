@@ -1,4 +1,4 @@
-"""Which ranks count as lost, whom a diagnosis names, and which errors may be another rank's doing.
+"""Ranks that count as lost, ranks that a diagnosis names, and errors that another rank may have caused.
 
 Here are no processes of a job: see test_watchdog.py.
 """

@@ -1,4 +1,4 @@
-"""What a machine knows of itself: its processes, and the memory cgroups leave, on trees as Slurm has them."""
+"""Facts about this machine: its processes, and the memory that cgroups leave, on trees like Slurm's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may take how long, by what was measured."""
+"""Time limits of each phase, by measured times."""
 
 from __future__ import annotations
 

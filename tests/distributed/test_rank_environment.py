@@ -1,4 +1,4 @@
-"""Which rank a process is, from the launcher's environment alone."""
+"""The rank of a process, from the launcher's environment alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SLURM = {
 # mpirun in an allocation: srun has started its daemons, one a node.
 DAEMONS = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 EXPORTED = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
-"""What torch's own examples export in a script under srun."""
+"""The variables that torch's own examples export in a script under srun."""
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

@@ -132,7 +132,7 @@ def test_each_rank_says_why_it_ends(tmp_path):
     ids=["python", "multi_gpu.sh"],
 )
 def test_a_closed_terminal_is_a_stop_with_a_checkpoint(tmp_path, words):
-    """What sshd does when the connection is gone: the terminal hangs up."""
+    """The terminal hangs up, as sshd makes it when the connection is gone."""
     recipe = write_recipe(
         tmp_path,
         max_steps=100_000,

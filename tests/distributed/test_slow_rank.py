@@ -24,7 +24,7 @@ SPLITS = {
 
 
 def warnings_of_a_run(job, folder, split, slow_rank):
-    """What is said of a run in which the forward of one rank takes 200 ms longer."""
+    """Events of a run in which the forward of one rank takes 200 ms longer."""
     steps = 24
     config, resolved = resolve(recipe(max_steps=steps, log={"every": 1}), split, job.ranks.world_size)
     run = assemble(config, resolved, job, token_bundle(), folder)

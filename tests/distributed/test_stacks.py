@@ -1,4 +1,4 @@
-"""Where a thread stands, by its stack and by the flight recorder; what is written of it."""
+"""The place of a thread, by its stack and by the flight recorder, and the files written about it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ NCCL = {
 
 
 def recorded_by_both(job, folder):
-    """What a rank sees that has left a gloo collective, and is in one of NCCL's."""
+    """The view of a rank that has left a gloo collective and is in one of NCCL's."""
     dist.all_reduce(torch.ones(3))
     while in_flight_now():  # the recorder learns of the end a moment later
         time.sleep(0.01)

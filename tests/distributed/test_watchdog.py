@@ -91,7 +91,7 @@ def test_torchs_own_stacks_of_a_lost_store_are_off_before_torch_is_imported():
 @pytest.mark.daily("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
-    """Of rank 0, whose store dies with it, by the others alone."""
+    """The loss of rank 0, whose store dies with it, is reported by the others alone."""
     job = Ranks(tmp_path, "kill", victim)
     living = [rank for rank in range(3) if rank != victim]
     assert job.codes(living) == [HANG_EXIT_CODE] * 2

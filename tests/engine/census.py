@@ -1,4 +1,4 @@
-"""What a step asks of the device, counted on the CPU: operators, and where the host would wait for it.
+"""Counts, on a CPU, of what a step asks of the device: operators, and reads that the host would wait for.
 
 On CUDA an operator is one launch or a few, and each host read drains what was launched. A foreach operator
 counts once, as there.
@@ -62,7 +62,7 @@ _OWN = ("pipeline", "deepspeed", "transformers")
 
 @dataclass
 class Census:
-    """Of what ran inside `counted`."""
+    """Counts of the operators that ran inside `counted`."""
 
     operators: int = 0
     """Those that launch something."""
@@ -95,7 +95,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """What on a CPU is no operator: the tensor is there already."""
+    """Calls that are no operator on a CPU: the tensor is there already."""
 
     WAITS = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy)
 
@@ -111,7 +111,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def counted() -> Iterator[Census]:
-    """Counts what runs inside, a backward and collectives with it."""
+    """Count what runs inside, with backward and collectives."""
     census = Census()
 
     def synchronize(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Run launch/train.py on the fake GPU of support.fake_cuda: fake_run.py ARGUMENTS"""
+"""Run launch/train.py on the fake GPU of support.fake_cuda: `fake_run.py ARGUMENTS`."""
 
 import os
 import sys

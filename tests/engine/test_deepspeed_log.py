@@ -1,4 +1,4 @@
-"""What of DeepSpeed's own log a rank shows."""
+"""The lines of DeepSpeed's own log that a rank shows."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def hold(curve, expected, precision: str) -> None:
 
 
 def batches(data):
-    """As many as the recipe accumulates on two ranks: with fewer DeepSpeed would not step."""
+    """The number that the recipe accumulates on two ranks: with fewer DeepSpeed would not step."""
     return [collate_items([data.train[i], data.train[i + 1]]) for i in (0, 2)]
 
 

@@ -56,11 +56,11 @@ AT_TWO_RANKS = ("ddp", "zero2", "zero3", "pipeline-zero1")
 
 @dataclass
 class Curve:
-    """What rows of a run have."""
+    """Keys and values of a run's rows."""
 
     losses: list[float]
     metrics: list[dict[str, float]]
-    """Of each step."""
+    """Values of each step."""
     evaluation: dict[str, float]
     rates: list[float]
 

@@ -76,7 +76,7 @@ def card():
 
 
 class Operators(TorchDispatchMode):
-    """By name, those on the device; and what of them is as large as a mask of a row."""
+    """Tensors on the device by name, and those among them that are as large as a mask of a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_a_step_on_a_card_waits_for_nothing_and_makes_no_mask(card, name, packed
 
 
 def fused() -> CausalLM:
-    """As a run builds it on a card."""
+    """The model as a run builds it on a card."""
     return CausalLM(kernels=FusedKernels())
 
 
@@ -291,8 +291,10 @@ def test_replicas_are_compared_without_a_wait(card):
 
 
 def with_dropout(job: Job) -> tuple[list[tuple[torch.device, torch.dtype]], int]:
-    """Device and type of each gradient of attention in blocks with grouped keys, and how often the state of
-    the GPU's generator is restored.
+    """Record gradients of attention in blocks with grouped keys.
+
+    Returns:
+        Device and dtype of each gradient; how often the state of the GPU's generator is restored.
     """
     restored: list[torch.Tensor] = []
     with hopper(), patch.object(torch.cuda, "set_rng_state", lambda state, _: restored.append(state)):

@@ -1,4 +1,4 @@
-"""What is infinite or NaN first is named: the part of the model, forward or backward, samples and rank."""
+"""The first infinite or NaN value is named: part of the model, forward or backward, samples, rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from support.poisoned import ALONE, BATCH, SPLITS, PoisonedTokens, events, train
 
 AT = BATCH + 5
-"""In the second micro-batch of a rank, where there are two ranks: the last one's."""
+"""A bad value in the second micro-batch of a rank; with two ranks, of the last one."""
 
 
 def poison_embedding(parts, poison) -> None:

@@ -1,5 +1,6 @@
-"""`model.freeze` under every split: one loss curve, frozen parameters as they were, saved under one split and
-gone on under another.
+"""`model.freeze` under every split: one loss curve, and frozen parameters unchanged.
+
+A run is saved under one split and resumed under another.
 """
 
 from __future__ import annotations

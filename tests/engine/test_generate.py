@@ -67,8 +67,11 @@ def state_of(engine: Engine) -> list[Any]:
 
 
 def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
-    """(the curve without a word written, the curve with, whether it left all as it was, the shards at the
-    end, what was written then: for own prompts and for shared ones).
+    """Train without generating and with it.
+
+    Returns:
+        The curve without generation, the curve with it, whether generation left the state unchanged, the
+        shards at the end, and the generated texts: for each rank's own prompts and for shared ones.
     """
     silent = Run(job, tree, split).train(0, 3)
     run = Run(job, tree, split)
@@ -110,7 +113,7 @@ def whole_model(model: dict[str, Any], results, dtype: torch.dtype = torch.float
 
 @torch.no_grad()
 def alone(plain: nn.Module, prompt: list[int]) -> list[int]:
-    """What transformers writes after one prompt, without any padding."""
+    """The text that transformers writes after one prompt, without padding."""
     ids = torch.tensor([prompt])
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     return plain.generate(ids, **how)[0, len(prompt) :].tolist()
@@ -118,7 +121,7 @@ def alone(plain: nn.Module, prompt: list[int]) -> list[int]:
 
 @torch.no_grad()
 def drawn(plain: nn.Module) -> list[list[int]]:
-    """What transformers draws after the first prompts, padded on the left."""
+    """The text that transformers samples after the first prompts, padded on the left."""
     ids = torch.tensor([[5, 6, 7, 8, 9], [0, 0, 0, 200, 3]])
     how = {"do_sample": True, "temperature": DRAWN.temperature, "top_k": DRAWN.top_k, "max_new_tokens": 8}
     torch.manual_seed(DRAWN.seed)
@@ -156,7 +159,7 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
 
 @torch.no_grad()
 def regret(plain: nn.Module, prompt: list[int], text: list[int]) -> float:
-    """How far below the likeliest the logit of a word is, at the most."""
+    """Largest distance of a word's logit from the likeliest one's."""
     logits = plain(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].float()
     return float((logits.amax(-1) - logits.gather(-1, torch.tensor(text)[:, None])[:, 0]).max())
 
@@ -164,8 +167,9 @@ def regret(plain: nn.Module, prompt: list[int], text: list[int]) -> float:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", HALF)
 def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
-    """One row and many are multiplied by other kernels (oneDNN's, by the CPU): where two words are as likely
-    as bf16 can tell, either is right.
+    """One row and many are multiplied by different kernels of oneDNN.
+
+    If two words are equally likely within bf16, either is right.
     """
     results = ranks(2).run(writing, tree(DROPOUT), HALF[name], timeout=900)
     plain = whole_model(DROPOUT, results, torch.bfloat16)
@@ -188,7 +192,7 @@ def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
 
 
 def drawn_apart(job: Job):
-    """What both ranks of a tensor group draw where the second one's logits are others."""
+    """Tokens that both ranks of a tensor group sample if the second one has other logits."""
     engine = Run(job, tree(LLAMA), zero(1) | TENSOR_2).engine
     head = engine.module.lm_head
     expected = engine.generate(PROMPTS[0], DRAWN)
@@ -242,7 +246,7 @@ def test_a_model_that_cannot_write_says_so():
 
 
 def test_a_generate_on_top_of_transformers_is_kept_in_step_too():
-    """Whatever its signature says: a rank that ended alone would leave the others waiting."""
+    """The signature does not matter: a rank that ended alone would leave the others waiting."""
     model = build_model(CausalLMConfig(**LLAMA), ModelRequest(Whole(), vocab_size=VOCABULARY), 0)
     inner, given = model.generate, {}
 

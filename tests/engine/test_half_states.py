@@ -32,7 +32,7 @@ def split(stage: int, half, more=None, **zero_keys):
 
 
 def dtypes(engine) -> dict[str, set[torch.dtype]]:
-    """Of what a checkpoint holds of the model and of each of Adam's two tensors."""
+    """Dtypes in a checkpoint: of the model, and of each of Adam's two tensors."""
     found: dict[str, set[torch.dtype]] = {}
     for shard in engine.shards():
         found.setdefault(shard.kind, set()).add(shard.dtype)
@@ -129,7 +129,7 @@ def test_goes_on_from_half_states_and_to_them(ranks, saved_by, before, after):
 
 
 def test_bf16_masters_are_exported_as_they_are(saved_by, tmp_path):
-    """In fp32 the same values as in bf16: fp32 masters would be rounded."""
+    """The fp32 values equal the bf16 ones: fp32 master weights would be rounded."""
     shutil.copytree(saved_by("bf16 states, ZeRO 2")[0], tmp_path / "run" / "checkpoints")
     exported = []
     for dtype in ("fp32", "bf16"):

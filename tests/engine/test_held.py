@@ -1,4 +1,4 @@
-"""What an engine says that it holds, against what is there and what the ZeRO paper says."""
+"""The bytes that an engine reports, against its tensors and the ZeRO paper's formulas."""
 
 from __future__ import annotations
 

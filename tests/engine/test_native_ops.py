@@ -53,7 +53,7 @@ def test_torchs_adamw_asked_for_needs_no_build():
 
 
 def lines_while_preparing(job: Job, deepspeed, extensions: str) -> list[str]:
-    """What is said while the ops are prepared in another extensions directory."""
+    """Messages while the ops are prepared in another extensions directory."""
     from pipeline.engine.native_ops import prepare_native_ops
 
     before = os.environ.get("TORCH_EXTENSIONS_DIR")
@@ -110,7 +110,7 @@ def test_a_killed_builds_lock_is_named_and_removed_by_one_rank(ranks, tmp_path):
 
 @pytest.mark.nightly
 def test_a_run_trains_on_after_a_killed_build(ranks, tmp_path):
-    """Without the fix this hangs for ever. In a copy of what was built: other tests use it too."""
+    """Hangs for ever without the fix. The build is copied, since other tests use it too."""
     from torch.utils.cpp_extension import _get_build_directory
 
     ranks(1).run(prepared, deepspeed_json(2, **OFFLOAD), timeout=500)
@@ -234,7 +234,7 @@ def test_two_of_our_runs_build_once_and_one_tells_what_it_waits_for(small_op, tm
 
 
 def asked_to_quantise(job: Job, cuda: str | None, home: str | None) -> str:
-    """What a split with quantised ZeRO++ is told, with a torch of this CUDA and this CUDA_HOME."""
+    """The message for a split with quantised ZeRO++, with a torch of this CUDA and this CUDA_HOME."""
     import torch.utils.cpp_extension
 
     from pipeline.engine.native_ops import prepare_native_ops

@@ -37,7 +37,7 @@ class Rows(TorchDispatchMode):
 
 
 def most_rows(job: Job, splits) -> dict[str, int]:
-    """Of each split: in a step and an evaluation, on this rank."""
+    """Most rows of logits of each split, in a step and in an evaluation, on this rank."""
     data, found = token_bundle(packed=True), {}
     for name, split in splits.items():
         config, resolved = resolve(recipe(), split, job.ranks.world_size)
@@ -66,7 +66,7 @@ SPLITS = {
 
 
 def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
-    """As most_rows, of a loss that takes each token's log-probability, over a head that is not trained."""
+    """The same as most_rows, for a loss of each token's log-probability over a frozen head."""
     tree = tree_of("dpo", 4)
     tree["model"] = tree["model"] | {"freeze": ["lm_head.*"]}
     data, found = answers_bundle(), {}

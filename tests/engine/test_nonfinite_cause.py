@@ -43,7 +43,7 @@ def kept(engine):
 
 
 def searched(job, deepspeed, spoilt_rank, cases):
-    """What is found in each case, its sample, and whether a run with the searches is one without."""
+    """The cause found in each case, its sample, and whether the searches leave the run unchanged."""
     model, objective = {"kind": "support.spoilt:Model"}, {"kind": "support.spoilt:loss", "reduction": "sum"}
     batch = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
     tree = recipe(model=model, objective=objective, batch=batch)

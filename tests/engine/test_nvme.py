@@ -89,7 +89,7 @@ def test_the_folder_goes_however_the_process_ends(tmp_path, how):
 
 @pytest.mark.nightly
 def test_a_dead_runs_folder_goes_at_the_next_start_and_a_living_runs_stays(tmp_path):
-    """What is left when the machine itself went down: a folder, and a lock nobody holds."""
+    """The remains after the machine itself went down: a folder, and a lock without an owner."""
     dead = tmp_path / "pipeline-swap-0123456789ab"
     (dead / "zero_stage_3").mkdir(parents=True)
     dead.with_name(f"{dead.name}.lock").touch()

@@ -1,4 +1,4 @@
-"""Which parameters make up a group, at which rate and decay, and what a skipped step leaves alone."""
+"""Parameters of each group, its rate and decay, and what a skipped step leaves unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an optimizer keeps is kept, by its own names: another one goes on from it and nothing shows."""
+"""Every state of an optimizer is saved by its own name: another one resumes from it bit for bit."""
 
 from __future__ import annotations
 

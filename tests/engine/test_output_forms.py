@@ -1,4 +1,4 @@
-"""Whatever a module returns, logits or its own loss: one curve under every split, also uneven ones."""
+"""Any output of a module, logits or its own loss, trains one curve under every split, also uneven ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICRO_BATCHES = [[3, 3, 1], [3, 2, 2]]
 
 @dataclass
 class Answer:
-    """What a user's own code may return."""
+    """Outputs that a user's own code may return."""
 
     logits: Tensor | None = None
     loss: Tensor | None = None
@@ -101,7 +101,7 @@ def curve(job: Job, model: str, form: str, kind: str, deepspeed, steps: int = 6)
 
 
 def curves(job: Job, deepspeed):
-    """Of every form."""
+    """Curves of every form of output."""
     logits = {f: curve(job, "WithLogits", f, "classification", deepspeed) for f in LOGITS}
     return logits | {f"loss, {f}": curve(job, "WithLoss", f, "model_loss", deepspeed) for f in LOSSES}
 

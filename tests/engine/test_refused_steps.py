@@ -63,8 +63,10 @@ def state(engine: Engine) -> tuple[list[torch.Tensor], Any]:
 
 
 def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]]):
-    """Whether losses, norms and all that is kept are bit-equal to those of a run without the bad steps, and
-    what was said of the bad ones.
+    """Train with bad steps and without them.
+
+    Returns:
+        Whether losses, norms and all state are bit-equal; the messages about the bad steps.
     """
     data = token_bundle()
 
@@ -132,8 +134,10 @@ def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, spl
 
 
 def searching(job: Job, stage: int, lowest_power: int, factors: list[float], limits: Limits | None):
-    """What is kept after steps from a loss scale of 2**24, which is too high for all of them, and of each
-    whether it was skipped and whether to search.
+    """Train from a loss scale of 2**24, which is too high for all steps.
+
+    Returns:
+        The state after the steps; of each step whether it was skipped and whether to search for the cause.
     """
     fp16 = {"enabled": True, "initial_scale_power": 24, "min_loss_scale": 2**lowest_power, "hysteresis": 1}
     data, objective = token_bundle(), Poisoned()
@@ -155,8 +159,10 @@ def searching(job: Job, stage: int, lowest_power: int, factors: list[float], lim
 @pytest.mark.daily("2")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_that_finds_the_loss_scale_is_no_refused_one(ranks, stage):
-    """It counts, and the scale falls as without limits. What is refused leaves the scale: a loss that is too
-    high, whose gradient is not finite either, and any such gradient where the scale cannot fall.
+    """It counts, and the scale falls as without limits.
+
+    Refused steps leave the scale: a loss that is too high, whose gradient is not finite either, and any such
+    gradient if the scale cannot fall.
     """
     pool, limits = ranks(2), Limits(12.0, math.inf)
     searched = pool.run(searching, stage, 0, [1.0] * 12, limits)

@@ -36,7 +36,7 @@ DTYPES = [
 
 
 def flip(tensor: torch.Tensor, bit: int) -> None:
-    """In place, whatever it is a view of."""
+    """Flip a bit in place, also of a view."""
     with torch.no_grad():
         flat = tensor.data.view(-1)  # autograd does not notice
         size = 8 * flat.element_size()
@@ -139,7 +139,7 @@ class AtMoments(CausalLM):
 
 
 def flips(job, deepspeed, every: int, times: int):
-    """What was found of so many flipped bits, each in one rank: (kind, moment, the rank, its event).
+    """Findings for so many flipped bits, each in one rank: (kind, moment, the rank, its event).
 
     Between two of them all that they may have changed is put back.
     """
@@ -210,7 +210,7 @@ def flips(job, deepspeed, every: int, times: int):
 @pytest.mark.daily("ddp", "zero2")
 @pytest.mark.parametrize("split", COMPARED)
 def test_all_flipped_bits_in_what_is_compared_are_found_and_nothing_else(ranks, split):
-    """Of three ranks the one; of two it cannot be told which is right, and both are named."""
+    """The one of three ranks is named; of two, both are, as there is no majority."""
     world_size, deepspeed, every, compared = COMPARED[split]
     for told, false in ranks(world_size).run(flips, deepspeed, every, 3 * len(FLIPS), timeout=500):
         assert false == []
@@ -225,7 +225,7 @@ def test_all_flipped_bits_in_what_is_compared_are_found_and_nothing_else(ranks, 
 
 
 def alarms(job, tree, deepspeed, times: int):
-    """What is told in so many steps of ranks that nothing has happened to, and the last that was compared."""
+    """Findings in so many steps of healthy ranks, and the last step that was compared."""
     data = token_bundle()
     engine = make_engine(job, tree, deepspeed, data)
     check = ReplicaCheck(job, engine.replicas, WatchConfig(compare_every=1), 0)
@@ -294,7 +294,7 @@ def test_other_splits_and_optimizers_are_no_corruption(ranks, name):
 
 
 def corrupted(job, split, folder: str, at: int):
-    """What a run ends with one of whose ranks has a bit flipped before step `at`."""
+    """The end of a run in which one rank has a bit flipped before step `at`."""
 
     def prepare(parts, poison):
         steps = 0
@@ -341,7 +341,7 @@ def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_other_kinds_of_processors_are_no_corruption(tmp_path):
-    """Of three ranks one has another's vector instructions: it rounds otherwise, and nothing is broken."""
+    """One of three ranks has other vector instructions: it rounds differently, and nothing is broken."""
     port = str(free_port())
     recipe = write_recipe(tmp_path, watch={"compare_every": 1}, batch={"global_batch_size": 12}, **DIGITS)
     place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -1,4 +1,4 @@
-"""What engines write as shards is the whole model, once; and any other engine goes on from it."""
+"""Shards of an engine are the whole model, once; any other engine resumes from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Odd(nn.Module):
-    """What language models rarely have: frozen parameters, statistics, another memory format."""
+    """A model with what language models rarely have: frozen parameters, statistics, another memory format."""
 
     def __init__(self, width: int):
         super().__init__()

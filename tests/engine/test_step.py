@@ -1,4 +1,4 @@
-"""What a step promises: exact token means, parameters a bad batch leaves alone, dropout only in training."""
+"""Promises of a step: exact token means, parameters unchanged by a bad batch, dropout only in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def json_for(stage: int | None, precision: str = "fp32"):
 
 
 def run(ranks, stage, function, *arguments, world_size=1):
-    """On the pool, or for plain PyTorch right here."""
+    """Run on the pool, or for plain PyTorch in this process."""
     return function(ALONE, *arguments) if stage is None else ranks(world_size).run(function, *arguments)[0]
 
 
@@ -306,7 +306,7 @@ class PartlyUsed(nn.Module):
 
 
 def warnings_of(job: Job, deepspeed):
-    """What two steps of a partly used model say."""
+    """Messages of two steps of a partly used model."""
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine
 
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 1})

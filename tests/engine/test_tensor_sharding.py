@@ -125,7 +125,7 @@ def refusal(job: Job, model: dict[str, Any], split: dict[str, Any]) -> str:
 
 
 def test_two_tensors_for_a_tied_one_are_refused(ranks, tmp_path):
-    """As one they would be whichever comes last."""
+    """A single note for both would be that of the last one."""
     made(LLAMA | TIED).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

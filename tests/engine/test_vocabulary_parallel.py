@@ -97,7 +97,7 @@ def test_a_logit_that_is_no_number_reaches_all_ranks(ranks, logit):
 
 
 def held(job: Job, models):
-    """Of each model: elements of its output layer, whether its embedding is the same, the loss's part."""
+    """Facts of each model: elements of its output layer, whether the embedding is tied, the loss's part."""
     found = []
     for model in models:
         engine = make_engine(job, recipe(model=model), zero(1) | TENSOR_2, token_bundle())

@@ -1,4 +1,4 @@
-"""What a model does in its __init__ with weights that are sharded by then."""
+"""A model's __init__ may use weights that are sharded by then."""
 
 from __future__ import annotations
 

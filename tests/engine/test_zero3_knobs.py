@@ -76,7 +76,7 @@ def test_what_is_kept_and_fetched_ahead_changes_no_number(ranks, zero):
 
 
 def losses_after_an_evaluation(job: Job, mode: str) -> list[float]:
-    """Of two steps. The evaluation tells ZeRO-3 what to gather ahead, from the first forward on."""
+    """Numbers of two steps. The evaluation tells ZeRO 3 what to gather ahead, from the first forward on."""
     tree = recipe(model=TINY | {"activation_checkpointing": mode})
     data, (config, resolved) = token_bundle(), resolve(tree, deepspeed_json(3), job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)

@@ -27,7 +27,7 @@ def judged():
 
 
 def sampled(folder, base, kind="chat", prompt=None, **data):
-    """What a run of one step writes, its event of an evaluation, and the text that it was trained on."""
+    """The samples of a run of one step, its event of an evaluation, and the text that it was trained on."""
     path = folder / "rows.jsonl"
     rows = judged() if kind == "preference" else conversations()
     if kind == "text":

@@ -55,7 +55,7 @@ def test_positions_alone_are_right_too():
 
 
 def test_dropout_and_odd_widths_are_served():
-    """By the kernel that is not flash attention's."""
+    """The document mask in the kernel that is not flash attention's."""
     positions = torch.arange(64).repeat(2, 4)
     given = {BOUNDS: document_bounds(positions).cuda()}
     query = torch.randn(2, 4, 256, 20, device="cuda", dtype=torch.bfloat16, requires_grad=True)

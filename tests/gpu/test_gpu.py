@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: every engine on it against PyTorch on the CPU (python -m pytest -m gpu)."""
+"""Tests that need a CUDA device: every engine on it against PyTorch on the CPU (python -m pytest -m gpu)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Dies(torch.nn.Module):
     ],
 )
 def test_a_run_that_dies_of_the_device_says_so_in_one_line(tmp_path, how, code, said):
-    """With CUDA's own words, of which the CPU's tests know copies alone."""
+    """The message of a real CUDA error; tests on a CPU only have copies of it."""
     (tmp_path / "dies.py").write_text(DIES)
     recipe = write_recipe(
         tmp_path,

@@ -112,7 +112,7 @@ def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypa
 
 
 def test_keys_and_values_of_two_widths_make_no_square_either():
-    """As multi-head latent attention has them, for which torch's kernel on a CPU makes all scores."""
+    """Heads as in multi-head latent attention, for which torch's kernel on a CPU makes all scores."""
     query, key, _ = heads(1, 1024, 2, torch.float32)
     value = torch.randn(1, 2, 1024, 6, requires_grad=True)
     with Largest() as largest:
@@ -127,7 +127,7 @@ def test_keys_and_values_of_two_widths_make_no_square_either():
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logits_and_gradients_are_those_of_transformers_eager(architecture, is_packed):
-    """Of each document alone: in one row its gpt_oss lets them see each other."""
+    """Results of each document alone: in one row transformers' gpt_oss lets them see each other."""
     ids, positions = packed_rows()
     ours, theirs = make_windowed(architecture).train(), make_windowed(architecture, "eager").train()
     if is_packed:
@@ -157,7 +157,7 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma2", "gpt_oss"])
 def test_generation_and_padding_are_transformers_own(architecture):
-    """With windows shorter than the prompt."""
+    """The windows are shorter than the prompt."""
     ours, theirs = make_windowed(architecture).eval(), make_windowed(architecture, None).eval()
     ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
@@ -187,7 +187,7 @@ class Calls(TorchDispatchMode):
 
 
 def on_a_gpu(dtype: torch.dtype, width: int = 8, **asked) -> Calls:
-    """What a layer calls there, by what torch declares of it: there is no device."""
+    """The kernels that a layer calls on a GPU, by torch's own declarations: there is no device."""
     inputs = [
         torch.empty(2, 16, number, width, device="meta", dtype=dtype).transpose(1, 2).requires_grad_()
         for number in (4, 2, 2)

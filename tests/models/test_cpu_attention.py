@@ -26,7 +26,7 @@ def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def short_documents(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of ten tokens."""
+    """Inputs of ten tokens."""
     positions = (torch.arange(query.shape[2]) % 10).expand(len(query), -1)
     bounds = {BOUNDS: document_bounds(positions)}
     return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)

@@ -45,7 +45,7 @@ def oracle(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """By the definition, in fp64 and with a mask of (B, T, T)."""
+    """Attention by its definition, in fp64 and with a mask of (B, T, T)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     document, place = (positions == 0).cumsum(1), torch.arange(positions.shape[1])

@@ -1,4 +1,4 @@
-"""Where a model's first weights lie while they are made: a few in host memory, and those that are wanted."""
+"""Memory of a model's first weights while they are made: only a few are in host memory at a time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_a_checkpoint_will_fill_draws_nothing(architecture):
 
 
 def test_host_memory_has_a_module_of_a_new_model_at_a_time(tmp_path):
-    """In a process of its own: what one of tests took and freed before shows in what is resident."""
+    """Run in a process of its own, since resident memory includes what earlier tests took and freed."""
     (tmp_path / "program.py").write_text(PROGRAM.format(model=LARGE, small=LARGE | SIZES))
     done = run_python(str(tmp_path / "program.py"))
     assert done.returncode == 0, done.stderr

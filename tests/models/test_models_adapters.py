@@ -71,7 +71,7 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, model):
-    """Beside a base of the same values in fp32, which autocast rounds for each product."""
+    """A base of the same values in fp32, which autocast rounds for each product, gives the same."""
     tree, data = asked(kind=kind), token_bundle()
     tree["model"] = model
     split = PLAIN | {"bf16": {"enabled": True}}

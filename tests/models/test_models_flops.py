@@ -102,7 +102,7 @@ def test_what_is_recomputed_is_what_torch_counts(kind: str, mode, share: float):
 
 
 def counted(counter: FlopCounterMode) -> int:
-    """Without rotary angles: no weights are in them, and older transformers make them by a product."""
+    """Rotary angles are left out: they have no weights, and older transformers make them by a product."""
     angles = (sum(n.values()) for name, n in counter.get_flop_counts().items() if name.endswith("rotary_emb"))
     return counter.get_total_flops() - sum(angles)
 

@@ -45,7 +45,7 @@ def gradients(model):
 
 
 def cast(x, dtype, dim=None):
-    """To fp8 and back, by a scale that is a power of two, as the recipe's words say it."""
+    """Round to fp8 and back, by a scale that is a power of two, as the recipe describes it."""
     largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = 2.0 ** torch.floor(torch.log2(torch.finfo(dtype).max / largest.double()))
     return ((x * scale).to(dtype).double() / scale).float()

@@ -52,7 +52,7 @@ LAYERS = {
 
 
 def halved(layer, dtype):
-    """As DeepSpeed leaves it: parameters cast, buffers not."""
+    """A model as DeepSpeed leaves it: parameters cast, buffers not."""
     for p in layer.parameters():
         p.data = p.data.to(dtype)
     prepare_for_half_precision(layer, CPU)

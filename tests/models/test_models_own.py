@@ -169,7 +169,7 @@ def test_a_class_written_in_c_may_be_named():
 
 @pytest.mark.nightly
 def test_it_does_not_wait_for_transformers(tmp_path):
-    """Whose import takes longer than all else that a run imports."""
+    """A package whose import takes longer than everything else that a run imports."""
     recipe = write_recipe(
         tmp_path,
         max_steps=1,

@@ -83,7 +83,7 @@ def test_a_weight_takes_half_a_byte_and_its_scales():
 
 
 def packed_layers(job, tree, split):
-    """By name: codes, and scales."""
+    """Codes and scales by name."""
     engine = make_engine(job, tree, split, token_bundle())
     return {
         name: (layer.weight.data, layer.weight.quant_state) for name, layer in quantised_layers(engine.module)

@@ -47,7 +47,7 @@ def packed_rows(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def gradients(model, logits: Tensor) -> list[Tensor]:
-    """Of a sum that weighs every logit differently."""
+    """Gradients of a sum that weighs every logit differently."""
     weights = torch.linspace(-1, 1, logits.shape[-1])
     return list(torch.autograd.grad((logits.sin() * weights).sum(), list(model.parameters())))
 
@@ -80,7 +80,7 @@ TAKEN = ("mistral", "gemma2", "codegen", "cwm")
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *TAKEN])
 def test_models_that_keep_documents_apart_are_taken(architecture):
-    """Of the last two configurations one has no `pad_token_id`, the other refuses `bos_token_id: null`."""
+    """The last two configurations have no `pad_token_id`, and refuse `bos_token_id: null`."""
     extra = {"gemma2": {"head_dim": 8}, "codegen": {"rotary_dim": 4}}.get(architecture, {"pad_token_id": 0})
     model = make(architecture, None, num_key_value_heads=4, **extra).train()
     refuse_leaks(model)

@@ -1,6 +1,4 @@
-"""Reward models: where they begin, what is saved of them, and that transformers and peft say the same of an
-answer.
-"""
+"""Reward models: their initial weights, their checkpoints, and equal rewards by transformers and peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver says of GPUs, by answers that the test gives."""
+"""Columns about GPUs, from a driver's answers that the test gives."""
 
 from __future__ import annotations
 

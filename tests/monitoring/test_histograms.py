@@ -17,7 +17,7 @@ EVERY = 2
 
 
 def of_numpy(values: np.ndarray) -> np.ndarray:
-    """By NumPy's own histogram of magnitudes."""
+    """Counts by NumPy's own histogram of magnitudes."""
     values = values[np.isfinite(values)].astype(np.float64)
     sizes = np.minimum(np.abs(values), np.nextafter(EDGES[-1], 0))
     magnitudes = EDGES[len(EDGES) // 2 :]

@@ -1,4 +1,4 @@
-"""What a line of the log looks like on the console and in a rank's file."""
+"""Format of log lines on the console and in a rank's file."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def traced(folder: Path) -> dict[str, int]:
 
 
 def names(trace: Path) -> list[str]:
-    """What the ranges of a trace are called."""
+    """Names of the ranges of a trace."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return [each.get("name", "") for each in events]
 
@@ -163,7 +163,7 @@ def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
 
 @pytest.mark.parametrize("start", [0, 100])
 def test_steps_have_the_numbers_of_the_run_and_no_share_of_its_time(tmp_path, start):
-    """With a step to warm up, and without one where the process begins with the first."""
+    """One step warms up, unless the process begins with the first profiled step."""
     told = []
     with of_steps(tmp_path, (101, 103), start, told) as profiler:
         for step in (100, 101, 102, 102, 103, 104)[start // 100 :]:  # the second is left out, and comes again

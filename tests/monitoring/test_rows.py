@@ -33,7 +33,7 @@ STEPS = 8
 
 
 class Broken(Exception):
-    """What ends a run."""
+    """An error that ends a run."""
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""Where a run's wall time goes: by a clock of our own, and in real runs with something slow in them."""
+"""Shares of a run's wall time: by a clock of our own, and in real runs with something slow in them."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_slow_save_is_checkpoint(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
-    """What SIGKILL leaves on the disk, and no more."""
+    """Copy what SIGKILL leaves on the disk, and no more."""
 
 
 class Mortal:

@@ -35,12 +35,12 @@ ip link add v0 type veth peer name v1
 tc qdisc add dev v0 root tbf rate 200mbit burst 256kbit latency 100ms
 nft add table ip t
 """
-"""What nodes and the tests on them do to the kernel."""
+"""System calls that nodes, and the tests on them, need."""
 SERVICES = ("sshd", "munged", "slurmctld", "slurmscriptd", "slurmd")
 
 
 def what_is_missing() -> str | None:
-    """Why there can be no nodes here; None: there can."""
+    """Reason why there can be no nodes here; None if there can."""
     if os.geteuid() != 0:
         return "nodes need root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
@@ -61,13 +61,13 @@ def what_is_missing() -> str | None:
 
 
 def _cgroups() -> Path:
-    """Where the processor's share of a group is set: version 1 has a folder for each controller."""
+    """Folder of the control group for processor shares: version 1 has a folder for each controller."""
     first = Path("/sys/fs/cgroup/cpu")
     return first if first.is_dir() else first.parent
 
 
 def wait_until(done: Callable[[], object], seconds: float, what: str) -> None:
-    """Polls; an AssertionError that says `what` when the time is over."""
+    """Poll until `done()`; raise an AssertionError with `what` when the time is over."""
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -99,7 +99,7 @@ class Launched:
             raise AssertionError(f"still running after {seconds} s:\n{self.text}") from None
 
     def wait_for(self, pattern: str, seconds: float = 400) -> str:
-        """Until a regular expression is found in what it has printed; what was found."""
+        """Wait until its output matches a regular expression, and return the match."""
 
         def said() -> bool:
             found = re.search(pattern, self.text) is not None
@@ -152,7 +152,7 @@ class Node:
         wait_until(serves, 200, f"sshd on {self.name}; {self.log}")
 
     def stop_sshd(self) -> None:
-        """It and its connections are gone, and the port is free."""
+        """End sshd and its connections, and wait until the port is free."""
 
         def is_gone() -> bool:
             left = self._running(lambda name: name == "sshd")
@@ -165,7 +165,7 @@ class Node:
         self._listens.unlink(missing_ok=True)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """What runs here besides the services, whose command line holds all of `words`."""
+        """Return processes other than the services whose command line holds all of `words`."""
         return self._running(lambda name: name not in SERVICES, *words)
 
     def _running(self, is_meant: Callable[[str], bool], *words: str) -> list[psutil.Process]:
@@ -232,17 +232,17 @@ class Cluster:
         return list(self._nodes)
 
     def path(self, node: str, inside: str | Path) -> Path:
-        """A file of the node, from outside."""
+        """Return the path of a node's file, as seen from outside."""
         return self._nodes[node].root / str(inside).lstrip("/")
 
     def hostfile(self, *hosts: str, slots: int = 1) -> Path:
-        """In the shared folder."""
+        """Write a hostfile in the shared folder and return its path."""
         path = self.shared / "hostfile"
         path.write_text("".join(f"{host} slots={slots}\n" for host in hosts))
         return path
 
     def start(self, node: str, *command: str | Path, cwd: Path = ROOT, **environment: str) -> Launched:
-        """Runs a command on the node with a log-in's environment, the venv's bin first, and `environment`."""
+        """Start a command on the node, with a log-in's environment, the venv first, and `environment`."""
         inside = ["nsenter", "-t", str(self._nodes[node].pid), "-n", "-m", "-p", "-u", "-i", "-r", "-w"]
         log = self.folder / f"output-{len(list(self.folder.glob('output-*')))}.log"
         base = {"PATH": f"{BIN}:{SYSTEM_PATH}", "HOME": "/root", "USER": "root", "LANG": "C.UTF-8"}
@@ -262,21 +262,21 @@ class Cluster:
     def run(
         self, node: str, *command: str | Path, cwd: Path = ROOT, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end; stdout is both its streams."""
+        """Run a command to its end; stdout is both its streams."""
         launched = self.start(node, *command, cwd=cwd, **environment)
         code = launched.wait(timeout)
         return subprocess.CompletedProcess(command, code, launched.text, "")
 
     def processes(self, node: str, *words: str) -> list[psutil.Process]:
-        """What runs on the node besides its services, by words of the command line."""
+        """Return the node's processes, without its services, by words of the command line."""
         return self._nodes[node].processes(*words)
 
     def pythons(self, node: str, *words: str) -> list[psutil.Process]:
-        """Of those the Python ones: not the shells above them, which have the same words."""
+        """Return only Python processes: not the shells above them, which have the same words."""
         return [process for process in self.processes(node, *words) if process.name().startswith("python")]
 
     def ranks(self, node: str) -> list[psutil.Process]:
-        """The training processes of a node, by what each launcher tells them."""
+        """Return the training processes of a node, by the variables that each launcher sets."""
         names = {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}
         return [process for process in self.pythons(node, "train.py") if names & process.environ().keys()]
 
@@ -291,7 +291,7 @@ class Cluster:
         return found
 
     def wait_until_idle(self) -> None:
-        """An AssertionError with what runs after a minute; Slurm's step daemons outlive srun by a moment."""
+        """Wait up to a minute until nothing runs; Slurm's step daemons outlive srun by a moment."""
         with suppress(AssertionError):
             wait_until(lambda: not self.left(), 60, "nothing runs")
         assert self.left() == {}
@@ -305,12 +305,12 @@ class Cluster:
                 process.kill()
 
     def lose(self, node: str) -> None:
-        """The machine loses power: its link and all that runs on it at once. Its files stay."""
+        """Cut the node's power: its link and its processes end together. Its files stay."""
         self.cut(node)
         self.kill(node)
 
     def cut(self, node: str) -> None:
-        """Takes the node off the network."""
+        """Take the node off the network."""
         self._link(node, "down")
 
     def heal(self) -> None:
@@ -327,7 +327,7 @@ class Cluster:
         self._nodes[node].stop_sshd()
 
     def begin(self) -> None:
-        """New folders, empty."""
+        """Make new, empty folders."""
         name = f"{len(list(self.common.iterdir()))}"
         self.shared = self.common / name
         self.shared.mkdir()
@@ -336,7 +336,7 @@ class Cluster:
             self.path(host, self.private).mkdir(parents=True)
 
     def limit_cpu(self, node: str, share: float) -> None:
-        """What runs on the node now has this share of one core, all together; `restore` ends it."""
+        """Limit the node's current processes to this share of one core, together; `restore` lifts it."""
         period = 100_000
         quota = int(share * period)
         group = _cgroups() / f"nodes-{os.getpid()}-{node}"
@@ -351,7 +351,7 @@ class Cluster:
             (group / "cgroup.procs").write_text(str(process.pid))
 
     def restore(self) -> None:
-        """As it was at the start, but for what was written: nothing runs, links are up, sshd serves."""
+        """Restore the first state, but for written files: nothing runs, links are up, sshd serves."""
         self.heal()
         for launched in self._launched:
             launched.process.kill()
@@ -393,7 +393,7 @@ class Cluster:
 
     @contextmanager
     def small_disk(self, node: str, folder: Path, size: str) -> Iterator[None]:
-        """A file system of so many bytes (`2m`) on the folder of this node."""
+        """Mount a file system of so many bytes (`2m`) on the folder of this node."""
         self.run(node, "mkdir", "-p", folder)
         assert self.run(node, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder).returncode == 0
         try:

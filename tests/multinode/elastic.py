@@ -1,4 +1,4 @@
-"""What can happen to the machines of a torchrun job that goes on without some of them: `--nnodes MIN:MAX`."""
+"""Faults of machines in an elastic torchrun job, which trains on without them: `--nnodes MIN:MAX`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Elastic:
     least: int
     endpoint: str
     seconds: float
-    """Of a step; those of a whole run are enough for what happens."""
+    """Seconds of a step; those of a whole run are enough for all faults."""
     jobs: dict[str, Launched] = field(default_factory=dict)
-    """Of the hosts that are there now."""
+    """Jobs of the hosts that are there now."""
     lost: list[Launched] = field(default_factory=list)
 
     @property
@@ -57,7 +57,7 @@ class Elastic:
         return self.cluster.shared / "run"
 
     def start(self, *hosts: str) -> None:
-        """The same command on each of these."""
+        """Start the same command on each of these hosts."""
         words = [*arguments(self.cluster, self.seconds), f"run_dir={self.run}"]
         for host in hosts:
             size = f"{self.least}:{len(self.hosts)}"
@@ -70,12 +70,12 @@ class Elastic:
             self.cluster.lose(host)
 
     def come_back(self, host: str) -> None:
-        """It has power again, and gets the same command."""
+        """Give the host power again, and start the same command on it."""
         self.cluster.heal()
         self.start(host)
 
     def wait_until_training(self, world_size: int) -> None:
-        """Until this is what trains, some steps after a checkpoint."""
+        """Wait until so many ranks train, some steps after a checkpoint."""
         before = self._sizes()
 
         def trains() -> bool:
@@ -87,12 +87,12 @@ class Elastic:
         wait_until(trains, PATIENCE, f"training on {world_size} ranks; {self.text()}")
 
     def wait_for(self, pattern: str) -> None:
-        """Until one of them has said so since now."""
+        """Wait until a job prints the pattern once more."""
         before = len(re.findall(pattern, self.text()))
         wait_until(lambda: len(re.findall(pattern, self.text())) > before, PATIENCE, pattern)
 
     def finish(self) -> None:
-        """To the end of the run."""
+        """Wait for the end of the run."""
         for host, job in self.jobs.items():
             assert job.wait(PATIENCE) == 0, f"{host}: {self.text()}"
 
@@ -104,7 +104,7 @@ class Elastic:
             assert job.process.poll() is None, f"{host}: {self.text()}"
 
     def _sizes(self) -> list[int]:
-        """The number of ranks of each attempt that has begun to train."""
+        """Return the number of ranks of each attempt that has begun to train."""
         return [int(count) for count in re.findall(r"(\d+) ranks? on cpu", self._log())]
 
     def _log(self) -> str:
@@ -190,7 +190,7 @@ STORIES: dict[str, tuple[Story, int, int, str]] = {
 
 
 def tell(cluster: Cluster, story: str) -> Path:
-    """The directory of a run to which this has happened."""
+    """Run the story and return the run's directory."""
     happens, least, most, endpoint = STORIES[story]
     # A machine that comes back starts while the others train.
     seconds = 0.2 if "come back" in story else 0.1

@@ -1,4 +1,4 @@
-"""What can happen to a job on two nodes, done for real to the second one, and what came of it."""
+"""Real faults of the second of two nodes, and the outcome of the job."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault."""
+    """Outcome of a fault."""
 
     code: int | None
     """Exit code of the launcher; None: it was still there when patience ended."""
     seconds: float
-    """From the fault to the end of the last process of the job on any node."""
+    """Seconds from the fault to the end of the job's last process on any node."""
     left: dict[str, list[str]]
-    """What still ran when patience ended."""
+    """Processes that still ran when the time was over, by node."""
     text: str
 
 
@@ -83,11 +83,7 @@ def _the(processes: Sequence[psutil.Process]) -> psutil.Process:
 
 
 def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -> list[Launched]:
-    """A job on two nodes that would go on for hours; returns in the middle of its training.
-
-    Args:
-        run: The run directory, shared or private.
-    """
+    """Start a job of hours on two nodes, and return while it trains. The run directory is shared or private."""
     recipe = write_recipe(
         cluster.shared,
         max_steps=100_000,
@@ -117,10 +113,9 @@ def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -
 
 
 def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: str) -> Outcome:
-    """Trains on two nodes, lets the fault happen, and waits for the end.
+    """Train on two nodes, cause the fault, and wait for the end.
 
-    Args:
-        environment: Of the launch; its values must show on no command line of any node.
+    Values of the launch's `environment` must show on no command line of any node.
     """
     run = cluster.shared / "run"
     jobs = start(cluster, launcher, run, **environment)
@@ -138,7 +133,7 @@ def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: st
 
 
 def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
-    """What the console says of troubles on the second node that a job survives; file systems are private."""
+    """Return the console's lines about faults of the second node that a job survives."""
     run = cluster.private / "run"
     said = {}
     with cluster.small_disk(VICTIM, run, "1m"):

@@ -9,7 +9,7 @@ from multinode.cluster import Cluster, Launched
 from support.launch import BIN, ROOT, TRAIN
 
 HERE = ROOT / "tests"
-"""Where jobs are started: the modules of the tests are found from there."""
+"""Folder where jobs are started: the modules of the tests are found from there."""
 PYTHON = str(BIN / "python")
 PORT = "29511"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -24,7 +24,7 @@ class Launcher(Protocol):
 
 
 def deepspeed(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
-    """The launcher of DeepSpeed as it comes, over pdsh."""
+    """Start DeepSpeed's own launcher, unchanged, over pdsh."""
     command = ["deepspeed", "--hostfile", str(cluster.hostfile(*hosts)), "--force_multi", TRAIN]
     return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
 
@@ -54,7 +54,7 @@ def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment:
 
 
 def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
-    """With the exit code and the output of the job."""
+    """Submit a job with sbatch and wait for it; it gives the job's exit code and output."""
     output = cluster.shared / "slurm.out"
     command = ["sbatch", "--wait", "--output", str(output), "--nodelist", ",".join(hosts)]
     command += ["--nodes", str(len(hosts)), "--ntasks-per-node", "1", "launch/slurm.sbatch"]

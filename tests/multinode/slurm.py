@@ -34,7 +34,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def start_slurm(cluster: Cluster) -> None:
-    """Returns when all nodes wait for work. Its services stay until the nodes go."""
+    """Start Slurm, and return when all nodes wait for work. Its services stay until the nodes go."""
     key = os.urandom(128)
     config = CONFIG.format(first=cluster.hosts[0], hosts=",".join(cluster.hosts), cores=os.cpu_count())
     for node in cluster.hosts:
@@ -59,6 +59,6 @@ def start_slurm(cluster: Cluster) -> None:
 
 
 def _serve(cluster: Cluster, node: str, *command: str) -> None:
-    """A service that goes to the background by itself."""
+    """Start a service that goes to the background by itself."""
     done = cluster.run(node, *command, cwd=Path("/"))
     assert done.returncode == 0, f"{command} on {node}: {done.stdout}"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Report:
-    """What `python -m pipeline doctor` printed: its rows, each with its fix behind it."""
+    """Rows that `python -m pipeline doctor` printed, each with its fix behind it."""
 
     def __init__(self, code: int, said: str):
         self.code, self.said = code, said
@@ -40,7 +40,7 @@ class Report:
 
 
 def doctor(cluster: Cluster, *arguments: str | Path, hosts=None, cwd=ROOT, **environment: str) -> Report:
-    """On node1, about all nodes; native ops and runs in empty folders."""
+    """Run the doctor on node1, about all nodes, with native ops and runs in empty folders."""
     hostfile = cluster.hostfile(*(hosts or cluster.hosts))
     folders = (f"runs_dir={cluster.private / 'runs'}", f"data.cache_dir={cluster.private / 'cache'}")
     command = ("python", "-m", "pipeline", "doctor", "--hostfile", hostfile, *arguments, *folders)

@@ -29,7 +29,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def losses(run: Path) -> list[float]:
-    """Of steps 1, 2, 3, ...: none is missing, none comes twice."""
+    """Losses of steps 1, 2, 3, ...: none is missing, none comes twice."""
     rows = [row for row in numbers(run) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["train/loss"] for row in rows]

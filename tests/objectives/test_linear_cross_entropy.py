@@ -91,7 +91,7 @@ def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype,
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("words", [1, 97, 128])
 def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
-    """As on a GPU."""
+    """Widths are filled up as on a GPU."""
     monkeypatch.setitem(chunks.MULTIPLE, "cpu", 64)
     monkeypatch.setattr(chunks, "CPU_CHUNK", (8 * words * dtype.itemsize, 1))
     compare(*make(20, words, dtype, ignored=0.2))

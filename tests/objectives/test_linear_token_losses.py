@@ -1,6 +1,4 @@
-"""The loss of each token without logits: values, and gradients for any incoming one, against torch's on
-logits.
-"""
+"""The loss of each token without logits, against torch's on logits: values and gradients."""
 
 from __future__ import annotations
 

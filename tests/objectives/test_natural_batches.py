@@ -1,4 +1,4 @@
-"""What data sets give, what of it goes to the model and what to the loss, and how a misfit is told."""
+"""Batches of users' data sets: which parts go to the model and to the loss, and how a misfit is reported."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def test_a_layer_that_its_input_does_not_fit(model, inputs, message):
 
 
 def batch_read(**entries):
-    """As a loader gives it: samples 0 to 2 are of `one`, the next of `other`."""
+    """A batch as a loader gives it: samples 0 to 2 are of `one`, the next of `other`."""
     batch = as_batch(entries)
     batch.reading = Reading([4, 0, 3], [("one", 3), ("other", 2)])
     return batch

@@ -1,4 +1,4 @@
-"""What activation checkpointing costs and saves: bytes kept for backward, and seconds a step."""
+"""Measures activation checkpointing: bytes kept for backward, and seconds a step."""
 
 from __future__ import annotations
 

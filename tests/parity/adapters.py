@@ -49,7 +49,7 @@ CASES = [case for kind in KINDS for case in cases(splits(kind))]
 
 
 def adapters_table() -> str:
-    """A row for each kind and way to split; progress goes to the terminal."""
+    """Return a row for each kind and split; progress goes to the terminal."""
     found: dict[str, list[list[float]]] = {}
     for world_size in (1, 2, 4):
         with RankPool(world_size) as pool:

@@ -1,6 +1,4 @@
-"""What losses of preferences are held to under every split, and the table of how far they are from one
-process.
-"""
+"""Tolerances of preference losses under every split, and the table of their distances from one process."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def difference(rows: list[dict[str, float]], loss: str) -> float:
 
 
 def answers_table() -> str:
-    """A row for each loss; progress goes to the terminal."""
+    """Return a row for each loss; progress goes to the terminal."""
     rows = []
     with RankPool(2) as pool:
         for loss in LOSSES:

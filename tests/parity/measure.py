@@ -28,7 +28,7 @@ ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run would log."""
+    """Values that a run would log."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -38,13 +38,13 @@ class Trained:
     dp_rank: int
     tokens_per_second: float
     bytes_per_parameter: float
-    """What this rank holds between two steps: parameters, optimizer state, buffers; 0 where not asked for."""
+    """Bytes of this rank between two steps: parameters, optimizer state, buffers; 0 if not asked for."""
 
 
 def train(
     job: Job, recipe: dict[str, Any], split: dict[str, Any], steps: int = STEPS, with_memory: bool = False
 ) -> Trained:
-    """The first steps of the recipe's STEPS under one split, as the loop makes them. Collective."""
+    """Train the first of the recipe's STEPS under one split, as the loop does. Collective."""
     data = token_bundle(packed=True)
     before = held_now() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)
@@ -92,7 +92,7 @@ def has_async_io() -> bool:
 
 
 def missing(case: Case) -> str | None:
-    """What this machine lacks for the case."""
+    """Return what this machine lacks for the case."""
     if "NVMe" in case.split.name and not has_async_io():
         return "no libaio to link with (apt-get install libaio-dev)"
     return None
@@ -104,7 +104,7 @@ def _oracle(recipe: str, steps: int) -> Trained:
 
 
 def oracle(case: Case, steps: int = STEPS) -> Trained:
-    """The curve of the case's recipe on one process in fp32, all samples in one micro-batch."""
+    """Return the curve of the case's recipe on one process in fp32, all samples in one micro-batch."""
     tree = case.recipe
     tree["batch"] = {"micro_batch_size": 16}
     tree["model"] = {key: value for key, value in tree["model"].items() if key != "activation_checkpointing"}

@@ -81,7 +81,7 @@ class CRNN(nn.Module):
 
 
 def ctc(outputs: Tensor, batch: Any) -> Tensor:
-    """As torch's documentation has it: (B, W, K) -> the sum over the micro-batch."""
+    """Return the CTC loss, as in torch's documentation: outputs (B, W, K) -> the sum over the micro-batch."""
     B, W, _ = outputs.shape
     lengths = torch.full((B,), W), torch.full((B,), batch["targets"].shape[1])
     return F.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), batch["targets"], *lengths, reduction="sum")
@@ -204,7 +204,7 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def train_module(job: Job, name: str, split: dict[str, Any] | None) -> Curve:
-    """The module's curve under a split, and its buffers after it. Collective."""
+    """Return the module's curve under a split, and its buffers after it. Collective."""
     kind = MODULES[name]
     data = DataBundle(Samples(kind), {"held out": Samples(kind, 19)}, collate_items, None, None, 5, kind)
     config, resolved = resolve(recipe_of(name), split, job.ranks.world_size)

@@ -1,4 +1,4 @@
-"""Writes the measured tables of docs/splits.md: python tests/parity/table.py
+"""Writes the measured tables of docs/splits.md: `python tests/parity/table.py`.
 
 Runs every case of splits.py, once each, on real ranks of this machine.
 """
@@ -27,7 +27,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "splits.md"
 
 
 def replace_block(text: str, name: str, block: str) -> str:
-    """The text between `<!-- name -->` and `<!-- end of name -->`, replaced."""
+    """Replace the text between `<!-- name -->` and `<!-- end of name -->`."""
     head, begin, rest = text.partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition(f"<!-- end of {name} -->")
     assert end, f"the document has no block {name}"
@@ -35,7 +35,7 @@ def replace_block(text: str, name: str, block: str) -> str:
 
 
 def parity_table() -> str:
-    """A row for each case; progress goes to the terminal."""
+    """Return a row for each case; progress goes to the terminal."""
     rows = []
     for case in cases():
         if why := missing(case):
@@ -73,7 +73,7 @@ def parity_table() -> str:
 
 
 def main() -> None:
-    """Replaces the blocks, each as soon as it is known."""
+    """Replace the blocks, each as soon as it is known."""
     blocks = {
         "rules": as_markdown,
         "activation checkpointing": activation_table,

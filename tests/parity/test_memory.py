@@ -1,4 +1,4 @@
-"""What a rank really holds, against the table of the ZeRO paper (Rajbhandari et al. 2020, section 5).
+"""Measured bytes of a rank, against the table of the ZeRO paper (Rajbhandari et al. 2020, section 5).
 
 Mixed-precision Adam holds 2 bytes a parameter, 2 of its gradient and 12 of fp32 state (weights, two moments).
 """
@@ -116,7 +116,7 @@ def most_held_inside(job: Job, tree, deepspeed) -> float:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_zero3_trains_a_model_whose_state_no_rank_ever_holds(ranks):
-    """On four ranks no one holds even half of the 16 bytes a parameter, gathered layers and all."""
+    """None of four ranks holds even half of the 16 bytes a parameter, gathered layers included."""
     for held in ranks(4).run(most_held_inside, TREE, zero(3, "bf16")):
         assert held < 0.5 * 16
 

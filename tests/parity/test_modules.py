@@ -1,5 +1,6 @@
-"""Modules as people write them train on one curve under every split: in fp32 that of plain PyTorch on one
-process, in half precision near it, with the same buffers in fp32.
+"""Modules as people write them train on one curve under every split.
+
+In fp32 it is that of plain PyTorch on one process, with the same buffers; in half precision it is near it.
 """
 
 from __future__ import annotations

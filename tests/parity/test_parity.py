@@ -37,7 +37,7 @@ def marks(case: Case):
 
 @pytest.fixture(scope="session")
 def steps(pytestconfig) -> int:
-    """Where markers choose among the tests, as `make test` has them, a part."""
+    """The cases of a run that selects tests by markers, as `make test` does, are a part of all."""
     return SHORT if pytestconfig.option.markexpr else STEPS
 
 
@@ -49,7 +49,7 @@ PATIENCE = 900.0
 
 
 def band(ranks, case: Case, steps: int) -> list[float]:
-    """What the three differences may be.
+    """Tolerances of the three differences.
 
     In half precision twice those of the same recipe and precision on one process: another order of the same
     sums rounds otherwise. Within the precision's own rounding a gradient's norm is right,

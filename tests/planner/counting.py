@@ -1,4 +1,4 @@
-"""What a real rank holds right before a step, counted by what each tensor is for: every storage once."""
+"""Bytes of a real rank right before a step, by the purpose of each tensor: every storage once."""
 
 from __future__ import annotations
 

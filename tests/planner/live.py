@@ -1,6 +1,4 @@
-"""Bytes of tensors that come and go in a step, by phase: of CUDA tensors on a Hopper that is not there, or of
-the host's.
-"""
+"""Bytes of tensors that come and go in a step, by phase: of the host, or of fake CUDA tensors on a Hopper."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Live(TorchDispatchMode):
         self.most: dict[str, int] = {}
 
     def know(self) -> None:
-        """What is there already does not come."""
+        """Leave out tensors that exist already."""
         gc.collect()
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.device.type == self._kind:
@@ -73,8 +71,9 @@ class Live(TorchDispatchMode):
 
 
 def of_a_step(job: Job, tree: dict[str, Any], split: dict[str, Any], on_gpu: bool) -> dict[str, int]:
-    """The most bytes in `forward`, `backward` and `step` of what came after the step began; and what is there
-    after it (`end`). Collective.
+    """Measure the peak bytes of new tensors in `forward`, `backward` and `step`, and after the step (`end`).
+
+    Collective.
     """
     data = DataBundle(
         MaskedTokens(16, TOKENS), {"t": MaskedTokens(8, TOKENS)}, collate_items, None, WORDS, None, "tiny"

@@ -1,5 +1,6 @@
-"""What an engine holds in a step beside states and activations, against real steps of a model that has few of
-these: on the CPU by real ranks, and on a Hopper that is not there; there also the peak of a whole step.
+"""Bytes of an engine's buffers in a step, against real steps of a model with small states and activations.
+
+On the CPU they are measured on real ranks, and on a fake Hopper with the peak of a whole step.
 """
 
 from __future__ import annotations

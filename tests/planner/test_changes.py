@@ -1,4 +1,4 @@
-"""What to change of a run, which split is suggested, and how far a run could go."""
+"""Advice on what to change of a run, the suggested split, and the largest size that fits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_first_rung_that_fits_is_suggested(
 
 
 def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
-    """With what was typed and what the JSON stated, and without what of the recipe is not to be."""
+    """The advice keeps what was typed and what the JSON stated, without the recipe's keys that must go."""
     recipe, own = settings_of(tmp_path, "7B").recipe_path, tmp_path / "own.json"
     adam = {"type": "Adam", "params": {"lr": 7e-5, "betas": [0.9, 0.99]}}
     own.write_text(

@@ -1,4 +1,4 @@
-"""What a run is said to take where ranks differ, and from where on it is said not to fit."""
+"""The forecast of a run whose ranks differ, and the limit from which on it does not fit."""
 
 from __future__ import annotations
 

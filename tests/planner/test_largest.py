@@ -1,4 +1,4 @@
-"""Which sizes are tried, on devices whose use is a formula."""
+"""Sizes that the search tries, on devices whose memory use is a formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT = 80_000
 
 
 def search(candidates: list[int], guess: int | None, ranks: list[tuple[int, int, int]]):
-    """What is found and what was tried; of each rank what it holds, a row and an update take."""
+    """The size found and the sizes tried, given each rank's bytes: static, of a row, of an update."""
     tried: dict[int, list[Use]] = {}
     while (size := next_trial(candidates, tried, guess)) is not None:
         assert size not in tried
@@ -35,7 +35,7 @@ def powers(most: int) -> list[int]:
     st.sampled_from([powers(10), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96], [1, 3, 5, 9, 15, 45, 225]]),
 )
 def test_guesses_twice_too_large_and_half_too_small_end_at_the_same(held, row, update, candidates):
-    """That no guess ends elsewhere, and none tries what does not go into memory."""
+    """Every guess ends at the same size, and none tries what does not go into memory."""
     answer = max((n for n in candidates if held + row * n <= MARGIN * LIMIT), default=None)
     guesses = [None] if answer is None else [2 * answer, answer, max(1, answer // 2), None]
     for guess in guesses:

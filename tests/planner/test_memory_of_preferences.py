@@ -30,7 +30,7 @@ SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_hea
 
 
 class LongAnswers(Answers):
-    """Of which two fill a row."""
+    """Answers of which two fill a row."""
 
     def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
         kinds, size = (1, 3) if self.examples else (1, 2), LENGTH // 2

@@ -50,19 +50,19 @@ class Run:
     length: int = 160
     adapter: dict[str, Any] | None = None
     stage: int | None = None
-    """Of ZeRO; None: plain PyTorch."""
+    """ZeRO stage; None: plain PyTorch."""
     how: dict[str, Any] | None = None
     """The file, where it is none of these."""
     ranks: int = 1
     bound: float = 0.01
-    """Of the peak, that the formula may be off by."""
+    """Share of the peak that the formula may be off by."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def tree(self) -> dict[str, Any]:
-        """As a recipe."""
+        """Return the recipe."""
         sizes = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "vocab_size": WORDS}
         model = {
             "kind": "causal_lm",
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def split(self) -> dict[str, Any]:
-        """As a file."""
+        """Return the DeepSpeed JSON."""
         if self.how is not None:
             return self.how
         if self.stage is not None:
@@ -185,7 +185,7 @@ def test_the_peak_of_a_step(run):
 
 
 def test_parts_and_phases_of_a_recipe():
-    """Of an 8B model over eight GPUs, without one and without its weights."""
+    """The plan of an 8B model over eight GPUs, on a machine without GPUs and without the weights."""
     run = Run("llama", LLAMA, "bf16", recompute="full", stage=3)
     config, resolved = resolve(run.tree, run.split, 1)
     sizes = (4096, 14336, 32, 8, 128, 128256)

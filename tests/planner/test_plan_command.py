@@ -167,7 +167,7 @@ def with_number(words, key, more):
 )
 @pytest.mark.parametrize("split", ["zero3", "tensor2"])
 def test_as_much_as_is_told_fits_by_its_words_and_more_does_not(capsys, option, name, key, step, split):
-    """Whatever the recipe, the command and the JSON said of the batch."""
+    """The batch sizes of recipe, command and JSON do not matter."""
     given = [*LLAMA_8B, "--deepspeed", str(ROOT / "ds_configs" / f"{split}.json"), "--gpu", "h100"]
     given += ["--gpus", "8", "batch.global_batch_size=128", "ds.train_batch_size=128"]
     limit = limits(*given, option)[name]
@@ -226,7 +226,7 @@ def pretrained(folder, config):
 
 
 def test_what_is_not_known_is_not_said_to_fit(capsys):
-    """Without activations the peak is far below what there is."""
+    """The peak without activations is far below the memory there is."""
     found, changes = planned(*ON_8, *GEMMA, "data.sequence_length=8192")
     assert found.peak < found.place.memory / 2
     assert (found.fits, changes) == (None, [])

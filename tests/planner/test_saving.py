@@ -1,4 +1,4 @@
-"""What a checkpoint takes by formula, against a real engine's shards."""
+"""Bytes of a checkpoint by formula, against a real engine's shards."""
 
 from __future__ import annotations
 

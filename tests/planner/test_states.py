@@ -32,7 +32,7 @@ PATIENCE = 900.0
 
 
 def whole_of(tree: dict[str, Any]) -> Model:
-    """Of a recipe, as a plan sees it."""
+    """States of a recipe, as a plan computes them."""
     config, _ = resolve(tree | {"batch": {"micro_batch_size": 1}}, {"torch": {"parallel": "single"}}, 1)
     words = config.model.vocab_size or VOCABULARY
     model = model_of(
@@ -84,7 +84,7 @@ def test_of_every_adapter(ranks, case):
 
 @dataclass(frozen=True)
 class Further:
-    """What the parity suite has not."""
+    """Cases that the parity suite lacks."""
 
     json: dict[str, Any]
     world_size: int = 2

@@ -133,7 +133,7 @@ def test_a_slower_network_never_makes_a_step_faster(split):
 
 
 def test_a_ring_over_hundreds_of_nodes_is_slower():
-    """By half where nodes are as many as HALF_NETWORK."""
+    """Bandwidth falls to half at HALF_NETWORK nodes."""
     few, many = (ring(1e9, 8 * nodes, 1, H100) for nodes in (2, HALF_NETWORK))
     assert many / few == pytest.approx(2.0, rel=0.1)
 

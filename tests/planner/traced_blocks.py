@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a micro-batch and a block."""
+    """Sizes of a micro-batch and a block."""
 
     rows: int
     length: int
@@ -42,12 +42,12 @@ class Sizes:
     experts: int = 0
     experts_per_token: int = 0
     rank: int = 0
-    """Of an adapter."""
+    """Rank of an adapter."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, sizes apart."""
+    """A computation, apart from its sizes."""
 
     family: str
     device: str
@@ -88,7 +88,7 @@ class Live(Storages):
 
 
 class _HeldGradient(torch.autograd.Function):
-    """As the loss that makes no logits: the gradient of hidden states is there from the forward on."""
+    """Stand in for the loss without logits: the gradient of hidden states exists from the forward on."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _step(case: Case, model: nn.Module, batch: dict[str, Any], live: Live) -> No
 
 @contextmanager
 def _marked(blocks: list[nn.Module], live: Live) -> Iterator[None]:
-    """Marks where a block begins, forward and backward."""
+    """Mark where a block begins, forward and backward."""
 
     def before(index: int, hidden: Tensor) -> None:
         live.mark(f"forward {index}")

@@ -57,7 +57,7 @@ PLAIN = {"torch": {"parallel": "single"}}
 
 
 def losses(job: Job, sections: dict[str, Any], split: dict[str, Any]) -> list[float]:
-    """Of each step, and at the end on the held-out data."""
+    """Losses of each step, and at the end on the held-out data."""
     tree = recipe(
         **sections,
         batch={"gradient_accumulation_steps": 1, "global_batch_size": 8},

@@ -1,4 +1,4 @@
-"""What `import pipeline` offers: the script of docs/api.md, and a run in somebody else's process."""
+"""The Python API: the script of docs/api.md, and a run in somebody else's process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md
 
 
 def run_script(folder: Path, text: str, ranks: int = 0) -> Launched:
-    """As `python my_script.py`, or through torchrun on `ranks`."""
+    """Run it as `python my_script.py`, or through torchrun on `ranks`."""
     (folder / "my_script.py").write_text(text)
     launcher = [*TORCHRUN, "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     return run_python(*(launcher if ranks else []), "my_script.py", cwd=folder, PYTHONPATH=str(ROOT))

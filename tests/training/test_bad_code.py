@@ -1,4 +1,4 @@
-"""What a user's own data, model and loss can do wrong in a run: one line and exit code 2."""
+"""Faults of a user's own data, model and loss in a run: one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_run_that_goes_on_and_is_refused_stays(ends, tmp_path):
 
 @pytest.mark.nightly
 def test_a_refused_run_leaves_no_files_of_weights_and_biases(ends, tmp_path, monkeypatch):
-    """Which a run has from before its first step on, and which WANDB_DIR may have elsewhere."""
+    """W&B's folder exists from before the first step on, and WANDB_DIR may put it elsewhere."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""What is made of exceptions: memory that is out, a device that failed, and what is neither."""
+"""Exceptions and their meaning: out of memory, a failed device, and neither."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_lever_that_is_pulled_already_is_left_out():
 
 
 def test_a_plan_that_fails_hides_no_error():
-    """Of a formula: the memory is the news."""
+    """A plan by formula adds nothing here: the memory is the message."""
 
     def fail(_):
         raise ZeroDivisionError
@@ -119,7 +119,7 @@ def test_the_hosts_memory_beside_a_gpu_has_levers_of_its_own():
 
 
 def test_what_a_gpu_lacks_is_not_to_come_back_to_it(monkeypatch):
-    """Of a run without a plan."""
+    """The advice of a run without a plan."""
     gpu = Device("cuda", bf16=True, fp16=True, fp8=False)
     monkeypatch.setattr(device_failures, "describe_device", lambda _: gpu)
     recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
@@ -215,8 +215,10 @@ def test_a_mistake_stays_one():
 
 @pytest.fixture
 def evaluated(tmp_path):
-    """(settings of another, the directory) of a run whose model fails in an evaluation as EVALUATION_FAULT
-    says.
+    """Start a run whose model fails in an evaluation, as EVALUATION_FAULT says.
+
+    Returns:
+        The settings of another run, and the directory.
     """
     recipe = write_recipe(
         tmp_path,

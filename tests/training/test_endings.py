@@ -43,7 +43,7 @@ def reported(run: Path, state: str = "") -> bool:
 
 
 def why_failed(run: Path) -> str:
-    """As its report says."""
+    """The end of a run, as its report says."""
     data = re.search(
         r'<script type="application/json"[^>]*>(.*?)</script>', (run / "report.html").read_text(), re.S
     )

@@ -1,4 +1,4 @@
-"""What a run was expected to take against what it took."""
+"""Expected memory and time of a run against what it took."""
 
 from __future__ import annotations
 

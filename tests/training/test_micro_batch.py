@@ -1,5 +1,6 @@
-"""`micro_batch_size: auto`: what is found does not depend on the guess, and what follows is the run with that
-number given, to the last bit. Memory is that of real ranks; the limit is an argument.
+"""`micro_batch_size: auto`: the result does not depend on the guess, and the run equals one with that number.
+
+Memory is that of real ranks; the limit is an argument.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ def train(
     calibrates: bool = False,
     length: int = LENGTH,
 ):
-    """What was chosen, losses and norms of three steps with all that is kept afterwards, and how many were
-    tried; or a limit that the answer keeps to, and the next size does not.
+    """Choose a size, then train three steps.
+
+    Returns:
+        The size, losses and norms with the state afterwards, and the number of trials; or a limit that the
+        answer keeps to and the next size does not.
     """
     tree = recipe(
         batch={"micro_batch_size": micro, "global_batch_size": SAMPLES * job.ranks.world_size},
@@ -96,7 +100,7 @@ def train(
 
 
 def compare(job: Job, split: Any, folder: Path):
-    """What is found from a guess twice too large, and from one half too small, on this rank."""
+    """Sizes found from a guess twice too large, and from one half too small, on this rank."""
     limit = max(job.gather_object(train(job, split, "auto", folder, calibrates=True)))
     given = train(job, split, ANSWER, folder)
     found = []
@@ -124,12 +128,12 @@ def test_the_same_is_found_whatever_the_guess_and_nothing_of_the_search_stays(ra
 
 
 def started(folder: Path, guess: int | None = None):
-    """What is chosen where memory is no limit, and rows may be short."""
+    """The size chosen if memory is no limit and rows may be short."""
     return train(ALONE, None, "auto", folder, guess, limit=2**40, length=32)[0]
 
 
 def test_the_next_start_knows(tmp_path, caplog):
-    """What was found; and what was being tried when the process died."""
+    """The size found, and the size being tried when the process died."""
     caplog.set_level(logging.INFO)
     assert started(tmp_path).micro_batch_size == SAMPLES
     caplog.clear()
@@ -163,7 +167,7 @@ def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, mo
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_keeps_to_the_limit_of_its_cgroup(tmp_path, world_size):
-    """By the command. Without the limit all of the rows fit; with it more than the answer would be killed."""
+    """The command finds it. All rows fit without the limit; with it a larger size would be killed."""
     recipe_file = tmp_path / "recipe.yaml"
     model = {"kind": "causal_lm", "architecture": "llama", "num_layers": 2, "num_heads": 4, "hidden_size": 64}
     data = {"kind": "text", "paths": [str(DOCS / "*.md")], "cache_dir": str(tmp_path / "cache")}

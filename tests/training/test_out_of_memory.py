@@ -92,7 +92,7 @@ def limited(mib, *words):
     ids=["torchrun", "deepspeed", "multi_gpu.sh"],
 )
 def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, code):
-    """By the rank that is left, and by our script; where none is left, by the next start."""
+    """The remaining rank names it, or our script; if none remains, the next start does."""
     words = [word.format(port=free_port()) for word in launcher]
     arguments = ["--config", str(hungry(tmp_path, each=256))]
     ended, text = limited(2560, *words, *arguments)

@@ -1,4 +1,4 @@
-"""What a stretch of a step held: of this process, as the system counts it."""
+"""Peak memory of a part of a step: of this process, as the system counts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_peak_is_that_of_its_own_stretch():
 
 
 def test_states_of_a_refused_step_are_in_memory_and_unchanged():
-    """On a CPU pages of zeros are in none until they are written to."""
+    """Pages of zeros take no memory on a CPU until they are written to."""
     p = nn.Parameter(torch.ones(16 * MIB))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW([p], fused=True)

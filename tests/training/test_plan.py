@@ -1,4 +1,4 @@
-"""What a run says before its first step and at its end, and how much of it."""
+"""The console at the start and the end of a run, and its number of lines."""
 
 from __future__ import annotations
 

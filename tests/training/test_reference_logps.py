@@ -1,6 +1,4 @@
-"""Reference log-probabilities: of the run's own first weights, the same under every split and packing;
-kept.
-"""
+"""Reference log-probabilities: of the run's first weights, equal under every split and packing, and cached."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def hold(found, expected) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Of one process."""
+    """Log-probabilities of one process."""
     return computed(ALONE, None, tmp_path_factory.mktemp("alone"))
 
 
@@ -98,7 +96,7 @@ def test_a_further_run_from_the_same_weights_takes_it_over(whole, tmp_path, capl
 
 
 def test_one_that_says_something_else_is_computed_anew(tmp_path, caplog):
-    """As of a base that is frozen, and in no digest of what is trained."""
+    """The weights of a frozen base, which are in no digest of the trained weights."""
     caplog.set_level(logging.INFO)
     cache = tmp_path / "cache"
     first = computed(ALONE, None, tmp_path / "a", cache=cache)

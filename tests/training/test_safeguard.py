@@ -54,7 +54,7 @@ def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tm
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_run_that_goes_on_skips_what_it_skipped(tmp_path):
-    """What is normal is part of a checkpoint: without it nothing would be a spike for the next 32 steps."""
+    """The normal range is part of a checkpoint: without it nothing would be a spike for 32 steps."""
     changes: dict[str, Any] = {
         "checkpoint": {"every": 10, "keep_last": 9},
         "watch": {"on_spike": "skip", "on_nonfinite": "skip"},

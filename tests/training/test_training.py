@@ -1,4 +1,4 @@
-"""When the loop saves and stops: by the clock, on a signal, within the grace before a kill."""
+"""Saves and stops of the loop: by the clock, on a signal, within the grace before a kill."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_signal_ends_an_evaluation(tmp_path):
 
 
 def record(folder: Path):
-    """What a run leaves: its rows without the clock's, and the loss that each checkpoint is judged by."""
+    """Results of a run: its rows without times, and the loss that each checkpoint is judged by."""
     losses = {}
     for step, path in steps_in(folder / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
@@ -155,7 +155,7 @@ def test_stopped_anywhere_and_started_again_is_the_unbroken_run(tmp_path, unbrok
 
 
 class Killed(BaseException):
-    """What SIGKILL leaves on the disk, and no more."""
+    """Copy what SIGKILL leaves on the disk, and no more."""
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_a_record_that_is_gone_or_damaged_is_told_in_one_line(tmp_path, unbroken
 
 @pytest.mark.slow
 def test_all_ranks_leave_an_evaluation_together_and_do_it_again(ranks, tmp_path):
-    """On two ranks it has five batches; a signal comes in the third one of the second, on one of them."""
+    """The evaluation has five batches on two ranks; one rank gets a signal in its third."""
     changes = SMALL | {"engine": {"parallel": "ddp"}}
     results = ranks(2).run(ended, tmp_path, changes, 1, signal.SIGUSR1, None, 8)
     assert results == [(2, signal.SIGTERM), (2, signal.SIGUSR1)]
@@ -285,7 +285,7 @@ def test_signals_that_the_end_of_a_process_ignores_stay_ignored():
 @pytest.mark.daily("2-1")
 @pytest.mark.parametrize(("every", "times"), [(2, 1), (0, 0)])
 def test_memory_for_saves_is_prepared_after_the_first_step(tmp_path, monkeypatch, every, times):
-    """That of a new run, and that of one which goes on; not where only the end will be saved."""
+    """A new run and a resumed one save it; not if only the end is to be saved."""
     prepared = []
     monkeypatch.setattr(CheckpointStore, "prepare", lambda store, engine: prepared.append(engine))
     for last in (3, 6):

@@ -45,8 +45,9 @@ CPO = {
 
 
 def drawn() -> dict[str, Any]:
-    """Token ids. Prompts of `short` have one token: TRL's ORPO counts a prompt's tokens in the cross entropy,
-    and there are none then.
+    """Return token ids. Prompts of `short` have one token.
+
+    TRL's ORPO counts a prompt's tokens in the cross entropy, and there are none then.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -101,7 +102,7 @@ def padded(rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def sides(pairs: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A batch of TRL's trainers without a reference."""
+    """Return a batch of TRL's trainers without a reference."""
     batch = {}
     for side in ("chosen", "rejected"):
         found = padded([(pair["prompt"], pair[side]) for pair in pairs])

@@ -1,6 +1,4 @@
-"""A small model whose weights are a formula, so that a value is the same wherever and whenever it is
-computed.
-"""
+"""A small model whose weights are a formula, so that its values are the same on any machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Losses of preferences are TRL's own for the same batch: value, gradient norm and rewards; see
-make_values.py.
-"""
+"""Preference losses equal TRL's for the same batch: value, gradient norm and rewards; see make_values.py."""
 
 from __future__ import annotations
 

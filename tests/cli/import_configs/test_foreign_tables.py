@@ -81,7 +81,7 @@ def draft_of(name, tree):
 
 @pytest.mark.parametrize("name", BASES)
 def test_no_value_is_a_traceback_and_every_key_gets_a_word(name):
-    """Of any key, of any type: one line, or a recipe in which the key was read or is named."""
+    """A value of any type for any key gives one line, or a recipe in which the key was read or is named."""
     for base in BASES[name]:
         for pattern in sorted(TOOLS[name].rows):
             key, _, below = pattern.partition(".")

@@ -43,14 +43,14 @@ def read(config: SourceConfig, cache: Path, tally: Tally | None = None, **settin
 
 
 def texts(config: SourceConfig, cache: Path, tally: Tally | None = None, **settings: int) -> list[str]:
-    """The texts of all parts."""
+    """Return the texts of all parts."""
     parts = parts_of(config, cache, **settings)
     tally = Tally() if tally is None else tally
     return [text for part in parts for _, text in read_texts(pickle.loads(pickle.dumps(part)), tally)]
 
 
 def one_line(config: SourceConfig, cache: Path) -> str:
-    """The error of reading a source: a DataError of one line."""
+    """Return the error of reading a source: a DataError of one line."""
     with pytest.raises(DataError) as caught:
         texts(config, cache)
     message = str(caught.value)

@@ -25,7 +25,7 @@ MODEL = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 1, "num_head
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and the lines it said."""
+    """A finished command: exit code and printed lines."""
 
     code: int
     said: list[str]
@@ -76,17 +76,17 @@ class Command:
         signal.signal(signal.SIGINT, before)
 
     def end(self) -> Ended:
-        """Waits for it."""
+        """Wait for the end of the command."""
         code = self.process.wait(PATIENCE)
         return Ended(code, self._said.read_text().splitlines())
 
     def send(self, number: int) -> None:
-        """A signal to the whole group, as a terminal does."""
+        """Send a signal to the whole process group, as a terminal does."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def wait_for(self, pattern: str) -> None:
-        """Until there is such a file in the cache."""
+        """Wait until the cache has such a file."""
         while not any(self.cache.glob(pattern)):
             self.pause()
 

@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 
 def everything_of(folders) -> list[int]:
-    """What is in all rows of all ways to fill them, and the documents' counts, as sums."""
+    """Sums over all rows, for every way to fill them, and over the documents' counts."""
     store = TokenStore(folders, "train")
     found = [len(hashes_of([store])), int(lengths_of([store]).sum())]
     streams = [

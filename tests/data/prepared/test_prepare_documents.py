@@ -20,7 +20,7 @@ from pipeline.errors import DataError
 
 @pytest.fixture
 def told(caplog, monkeypatch):
-    """What was logged, as one text."""
+    """The log as one text."""
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
     caplog.set_level(logging.INFO, "pipeline")
 

@@ -148,7 +148,7 @@ def test_a_worker_that_dies_while_others_are_started_is_one_line(make_config, co
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus, quiet, tmp_path):
-    """Whoever was killed, the command is given again at once; a run that ends before is compared."""
+    """The command is repeated after each kill, whichever process was killed; a finished run is compared."""
     rng = random.Random(4)
     history: list[tuple[str, float]] = []
     while len(history) < KILLS:

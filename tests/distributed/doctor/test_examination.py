@@ -114,7 +114,7 @@ def test_a_host_that_does_not_answer(code, said, check, found, fix):
 
 
 def run_on(command, question):
-    """What comes of a question to the process that a command starts."""
+    """Answers of the process that a command starts."""
 
     async def talk():
         node = await start_process("a", command)
@@ -167,7 +167,7 @@ def test_a_machine_without_ssh_is_told_what_to_install(tmp_path, monkeypatch, ca
     "name", ["plain", "with space", "quote'quote", "$(touch gone)", '`touch gone`";touch gone;"']
 )
 def test_what_ssh_runs_there_takes_every_name_as_it_is(tmp_path, name):
-    """Through two shells: the log-in shell there, and sh."""
+    """The text passes two shells: the log-in shell there, and sh."""
     folder = tmp_path / name
 
     def there(python):
@@ -229,7 +229,7 @@ def test_transfers(ranks):
 
 @pytest.mark.slow
 def test_all_reduce_of_one_machine(tmp_path):
-    """In a process of its own, that is gone when it is done."""
+    """The check runs in a process of its own, which is gone afterwards."""
     rows = examine(this_machine(Wanted({}, folders=(str(tmp_path / "a"), str(tmp_path / "b")))))
     assert not is_red(rows), rows
     assert [row.found for row in rows if row.check == "all-reduce"] == ["16 MiB over 1 rank"]

@@ -1,4 +1,4 @@
-"""What the hosts know of each other: names, ports and their direction, interfaces, folders, links."""
+"""The hosts' view of each other: names, ports and their direction, interfaces, folders, links."""
 
 from __future__ import annotations
 

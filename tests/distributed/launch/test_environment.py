@@ -1,4 +1,4 @@
-"""What reaches the nodes: by whom it is read, what a shell there can make of it, and what a rank takes up."""
+"""Environment variables on the nodes: who reads them, what a shell there changes, which a rank takes."""
 
 from __future__ import annotations
 

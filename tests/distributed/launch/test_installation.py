@@ -1,4 +1,4 @@
-"""From a clone to a trained model: under a path with a space, and with every Python that is promised."""
+"""Installing a clone and training: under a path with a space, and with every promised Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clone(tmp_path) -> Path:
 
 
 def run(clone: Path, *words: str) -> str:
-    """What it says on stdout; nothing of this test's own environment counts there."""
+    """Its stdout; this test's own environment does not reach it."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     result = subprocess.run(
         words,
@@ -43,7 +43,7 @@ def run(clone: Path, *words: str) -> str:
 
 
 def train_one_step(clone: Path, *options: str) -> None:
-    """By `make train`, and on two ranks."""
+    """The clone trains by `make train`, and on two ranks."""
     recipe = write_recipe(clone.parent, max_steps=1, **DIGITS)
     given = f"--config '{recipe}' checkpoint.resume=never"
     assert "1/1  loss" in run(clone, "make", "train", f"ARGS={given}", *options)
@@ -163,7 +163,7 @@ def test_every_python_that_is_promised_installs_and_trains(clone, version):
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_what_only_a_gpu_runs_is_run_by_a_build_of_torch_for_cuda(clone):
-    """In fake tensors, without a card: see tests/engine/test_fake_cuda.py. Gigabytes are downloaded."""
+    """Training runs in fake tensors (tests/engine/test_fake_cuda.py). Gigabytes are downloaded."""
     if torch.version.cuda is not None:
         pytest.skip("torch is built for CUDA here: `make test` has run them")
     try:

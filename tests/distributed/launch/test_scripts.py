@@ -68,7 +68,7 @@ def test_the_example_is_a_hostfile():
 
 @pytest.mark.slow
 def test_kubernetes(monkeypatch):
-    """Against the schemas of its newest version, and as far as this project's own words go."""
+    """Manifests are valid by the schemas of the newest version, and by this project's own names."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     monkeypatch.chdir(ROOT)
     service, job = documents = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
@@ -219,7 +219,7 @@ def test_what_deepspeed_answers_with_a_traceback_is_told_before(options, words, 
 
 @pytest.mark.slow
 def test_an_endpoint_without_a_machine_is_told(capfd):
-    """In Kubernetes the names of pods come late; torchrun gave up without a word that names it."""
+    """Names of pods come late in Kubernetes; torchrun gave up without naming the host."""
     words = command(
         ["--nnodes=2", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=join_timeout=1", "a=b"]
     )

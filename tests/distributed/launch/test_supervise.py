@@ -132,7 +132,7 @@ def test_signals_reach_the_ranks_and_decide_the_exit_code(folder, tmp_path):
 
 
 def test_a_guard_alone_ends_the_ranks(folder):
-    """As when the launch script is killed, or its machine: the connection closes."""
+    """The connection closes, as when the launch script or its machine is killed."""
     guard = subprocess.Popen(GUARD, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     guard.stdin.write(pack({"folder": str(folder), "environment": {}, "arguments": []}))
     guard.stdin.flush()
@@ -170,7 +170,7 @@ def test_a_node_that_does_not_answer_is_named_and_nothing_is_started(folder, tmp
 
 
 def words(*codes):
-    """By rank; None: it said nothing."""
+    """Output of each rank; None: it printed nothing."""
     return {
         rank: {"code": code, "world_size": len(codes)} for rank, code in enumerate(codes) if code is not None
     }

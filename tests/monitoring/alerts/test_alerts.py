@@ -1,4 +1,4 @@
-"""What each alert answers to rows that were made up: when it speaks, how often, and when it does not."""
+"""Answers of each alert to made-up rows: when it fires, how often, and when it does not."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_a_loss_that_does_not_rise_is_not_told_of(name):
 @pytest.mark.parametrize("is_evaluated", [True, False])
 @pytest.mark.parametrize("scatter", [0.02, 0.1, 0.4])
 def test_a_loss_that_scatters_and_does_not_fall_is_not_told_of(scatter, is_evaluated):
-    """As in fine-tuning with few samples a step: many curves, in none of which the first batch is normal."""
+    """Many curves as in fine-tuning with few samples a step, none of which begins with a normal batch."""
     for seed in range(500):
         curve = noisy(1.5, 320, scatter, seed)
         assert asked(LossRise(), from_the_start(curve, 1.5 if is_evaluated else None)) == []

@@ -60,7 +60,7 @@ class Counting(Dataset):
 
 
 class Troubled:
-    """What a run reads its batches from: slow for a while, one batch of random words, a leak."""
+    """A source of batches with faults: slow for a while, one batch of random words, a leak."""
 
     def __init__(self, loader, clock, rank):
         self._loader, self._clock, self._rank = loader, clock, rank
@@ -139,7 +139,7 @@ def assembled(clock, *arguments):
 
 
 def trained(job, folder, split, steps, is_troubled, changes=None):
-    """What each rank's log has of events, after a run with all faults or with none."""
+    """Events in each rank's log, after a run with all faults or with none."""
     clock = Clock()
     config, resolved = resolve(tree(steps, **(changes or {})), split, job.ranks.world_size)
     parts = assembled(clock, config, resolved, job, bundle(is_troubled), folder)
@@ -253,7 +253,7 @@ def overfitted(job, folder, split, steps):
 @pytest.mark.daily("None")
 @pytest.mark.parametrize("goes_on_as", [None, "ddp", "ZeRO 3"])
 def test_a_run_that_goes_on_is_told_of_at_the_same_step(ranks, tmp_path, goes_on_as):
-    """From two ranks to another number, or another split: what is told needs evaluations before that."""
+    """A resume from two ranks to another number or split: the alert needs evaluations before that."""
     ranks(2).run(overfitted, tmp_path / "unbroken", SPLITS["ddp"], 100)
     (told,) = events(tmp_path / "unbroken")
     assert told["event"] == "eval_divergence"

@@ -1,4 +1,4 @@
-"""Which parameters are said to stand still, from shards that ranks hold of them."""
+"""Parameters that are reported as unchanged, from the shards that ranks hold of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SKIPPED = Seen({}, [1.0], skipped=[True])
 
 
 class Held:
-    """What a rank holds: tensors by name, and the moments of some."""
+    """Shards of one rank: tensors by name, and the moments of some."""
 
     def __init__(self, moments=None, frozen=(), **weights):
         self.weights, self.moments, self.frozen = weights, moments or {}, frozen

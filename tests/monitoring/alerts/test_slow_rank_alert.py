@@ -45,7 +45,7 @@ def test_one_that_reads_slowly(forward):
 
 @pytest.mark.parametrize("every", [1, 4, 5, 10, 20])
 def test_a_rank_1_2_times_slower_is_named_within_20_steps(every):
-    """Where a row is written often enough; the first step is a row of its own."""
+    """Rows are written often enough; the first step is a row of its own."""
     rows = [seen(QUICK, [0.4, 0.41, 0.48, 0.39], steps=1)]
     at = 1
     while at < 20:

@@ -142,7 +142,7 @@ def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
 @pytest.mark.parametrize(("at", "deviations"), [(LEAST, 20), (24, 20), (40, 14), (80, 10), (127, 10)])
 @pytest.mark.parametrize("fall", ["exponential", "power"])
 def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
-    """From step 20 on a rise to the first loss is a spike, and a jump of so many standard deviations is."""
+    """A rise to the first loss is a spike from step 20 on, and so is a jump of so many deviations."""
     steps = np.arange(200)
     curve = 0.002 + 10.7 * np.exp(-steps / 15) if fall == "exponential" else 10.7 / (1 + steps)
     for seed in range(10):

@@ -18,7 +18,7 @@ RECIPE = {
 
 
 def row(step: int, **metrics: float | str) -> dict[str, Any]:
-    """A logged step of a language model; `loss` and `grad_norm` are train's."""
+    """Return the row of a step of a language model; `loss` and `grad_norm` are those of training."""
     named = {f"train/{key}": value for key, value in metrics.items()}
     clocks = {"perf/step_time_seconds": 0.5, "perf/data_time_seconds": 0.1, "perf/tokens_per_second": 2000.0}
     return {"step": step, "train/loss": 5.0 / step, **clocks, "train/tokens_seen": 1000 * step} | named
@@ -42,7 +42,7 @@ def write_run(
     recipe: dict[str, Any] | None = None,
     world_size: int = 1,
 ) -> Path:
-    """A run directory with these lines of metrics.jsonl; its path."""
+    """Write a run directory with these lines of metrics.jsonl and return its path."""
     (path / "logs").mkdir(parents=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | (recipe or {})))

@@ -61,7 +61,7 @@ class Browser:
         self.run(said, control, value)
 
     def until(self, condition, seconds=60.0):
-        """What `condition` gives once that is something."""
+        """The first true value of `condition`."""
         deadline = time.monotonic() + seconds
         while (found := condition()) in (None, False):
             assert time.monotonic() < deadline, "it did not come"

@@ -1,4 +1,4 @@
-"""What a page says of runs: how they ended, what they were, what differs; and that it is harmless."""
+"""The report's page: how runs ended, their settings and differences; and that the page is harmless."""
 
 from __future__ import annotations
 

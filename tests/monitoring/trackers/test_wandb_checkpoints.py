@@ -68,7 +68,7 @@ def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path 
 
 
 def aliases(server: Server) -> list[tuple[int, list[str]]]:
-    """Of each version, oldest first."""
+    """Files of each version, oldest first."""
     return [(each["metadata"]["step"], sorted(each["aliases"])) for each in server.artifacts()]
 
 

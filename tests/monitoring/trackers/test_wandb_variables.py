@@ -1,5 +1,6 @@
-"""W&B's own variables, with the real client against a server on this machine: they stand for what the recipe
-leaves out.
+"""W&B's own environment variables fill what the recipe leaves out.
+
+The real client talks to a server on this machine.
 """
 
 from __future__ import annotations

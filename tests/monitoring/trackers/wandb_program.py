@@ -82,7 +82,7 @@ def command(
 
 
 def run(folder: Path, env: dict[str, str], start: int, *words: list, **how: object) -> str:
-    """What the process says, which must be nothing on stderr: neither wandb nor a traceback."""
+    """Return the process's output; stderr must be empty, without wandb's lines or a traceback."""
     done = subprocess.run(
         command(folder, start, *words, **how),  # type: ignore[arg-type]
         env=env,
