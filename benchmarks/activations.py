@@ -203,7 +203,7 @@ def _rank(table: Any) -> int:
 
 
 def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
-    """Return the bytes that allocations of a stretch add to its beginning; only those that may be the peak."""
+    """Return the bytes that allocations add to a stretch's beginning; only those that may be the peak."""
     if len({len(each) for each in events}) > 1:
         raise ValueError(f"other allocations: {sorted({len(e) for e in events})}")
     forms: list[dict[str, float]] = []

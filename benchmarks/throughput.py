@@ -227,8 +227,8 @@ def work_of(peer: str, work: Workload) -> Workload:
 def files_of(peers: Sequence[str] | None, group: Group) -> dict[str, list[str | None]]:
     """Return participant -> files of ds_configs/ that it runs with, None: without one. Ours is first.
 
-    At several ranks plain ours is DDP twice, PyTorch's and DeepSpeed's stage 0. `peers` is None for the default
-    ones; those that the split does not know are left out.
+    Plain ours at several ranks is DDP twice, PyTorch's and DeepSpeed's stage 0. `peers` is None for the
+    default ones; those that the split does not know are left out.
     """
     is_plain, adapter = group.split == "plain", group.work.adapter
     asked = DEFAULT[is_plain, adapter] if peers is None else peers

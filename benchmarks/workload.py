@@ -99,7 +99,7 @@ class Workload:
 
 
 def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> None:
-    """Write the recipe of one participant; `plain`: it has no DeepSpeed JSON, so the recipe has the precision."""
+    """Write a participant's recipe; `plain`: it has no DeepSpeed JSON, so the recipe has the precision."""
     tree = yaml.safe_load(RECIPE.read_text())
     size = MODELS[work.model]
     if size["model"] is not None:

@@ -83,7 +83,7 @@ def _the(processes: Sequence[psutil.Process]) -> psutil.Process:
 
 
 def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -> list[Launched]:
-    """Start a job of hours on two nodes, and return while it trains. The run directory is shared or private."""
+    """Start a job of hours on two nodes, and return while it trains. `run` is shared or private."""
     recipe = write_recipe(
         cluster.shared,
         max_steps=100_000,

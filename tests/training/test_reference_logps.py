@@ -1,4 +1,4 @@
-"""Reference log-probabilities: of the run's first weights, equal under every split and packing, and cached."""
+"""Reference log-probabilities: of the run's first weights, equal under every split and packing; cached."""
 
 from __future__ import annotations
 
