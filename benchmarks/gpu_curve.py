@@ -191,7 +191,7 @@ def train(
         engine = build_engine(config, resolved, job, data)
         cleanup.callback(engine.close)
         objective = build_objective(config, resolved.compile)
-        loader = build_loader(config, resolved.plan, data, engine)
+        loader = build_loader(config, resolved.batch_plan, data, engine)
         cleanup.callback(loader.close)
         results = []
         for step in range(steps):

@@ -28,7 +28,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.sampler import GlobalOrder
 from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model, huggingface
-from pipeline.models.adapters import ALPHA, RANK, first_values
+from pipeline.models.adapters import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, first_values
 from pipeline.models.huggingface import draw_weights
 from pipeline.models.sharding import Sharding, Whole, model_request
 from pipeline.models.sizes import flops_per_token
@@ -156,8 +156,8 @@ class Script:
         if self.settings.deepspeed is None and config.engine.precision == "bf16":
             model = model.to(torch.bfloat16)  # as ours holds the base
         how = LoraConfig(
-            r=adapter.rank or RANK,
-            lora_alpha=adapter.alpha or ALPHA,
+            r=adapter.rank or DEFAULT_ADAPTER_RANK,
+            lora_alpha=adapter.alpha or DEFAULT_ADAPTER_ALPHA,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )

@@ -34,7 +34,7 @@ def document() -> str:
         "recipe": "\n".join(_recipe()),
         "adopted": _two("in the recipe", {key: f"`{ours}`" for key, ours in keys.ADOPTED.items()}),
         "ignored": _two("why", keys.IGNORED),
-        "refused": _two("instead", keys.NOT_HERE),
+        "refused": _two("instead", keys.UNSUPPORTED),
     }
     for name, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")

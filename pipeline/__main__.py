@@ -24,7 +24,7 @@ from pipeline.cli import train as cli
 from pipeline.cli.import_configs import writing as import_config
 from pipeline.config.command_lines import SCRIPT
 from pipeline.distributed.machine import raise_open_files_limit
-from pipeline.errors import CommandLine, DeviceFailedError, PipelineError, report_errors
+from pipeline.errors import CommandLineParser, DeviceFailedError, PipelineError, report_errors
 
 COMMANDS = {
     "plan": plan,
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher_words = [word for word in words[:1] if word.startswith(("--local_rank=", "--local-rank="))]
     if words[len(launcher_words) :][:1] == ["train"]:
         return cli.main([*launcher_words, *words[len(launcher_words) + 1 :]], f"{program} train")
-    parser = CommandLine(prog=program, description="Trains models, and does what comes before and after.")
+    parser = CommandLineParser(
+        prog=program, description="Trains models, and does what comes before and after."
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("train", help=cli.HELP)
     for name, command in COMMANDS.items():

@@ -22,27 +22,27 @@ from pipeline.redaction import redact_text
 
 # What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
 # line breaks and tabs, separators of lines, overrides of direction, halves of surrogate pairs.
-UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 MOST_LINES = 3
 LONGEST_USAGE = 120
 LONGEST_LINE, LONGEST_WORD = 1000, 400  # characters; a path may have 4096, but nobody reads it
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """The text without secrets, with what no terminal should be given written as an escape: `\\x1b`."""
-    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
 
 
-def shown(text: str, longest: int = LONGEST_LINE) -> str:
+def shorten_message(text: str, longest: int = LONGEST_LINE) -> str:
     """At most three lines of what a message says, without megabytes and escapes of what it repeats."""
-    lines = [_cut(line, longest) for line in printable(text.strip()).split("\n")]
+    lines = [_cut(line, longest) for line in escape_unprintable(text.strip()).split("\n")]
     if len(lines) > MOST_LINES:
         more = len(lines) - MOST_LINES + 1
         lines = [*lines[: MOST_LINES - 1], f"... and {more} more"]
     return "\n".join(lines)
 
 
-def one_line(error: BaseException, most: int = 200) -> str:
+def summarize_error(error: BaseException, most: int = 200) -> str:
     """What a library says of its failure, in `most` characters; its class where it says nothing."""
     return redact_text(" ".join(str(error).split()))[:most] or type(error).__name__
 
@@ -61,7 +61,7 @@ class PipelineError(Exception):
     longest_line = LONGEST_LINE
 
     def __str__(self) -> str:
-        return shown(super().__str__(), self.longest_line)
+        return shorten_message(super().__str__(), self.longest_line)
 
 
 class ConfigError(PipelineError):
@@ -133,7 +133,7 @@ def explain_interrupt(interrupt: BaseException, afterwards: str = "") -> tuple[s
     return "; ".join(["stopped", *filter(None, [afterwards])]), code
 
 
-def too_long_a_name(error: OSError) -> PipelineError | None:
+def explain_long_path(error: OSError) -> PipelineError | None:
     """For a path that no file can have, wherever it was used; None where something else is wrong."""
     if error.errno != errno.ENAMETOOLONG:
         return None
@@ -145,7 +145,11 @@ def hide_secrets_in_tracebacks() -> None:
 
     def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
-            print(printable("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
+            print(
+                escape_unprintable("".join(traceback.format_exception(kind, error, trace))),
+                file=sys.stderr,
+                end="",
+            )
 
     sys.excepthook = show
     threading.excepthook = lambda ended: show(ended.exc_type, ended.exc_value, ended.exc_traceback)
@@ -161,7 +165,7 @@ def report_errors(work: Callable[[], int | None], afterwards: str | None = None)
     try:
         return work() or 0
     except (PipelineError, OSError) as error:
-        mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
+        mistake = error if isinstance(error, PipelineError) else explain_long_path(error)
         if mistake is None:
             raise
         print(f"error: {mistake}", file=sys.stderr, flush=True)
@@ -173,7 +177,7 @@ def report_errors(work: Callable[[], int | None], afterwards: str | None = None)
         return code
 
 
-class CommandLine(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """A parser whose mistakes are a line of usage and a line of error."""
 
     def error(self, message: str) -> NoReturn:
@@ -184,17 +188,17 @@ class CommandLine(argparse.ArgumentParser):
         usage = " ".join(self.format_usage().split())
         usage = usage if len(usage) <= LONGEST_USAGE else f"{usage[:LONGEST_USAGE].rpartition(' ')[0]} ..."
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
-        self.exit(2, f"{usage}\n{self.prog}: error: {shown(message)}{hint}\n")
+        self.exit(2, f"{usage}\n{self.prog}: error: {shorten_message(message)}{hint}\n")
 
 
-def stretches(some: Collection[int], steps: Collection[int]) -> str:
+def format_ranges(some: Collection[int], steps: Collection[int]) -> str:
     """Return `4 to 6, 9` for some of these steps. At most five stretches are written out."""
     runs = [list(run) for is_one, run in groupby(sorted(steps), set(some).__contains__) if is_one]
     said = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def format_names(names: Sequence[str], most: int = 5) -> str:
     """`a.weight, a.bias and 3 more`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

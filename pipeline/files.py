@@ -44,7 +44,7 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m{total % 60:02}s" if minutes else f"{total}s"
 
 
-def synchronise(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk.
 
     Raises:
@@ -75,7 +75,7 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a new file, which takes the place of `path` in one step once the body has filled it.
 
     Whoever reads `path` finds the old content or the new one, whole. If the body raises, the old one stays.
@@ -87,12 +87,12 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        synchronise(partial)
+        sync_to_disk(partial)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    synchronise(path.parent)  # against a power cut: the new name
+    sync_to_disk(path.parent)  # against a power cut: the new name
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -101,7 +101,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: it cannot be written; the old file stays.
     """
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -117,11 +117,11 @@ def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> No
         OSError: the disk fails, or `final` is there; the folder keeps its old name.
     """
     for file in files:
-        synchronise(file)
-    synchronise(partial)
+        sync_to_disk(file)
+    sync_to_disk(partial)
     partial.rename(final)
     try:
-        synchronise(final.parent)
+        sync_to_disk(final.parent)
     except OSError:
         final.rename(partial)
         raise
@@ -136,7 +136,7 @@ def _kind(mode: int) -> str:
     return f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
-def open_plain(path: Path | str, follow_links: bool = True) -> int:
+def open_regular_file(path: Path | str, follow_links: bool = True) -> int:
     """Open a plain file to read it; the caller closes the descriptor.
 
     Raises:
@@ -160,13 +160,13 @@ def open_plain(path: Path | str, follow_links: bool = True) -> int:
     return descriptor
 
 
-def read_plain(path: Path | str, most: int, follow_links: bool = True) -> bytes:
+def read_regular_file(path: Path | str, most: int, follow_links: bool = True) -> bytes:
     """Return the content of a plain file of at most `most` bytes.
 
     Raises:
-        OSError: as in `open_plain`; it is larger.
+        OSError: as in `open_regular_file`; it is larger.
     """
-    with open(open_plain(path, follow_links), "rb") as file:
+    with open(open_regular_file(path, follow_links), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(
@@ -175,7 +175,7 @@ def read_plain(path: Path | str, most: int, follow_links: bool = True) -> bytes:
     return content
 
 
-def inside(folder: Path, name: str) -> Path | None:
+def path_inside(folder: Path, name: str) -> Path | None:
     """Return the path of that name; None if it leads out of the folder, by its words or by links.
 
     The hub's cache keeps the files of `snapshots/COMMIT` beside it, in `blobs`: they count as inside.
@@ -189,7 +189,7 @@ def inside(folder: Path, name: str) -> Path | None:
     return folder / name if stays and ".." not in given.parts and not given.is_absolute() else None
 
 
-def unsafe_files(folder: Path) -> Iterator[str]:
+def find_unsafe_files(folder: Path) -> Iterator[str]:
     """Yield what is wrong with the files of a folder whose reader, a library, opens whatever is there."""
     for place in (folder, folder / "additional_chat_templates"):
         for path in sorted(place.iterdir()) if place.is_dir() else ():
@@ -204,7 +204,7 @@ def unsafe_files(folder: Path) -> Iterator[str]:
                 yield f"{path.name[:100]!r} is larger than the {DESCRIPTION_LIMIT >> 20} MiB that it may have"
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, by the index of a model in several files.
 
     Raises:
@@ -212,7 +212,7 @@ def weight_map(index: Path) -> dict[str, str]:
         ValueError: it is no such index.
     """
     try:
-        places: dict[str, str] = json.loads(read_plain(index, DESCRIPTION_LIMIT))["weight_map"]
+        places: dict[str, str] = json.loads(read_regular_file(index, DESCRIPTION_LIMIT))["weight_map"]
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
@@ -223,10 +223,10 @@ def weight_map(index: Path) -> dict[str, str]:
 LOCK_FILE = ".lock"
 
 
-def is_held(directory: Path) -> bool:
+def is_run_locked(directory: Path) -> bool:
     """Whether a process trains the run. A run that starts this very moment may see the look as one."""
     try:
-        with open(open_plain(directory / LOCK_FILE), "rb") as file:
+        with open(open_regular_file(directory / LOCK_FILE), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)

@@ -12,17 +12,17 @@ import pytest
 
 from pipeline.cli.screen import Screen
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import LONGEST_LINE, ConfigError, printable
+from pipeline.errors import LONGEST_LINE, ConfigError, escape_unprintable
 from pipeline.files import (
+    atomic_write,
+    find_unsafe_files,
     format_bytes,
     format_duration,
-    inside,
-    open_plain,
+    open_regular_file,
+    path_inside,
     publish_folder,
-    read_plain,
+    read_regular_file,
     replace_file,
-    replacing,
-    unsafe_files,
 )
 from pipeline.monitoring.logs import log_to_console, log_to_file
 
@@ -38,18 +38,18 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
             ("socket", "no plain file"),
         ]:
             with pytest.raises(OSError, match=f"it is {what}"):
-                open_plain(tmp_path / name)
+                open_regular_file(tmp_path / name)
     with pytest.raises(OSError, match="it is a device"):
-        read_plain("/dev/zero", 10)
+        read_regular_file("/dev/zero", 10)
 
 
 def test_no_more_is_read_than_such_a_file_may_have(tmp_path):
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="larger than the 1 KiB"):
-        read_plain(tmp_path / "large", 1 << 10)
+        read_regular_file(tmp_path / "large", 1 << 10)
     (tmp_path / "small").write_bytes(b"x" * 1024)
-    assert len(read_plain(tmp_path / "small", 1 << 10)) == 1 << 10
+    assert len(read_regular_file(tmp_path / "small", 1 << 10)) == 1 << 10
 
 
 def test_no_name_and_no_link_leads_out_of_a_folder(tmp_path):
@@ -59,9 +59,9 @@ def test_no_name_and_no_link_leads_out_of_a_folder(tmp_path):
     (folder / "out").symlink_to(tmp_path)
     (folder / "round").symlink_to("round")
     for name in ("file", "deep/file", "link/file", "round", "a\0b"):
-        assert inside(folder, name) == folder / name
+        assert path_inside(folder, name) == folder / name
     for name in ("../file", "deep/../../file", "/etc/passwd", "out/file"):
-        assert inside(folder, name) is None, name
+        assert path_inside(folder, name) is None, name
 
 
 def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
@@ -70,12 +70,12 @@ def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
     (tmp_path / "models--x" / "blobs").mkdir()
     (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
-    assert list(unsafe_files(snapshot)) == []
-    assert inside(snapshot, "config.json") == snapshot / "config.json"
+    assert list(find_unsafe_files(snapshot)) == []
+    assert path_inside(snapshot, "config.json") == snapshot / "config.json"
     os.mkfifo(snapshot / "pipe")
     (snapshot / "additional_chat_templates").mkdir()
     (snapshot / "additional_chat_templates" / "a.jinja").symlink_to("/dev/zero")
-    assert list(unsafe_files(snapshot)) == [
+    assert list(find_unsafe_files(snapshot)) == [
         "'pipe' is a pipe, not a file",
         "'a.jinja' is a device, not a file",
     ]
@@ -94,7 +94,7 @@ def test_a_file_has_its_old_content_or_the_new_one(tmp_path):
     replace_file(file, "old")
 
     def fail():
-        with replacing(file) as partial:
+        with atomic_write(file) as partial:
             partial.write_text("half")
             assert file.read_text() == "old"
             raise ZeroDivisionError
@@ -130,7 +130,7 @@ def test_a_folder_has_its_name_when_all_of_it_is_on_the_disk(tmp_path, monkeypat
 def test_a_message_moves_no_cursor_and_has_an_end():
     hostile = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m\udc80\rerror: nothing"
     message = str(ConfigError(f"recipe.yaml:3: name: {hostile!s} and {'x' * 10**6}; write a name"))
-    assert printable(message) == message
+    assert escape_unprintable(message) == message
     assert "\\x1b[2J" in message
     assert message.startswith("recipe.yaml:3: name: ")
     assert message.endswith("; write a name")
@@ -159,4 +159,4 @@ def test_no_line_of_a_log_and_no_table_moves_a_cursor(capfd, tmp_path):
     assert len(out + err) < 5000
     for text in (out, err, logged):
         assert "\\x1b[2J" in text
-        assert printable(text) == text
+        assert escape_unprintable(text) == text

@@ -17,7 +17,7 @@ from secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
 from support.launch import TRAIN, Launched, launch, run_directories, run_python, write_recipe
 from support.wandb_server import KEY, Server
 
-from pipeline.errors import ConfigError, one_line, printable
+from pipeline.errors import ConfigError, escape_unprintable, summarize_error
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.report.page import encode
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
@@ -136,9 +136,13 @@ def test_errors_events_and_log_lines_have_none_also_where_they_are_cut():
     secret = "hf" + "_" + "Ab1" * 12
     for start in range(0, 1200, 7):
         error = ConfigError("x" * start + f" token {secret} " + "y" * 1200)
-        for said in (str(error), one_line(error), one_line(RuntimeError(f"{'x ' * start}{secret}"), 1000)):
+        for said in (
+            str(error),
+            summarize_error(error),
+            summarize_error(RuntimeError(f"{'x ' * start}{secret}"), 1000),
+        ):
             assert secret[:8] not in said
-    assert secret not in printable(f"got {secret}")
+    assert secret not in escape_unprintable(f"got {secret}")
     event = Event("run_failed", secret, secret, fields={"traceback": secret, "loss": 1.0, "password": "x"})
     assert event == Event(
         "run_failed", REDACTED, REDACTED, fields={"traceback": REDACTED, "loss": 1.0, "password": REDACTED}
@@ -255,7 +259,7 @@ def failing_recipe(folder: Path, name: str) -> Path:
         log={
             "every": 1,
             "tensorboard": True,
-            "sinks": [{"kind": "own_code:Tracker", "args": {"password": "own-sinks-word"}}],
+            "trackers": [{"kind": "own_code:Tracker", "args": {"password": "own-sinks-word"}}],
         },
         wandb={"tags": [TAG], "notes": f"with {TAG}", "job_type": TAG, "group": TAG},
         notify={

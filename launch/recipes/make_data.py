@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.errors import CommandLine, PipelineError, report_errors
+from pipeline.errors import CommandLineParser, PipelineError, report_errors
 
 LONGEST = 160  # characters of an answer
 PREFERRED = 3  # of so many functions one is kept for preferences alone
@@ -100,7 +100,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = CommandLine(prog="make_data.py", description="Writes the data of the recipes of fine-tuning.")
+    parser = CommandLineParser(
+        prog="make_data.py", description="Writes the data of the recipes of fine-tuning."
+    )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to, such as data")
     arguments = parser.parse_args()
     sys.exit(report_errors(lambda: main(arguments.folder)))

@@ -25,12 +25,12 @@ from pipeline.checkpoint.reader import CheckpointWeights
 from pipeline.checkpoint.shard_file import as_bytes
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.config.model_schema import AdapterConfig
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.errors import CheckpointError, ModelError, PipelineError, one_line
+from pipeline.errors import CheckpointError, ModelError, PipelineError, summarize_error
 from pipeline.files import format_bytes
 from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.transformers_facts import auto_class_for
@@ -248,7 +248,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         CheckpointError: It holds no adapter.
         ConfigError: peft is not installed.
     """
-    require("peft", "exporting an adapter", "merge it into its base with --merge")
+    require_package("peft", "exporting an adapter", "merge it into its base with --merge")
     from peft import LoraConfig
 
     about, shapes = manifest.state[KEY], manifest.table.shapes
@@ -315,7 +315,9 @@ class MergedWeights:
         try:
             self._base = open_base(base, open_checkpoint)
         except PipelineError as error:
-            raise ModelError(f"{manifest.folder} is an adapter, and its base: {one_line(error)}") from None
+            raise ModelError(
+                f"{manifest.folder} is an adapter, and its base: {summarize_error(error)}"
+            ) from None
         refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)
         wanted = {f"{layer}.weight" for layer in self._layers.union(self._about.get("quantized", ()))}
@@ -378,7 +380,7 @@ class Rounding:
     """
 
     def __init__(self, about: Mapping[str, Any]):
-        require("bitsandbytes", "merging an adapter whose base is in nf4")
+        require_package("bitsandbytes", "merging an adapter whose base is in nf4")
         from pipeline.models.quantised import packed, unpacked
 
         self._round = lambda weight: unpacked(packed(weight))

@@ -32,7 +32,13 @@ from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
-from pipeline.files import CONFIGURATION_LIMIT, DESCRIPTION_LIMIT, format_bytes, publish_folder, read_plain
+from pipeline.files import (
+    CONFIGURATION_LIMIT,
+    DESCRIPTION_LIMIT,
+    format_bytes,
+    publish_folder,
+    read_regular_file,
+)
 from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
 from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry
@@ -235,7 +241,7 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
     try:
-        config: dict[str, Any] = json.loads(read_plain(folder / "config.json", DESCRIPTION_LIMIT))
+        config: dict[str, Any] = json.loads(read_regular_file(folder / "config.json", DESCRIPTION_LIMIT))
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
@@ -259,7 +265,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     try:  # a link may lead anywhere
-        content = read_plain(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
+        content = read_regular_file(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""

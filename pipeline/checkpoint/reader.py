@@ -27,7 +27,7 @@ from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, opene
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
-from pipeline.files import open_plain
+from pipeline.files import open_regular_file
 from pipeline.models.weights import Entry
 
 THREADS = 4
@@ -235,7 +235,7 @@ class CheckpointReader:
     def _opened(self, file: FileRecord) -> int:
         descriptor = self._open.pop(file.name, None)
         if descriptor is None:
-            descriptor = open_plain(self.manifest.folder / file.name, follow_links=False)
+            descriptor = open_regular_file(self.manifest.folder / file.name, follow_links=False)
             try:
                 if file.name not in self._offsets:
                     self._offsets[file.name] = self._find_offsets(descriptor, file)

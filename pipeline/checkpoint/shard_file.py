@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from pipeline.checkpoint.shards import Shard
-from pipeline.files import open_plain
+from pipeline.files import open_regular_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -187,7 +187,7 @@ def opened(path: Path) -> Iterator[int]:
     Raises:
         OSError: There is none, or it is a link, a pipe or a device.
     """
-    descriptor = open_plain(path, follow_links=False)  # a link may lead out of the run
+    descriptor = open_regular_file(path, follow_links=False)  # a link may lead out of the run
     try:
         yield descriptor
     finally:

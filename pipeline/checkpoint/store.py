@@ -52,7 +52,7 @@ from pipeline.checkpoint.shards import BUFFER, EngineState, Shard
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.errors import CheckpointError, one_line
+from pipeline.errors import CheckpointError, summarize_error
 from pipeline.files import format_bytes, publish_folder, write_durably
 
 CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
@@ -170,7 +170,7 @@ def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
             log.warning(
                 "the copy of a checkpoint is slower than it could be: %s of host memory cannot be pinned: %s",
                 format_bytes(sum(sizes[len(chunks) :])),
-                one_line(error),
+                summarize_error(error),
             )
     return chunks
 
@@ -437,7 +437,7 @@ class Save:
         except LayoutChangedError:
             changed = True
         except MemoryError as error:
-            problem = f"{self._peers.host}: {one_line(error)}"
+            problem = f"{self._peers.host}: {summarize_error(error)}"
         except OSError as error:
             problem = self._peers.describe(error)
         for _ in shards:  # fetching them may be collective

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.settings import load_settings
 from pipeline.distributed.doctor.examination import Wanted, examine, examine_step, in_step, this_machine
 from pipeline.distributed.doctor.rows import Row, is_red, show
@@ -95,5 +95,7 @@ def _rows(arguments: argparse.Namespace) -> list[Row] | None:
     if in_step(os.environ):
         return examine_step(os.environ, wanted)
     if "SLURM_JOB_ID" in os.environ:
-        print(f"only this machine; all of the job: srun --ntasks-per-node=1 {own_command('doctor')}")
+        print(
+            f"only this machine; all of the job: srun --ntasks-per-node=1 {format_pipeline_command('doctor')}"
+        )
     return examine(this_machine(wanted))

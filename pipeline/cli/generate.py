@@ -7,7 +7,7 @@ import argparse
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import ConfigError, printable
+from pipeline.errors import ConfigError, escape_unprintable
 from pipeline.monitoring.logs import log_to_console
 
 HELP = "have a checkpoint's language model write text"
@@ -53,4 +53,4 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         import_paths=not arguments.no_import_paths,
     )
-    print(printable(text), flush=True)
+    print(escape_unprintable(text), flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.config.recipe import OPTION
+from pipeline.config.recipe import NO_IMPORT_PATHS
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.errors import PipelineError
@@ -29,7 +29,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
     """`--no-import-paths`, and overrides of the recipe's keys."""
-    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
+    parser.add_argument(NO_IMPORT_PATHS, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 

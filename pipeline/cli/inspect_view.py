@@ -18,7 +18,7 @@ from rich.text import Text
 from pipeline.cli.screen import Screen, percent
 from pipeline.data.batches import IGNORE_INDEX, Batch
 from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
-from pipeline.errors import printable
+from pipeline.errors import escape_unprintable
 
 if TYPE_CHECKING:
     from pipeline.data.packing import PackedDataset
@@ -233,7 +233,7 @@ def show_row(
             text.append(f"{chr(10) * (number > 0)}--- {KIND_NAMES[kind]}{better} ---\n", MARK)
         elif is_new and number:
             text.append("\n--- next document ---\n", MARK)
-        words = printable(tokenizer.decode(run.ids[:left]))
+        words = escape_unprintable(tokenizer.decode(run.ids[:left]))
         bracketed = run.in_loss and not is_coloured
         text.append(
             f"{OPEN}{words}{CLOSE}" if bracketed else words, OF_KIND[kind] if run.in_loss else CONTEXT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cli.inputs import add_overrides
-from pipeline.config.command_lines import Word, shell_line, train_command
+from pipeline.config.command_lines import Word, format_shell_line, format_train_command
 from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE, LAUNCH
 from pipeline.files import GIB, format_duration
@@ -40,7 +40,7 @@ def summary(found: Forecast) -> Iterator[str]:
     trained = "" if model.trained == model.numel else f", {model.trained / model.numel:.2%} of them trained"
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
     yield f"split   {resolved.split}; {place}"
-    yield f"batch   {resolved.plan}"
+    yield f"batch   {resolved.batch_plan}"
     host = f"host    {found.host_bytes / GIB:.1f} GiB of a machine's memory"
     if place.host_memory:
         host += f" of {place.host_memory / GIB:.1f}{' (assumed)' * place.assumes_host}"
@@ -89,7 +89,7 @@ def time_rows(found: Forecast) -> list[tuple[str, str]]:
 
 def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
     """Return a plan with bytes and seconds as numbers."""
-    time, batch, memory = found.time, found.resolved.plan, found.memory
+    time, batch, memory = found.time, found.resolved.batch_plan, found.memory
     return {
         "model": {"name": found.model.name, "parameters": found.model.numel},
         "split": str(found.resolved.split),
@@ -257,9 +257,9 @@ def plan(settings: Settings, model: Model, place: Place) -> tuple[Forecast, list
 def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Settings:
     """Put the largest micro-batch that is expected to fit in place of `auto`."""
     resolved = settings.resolve(place.ranks, place.device)
-    if not resolved.plan.is_open:
+    if not resolved.batch_plan.is_auto:
         return settings
-    return settings.divided(largest_that_fits(settings.config, resolved, model, place))
+    return settings.with_micro_batch_size(largest_that_fits(settings.config, resolved, model, place))
 
 
 def command_of(settings: Settings, place: Place, suggestion: Limit) -> str:
@@ -269,8 +269,8 @@ def command_of(settings: Settings, place: Place, suggestion: Limit) -> str:
     file, others = suggestion.words[:2], suggestion.words[2:]
     words: tuple[Word, ...] = ("--config", settings.recipe_path, *file, *typed, *others)
     if place.nodes > 1:
-        return shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
-    return train_command(place.per_node, *words)
+        return format_shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
+    return format_train_command(place.per_node, *words)
 
 
 def limits(settings: Settings, model: Model, place: Place, longest: bool) -> dict[str, Limit]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.errors import printable
+from pipeline.errors import escape_unprintable
 
 WIDTH = 110  # characters, where there is no terminal to ask
 LONGEST_CELL = 400  # characters
@@ -31,11 +31,11 @@ class Screen:
         self.is_coloured = is_terminal and not self._console.no_color
 
     def title(self, words: str) -> None:
-        self._console.print(Text(f"\n{printable(words)}", "bold"), soft_wrap=True)
+        self._console.print(Text(f"\n{escape_unprintable(words)}", "bold"), soft_wrap=True)
 
     def line(self, words: str | Text = "") -> None:
         """Never wrapped or read as markup."""
-        text = words if isinstance(words, Text) else Text(printable(words))
+        text = words if isinstance(words, Text) else Text(escape_unprintable(words))
         self._console.print(text, soft_wrap=True)
 
     def table(
@@ -50,13 +50,13 @@ class Screen:
         for number, column in enumerate(columns):
             wraps = column in words
             table.add_column(
-                printable(column),
+                escape_unprintable(column),
                 justify="left" if wraps or number == 0 else "right",
                 no_wrap=not wraps,
                 overflow="fold" if wraps else "ellipsis",
             )
         for row in rows:
-            table.add_row(*(Text(printable(cell[:LONGEST_CELL])) for cell in row))
+            table.add_row(*(Text(escape_unprintable(cell[:LONGEST_CELL])) for cell in row))
         self._console.print(table, width=min(self._console.width, PAGE) if words else None)
 
     @contextmanager

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from pipeline.config.recipe import OPTION
+from pipeline.config.recipe import NO_IMPORT_PATHS
 from pipeline.config.schema import LogLevel
-from pipeline.config.settings import Resolved, Settings, load_settings, recipe_yaml
+from pipeline.config.settings import ResolvedSettings, Settings, load_settings, recipe_yaml
 from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import take_up
@@ -27,12 +27,12 @@ from pipeline.engine.schedule import remark
 from pipeline.errors import (
     INTERRUPTS,
     NO_CHECKPOINT,
-    CommandLine,
+    CommandLineParser,
     PipelineError,
     explain_interrupt,
+    explain_long_path,
     hide_secrets_in_tracebacks,
-    shown,
-    too_long_a_name,
+    shorten_message,
 )
 from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import redact
@@ -44,7 +44,7 @@ BY_NAME = "a path, or the name of a shipped file"
 
 def build_parser(program: str) -> argparse.ArgumentParser:
     """Return the parser of `train`, for usage and errors that name this program."""
-    parser = CommandLine(
+    parser = CommandLineParser(
         prog=program,
         description="Train a model. The recipe says what, the JSON how the work is split.",
         epilog="Without --deepspeed: plain PyTorch. All keys: docs/configuration.md.",
@@ -65,7 +65,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
     parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
-    parser.add_argument(OPTION, action="store_true", help="refuse a recipe that names code to run")
+    parser.add_argument(NO_IMPORT_PATHS, action="store_true", help="refuse a recipe that names code to run")
     shows = parser.add_mutually_exclusive_group()
     shows.add_argument("--log-level", choices=LEVELS, help="what the console shows (default: info)")
     only = "only warnings, errors and the closing lines"
@@ -128,17 +128,17 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
             import_paths=import_paths,
         )
         is_told = ranks.is_main_process and settings.config.log.shows_rows
-        if is_told and settings.split is not None:
-            for line in settings.split.notes:
-                print(f"note: {shown(line)}", file=sys.stderr)
+        if is_told and settings.deepspeed_file is not None:
+            for line in settings.deepspeed_file.notes:
+                print(f"note: {shorten_message(line)}", file=sys.stderr)
         if arguments.dry_run:
             if ranks.is_main_process:
                 print(describe(settings, arguments.world_size or ranks.world_size))
             return 0
-        planned = settings.plan(ranks.world_size)
+        planned = settings.resolve_before_torch(ranks.world_size)
         check_pretrained(settings.config)
     except (PipelineError, OSError) as error:
-        mistake = error if isinstance(error, PipelineError) else too_long_a_name(error)
+        mistake = error if isinstance(error, PipelineError) else explain_long_path(error)
         if mistake is None:
             raise
         return _refuse(mistake, ranks)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     return code
 
 
-def _run(settings: Settings, ranks: Ranks, planned: Resolved) -> int:
+def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
     with terminable():
         try:
             from pipeline.training.run_rank import run  # torch comes in here
@@ -180,14 +180,14 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
 def describe(settings: Settings, world_size: int) -> str:
     """What --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
     resolved = settings.resolve(world_size, Device.probe())
-    plan, config = resolved.plan, settings.config
+    plan, config = resolved.batch_plan, settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
     filled = resolved.deepspeed
-    if filled is not None and plan.is_open:
+    if filled is not None and plan.is_auto:
         filled = filled | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     if filled is not None:
         parts += [
-            f"# DeepSpeed ({settings.split_path}, every auto filled)",
+            f"# DeepSpeed ({settings.deepspeed_path}, every auto filled)",
             json.dumps(redact(filled), indent=2),
             "",
         ]

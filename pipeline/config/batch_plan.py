@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pipeline.config.schema import MOST_ACCUMULATED, MOST_SAMPLES_A_STEP, MOST_SAMPLES_AT_ONCE, BatchConfig
+from pipeline.config.schema import (
+    MAX_ACCUMULATION_STEPS,
+    MAX_GLOBAL_BATCH_SIZE,
+    MAX_MICRO_BATCH_SIZE,
+    BatchConfig,
+)
 from pipeline.errors import ConfigError
 
 
@@ -16,7 +21,7 @@ class BatchPlan:
     micro_batch_size: int
     gradient_accumulation_steps: int
     dp_world_size: int
-    is_open: bool = False
+    is_auto: bool = False
     """`micro_batch_size: auto`, not found yet: until then it is 1."""
 
     @property
@@ -29,21 +34,21 @@ class BatchPlan:
         """Micro-batch sizes that keep the global batch in whole accumulation steps. Ascending."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         low = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
-        return [n for n in sorted({*low, *(samples // n for n in low)}) if n <= MOST_SAMPLES_AT_ONCE]
+        return [n for n in sorted({*low, *(samples // n for n in low)}) if n <= MAX_MICRO_BATCH_SIZE]
 
-    def divided(self, micro_batch_size: int) -> BatchPlan:
+    def with_micro_batch_size(self, micro_batch_size: int) -> BatchPlan:
         """Return the same global batch in micro-batches of another size, one of `candidates`."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         return replace(
             self,
             micro_batch_size=micro_batch_size,
             gradient_accumulation_steps=samples // micro_batch_size,
-            is_open=False,
+            is_auto=False,
         )
 
     def __str__(self) -> str:
         micro, steps = f"{self.micro_batch_size}", f"{self.gradient_accumulation_steps} "
-        if self.is_open:
+        if self.is_auto:
             sizes = self.candidates
             some = [*sizes] if len(sizes) <= 9 else [*sizes[:5], "...", *sizes[-3:]]
             micro, steps = f"auto, one of {', '.join(map(str, some))},", ""
@@ -61,7 +66,7 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
             larger than it may be stated.
     """
     micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
-    is_open = False
+    is_auto = False
     if micro == "auto":
         micro = 1
         if total is None:
@@ -74,22 +79,22 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
                 f"it and global_batch_size ({total}); drop it, or give micro_batch_size as a number"
             )
         steps = _exact(total, dp_world_size, "what a rank sees of a step", batch, dp_world_size)
-        is_open = True
+        is_auto = True
     elif micro is None:
         if total is None:
             raise ConfigError("batch: give micro_batch_size or global_batch_size; the rest follows")
         micro = _exact(total, (steps or 1) * dp_world_size, "micro_batch_size", batch, dp_world_size)
     elif steps is None and total is not None:
         steps = _exact(total, micro * dp_world_size, "gradient_accumulation_steps", batch, dp_world_size)
-    plan = BatchPlan(micro, steps or 1, dp_world_size, is_open)
+    plan = BatchPlan(micro, steps or 1, dp_world_size, is_auto)
     if total not in (None, plan.global_batch_size):
         raise ConfigError(
             f"batch: {plan}, but global_batch_size is given as {total}; drop one of the three and it follows"
         )
     limits = {
-        "micro_batch_size": MOST_SAMPLES_AT_ONCE,
-        "gradient_accumulation_steps": MOST_ACCUMULATED,
-        "global_batch_size": MOST_SAMPLES_A_STEP,
+        "micro_batch_size": MAX_MICRO_BATCH_SIZE,
+        "gradient_accumulation_steps": MAX_ACCUMULATION_STEPS,
+        "global_batch_size": MAX_GLOBAL_BATCH_SIZE,
     }
     for name, most in limits.items():
         if getattr(plan, name) > most:

@@ -11,28 +11,28 @@ SCRIPT = "ds-pipeline"
 Word = str | Path
 
 
-def own_command(*words: Word) -> str:
+def format_pipeline_command(*words: Word) -> str:
     """Return `ds-pipeline` with these words, or `python -m pipeline` where that script is not installed.
 
     A `Path` becomes absolute.
     """
-    script = installed_program(SCRIPT)
-    own = [script] if script else [installed_program("python") or sys.executable, "-m", "pipeline"]
-    return shell_line(*own, *words)
+    script = find_installed_program(SCRIPT)
+    own = [script] if script else [find_installed_program("python") or sys.executable, "-m", "pipeline"]
+    return format_shell_line(*own, *words)
 
 
-def train_command(num_gpus: int, *words: Word) -> str:
+def format_train_command(num_gpus: int, *words: Word) -> str:
     """Return the command that trains under `deepspeed` on GPUs of one machine. A `Path` becomes absolute."""
-    launcher = [installed_program("deepspeed") or "deepspeed", "--num_gpus", str(num_gpus)]
-    return shell_line(*launcher, "--module", "pipeline", "train", *words)
+    launcher = [find_installed_program("deepspeed") or "deepspeed", "--num_gpus", str(num_gpus)]
+    return format_shell_line(*launcher, "--module", "pipeline", "train", *words)
 
 
-def shell_line(*words: Word) -> str:
+def format_shell_line(*words: Word) -> str:
     """Return the words as a shell reads them. A `Path` becomes absolute."""
     return shlex.join(str(word.absolute()) if isinstance(word, Path) else word for word in words)
 
 
-def installed_program(name: str) -> str | None:
+def find_installed_program(name: str) -> str | None:
     """Return the name if it starts the program beside this Python, else that program's path.
 
     `None`: nothing of that name is beside this Python.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from pipeline.config.data_schema import DocumentsConfig, PreferenceDataConfig
-from pipeline.config.interval import cadence_contradictions
+from pipeline.config.interval import find_interval_contradictions
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.config.objective_schema import AutoObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
@@ -33,7 +33,7 @@ OF_EXAMPLES = "kto"
 OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
 
-def contradictions(config: RunConfig) -> Iterator[Contradiction]:
+def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
     """Yield every pair of keys that cannot stand together."""
     if (config.max_steps is None) == (config.max_epochs is None):
         yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
@@ -48,7 +48,7 @@ def contradictions(config: RunConfig) -> Iterator[Contradiction]:
             ("early_stopping", "eval.every"),
             "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
         )
-    yield from cadence_contradictions(config, None)
+    yield from find_interval_contradictions(config, None)
     if config.model.language_model is not None:
         yield from _of_language_model(config.model.language_model)
     if config.data.documents is not None:

@@ -15,12 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config.model_schema import IMPORT_PATH, Closed, kind_tag
+from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, kind_tag
 
 SOURCE_NAME = r"^[A-Za-z0-9][\w.-]*$"
 
 
-class TokenizerConfig(Closed):
+class TokenizerConfig(RecipeSection):
     """Where the tokenizer comes from: trained on the data here, or loaded."""
 
     pretrained: str | None = None
@@ -30,7 +30,7 @@ class TokenizerConfig(Closed):
     """Entries of the byte-level BPE trained on the data. Not read with `pretrained`."""
 
 
-def weight_at(weight: float | Mapping[int, float], step: int) -> float:
+def interpolate_weight(weight: float | Mapping[int, float], step: int) -> float:
     """Return the weight of a source for the step after `step` of them."""
     if not isinstance(weight, Mapping):
         return weight
@@ -40,7 +40,7 @@ def weight_at(weight: float | Mapping[int, float], step: int) -> float:
     return weight[before] + (weight[after] - weight[before]) * passed
 
 
-class SourceConfig(Closed):
+class SourceConfig(RecipeSection):
     """Where documents come from: exactly one of `paths`, `dataset` and `iterable`."""
 
     name: str | None = Field(None, pattern=SOURCE_NAME)
@@ -110,7 +110,7 @@ class SourceConfig(Closed):
         return self
 
 
-class DataSection(Closed):
+class DataSection(RecipeSection):
     """What every kind of data answers. Each kind but one answers `None` to the question for a kind."""
 
     @property
@@ -197,7 +197,7 @@ class DocumentsConfig(DataSection):
             if any(weight is None for weight in weights):
                 raise ValueError("some sources have a weight and some have none; give all of them one")
             steps = {0}.union(*(weight for weight in weights if isinstance(weight, dict)))
-            if not all(any(weight_at(weight or 0.0, step) for weight in weights) for step in steps):
+            if not all(any(interpolate_weight(weight or 0.0, step) for weight in weights) for step in steps):
                 raise ValueError("the weights of sources sum to 0; give at least one a weight above 0")
         names = [source.name for source in self.all_sources()] + list(self.eval_sets)
         twice = sorted({name for name in names if names.count(name) > 1 and name is not None})

@@ -48,24 +48,24 @@ def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile) -> None:
     adopted: dict[str, str] = {}
     for stated in _stated(file):
         mine = stated.recipe_key
-        said = f"{file.at(stated.json_key)} is {stated.quoted}"
+        said = f"{file.describe_key(stated.json_key)} is {stated.quoted}"
         for key in ("max_steps", "max_epochs") if mine == "max_steps" else (mine,):
             own = get_dotted(recipe.tree, key)
             if own is None or (own == stated.value and key == mine):
                 continue
             if mine in adopted:
                 raise ConfigError(f'{said}, {adopted[mine]} is {own}; write "auto" here')
-            other = f"{recipe.place(key)}: {key} is {own}"
+            other = f"{recipe.location_of(key)}: {key} is {own}"
             raise ConfigError(f'{said}, {other}; write "auto" here, or drop {key} there')
         if get_dotted(recipe.tree, mine) is None:
-            adopted[mine] = file.at(stated.json_key)
+            adopted[mine] = file.describe_key(stated.json_key)
             set_dotted(recipe.tree, mine.split("."), stated.value, adopted[mine])
     is_cosine = get_dotted(file.tree, "scheduler.type") == "WarmupCosineLR"
     is_open = get_dotted(file.tree, "scheduler.params.cos_min_ratio") is None
     if is_cosine and is_open and get_dotted(recipe.tree, _RATIO) is None:
-        adopted[_RATIO] = file.at("scheduler.type")
+        adopted[_RATIO] = file.describe_key("scheduler.type")
         set_dotted(recipe.tree, _RATIO.split("."), 0.0001, adopted[_RATIO])  # DeepSpeed's default
-    recipe.places |= adopted
+    recipe.locations |= adopted
     if not has_batch and list(recipe.tree.get("batch", ())) == ["gradient_accumulation_steps"]:
         default = RunConfig.model_fields["batch"].default
         recipe.tree["batch"]["micro_batch_size"] = default.micro_batch_size
@@ -79,15 +79,18 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
         ConfigError: The recipe has an engine section too, or the file also speaks to DeepSpeed.
     """
     tree = file.tree
-    if foreign := sorted(set(tree) - keys.WITH_TORCH):
+    if foreign := sorted(set(tree) - keys.ALLOWED_BESIDE_TORCH):
         raise ConfigError(
-            f"{file.at('torch')}: plain PyTorch does not read {', '.join(foreign)}; drop torch, or drop these"
+            f"{file.describe_key('torch')}: plain PyTorch does not read "
+            f"{', '.join(foreign)}; drop torch, or drop these"
         )
     if "engine" in recipe.tree:
-        raise ConfigError(f"{file.at('torch')}: the recipe has an engine section too; drop one of the two")
+        raise ConfigError(
+            f"{file.describe_key('torch')}: the recipe has an engine section too; drop one of the two"
+        )
     if get_dotted(tree, "fp16.enabled") is True:
         raise ConfigError(
-            f"{file.at('fp16.enabled')}: plain PyTorch computes in fp32 or bf16; use "
+            f"{file.describe_key('fp16.enabled')}: plain PyTorch computes in fp32 or bf16; use "
             "ds_configs/zero2_fp16.json"
         )
     bf16 = get_dotted(tree, "bf16.enabled")
@@ -99,7 +102,7 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
     }
     theirs = {"precision": "bf16.enabled", "tf32": "tf32.enabled", "compile": "compile.enabled"}
     theirs |= {key: f"torch.{key}" for key in tree["torch"]}
-    recipe.places |= {f"engine.{key}": file.at(dotted) for key, dotted in theirs.items()}
+    recipe.locations |= {f"engine.{key}": file.describe_key(dotted) for key, dotted in theirs.items()}
 
 
 def _stated(file: ConfigFile) -> Iterator[_Stated]:
@@ -131,7 +134,7 @@ def _note_other_warm_up(recipe: ConfigFile, file: ConfigFile) -> None:
     params = get_dotted(file.tree, "scheduler.params") or {}
     rate, peak = get_dotted(file.tree, "optimizer.params.lr"), params.get("warmup_max_lr")
     if not {rate, peak} & {None, "auto"} and rate != peak:
-        place = file.at("optimizer.params.lr")
+        place = file.describe_key("optimizer.params.lr")
         file.notes.append(f"{place}: DeepSpeed steps at warmup_max_lr, {peak}, not at {rate}")
     if get_dotted(file.tree, "scheduler.type") in (None, "auto"):
         return
@@ -139,6 +142,6 @@ def _note_other_warm_up(recipe: ConfigFile, file: ConfigFile) -> None:
     is_other = params.get("warmup_type") != "linear" or any(each not in (None, "auto", 0) for each in starts)
     if is_other and get_dotted(recipe.tree, "schedule.warmup"):
         file.notes.append(
-            f"{file.at('scheduler.type')}: DeepSpeed's warm-up begins at warmup_min_lr, and follows a "
-            "logarithm unless warmup_type is linear; here it is linear from 0"
+            f"{file.describe_key('scheduler.type')}: DeepSpeed's warm-up begins at warmup_min_lr, and "
+            "follows a logarithm unless warmup_type is linear; here it is linear from 0"
         )

@@ -17,8 +17,8 @@ from pipeline.config import deepspeed_keys as keys
 from pipeline.config.loading import ConfigFile, Tree, did_you_mean, get_dotted, is_comment
 from pipeline.errors import ConfigError
 
-MASTERS = tuple(f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))
-STATES = "bf16.bf16_optimizer_states"
+MASTER_WEIGHT_KEYS = tuple(f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))
+OPTIMIZER_STATES_KEY = "bf16.bf16_optimizer_states"
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 LARGEST = 2**63 - 1
 """No whole number in the file is larger: it counts, or measures memory."""
@@ -40,18 +40,18 @@ BOUNDS = {
 }
 
 
-def has_half_states(filled: Tree) -> bool:
+def has_16bit_optimizer_states(filled: Tree) -> bool:
     """Return whether the optimizer's state is bf16 as well."""
-    return bool(get_dotted(filled, STATES))
+    return bool(get_dotted(filled, OPTIMIZER_STATES_KEY))
 
 
-def has_half_masters(filled: Tree) -> bool:
+def has_16bit_master_weights(filled: Tree) -> bool:
     """Return whether there are no fp32 weights."""
-    return any(get_dotted(filled, key) for key in MASTERS)
+    return any(get_dotted(filled, key) for key in MASTER_WEIGHT_KEYS)
 
 
 @functools.cache
-def rules() -> dict[str, dict[str, Any]]:
+def load_key_rules() -> dict[str, dict[str, Any]]:
     """Return dotted key -> its type, bounds and choices: DeepSpeed's, with this trainer's on top."""
     found: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for dotted, more in keys.LIMITS.items():
@@ -65,19 +65,19 @@ def rules() -> dict[str, dict[str, Any]]:
 def _names(section: str) -> dict[str, str]:
     """Return every name of a key of this section -> the name in DeepSpeed's documentation."""
     found: dict[str, str] = {}
-    for dotted, rule in rules().items():
+    for dotted, rule in load_key_rules().items():
         parent, _, key = dotted.rpartition(".")
         if parent == section:
             found |= dict.fromkeys((key, *rule.get("names", ())), key)
-    for dotted, key in keys.OTHER_NAMES.items():
+    for dotted, key in keys.SYNONYMS.items():
         parent, _, other = dotted.rpartition(".")
         if parent == section:
             found[other] = key
-    own = keys.SECTIONS.get(section)
+    own = keys.READ_KEYS.get(section)
     return {name: key for name, key in found.items() if own is None or key in own}
 
 
-def check(file: ConfigFile) -> None:
+def check_deepspeed_json(file: ConfigFile) -> None:
     """Turn the file's tree into the keys that DeepSpeed documents, with a note for each that is left out.
 
     Nulls are left out, since they stand for DeepSpeed's default. So are comments, what is switched off, and
@@ -95,29 +95,31 @@ def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            file.notes.append(f"{file.at(full)}: a comment, passed over")
+            file.notes.append(f"{file.describe_key(full)}: a comment, passed over")
             continue
-        if full in keys.NOT_HERE:
+        if full in keys.UNSUPPORTED:
             if not _is_off(full, value):
-                raise ConfigError(f"{file.at(full)}: not read here; {keys.NOT_HERE[full]}")
+                raise ConfigError(f"{file.describe_key(full)}: not read here; {keys.UNSUPPORTED[full]}")
             if value is not None:
-                file.notes.append(f"{file.at(full)}: switched off, passed over")
+                file.notes.append(f"{file.describe_key(full)}: switched off, passed over")
             continue
         if given not in names:
-            raise ConfigError(f"{file.at(full)}: {_unknown(full, given, names)}")
+            raise ConfigError(f"{file.describe_key(full)}: {_unknown(full, given, names)}")
         if value is None:
             continue
         name = names[given]
         dotted = f"{prefix}{name}"
         if name in clean or (name != given and section.get(name) is not None):
-            raise ConfigError(f"{file.at(full)}: another name of {name}, which is given too; drop one")
+            raise ConfigError(
+                f"{file.describe_key(full)}: another name of {name}, which is given too; drop one"
+            )
         if full != dotted:
-            file.places |= {dotted + at[len(full) :]: file.places[at] for at in file.below(full)}
+            file.locations |= {dotted + at[len(full) :]: file.locations[at] for at in file.keys_within(full)}
         checked = _value(file, dotted, value, full)
         if dotted not in keys.IGNORED:
             clean[name] = checked
         elif not _is_off(dotted, value):
-            file.notes.append(f"{file.at(full)}: passed over; {keys.IGNORED[dotted]}")
+            file.notes.append(f"{file.describe_key(full)}: passed over; {keys.IGNORED[dotted]}")
     return clean
 
 
@@ -125,13 +127,13 @@ def _unknown(full: str, given: str, names: dict[str, str]) -> str:
     """Return what to say of a key that its section does not have."""
     if full in keys.ALIASES:
         return f"unknown key; {keys.ALIASES[full]}"
-    if "." in given and given in rules():
+    if "." in given and given in load_key_rules():
         return f"unknown key; write {_nested(given)}"
     section = full.rpartition(".")[0]
-    if full in rules():
+    if full in load_key_rules():
         read = ", ".join(sorted(set(names.values())))
         return f"not read here; of {section} this trainer reads {read}"
-    known = {*names, *(key for key in keys.NOT_HERE if "." not in key and not section)}
+    known = {*names, *(key for key in keys.UNSUPPORTED if "." not in key and not section)}
     near = did_you_mean(given, known)
     return f"unknown key{near if len(known) <= 12 or 'mean' in near else ''}"
 
@@ -143,11 +145,11 @@ def _nested(dotted: str) -> str:
 
 def _is_off(dotted: str, value: Any) -> bool:
     """Return whether a key that is not read here asks for nothing, or for what DeepSpeed does anyway."""
-    if isinstance(value, dict) and dotted not in keys.ON_IF_THERE:
+    if isinstance(value, dict) and dotted not in keys.ON_IF_PRESENT:
         if "enabled" in value:
             return value["enabled"] in (False, "auto")
         return bool(value) and all(_is_off(f"{dotted}.{key}", each) for key, each in value.items())
-    return value is None or value is False or value == rules().get(dotted, {}).get("default")
+    return value is None or value is False or value == load_key_rules().get(dotted, {}).get("default")
 
 
 def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
@@ -159,7 +161,7 @@ def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
     Raises:
         ConfigError: The value is not of the type that DeepSpeed reads, or out of its range.
     """
-    rule = rules()[dotted]
+    rule = load_key_rules()[dotted]
     kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
     if value == "auto" and "object" not in kinds and dotted not in keys.NEVER_AUTO:
         return value  # filled in later, or an error then
@@ -173,7 +175,7 @@ def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
     if not is_kind or not _in_range(rule, value):
         advice = f"; {rule['advice']}" if "advice" in rule else ""
         raise ConfigError(
-            f"{file.at(said)}: expected {_expected(dotted, rule, kinds)}, given {given!r}{advice}"
+            f"{file.describe_key(said)}: expected {_expected(dotted, rule, kinds)}, given {given!r}{advice}"
         )
     if isinstance(value, dict) and _names(dotted):
         return _section(file, value, f"{dotted}.")
@@ -202,7 +204,7 @@ def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
     if "enum" in rule:
         words = [str(each).lower() if isinstance(each, bool) else str(each) for each in rule["enum"]]
         return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-    if dotted in keys.AUTO and kinds == ["boolean"]:
+    if dotted in keys.DEVICE_DECIDES_AUTO and kinds == ["boolean"]:
         return 'true, false or "auto"'
     bounds = [f" {word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule]
     multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""

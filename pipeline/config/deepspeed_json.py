@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config.batch_plan import BatchPlan
-from pipeline.config.deepspeed_check import check, rules
+from pipeline.config.deepspeed_check import check_deepspeed_json, load_key_rules
 from pipeline.config.loading import ConfigFile, Tree, get_dotted, read_json
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device
@@ -26,7 +26,7 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> C
     file = read_json(path)
     for parts, value in overrides:
         file.override(parts, value)
-    check(file)
+    check_deepspeed_json(file)
     return file
 
 
@@ -39,7 +39,7 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     filled = {
         key: copy.deepcopy(value)
         for key, value in file.tree.items()
-        if key not in ("optimizer", "scheduler") and key not in keys.OWN
+        if key not in ("optimizer", "scheduler") and key not in keys.OWN_SECTIONS
     }
     filled["train_batch_size"] = plan.global_batch_size
     filled["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
@@ -67,7 +67,7 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
         if name in filled:
             filled[name]["enabled"] = name == precision
     for dotted in _leftover_autos(filled):
-        raise ConfigError(f'{file.at(dotted)}: nothing here can fill this "auto"; write a value')
+        raise ConfigError(f'{file.describe_key(dotted)}: nothing here can fill this "auto"; write a value')
     return filled
 
 
@@ -102,27 +102,27 @@ def decide_precision(file: ConfigFile, device: Device) -> str:
     bf16 = get_dotted(file.tree, "bf16.enabled") or False
     fp16 = get_dotted(file.tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
-        raise ConfigError(f"{file.at('bf16.enabled')} and fp16.enabled are both true; choose one")
+        raise ConfigError(f"{file.describe_key('bf16.enabled')} and fp16.enabled are both true; choose one")
     others = {"fp16": "bf16 (ds_configs/zero2.json)", "bf16": "fp16 (ds_configs/zero2_fp16.json)"}
     for name, asked in (("fp16", fp16), ("bf16", bf16)):
         if asked is True and device.kind == "cuda" and not getattr(device, name):
             raise ConfigError(
-                f"{file.at(f'{name}.enabled')}: this device does not compute in {name}; use {others[name]}, "
-                f"or fp32 with ds.{name}.enabled=false"
+                f"{file.describe_key(f'{name}.enabled')}: this device does not compute in {name}; "
+                f"use {others[name]}, or fp32 with ds.{name}.enabled=false"
             )
     if bf16 is True or (bf16 == "auto" and fp16 is not True and device.bf16):
         return "bf16"
     return "fp16" if fp16 is True or (fp16 == "auto" and device.fp16) else "fp32"
 
 
-def precision_of(filled: Tree) -> str:
+def get_precision(filled: Tree) -> str:
     """Return what a resolved configuration computes in: `fp32`, `bf16` or `fp16`."""
     return next((name for name in ("bf16", "fp16") if filled.get(name, {}).get("enabled")), "fp32")
 
 
-def lowest_loss_scale(filled: Tree | None) -> float | None:
+def get_min_loss_scale(filled: Tree | None) -> float | None:
     """Return the fp16 loss scale that DeepSpeed does not go below; `None` in other precisions."""
-    if filled is None or precision_of(filled) != "fp16":
+    if filled is None or get_precision(filled) != "fp16":
         return None
     return float(filled["fp16"].get("loss_scale") or filled["fp16"].get("min_loss_scale", 1))
 
@@ -131,7 +131,7 @@ def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         if value == "auto":
-            if rules().get(f"{prefix}{key}", {}).get("default") != "auto":
+            if load_key_rules().get(f"{prefix}{key}", {}).get("default") != "auto":
                 yield f"{prefix}{key}"
         else:
             yield from _leftover_autos(value, f"{prefix}{key}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # This trainer's own sections, and those of DeepSpeed's of which only some keys are passed on.
-SECTIONS = {
+READ_KEYS = {
     "compile": {"enabled"},
     "pipeline": {"partition", "stages"},
     "tensor_parallel": {"autotp_size", "partition_config", "preset_model", "tp_overlap_comm"},
@@ -14,10 +14,10 @@ SECTIONS = {
 }
 
 # Sections that DeepSpeed does not get.
-OWN = {"compile", "tf32", "torch"}
+OWN_SECTIONS = {"compile", "tf32", "torch"}
 
 # What may stand beside a `torch` section; everything else speaks to DeepSpeed.
-WITH_TORCH = {
+ALLOWED_BESIDE_TORCH = {
     "bf16", "compile", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
     "tf32", "torch", "train_batch_size", "train_micro_batch_size_per_gpu",
 }  # fmt: skip
@@ -61,11 +61,11 @@ _INSTEAD = {
     "zero_optimization.cpu_offload_params",
     "use zero_quantized_gradients alone": "zero_optimization.zeropp_loco_param",
 }
-NOT_HERE = dict(sorted((key, text) for text, words in _INSTEAD.items() for key in words.split()))
+UNSUPPORTED = dict(sorted((key, text) for text, words in _INSTEAD.items() for key in words.split()))
 """Key that is refused unless it is switched off -> what to use instead."""
 
 # Sections of DeepSpeed's that are on where they stand, whatever is in them.
-ON_IF_THERE = {"zero_optimization.zenflow"}
+ON_IF_PRESENT = {"zero_optimization.zenflow"}
 
 # What many files have, and nothing here reads: taken, with a line.
 IGNORED = {
@@ -89,10 +89,10 @@ IGNORED = {
 }
 
 # Names that DeepSpeed still takes, besides those its models declare.
-OTHER_NAMES = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
+SYNONYMS = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
 
 # Keys whose "auto" the device decides, and those that have none.
-AUTO = {"bf16.enabled", "compile.enabled", "fp16.enabled", "tf32.enabled"}
+DEVICE_DECIDES_AUTO = {"bf16.enabled", "compile.enabled", "fp16.enabled", "tf32.enabled"}
 NEVER_AUTO = {
     "pipeline.partition", "pipeline.stages", "sequence_parallel_size", "tensor_parallel.autotp_size",
     "zero_optimization.stage",

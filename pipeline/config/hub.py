@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-from pipeline.errors import PipelineError, one_line
+from pipeline.errors import PipelineError, summarize_error
 
 SECONDS_TO_ANSWER = 2.0
 """For the hub to answer. Without this question its client asks an unreachable hub for a minute."""
@@ -19,7 +19,7 @@ MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 @contextmanager
-def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[None]:
+def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[None]:
     """Let the hub's client read a name from its cache alone inside of this, if the hub does not answer.
 
     Args:
@@ -40,7 +40,7 @@ def hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[N
     try:
         is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKS)
     except HFValidationError as mistake:
-        raise error(f"{start}, nor can the hub have such a name ({one_line(mistake)})") from None
+        raise error(f"{start}, nor can the hub have such a name ({summarize_error(mistake)})") from None
     problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
@@ -79,7 +79,7 @@ def _ask(endpoint: str) -> str | None:
             get_session().head(endpoint, timeout=SECONDS_TO_ANSWER)
             problems.append(None)
         except Exception as error:  # whatever the network, a proxy or a certificate can do
-            problems.append(f"{endpoint}: {one_line(error)}")
+            problems.append(f"{endpoint}: {summarize_error(error)}")
 
     thread = Thread(target=ask, name="hub", daemon=True)  # no timeout holds for the resolver of names
     thread.start()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError, one_line
+from pipeline.errors import PipelineError, summarize_error
 
 
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
@@ -35,14 +35,14 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
         raise error(f"{path!r} is no import path: expected `package.module:function`")
-    if (advice := advice_on_file(path)) is not None:
+    if (advice := suggest_import_path(path)) is not None:
         raise error(f"{path}: {advice}")
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         sys.path.append(directory)
     importlib.invalidate_caches()
     try:
-        with may_not_exit(f"{path}: importing {module_name}", error):
+        with exit_as_error(f"{path}: importing {module_name}", error):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None:
@@ -67,7 +67,7 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     raise error(f"{where} has no {name!r}{hint or (f'; did you mean {close[0]!r}?' if close else '')}")
 
 
-def refuse_misfit(
+def check_signature(
     function: Callable[..., Any], message: str, error: type[PipelineError], /, *args: Any, **named: Any
 ) -> None:
     """Refuse a function of the user's that cannot be called with these arguments.
@@ -85,7 +85,7 @@ def refuse_misfit(
         pass  # no signature
 
 
-def advice_on_file(given: str) -> str | None:
+def suggest_import_path(given: str) -> str | None:
     """Return what to write for `folder/file.py:name`, and from which folder; `None` for anything else."""
     module_name, _, name = given.partition(":")
     if not name or not (module_name.endswith(".py") or "/" in module_name):
@@ -97,7 +97,7 @@ def advice_on_file(given: str) -> str | None:
 
 
 @contextmanager
-def may_not_exit(what: str, error: type[PipelineError]) -> Iterator[None]:
+def exit_as_error(what: str, error: type[PipelineError]) -> Iterator[None]:
     """Turn sys.exit in code of the user's own into an error: it would end the run with the user's code.
 
     Args:
@@ -114,7 +114,7 @@ def may_not_exit(what: str, error: type[PipelineError]) -> Iterator[None]:
 
 
 @contextmanager
-def told_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
+def errors_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
     """Turn any failure of a short call into the user's code into one line with its place.
 
     Args:
@@ -122,13 +122,13 @@ def told_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
         error: Error to raise in place of the code's own.
     """
     try:
-        with may_not_exit(what, error):
+        with exit_as_error(what, error):
             yield
     except PipelineError:
         raise
     except Exception as raised:
         name, place = type(raised).__name__, _place_of(raised)
-        raise error(f"{what} raised {name}: {one_line(raised)} ({place})") from None
+        raise error(f"{what} raised {name}: {summarize_error(raised)} ({place})") from None
 
 
 def _place_of(raised: Exception) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cadences:
+class IntervalSteps:
     """Steps between two rows of the log, two evaluations, two checkpoints; 0: only where a run ends."""
 
     log: int
@@ -25,19 +25,19 @@ class Cadences:
     save: int
 
 
-def resolve_cadences(config: RunConfig, steps_per_epoch: float) -> Cadences:
+def resolve_intervals(config: RunConfig, steps_per_epoch: float) -> IntervalSteps:
     """Return the whole steps of a recipe's intervals.
 
     Raises:
         ConfigError: two of them do not go together in whole steps.
     """
-    for keys, message in cadence_contradictions(config, steps_per_epoch):
+    for keys, message in find_interval_contradictions(config, steps_per_epoch):
         raise ConfigError(f"{keys[0]}: {message}")
     log, evaluations, saves = _in_steps(config, steps_per_epoch)
-    return Cadences(log=log or 0, eval=evaluations or 0, save=saves or 0)
+    return IntervalSteps(log=log or 0, eval=evaluations or 0, save=saves or 0)
 
 
-def cadence_contradictions(
+def find_interval_contradictions(
     config: RunConfig, steps_per_epoch: float | None
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the keys and the message of intervals that do not go together, of those known in steps."""
@@ -60,7 +60,7 @@ def cadence_contradictions(
 def _in_steps(config: RunConfig, steps_per_epoch: float | None) -> tuple[int | None, int | None, int | None]:
     """Return steps of the log, evaluations and saves. `None` for epochs that are not counted yet."""
     log, evaluations, saves = (
-        Interval.of(section.every) for section in (config.log, config.eval, config.checkpoint)
+        StepsOrEpochs.parse(section.every) for section in (config.log, config.eval, config.checkpoint)
     )
     between, steps = evaluations.in_steps(steps_per_epoch), saves.in_steps(steps_per_epoch)
     if config.checkpoint.keep_best and evaluations.in_epochs and saves.in_epochs and steps and between:
@@ -74,21 +74,21 @@ _EXPECTED = 'expected steps (500), a share of an epoch (0.25) or a text with its
 
 
 @dataclass(frozen=True)
-class Interval:
+class StepsOrEpochs:
     """A number of optimizer steps, or of passes over the training data."""
 
     number: float
     in_epochs: bool
 
     @staticmethod
-    def of(written: Any) -> Interval:
+    def parse(written: Any) -> StepsOrEpochs:
         """Return what a recipe's `every` means.
 
         Raises:
             ValueError: it is no number, negative, or its unit is not clear.
         """
         if isinstance(written, str) and (match := _WITH_UNIT.fullmatch(written.strip().lower())):
-            found = Interval(float(match[1]), match[2] == "epoch")
+            found = StepsOrEpochs(float(match[1]), match[2] == "epoch")
             if found.in_epochs or found.number.is_integer():
                 return found
         elif isinstance(written, float) and written >= 1 and math.isfinite(written):
@@ -97,7 +97,7 @@ class Interval:
                 f'"{written:g} epoch{"s" * (written != 1)}"'
             )
         elif isinstance(written, int | float) and not isinstance(written, bool) and written >= 0:
-            return Interval(float(written), isinstance(written, float))
+            return StepsOrEpochs(float(written), isinstance(written, float))
         raise ValueError(f"{_EXPECTED}, given {written!r}")
 
     def in_steps(self, steps_per_epoch: float | None) -> int | None:
@@ -113,7 +113,7 @@ class Interval:
 
 def _every(written: Any) -> Any:
     """Return it as it was written; 0 for never in any unit."""
-    return written if Interval.of(written).number else 0
+    return written if StepsOrEpochs.parse(written).number else 0
 
 
 def _warm_up(written: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
 Tree = dict[str, Any]
 
@@ -27,7 +27,7 @@ MOST_VALUES, MOST_LEVELS = 100_000, 64
 """Bounds of a recipe."""
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """SafeLoader with numbers as people write them (3e-4, and no octal 010), and with bounds.
 
     A few lines with aliases can stand for billions of values, so values are counted with aliases written out.
@@ -82,7 +82,7 @@ class Loader(yaml.SafeLoader):
         return value
 
 
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
+YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.construct_yaml_int)
 # YAML 1.1 reads 010 as 8 and 1:30 as 90, which nobody means: here both stay texts.
 _NUMBERS = {
     "int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
@@ -90,22 +90,22 @@ _NUMBERS = {
     r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
 _TAG = "tag:yaml.org,2002:"
-Loader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in each if tag.removeprefix(_TAG) not in _NUMBERS]
     for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _name, _pattern in _NUMBERS.items():
-    Loader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
+    YamlLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
-class Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     """SafeDumper that also quotes the texts which this loader alone takes for numbers: '1e3'."""
 
 
-Dumper.yaml_implicit_resolvers = {
+YamlDumper.yaml_implicit_resolvers = {
     first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, [])
-    + Loader.yaml_implicit_resolvers.get(first, [])
-    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+    + YamlLoader.yaml_implicit_resolvers.get(first, [])
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *YamlLoader.yaml_implicit_resolvers}
 }
 
 # Plain words that YAML 1.1 takes for a value: on, off, yes, no, ~
@@ -122,37 +122,37 @@ class ConfigFile:
 
     path: Path
     tree: Tree
-    places: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line` or `command line`."""
     notes: list[str] = field(default_factory=list)
     """One line for each key that was taken and that nothing reads."""
 
-    def place(self, dotted: str) -> str:
+    def location_of(self, dotted: str) -> str:
         """Return where the key stands, or the section that it is missing in, or the file."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
-            if (place := self.places.get(".".join(parts[:length]))) is not None:
+            if (place := self.locations.get(".".join(parts[:length]))) is not None:
                 return place
         return str(self.path)
 
-    def at(self, dotted: str) -> str:
+    def describe_key(self, dotted: str) -> str:
         """Return `file:line: key` or `command line: ds.key`, as errors about the DeepSpeed JSON begin."""
-        place = self.place(dotted)
+        place = self.location_of(dotted)
         return f"{place}: {'ds.' * (place == 'command line')}{dotted}"
 
-    def below(self, dotted: str) -> list[str]:
+    def keys_within(self, dotted: str) -> list[str]:
         """Return this key and those within it, if their place is known."""
-        return [at for at in self.places if f"{at}.".startswith(f"{dotted}.")]
+        return [at for at in self.locations if f"{at}.".startswith(f"{dotted}.")]
 
     def override(self, parts: list[str], value: Any) -> None:
         """Set what the command line says, and that it says so."""
         dotted = ".".join(parts)
         set_dotted(self.tree, parts, value, "command line")
-        for at in self.below(dotted):
-            del self.places[at]
+        for at in self.keys_within(dotted):
+            del self.locations[at]
         for length in range(1, len(parts)):
-            self.places.setdefault(".".join(parts[:length]), "command line")
-        self.places[dotted] = "command line"
+            self.locations.setdefault(".".join(parts[:length]), "command line")
+        self.locations[dotted] = "command line"
 
 
 def read_yaml(path: Path) -> ConfigFile:
@@ -168,7 +168,7 @@ def read_yaml(path: Path) -> ConfigFile:
 @lru_cache(maxsize=4)  # a plan asks for the same recipe with other overrides, again and again
 def _parsed(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
     try:
-        loader = Loader(text)
+        loader = YamlLoader(text)
         node = loader.get_single_node()
         places = _key_places(node, path)
         tree = {} if node is None else loader.construct_document(node)
@@ -274,7 +274,7 @@ def read_text(path: Path) -> str:
     """
     try:
         # Some editors begin a file with a byte order mark.
-        return read_plain(path, CONFIGURATION_LIMIT).decode("utf-8-sig")
+        return read_regular_file(path, CONFIGURATION_LIMIT).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""
@@ -299,7 +299,7 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     if not equals or not all(parts) or parts == ["ds"]:
         raise ConfigError(f"command line: {argument!r} is not an override; write section.key=value")
     try:
-        loader = Loader(value)
+        loader = YamlLoader(value)
         node = loader.get_single_node()
         if node is None:  # a variable of the shell that was not set, or a comment
             raise ConfigError(f"command line: {argument} has no value; write {key}=null to unset it")

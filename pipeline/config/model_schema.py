@@ -19,7 +19,7 @@ from pydantic import (
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
-class Closed(BaseModel):
+class RecipeSection(BaseModel):
     """A section of the recipe: no unknown keys, no change after validation."""
 
     model_config = ConfigDict(
@@ -40,7 +40,7 @@ class Closed(BaseModel):
         return value
 
 
-class ModelSection(Closed):
+class ModelSection(RecipeSection):
     """What every kind of model has: weights from elsewhere to start from."""
 
     weights: str | None = None
@@ -134,7 +134,7 @@ class CausalLMConfig(ModelSection):
 
 
 # The recipe's word -> transformers' word.
-FIELDS = {
+TRANSFORMERS_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -180,15 +180,15 @@ ModelConfig = Annotated[
 ]
 
 
-Kind = Literal["lora", "rslora", "dora"]
-RANK, ALPHA = 32, 32.0
+AdapterKind = Literal["lora", "rslora", "dora"]
+DEFAULT_ADAPTER_RANK, DEFAULT_ADAPTER_ALPHA = 32, 32.0
 
 
-class AdapterConfig(Closed):
+class AdapterConfig(RecipeSection):
     """Low-rank adapters (Hu et al. 2021), built by peft: the model's own weights stay as they are, and its
     linear layers add a product of two narrow matrices that is trained. `adapter: lora` is enough."""
 
-    kind: Kind = "lora"
+    kind: AdapterKind = "lora"
     """`lora`: the product is scaled by alpha / rank. `rslora`: by alpha / sqrt(rank) (Kalajdzievski 2023).
     `dora`: the length of each of the layer's rows is trained as well (Liu et al. 2024); steps take longer."""
     rank: int | None = Field(None, gt=0, le=2**16)

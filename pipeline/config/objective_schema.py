@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from pipeline.config.model_schema import IMPORT_PATH, Closed, kind_tag
+from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, kind_tag
 
 
-class _Weighted(Closed):
+class _Weighted(RecipeSection):
     """What classification reads."""
 
     class_weights: list[Annotated[float, Field(ge=0)]] | None = None
@@ -39,21 +39,21 @@ class ClassificationObjectiveConfig(_Weighted):
     """The model gives logits `(..., classes)`."""
 
 
-class CausalLMObjectiveConfig(Closed):
+class CausalLMObjectiveConfig(RecipeSection):
     """The cross entropy of the next token."""
 
     kind: Literal["causal_lm"]
     """Tokens whose label is -100 do not count."""
 
 
-class ModelLossObjectiveConfig(Closed):
+class ModelLossObjectiveConfig(RecipeSection):
     """The loss that the model computes itself."""
 
     kind: Literal["model_loss"]
     """The model is called with the targets too and returns the mean loss of the samples it was given."""
 
 
-class DPOObjectiveConfig(Closed):
+class DPOObjectiveConfig(RecipeSection):
     """Direct preference optimisation: pairs of answers, held against the model that the run starts from."""
 
     kind: Literal["dpo"]
@@ -76,7 +76,7 @@ class DPOObjectiveConfig(Closed):
         return self
 
 
-class KTOObjectiveConfig(Closed):
+class KTOObjectiveConfig(RecipeSection):
     """Kahneman-Tversky optimisation: answers that are desirable or not, without pairs."""
 
     kind: Literal["kto"]
@@ -98,7 +98,7 @@ class KTOObjectiveConfig(Closed):
         return self
 
 
-class ORPOObjectiveConfig(Closed):
+class ORPOObjectiveConfig(RecipeSection):
     """Odds ratio preference optimisation: the chosen answers' cross entropy and a term of odds; no
     reference."""
 
@@ -108,7 +108,7 @@ class ORPOObjectiveConfig(Closed):
     """Weight of the term of odds (lambda in the paper)."""
 
 
-class SimPOObjectiveConfig(Closed):
+class SimPOObjectiveConfig(RecipeSection):
     """Simple preference optimisation: mean log-probabilities of a token, with a margin; no reference."""
 
     kind: Literal["simpo"]
@@ -123,7 +123,7 @@ class SimPOObjectiveConfig(Closed):
     """Of the cross entropy of the chosen answers, a mean over their tokens, that is added."""
 
 
-class CPOObjectiveConfig(Closed):
+class CPOObjectiveConfig(RecipeSection):
     """Contrastive preference optimisation: DPO without a reference, and the chosen answers' cross entropy."""
 
     kind: Literal["cpo"]
@@ -143,7 +143,7 @@ class CPOObjectiveConfig(Closed):
         return self
 
 
-class RewardObjectiveConfig(Closed):
+class RewardObjectiveConfig(RecipeSection):
     """A reward model (Bradley-Terry): the output layer gives an answer's score, and chosen answers come to
     have higher ones."""
 
@@ -164,7 +164,7 @@ def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
         )
 
 
-class CustomObjectiveConfig(Closed):
+class CustomObjectiveConfig(RecipeSection):
     """A loss of your own."""
 
     kind: str = Field(pattern=IMPORT_PATH)
@@ -177,7 +177,7 @@ class CustomObjectiveConfig(Closed):
 
 
 def _tag(value: Any) -> str | None:
-    is_section = isinstance(value, (dict, Closed))
+    is_section = isinstance(value, (dict, RecipeSection))
     return kind_tag(value) or ("auto" if is_section else None)
 
 

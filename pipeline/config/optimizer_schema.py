@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from pipeline.config.interval import WarmUp
 from pipeline.config.loading import did_you_mean
-from pipeline.config.model_schema import IMPORT_PATH, Closed
+from pipeline.config.model_schema import IMPORT_PATH, RecipeSection
 
 ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
 OptimizerKind = Literal["adamw", "sgd", "adafactor"]
@@ -33,7 +33,7 @@ _INSTEAD = {
     "write linear, which has power 1": "polynomial polynomial_decay warmupdecaylr",
     "write wsd, and schedule.decay_steps": "trapezoidal warmup_stable_decay",
 }
-OTHER_NAMES = {name: text for text, names in _INSTEAD.items() for name in names.split()}
+ADVICE_ON_OTHER_KINDS = {name: text for text, names in _INSTEAD.items() for name in names.split()}
 
 
 def _known_kind(value: Any, built_in: Any) -> Any:
@@ -41,7 +41,7 @@ def _known_kind(value: Any, built_in: Any) -> Any:
     kinds = get_args(built_in)
     if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
         return value
-    if (advice := OTHER_NAMES.get(value.lower().replace("-", "_"))) is not None:
+    if (advice := ADVICE_ON_OTHER_KINDS.get(value.lower().replace("-", "_"))) is not None:
         raise ValueError(f"{value!r} is no known kind; {advice}")
     raise ValueError(
         f"{value!r} is no known kind{did_you_mean(value.lower(), kinds)}; your own: package.module:function, "
@@ -49,7 +49,7 @@ def _known_kind(value: Any, built_in: Any) -> Any:
     )
 
 
-class ParameterGroupConfig(Closed):
+class ParameterGroupConfig(RecipeSection):
     """Parameters with a learning rate, a weight decay or an optimizer of their own. One that several groups
     match belongs to the first of them; all others have the optimizer's numbers."""
 
@@ -67,7 +67,7 @@ class ParameterGroupConfig(Closed):
     waits for the device in every step."""
 
 
-class OptimizerConfig(Closed):
+class OptimizerConfig(RecipeSection):
     """AdamW (Loshchilov & Hutter 2019), SGD with momentum or Adafactor (Shazeer & Stern 2018): torch's, the
     same under every split."""
 
@@ -107,7 +107,7 @@ class OptimizerConfig(Closed):
         return tuple(value) if isinstance(value, list) else value  # YAML and JSON have no tuples
 
 
-class ScheduleConfig(Closed):
+class ScheduleConfig(RecipeSection):
     """Learning rate over the run: a linear warm-up, then the chosen shape."""
 
     kind: ScheduleKind | ImportPath = "cosine"

@@ -32,7 +32,7 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def require(module: str, feature: str, alternative: str = "") -> None:
+def require_package(module: str, feature: str, alternative: str = "") -> None:
     """Check that a module is installed before a feature imports it.
 
     Args:

@@ -13,7 +13,7 @@ GroupKey = tuple[int, bool]
 """Number of the group in optimizer.groups from 1 on, or 0; whether this part of it does not decay."""
 
 
-def group_keys(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str, GroupKey]:
+def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str, GroupKey]:
     """Return name -> group of each parameter of a whole model that is trained.
 
     Matrices decay. Biases, norms and other vectors do not, unless their group says so.
@@ -32,7 +32,7 @@ def group_keys(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str,
     for number, group in enumerate(config.groups or [], 1):
         for pattern in group.patterns:
             key = f"optimizer.groups.{number - 1}.patterns"
-            for name in matching(pattern, trained, key, "that is trained"):
+            for name in match_parameters(pattern, trained, key, "that is trained"):
                 group_of.setdefault(name, number)  # the first group that matches
         flat = [name for name, its in group_of.items() if its == number and trained[name] != 2]
         if flat and group.kind == "muon":
@@ -48,13 +48,13 @@ def group_keys(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str,
     return keys
 
 
-def kind_of(key: GroupKey, config: OptimizerConfig) -> str:
+def get_optimizer_kind(key: GroupKey, config: OptimizerConfig) -> str:
     """Return the optimizer of a group: `adamw`, `sgd`, `adafactor` or `muon`."""
     own = config.groups[key[0] - 1].kind if config.groups and key[0] else None
     return own or config.kind
 
 
-def matching_parts(
+def match_modules(
     pattern: str, names: Iterable[str], key: str, what: str, others: Iterable[str] = ()
 ) -> list[str]:
     """Return the names that a pattern matches as a whole, or whose last parts it is, as in peft.
@@ -84,7 +84,9 @@ def matching_parts(
     )
 
 
-def matching(pattern: str, names: Iterable[str], key: str, of_what: str = "of the model") -> list[str]:
+def match_parameters(
+    pattern: str, names: Iterable[str], key: str, of_what: str = "of the model"
+) -> list[str]:
     """Return the names that the pattern matches as a whole; `*` also matches dots.
 
     Args:

@@ -8,10 +8,10 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, Tag, ValidationError
 
-from pipeline.config.command_lines import shell_line
-from pipeline.config.contradictions import contradictions
+from pipeline.config.command_lines import format_shell_line
+from pipeline.config.contradictions import find_contradictions
 from pipeline.config.data_schema import ImagesDataConfig
-from pipeline.config.import_paths import advice_on_file
+from pipeline.config.import_paths import suggest_import_path
 from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -80,10 +80,10 @@ _OF_IMAGE_DATASETS = {"dataset", "subset", "split", "eval_split", "image_field",
 ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
 """Their word -> the dotted key of the recipe."""
 
-OPTION = "--no-import-paths"
-IMPORTED = ("kind", "iterable", "collate_fn", "curriculum")
+NO_IMPORT_PATHS = "--no-import-paths"
+IMPORT_PATH_FIELDS = ("kind", "iterable", "collate_fn", "curriculum")
 """Fields that may hold `package.module:function`."""
-STARTED = "command"
+COMMAND_FIELD = "command"
 """Field that names a program."""
 
 Section = type[BaseModel]
@@ -96,7 +96,7 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
         ConfigError: One line a problem, each with file, line, key, what was given and what is valid.
     """
     if file.path.suffix == ".json" and not {"model", "data"} & file.tree.keys():
-        option = shell_line("--deepspeed", str(file.path))
+        option = format_shell_line("--deepspeed", str(file.path))
         raise ConfigError(
             f"{file.path}: a DeepSpeed JSON goes behind its own option: {option}; --config takes a recipe"
         )
@@ -105,8 +105,8 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
     except ValidationError as error:
         problems = [_explain(problem, file) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
-    for keys, message in contradictions(config):
-        found = [file.place(key) for key in keys]
+    for keys, message in find_contradictions(config):
+        found = [file.location_of(key) for key in keys]
         place = "command line" if "command line" in found else found[0]
         raise ConfigError(f"{place}: {message}")
     return config
@@ -118,9 +118,9 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
         parts.append("kind")
     dotted = ".".join(parts)
-    place = file.place(dotted)
+    place = file.location_of(dotted)
     if kind == "value_error" and any(
-        at.startswith(f"{dotted}.") and there == "command line" for at, there in file.places.items()
+        at.startswith(f"{dotted}.") and there == "command line" for at, there in file.locations.items()
     ):
         place = "command line"  # keys of a section that exclude each other, one of them given there
     # A no-break space, for one, does not show.
@@ -139,7 +139,7 @@ def _explain(problem: Any, file: ConfigFile) -> str:
         return f"{start}expected a section of keys and values, given {given!r}{hint}"
     if kind == "value_error":  # one of our own, which says what was given
         return start + str(problem["ctx"]["error"])
-    if kind == "string_pattern_mismatch" and (advice := advice_on_file(given)) is not None:
+    if kind == "string_pattern_mismatch" and (advice := suggest_import_path(given)) is not None:
         return f"{start}{given}: {advice}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{start}{message}, given {given!r}"
@@ -216,7 +216,7 @@ def _annotation_within(annotation: Any, key: str) -> Any:
     return None
 
 
-def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def find_code_references(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted key and value of everything in a recipe, or in a section of it, that would run code."""
     entries: dict[Any, Any] = {}
     if isinstance(section, BaseModel | dict):
@@ -224,11 +224,11 @@ def named_code(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(section, list):
         entries = dict(enumerate(section))
     for name, value in entries.items():
-        is_import = name in IMPORTED and isinstance(value, str) and ":" in value
-        is_other = name in ("trust_remote_code", STARTED) and value
+        is_import = name in IMPORT_PATH_FIELDS and isinstance(value, str) and ":" in value
+        is_other = name in ("trust_remote_code", COMMAND_FIELD) and value
         if isinstance(section, BaseModel) and (is_import or is_other):
             yield f"{prefix}{name}", str(value)
-        yield from named_code(value, f"{prefix}{name}.")
+        yield from find_code_references(value, f"{prefix}{name}.")
 
 
 def refuse_code(config: RunConfig, file: ConfigFile) -> None:
@@ -237,8 +237,8 @@ def refuse_code(config: RunConfig, file: ConfigFile) -> None:
     Raises:
         ConfigError: A key names some.
     """
-    for dotted, value in named_code(config):
+    for dotted, value in find_code_references(config):
         raise ConfigError(
-            f"{file.place(dotted)}: {dotted}: {value!r} would run code, and {OPTION} was given; "
-            "read that code, then leave the option out"
+            f"{file.location_of(dotted)}: {dotted}: {value!r} would run code, and {NO_IMPORT_PATHS} "
+            "was given; read that code, then leave the option out"
         )

@@ -19,13 +19,13 @@ from pydantic import (
 )
 
 from pipeline.config.data_schema import DataConfig, DocumentsConfig
-from pipeline.config.interval import Every, Interval
-from pipeline.config.model_schema import IMPORT_PATH, AdapterConfig, Closed, ModelConfig
+from pipeline.config.interval import Every, StepsOrEpochs
+from pipeline.config.model_schema import IMPORT_PATH, AdapterConfig, ModelConfig, RecipeSection
 from pipeline.config.objective_schema import AutoObjectiveConfig, ObjectiveConfig
 from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 
 
-class TrackerConfig(Closed):
+class TrackerConfig(RecipeSection):
     """A place of your own for the rows of the run: a class by import path (docs/your-own-tracker.md)."""
 
     kind: str = Field(pattern=IMPORT_PATH)
@@ -35,7 +35,7 @@ class TrackerConfig(Closed):
     """Further keyword arguments of the class. They are kept in recipe.yaml: no secrets."""
 
 
-class CallbackConfig(Closed):
+class CallbackConfig(RecipeSection):
     """Your own code at named moments of the run: a subclass of `pipeline.Callback` (docs/extending.md). An
     import path alone is short for a section with `kind`."""
 
@@ -51,7 +51,7 @@ class CallbackConfig(Closed):
         return {"kind": value} if isinstance(value, str) else value
 
 
-class EarlyStoppingConfig(Closed):
+class EarlyStoppingConfig(RecipeSection):
     """Ends the run when `eval.best_metric` no longer improves: with a checkpoint and a summary, as the last
     step does. A run in `run_dir` goes on with a higher `patience`."""
 
@@ -61,7 +61,7 @@ class EarlyStoppingConfig(Closed):
     """Smallest change of the metric that counts as an improvement."""
 
 
-class NotifyConfig(Closed):
+class NotifyConfig(RecipeSection):
     """Alerts to a command or a webhook of yours, besides the console, metrics.jsonl and W&B. Of each name at
     most one a minute; training never waits for it."""
 
@@ -100,7 +100,7 @@ class NotifyConfig(Closed):
         return name
 
 
-class ProfileConfig(Closed):
+class ProfileConfig(RecipeSection):
     """torch's profiler on some steps of the main rank, and, from the start on, what a GPU's memory holds when
     it runs out: to `profile/` of the run (docs/how-to.md). Those steps are slower."""
 
@@ -111,7 +111,7 @@ class ProfileConfig(Closed):
     """How many. A step of a large model is up to hundreds of MB of trace."""
 
 
-class WatchConfig(Closed):
+class WatchConfig(RecipeSection):
     """What is told of a run that goes wrong, and what is done about it: docs/alerts.md. Each case is an event
     in metrics.jsonl."""
 
@@ -141,8 +141,8 @@ class WatchConfig(Closed):
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
-MOST_SAMPLES_AT_ONCE = MOST_ACCUMULATED = 2**24
-MOST_SAMPLES_A_STEP = 2**40
+MAX_MICRO_BATCH_SIZE = MAX_ACCUMULATION_STEPS = 2**24
+MAX_GLOBAL_BATCH_SIZE = 2**40
 BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
 """Which value of a metric is the best, by the last part of its name."""
 
@@ -150,7 +150,7 @@ BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
 Position = Annotated[int, Field(ge=0, le=2**62)]
 
 
-class LoaderConfig(Closed):
+class LoaderConfig(RecipeSection):
     """How samples reach the device."""
 
     num_workers: int = Field(0, ge=0, le=1024)
@@ -176,16 +176,16 @@ class LoaderConfig(Closed):
         return value
 
 
-class BatchConfig(Closed):
+class BatchConfig(RecipeSection):
     """Any two of the three numbers; the third follows for the world size of the run. Without this section:
     `micro_batch_size: 8`."""
 
-    micro_batch_size: Annotated[int, Field(gt=0, le=MOST_SAMPLES_AT_ONCE)] | Literal["auto"] | None = None
+    micro_batch_size: Annotated[int, Field(gt=0, le=MAX_MICRO_BATCH_SIZE)] | Literal["auto"] | None = None
     """Samples one rank takes through the model at once. `auto`, beside `global_batch_size`: the largest that
     fits, found at the start by steps that do not count. The global batch, and so the curve, stays."""
-    gradient_accumulation_steps: int | None = Field(None, gt=0, le=MOST_ACCUMULATED)
+    gradient_accumulation_steps: int | None = Field(None, gt=0, le=MAX_ACCUMULATION_STEPS)
     """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
-    global_batch_size: int | None = Field(None, gt=0, le=MOST_SAMPLES_A_STEP)
+    global_batch_size: int | None = Field(None, gt=0, le=MAX_GLOBAL_BATCH_SIZE)
     """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
 
     @field_validator("micro_batch_size", mode="wrap")
@@ -200,7 +200,7 @@ class BatchConfig(Closed):
             raise ValueError(f"{message[0].lower()}{message[1:]}, or auto; given {value!r}") from None
 
 
-class EngineConfig(Closed):
+class EngineConfig(RecipeSection):
     """Plain PyTorch. A split file says the same in its `torch` section; with a DeepSpeed JSON this must be
     absent."""
 
@@ -221,7 +221,7 @@ class EngineConfig(Closed):
     error that names them."""
 
 
-class LogConfig(Closed):
+class LogConfig(RecipeSection):
     """When and where the numbers of the run are written."""
 
     every: Every = 1
@@ -231,7 +231,7 @@ class LogConfig(Closed):
     shows neither rows nor evaluations. The run's files have all from `info` on."""
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the `tensorboard` extra)."""
-    sinks: list[TrackerConfig] = Field([])
+    trackers: list[TrackerConfig] = Field([])
     """Further places by import path, as MLflow. One that fails or blocks is dropped with a line."""
     price_per_device_hour: float | None = Field(None, ge=0)
     """What a GPU costs an hour (on a CPU: a rank), in any currency: rows then have `perf/cost`, of the whole
@@ -240,7 +240,7 @@ class LogConfig(Closed):
     @field_validator("every")
     @classmethod
     def _is_due(cls, value: int | float | str) -> int | float | str:
-        if not Interval.of(value).number:
+        if not StepsOrEpochs.parse(value).number:
             raise ValueError(f"expected a number above 0, given {value!r}")
         return value
 
@@ -250,7 +250,7 @@ class LogConfig(Closed):
         return self.console in ("debug", "info")
 
 
-class WandbConfig(Closed):
+class WandbConfig(RecipeSection):
     """Weights & Biases. Rank 0 of the job logs; nobody else opens a run. Where a key is left out, W&B's own
     variable is used; one that the recipe overrides is named in one line."""
 
@@ -276,7 +276,7 @@ class WandbConfig(Closed):
     """Steps between histograms of each parameter and its gradient; 0: none. A multiple of `log.every`."""
 
 
-class EvalConfig(Closed):
+class EvalConfig(RecipeSection):
     """Evaluation on the held-out split: the exact mean over its tokens, the same on any number of ranks."""
 
     every: Every = 0
@@ -306,7 +306,7 @@ class EvalConfig(Closed):
         return self
 
 
-class CheckpointConfig(Closed):
+class CheckpointConfig(RecipeSection):
     """When a checkpoint is written and how many stay."""
 
     every: Every = 0
@@ -328,7 +328,7 @@ class CheckpointConfig(Closed):
     `never`: start a new run. `required`: an error where there is nothing to go on with."""
 
 
-class SampleConfig(Closed):
+class SampleConfig(RecipeSection):
     """Text the trained language model writes at the end of the run."""
 
     prompt: str | None = None
@@ -341,7 +341,7 @@ class SampleConfig(Closed):
     stays the same."""
 
 
-class DistributedConfig(Closed):
+class DistributedConfig(RecipeSection):
     """Several ranks: how long they wait for each other, and what is said of one that hangs, is lost or is
     slow."""
 
@@ -359,7 +359,7 @@ class DistributedConfig(Closed):
     several ranks may use the same ones, and neither the launcher nor OMP_PROC_BIND or the like bound them."""
 
 
-class RunConfig(Closed):
+class RunConfig(RecipeSection):
     """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
 
     name: str = Field("run", pattern=RUN_NAME, max_length=128)
@@ -416,7 +416,7 @@ class RunConfig(Closed):
         return self
 
 
-def cache_folder(config: RunConfig) -> Path:
+def get_cache_folder(config: RunConfig) -> Path:
     """Return the folder for what a recipe's runs can make again: that of its prepared data, if it has any."""
     documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default

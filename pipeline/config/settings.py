@@ -18,29 +18,29 @@ from pipeline.config.deepspeed_adoption import (
 )
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
-from pipeline.config.loading import ConfigFile, Dumper, Tree, get_dotted, parse_override, read_yaml
-from pipeline.config.optional_packages import require
+from pipeline.config.loading import ConfigFile, Tree, YamlDumper, get_dotted, parse_override, read_yaml
+from pipeline.config.optional_packages import require_package
 from pipeline.config.recipe import refuse_code, validate_recipe
 from pipeline.config.schema import RunConfig
 from pipeline.config.shipped import DEFAULT_RECIPE, find_deepspeed_json, find_recipe
-from pipeline.config.split import Device, Split, deepspeed_split
-from pipeline.config.split_conflicts import Choice, refuse_impossible
+from pipeline.config.split import Device, Split, read_deepspeed_split
+from pipeline.config.split_conflicts import Combination, check_combination
 from pipeline.errors import ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, is_path, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, is_path, read_regular_file
 from pipeline.redaction import redact
 
 
-def refuse_missing(choice: Choice) -> None:
+def check_requirements(choice: Combination) -> None:
     """Check packages and the GPU before data and model are built.
 
     Raises:
         ConfigError: A package is not installed, or the GPU does not multiply in fp8.
     """
     if choice.quantizes_base:
-        require("bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out")
+        require_package("bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out")
     if choice.multiplies_in_fp8:
-        fp8 = f"model.fp8: {choice.model('fp8')}"
-        require("torchao", fp8, "set model.fp8=none")
+        fp8 = f"model.fp8: {choice.model_value('fp8')}"
+        require_package("torchao", fp8, "set model.fp8=none")
         if not choice.device.fp8:
             raise ConfigError(
                 f"{fp8}: this GPU does not multiply in fp8, which NVIDIA's do from "
@@ -53,25 +53,25 @@ ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedSettings:
     """Settings for one number of ranks on one kind of device."""
 
-    plan: BatchPlan
+    batch_plan: BatchPlan
     deepspeed: Tree | None
     """Dict that DeepSpeed gets; `None` for plain PyTorch."""
     split: Split
     tf32: bool
     compile: bool
 
-    def divided(self, micro_batch_size: int) -> Resolved:
+    def with_micro_batch_size(self, micro_batch_size: int) -> ResolvedSettings:
         """Return the same with the global batch in micro-batches of another size."""
-        plan, filled = self.plan.divided(micro_batch_size), self.deepspeed
+        plan, filled = self.batch_plan.with_micro_batch_size(micro_batch_size), self.deepspeed
         if filled is not None:
             filled = filled | {
                 "train_micro_batch_size_per_gpu": plan.micro_batch_size,
                 "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             }
-        return replace(self, plan=plan, deepspeed=filled)
+        return replace(self, batch_plan=plan, deepspeed=filled)
 
     def slow_precision(self, device: Device) -> str | None:
         """Return a warning if the device is a CPU that is not faster in this half precision than in fp32."""
@@ -89,20 +89,20 @@ class Settings:
 
     config: RunConfig
     recipe_path: Path
-    split: ConfigFile | None
+    deepspeed_file: ConfigFile | None
     """File after --deepspeed."""
     overrides: tuple[str, ...] = ()
     """Overrides of the command line, as they were given."""
     is_default: bool = False
     """Whether nobody chose the recipe."""
 
-    def followed_by(self, words: Sequence[str]) -> Settings:
+    def with_arguments(self, words: Sequence[str]) -> Settings:
         """Return the settings of the same command with further words: overrides, `--deepspeed FILE`.
 
         Raises:
             ConfigError: As `load_settings`.
         """
-        path, added = self.split_path, list(words)
+        path, added = self.deepspeed_path, list(words)
         if "--deepspeed" in added:
             at = added.index("--deepspeed")
             path = Path(added[at + 1])
@@ -111,40 +111,44 @@ class Settings:
         return load_settings(None if self.is_default else self.recipe_path, path, words)
 
     @property
-    def split_path(self) -> Path | None:
+    def deepspeed_path(self) -> Path | None:
         """Path of the file after --deepspeed."""
-        return None if self.split is None else self.split.path
+        return None if self.deepspeed_file is None else self.deepspeed_file.path
 
     @property
     def deepspeed(self) -> Tree | None:
         """What the JSON says to DeepSpeed; `None` for plain PyTorch."""
-        return None if self.split is None or "torch" in self.split.tree else self.split.tree
+        return (
+            None
+            if self.deepspeed_file is None or "torch" in self.deepspeed_file.tree
+            else self.deepspeed_file.tree
+        )
 
     @property
     def adopted(self) -> dict[str, str]:
         """JSON key -> the recipe's key, of what the JSON states in place of the recipe."""
-        tree = {} if self.split is None else self.split.tree
+        tree = {} if self.deepspeed_file is None else self.deepspeed_file.tree
         found = {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
         if "scheduler.type" in found:  # it decides where the rate ends, whether or not the JSON says so
             found["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
         return found
 
-    def resolve(self, world_size: int, device: Device) -> Resolved:
+    def resolve(self, world_size: int, device: Device) -> ResolvedSettings:
         """Return everything filled in for this many ranks.
 
         Raises:
             ConfigError: Numbers do not fit these ranks or this device, or two choices exclude each other.
         """
-        if self.split is None or self.deepspeed is None:
+        if self.deepspeed_file is None or self.deepspeed is None:
             resolved = self._plain(world_size, device)
         else:
-            resolved = self._of_deepspeed(self.split, world_size, device)
-        choice = Choice(self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile)
-        refuse_impossible(choice, self.split)
-        refuse_missing(choice)
+            resolved = self._of_deepspeed(self.deepspeed_file, world_size, device)
+        choice = Combination(self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile)
+        check_combination(choice, self.deepspeed_file)
+        check_requirements(choice)
         return resolved
 
-    def _plain(self, world_size: int, device: Device) -> Resolved:
+    def _plain(self, world_size: int, device: Device) -> ResolvedSettings:
         engine = self.config.engine
         precision: str = engine.precision
         if precision == "auto":
@@ -154,25 +158,25 @@ class Settings:
             parallel = "ddp" if world_size > 1 else "single"
         split = Split(world_size, precision, parallel)
         plan = plan_batch(self.config.batch, world_size)
-        return Resolved(plan, None, split, engine.tf32, _compiles(engine.compile, split, device))
+        return ResolvedSettings(plan, None, split, engine.tf32, _compiles(engine.compile, split, device))
 
-    def _of_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> Resolved:
+    def _of_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> ResolvedSettings:
         tree = file.tree
         precision = decide_precision(file, device)
-        split = deepspeed_split(file, world_size, precision)
+        split = read_deepspeed_split(file, world_size, precision)
         plan = plan_batch(self.config.batch, split.dp_world_size)
         filled = resolve_deepspeed(file, self.config, plan, precision)
         needs_modules = get_dotted(tree, "zero_optimization.offload_param.device") == "nvme"
         compiled = _compiles(get_dotted(tree, "compile.enabled"), split, device, needs_modules)
         tf32 = get_dotted(tree, "tf32.enabled") in (True, "auto")
-        return Resolved(plan, filled, split, tf32, compiled)
+        return ResolvedSettings(plan, filled, split, tf32, compiled)
 
-    def divided(self, micro_batch_size: int) -> Settings:
+    def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
         """Return the same with this number in the recipe."""
         batch = self.config.batch.model_copy(update={"micro_batch_size": micro_batch_size})
         return replace(self, config=self.config.model_copy(update={"batch": batch}))
 
-    def plan(self, world_size: int) -> Resolved:
+    def resolve_before_torch(self, world_size: int) -> ResolvedSettings:
         """Return `resolve` on the device that most likely is there, before torch is loaded.
 
         torch may not use a GPU that the driver knows, so what fits a CPU alone is left to the run.
@@ -246,8 +250,8 @@ def load_settings(
         refuse_code(config, file)
     settings = Settings(config, recipe, split, tuple(overrides), is_default)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
-        given = [file.place(f"engine.{key}") for key in config.engine.model_fields_set]
-        place = "command line" if "command line" in given else [*given, file.place("engine")][0]
+        given = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
+        place = "command line" if "command line" in given else [*given, file.location_of("engine")][0]
         raise ConfigError(
             f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
         )
@@ -276,7 +280,9 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     if description.is_file():  # transformers would load the adapter and its base
         base = None
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            base = json.loads(read_plain(description, CONFIGURATION_LIMIT)).get("base_model_name_or_path")
+            base = json.loads(read_regular_file(description, CONFIGURATION_LIMIT)).get(
+                "base_model_name_or_path"
+            )
         raise ConfigError(
             f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "
             f"model.pretrained={base or 'ITS_BASE'} and adapter.weights={given} to train it further, or "
@@ -310,4 +316,4 @@ def recipe_yaml(config: RunConfig) -> str:
     """
     left_out = set() if "engine" in config.model_fields_set else {"engine"}
     tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)
-    return yaml.dump(redact(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(redact(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)

@@ -106,7 +106,7 @@ class Split:
         return ", ".join(parts)
 
 
-def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
+def read_deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
     """Return the split that a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
@@ -119,7 +119,7 @@ def deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> Split:
         cut = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
         asked = " x ".join(f"{key} {degree}" for key, degree in cut.items())
         raise ConfigError(
-            f"{file.place(next(iter(cut)))}: {asked} needs a multiple of {needed} ranks, and this job has "
-            f"{world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
+            f"{file.location_of(next(iter(cut)))}: {asked} needs a multiple of {needed} ranks, "
+            f"and this job has {world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.deepspeed_check import MASTERS, has_half_masters, has_half_states
+from pipeline.config.deepspeed_check import (
+    MASTER_WEIGHT_KEYS,
+    has_16bit_master_weights,
+    has_16bit_optimizer_states,
+)
 from pipeline.config.loading import ConfigFile, Tree, get_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.split import Device, Split
@@ -15,7 +19,7 @@ from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Choice:
+class Combination:
     """Everything that was chosen, filled in."""
 
     config: RunConfig
@@ -25,17 +29,17 @@ class Choice:
     device: Device
     compile: bool
 
-    def json(self, dotted: str) -> Any:
+    def json_value(self, dotted: str) -> Any:
         """Return a value of the DeepSpeed JSON; `None` if it is not given."""
         return get_dotted(self.deepspeed, dotted)
 
-    def zero(self, dotted: str) -> Any:
+    def zero_value(self, dotted: str) -> Any:
         """Return a value of the zero_optimization section; `None` if it is not given."""
         return get_dotted(self.deepspeed, f"zero_optimization.{dotted}")
 
     def offloads(self, what: str) -> bool:
         """Return whether `param` or `optimizer` is kept elsewhere than on the device."""
-        return self.zero(f"offload_{what}.device") in ("cpu", "nvme")
+        return self.zero_value(f"offload_{what}.device") in ("cpu", "nvme")
 
     @property
     def has_several_optimizers(self) -> bool:
@@ -46,64 +50,64 @@ class Choice:
     @property
     def multiplies_in_fp8(self) -> bool:
         """Whether linear layers multiply in fp8."""
-        return self.model("fp8") not in (None, "none")
+        return self.model_value("fp8") not in (None, "none")
 
     @property
     def quantizes_base(self) -> bool:
         """Whether an adapter's base is held in 4 bits."""
         return self.config.adapter is not None and self.config.adapter.quantize is not None
 
-    def model(self, field: str) -> Any:
+    def model_value(self, field: str) -> Any:
         """Return a number of the recipe's model; `None` if it is not stated."""
         return getattr(self.config.model, field, None)
 
     def divides(self, degree: int, *fields: str) -> bool:
         """Return whether the degree divides every stated one of the model's numbers."""
-        return all((self.model(field) or degree) % degree == 0 for field in fields)
+        return all((self.model_value(field) or degree) % degree == 0 for field in fields)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConflictRule:
     """One line of the table."""
 
-    what: str
+    combination: str
     reason: str
-    instead: str
-    broken: Callable[[Choice], bool]
+    alternative: str
+    is_broken: Callable[[Combination], bool]
 
 
 RULES = [
-    Rule(
+    ConflictRule(
         "`parallel: single` or `dp` on several ranks",
         "both are one process; every rank would train a model of its own",
         "one process, or parallel: ddp",
         lambda c: c.split.parallel in ("single", "dp") and c.split.world_size > 1,
     ),
-    Rule(
+    ConflictRule(
         "pipeline stages with ZeRO 2 or 3",
         "a stage adds up the gradients of its micro-batches, so they cannot be given away after each",
         "zero_optimization.stage 1",
         lambda c: c.split.pipeline_stages > 1 and c.split.zero_stage >= 2,
     ),
-    Rule(
+    ConflictRule(
         "two of pipeline stages, tensor and sequence parallelism",
         "DeepSpeed cuts blocks, matrices or sequences, and builds the process groups of one",
         "one of them, with ZeRO for the rest",
         lambda c: sum(n > 1 for n in (c.split.pipeline_stages, c.split.tensor_parallel, _sequences(c))) > 1,
     ),
-    Rule(
+    ConflictRule(
         "pipeline stages with offloading",
         "the pipeline engine keeps its optimizer on the device",
         "ZeRO 3 with offloading and no stages",
         lambda c: c.split.pipeline_stages > 1 and (c.offloads("optimizer") or c.offloads("param")),
     ),
-    Rule(
+    ConflictRule(
         "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
         "those cuts are made for language models",
         "ZeRO 3, which divides any nn.Module",
         lambda c: c.split.dp_world_size < c.split.world_size and c.config.model.language_model is None,
     ),
-    Rule(
+    ConflictRule(
         "tensor or sequence parallelism over ranks that do not divide the heads",
         "each rank has whole attention heads (num_heads, with tensors also num_key_value_heads)",
         "a degree that divides them",
@@ -114,13 +118,13 @@ RULES = [
             )
         ),
     ),
-    Rule(
+    ConflictRule(
         "sequence parallelism over ranks that fit no number of key-value heads",
         "key-value heads are given out or repeated evenly (num_key_value_heads)",
         "a degree that divides num_key_value_heads, or a multiple of it",
-        lambda c: not _shares_evenly(c.split.sequence_parallel, c.model("num_key_value_heads")),
+        lambda c: not _shares_evenly(c.split.sequence_parallel, c.model_value("num_key_value_heads")),
     ),
-    Rule(
+    ConflictRule(
         "sequence parallelism over ranks that do not divide `data.sequence_length`",
         "every rank holds an equal part of a sequence",
         "a sequence_length that the degree divides",
@@ -129,32 +133,32 @@ RULES = [
             and c.config.data.text.sequence_length % c.split.sequence_parallel != 0
         ),
     ),
-    Rule(
+    ConflictRule(
         "sequence parallelism with `attention: eager`",
         "it would need the mask of the whole sequence on every rank",
         "attention: auto",
-        lambda c: c.split.sequence_parallel > 1 and c.model("attention") == "eager",
+        lambda c: c.split.sequence_parallel > 1 and c.model_value("attention") == "eager",
     ),
-    Rule(
+    ConflictRule(
         "pipeline stages with `objective.kind: kto`",
         "its baseline takes a forward of all micro-batches before the first backward, which a pipeline of "
         "stages does not make",
         "ZeRO, or dpo",
         lambda c: c.split.pipeline_stages > 1 and c.config.objective.kind == "kto",
     ),
-    Rule(
+    ConflictRule(
         "more pipeline stages than `num_layers`",
         "a stage without a block has nothing to do",
         "fewer stages",
-        lambda c: c.split.pipeline_stages > (c.model("num_layers") or c.split.pipeline_stages),
+        lambda c: c.split.pipeline_stages > (c.model_value("num_layers") or c.split.pipeline_stages),
     ),
-    Rule(
+    ConflictRule(
         "`data_types.grad_accum_dtype: fp32` in half precision without ZeRO",
         "DeepSpeed does not mix the two at stage 0",
         "zero_optimization.stage 1, 2 or 3",
         lambda c: _sums_in_fp32(c) and c.split.zero_stage == 0 and c.split.precision != "fp32",
     ),
-    Rule(
+    ConflictRule(
         "`data_types.grad_accum_dtype: fp32` with sequence parallelism at ZeRO 1 in bf16",
         "DeepSpeed's bf16 optimizer finds no gradients there on all but the first rank of a sequence",
         "zero_optimization.stage 2",
@@ -163,13 +167,13 @@ RULES = [
             and (c.split.sequence_parallel > 1, c.split.zero_stage, c.split.precision) == (True, 1, "bf16")
         ),
     ),
-    Rule(
+    ConflictRule(
         "`micro_batch_size: auto` with `parallel: dp`",
         "what fits is found by a rank on its one device, and nn.DataParallel has several",
         "ddp, or micro_batch_size as a number",
         lambda c: c.config.batch.micro_batch_size == "auto" and c.split.parallel == "dp",
     ),
-    Rule(
+    ConflictRule(
         "`compile` with tensor or sequence parallelism, `parallel: dp`, or `offload_param` to NVMe",
         "ranks talk to each other, parameters are read in, or blocks copied, inside of what is compiled",
         "ZeRO, ddp, pipeline stages, or offload_param to cpu; or no compile",
@@ -178,37 +182,38 @@ RULES = [
             and (
                 c.split.tensor_parallel * _sequences(c) > 1
                 or c.split.parallel == "dp"
-                or c.zero("offload_param.device") == "nvme"
+                or c.zero_value("offload_param.device") == "nvme"
             )
         ),
     ),
-    Rule(
+    ConflictRule(
         "`model.fp8` with tensor parallelism or an adapter",
         "AutoTP and peft put layers of their own in the place of the linear ones",
         "ZeRO 3, sequence parallelism or pipeline stages, and no adapter; or model.fp8: none",
         lambda c: c.multiplies_in_fp8 and (c.split.tensor_parallel > 1 or c.config.adapter is not None),
     ),
-    Rule(
+    ConflictRule(
         "`adapter.quantize` with ZeRO 3, tensor parallelism, pipeline stages or `parallel: dp`",
         "weights of 4 bits cannot be cut or copied apart from their scales",
         "ZeRO 0, 1 or 2, ddp, or no adapter.quantize",
         lambda c: c.quantizes_base and _cuts_or_copies_weights(c),
     ),
-    Rule(
+    ConflictRule(
         "`offload_param`, or `offload_optimizer` to NVMe, without ZeRO 3",
         "below it no part of them is taken away from a device and back in a step",
         "zero_optimization.stage 3, or offload_optimizer to cpu alone",
         lambda c: (
-            c.split.zero_stage < 3 and (c.offloads("param") or c.zero("offload_optimizer.device") == "nvme")
+            c.split.zero_stage < 3
+            and (c.offloads("param") or c.zero_value("offload_optimizer.device") == "nvme")
         ),
     ),
-    Rule(
+    ConflictRule(
         "`offload_optimizer` without ZeRO",
         "stage 0 updates on the device",
         "zero_optimization.stage 1, 2 or 3",
         lambda c: c.offloads("optimizer") and c.split.zero_stage == 0,
     ),
-    Rule(
+    ConflictRule(
         "`optimizer.kind: adafactor`, or several kinds, with ZeRO 1 to 3, tensor parallelism or pipeline "
         "stages in bf16",
         "adafactor and muon need whole matrices, and DeepSpeed steps cut-up ones by one optimizer",
@@ -217,72 +222,76 @@ RULES = [
             c.split.cuts_matrices and (c.config.optimizer.kind == "adafactor" or c.has_several_optimizers)
         ),
     ),
-    Rule(
+    ConflictRule(
         "`offload_optimizer.ratio` below 1 without ZeRO 3, or with another `optimizer.kind` than adamw",
         "only ZeRO 3 offloads a part, and DeepSpeed steps it with Adam, whatever it was given",
         "ratio 1.0, or ZeRO 3 with optimizer.kind: adamw",
         lambda c: (
-            c.zero("offload_optimizer.ratio") not in (None, 1)
+            c.zero_value("offload_optimizer.ratio") not in (None, 1)
             and (c.split.zero_stage < 3 or (c.config.optimizer.kind != "adamw" and c.offloads("optimizer")))
         ),
     ),
-    Rule(
+    ConflictRule(
         "`offload_optimizer` or `offload_param` with device nvme and without `nvme_path`",
         "nvme needs a folder on a local NVMe disk",
         "nvme_path beside device",
         lambda c: any(
-            c.zero(f"offload_{what}.device") == "nvme" and not c.zero(f"offload_{what}.nvme_path")
+            c.zero_value(f"offload_{what}.device") == "nvme" and not c.zero_value(f"offload_{what}.nvme_path")
             for what in ("optimizer", "param")
         ),
     ),
-    Rule(
+    ConflictRule(
         "`prescale_gradients` or `gradient_predivide_factor` with ZeRO 3, or with ZeRO 2 that scatters",
         "DeepSpeed does not scale gradients beforehand there",
         "zero_optimization.stage 1, or stage 2 with zero_optimization.reduce_scatter: false",
         lambda c: (
-            bool(c.json("prescale_gradients") or c.json("gradient_predivide_factor") not in (None, 1))
+            bool(
+                c.json_value("prescale_gradients")
+                or c.json_value("gradient_predivide_factor") not in (None, 1)
+            )
             and (
-                c.split.zero_stage == 3 or (c.split.zero_stage == 2 and c.zero("reduce_scatter") is not False)
+                c.split.zero_stage == 3
+                or (c.split.zero_stage == 2 and c.zero_value("reduce_scatter") is not False)
             )
         ),
     ),
-    Rule(
+    ConflictRule(
         "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` in another precision, without "
         "ZeRO, or with pipeline stages",
         "only ZeRO has master weights that are not fp32, and only in the precision that it computes in",
         "neither key, or bf16.enabled or fp16.enabled at zero_optimization.stage 1, 2 or 3",
         lambda c: (
-            has_half_masters(c.deepspeed)
+            has_16bit_master_weights(c.deepspeed)
             and (not _master_key_fits(c) or c.split.zero_stage == 0 or c.split.pipeline_stages > 1)
         ),
     ),
-    Rule(
+    ConflictRule(
         "`bf16_master_weights_and_grads` at ZeRO 1 with `data_types.grad_accum_dtype: fp32`",
         "ZeRO 1 that sums gradients in fp32 keeps its masters in fp32",
         "zero_optimization.stage 2, or no data_types.grad_accum_dtype",
-        lambda c: bool(c.json(MASTERS[0])) and _sums_in_fp32(c) and c.split.zero_stage == 1,
+        lambda c: bool(c.json_value(MASTER_WEIGHT_KEYS[0])) and _sums_in_fp32(c) and c.split.zero_stage == 1,
     ),
-    Rule(
+    ConflictRule(
         "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` with fp32 states, unless all "
         "are adamw's and in host memory",
         "DeepSpeed steps such weights with fp32 states by its CPU Adam alone",
         "bf16_optimizer_states: true with no offloading, or zero_optimization.offload_optimizer.device: cpu "
         "with optimizer.kind: adamw",
-        lambda c: has_half_masters(c.deepspeed) and not _steps_half_masters(c),
+        lambda c: has_16bit_master_weights(c.deepspeed) and not _steps_half_masters(c),
     ),
-    Rule(
+    ConflictRule(
         "`bf16_optimizer_states` without `bf16_master_weights_and_grads`",
         "states are as exact as the weights that they step",
         "both keys, or neither",
-        lambda c: has_half_states(c.deepspeed) and not c.json(MASTERS[0]),
+        lambda c: has_16bit_optimizer_states(c.deepspeed) and not c.json_value(MASTER_WEIGHT_KEYS[0]),
     ),
-    Rule(
+    ConflictRule(
         "`watch.on_nonfinite: rollback` or `stop` in fp16",
         "a step without a finite gradient is how fp16 finds its loss scale",
         "watch.on_nonfinite skip, which passes over those, or bf16",
         lambda c: c.split.precision == "fp16" and c.config.watch.on_nonfinite in ("rollback", "stop"),
     ),
-    Rule(
+    ConflictRule(
         "`watch` with a rollback, without checkpoints",
         "there would be nothing to go back to",
         "checkpoint.every",
@@ -291,28 +300,31 @@ RULES = [
             and not (c.config.checkpoint.every or c.config.checkpoint.every_minutes)
         ),
     ),
-    Rule(
+    ConflictRule(
         "`pipeline_read` or `pipeline_write` with NVMe",
         "DeepSpeed 0.19 runs out of its own buffers there",
         "neither key",
         lambda c: (
-            c.zero("offload_optimizer.device") == "nvme"
-            and bool(c.zero("offload_optimizer.pipeline_read") or c.zero("offload_optimizer.pipeline_write"))
+            c.zero_value("offload_optimizer.device") == "nvme"
+            and bool(
+                c.zero_value("offload_optimizer.pipeline_read")
+                or c.zero_value("offload_optimizer.pipeline_write")
+            )
         ),
     ),
-    Rule(
+    ConflictRule(
         "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
         "it shortens the gathering of parameters, which only ZeRO 3 does",
         "zero_optimization.stage 3, or none of these keys",
         lambda c: c.split.zero_stage < 3 and (_hpz(c) > 1 or _quantizes(c)),
     ),
-    Rule(
+    ConflictRule(
         "`zero_hpz_partition_size` that does not divide the ranks",
         "each group of that many ranks holds the parameters once",
         "the number of GPUs of one machine",
         lambda c: c.split.world_size % _hpz(c) != 0,
     ),
-    Rule(
+    ConflictRule(
         "`zero_quantized_weights` or `zero_quantized_gradients` without a GPU",
         "DeepSpeed's quantisation kernels exist for CUDA only",
         "neither key; zero_hpz_partition_size works everywhere",
@@ -321,7 +333,7 @@ RULES = [
 ]
 
 
-def _sequences(choice: Choice) -> int:
+def _sequences(choice: Combination) -> int:
     return choice.split.sequence_parallel
 
 
@@ -329,60 +341,60 @@ def _shares_evenly(degree: int, heads: int | None) -> bool:
     return heads is None or heads % degree == 0 or degree % heads == 0
 
 
-def _sums_in_fp32(choice: Choice) -> bool:
-    return choice.json("data_types.grad_accum_dtype") == "fp32"
+def _sums_in_fp32(choice: Combination) -> bool:
+    return choice.json_value("data_types.grad_accum_dtype") == "fp32"
 
 
-def _master_key_fits(choice: Choice) -> bool:
-    others = [key for key in MASTERS if not key.startswith(choice.split.precision)]
-    return not any(map(choice.json, others))
+def _master_key_fits(choice: Combination) -> bool:
+    others = [key for key in MASTER_WEIGHT_KEYS if not key.startswith(choice.split.precision)]
+    return not any(map(choice.json_value, others))
 
 
-def _steps_half_masters(choice: Choice) -> bool:
-    device = choice.zero("offload_optimizer.device")
+def _steps_half_masters(choice: Combination) -> bool:
+    device = choice.zero_value("offload_optimizer.device")
     if device == "cpu":
-        is_whole = choice.zero("offload_optimizer.ratio") in (None, 1)
+        is_whole = choice.zero_value("offload_optimizer.ratio") in (None, 1)
         return is_whole and choice.config.optimizer.kind == "adamw"
-    return device != "nvme" and has_half_states(choice.deepspeed)
+    return device != "nvme" and has_16bit_optimizer_states(choice.deepspeed)
 
 
-def _cuts_or_copies_weights(choice: Choice) -> bool:
+def _cuts_or_copies_weights(choice: Combination) -> bool:
     split = choice.split
     cuts = split.zero_stage == 3 or split.tensor_parallel > 1 or split.pipeline_stages > 1
     return cuts or split.parallel == "dp"
 
 
-def _hpz(choice: Choice) -> int:
-    size = choice.zero("zero_hpz_partition_size")
+def _hpz(choice: Combination) -> int:
+    size = choice.zero_value("zero_hpz_partition_size")
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _quantizes(choice: Choice) -> bool:
-    return any(choice.zero(f"zero_quantized_{what}") for what in ("weights", "gradients"))
+def _quantizes(choice: Combination) -> bool:
+    return any(choice.zero_value(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
-def refuse_impossible(choice: Choice, file: ConfigFile | None) -> None:
+def check_combination(choice: Combination, file: ConfigFile | None) -> None:
     """Check a choice against every rule.
 
     Raises:
         ConfigError: It breaks a rule. The message says which, why, and what to use instead.
     """
     for rule in RULES:
-        if rule.broken(choice):
+        if rule.is_broken(choice):
             place = f"{_place(rule, file)}: " if file is not None else ""
-            raise ConfigError(f"{place}{rule.what}: {rule.reason}; use {rule.instead}")
+            raise ConfigError(f"{place}{rule.combination}: {rule.reason}; use {rule.alternative}")
 
 
-def _place(rule: Rule, file: ConfigFile) -> str:
+def _place(rule: ConflictRule, file: ConfigFile) -> str:
     """Return the place of the first key in the rule's words that the file has, or the file."""
-    for word in re.findall(r"[a-z][a-z0-9_.]{4,}", rule.what):
-        for dotted, place in file.places.items():
+    for word in re.findall(r"[a-z][a-z0-9_.]{4,}", rule.combination):
+        for dotted, place in file.locations.items():
             if dotted == word or dotted.endswith(f".{word}"):
                 return place
     return str(file.path)
 
 
-def as_markdown() -> str:
+def format_rules_table() -> str:
     """Return the rules as the table of docs/splits.md."""
-    rows = [f"| {rule.what} | {rule.reason} | {rule.instead} |" for rule in RULES]
+    rows = [f"| {rule.combination} | {rule.reason} | {rule.alternative} |" for rule in RULES]
     return "\n".join(["| together | why not | use instead |", "|---|---|---|", *rows])

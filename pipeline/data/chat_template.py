@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_start
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import CONFIGURATION_LIMIT, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
 if TYPE_CHECKING:
     from pipeline.data.template_turns import RenderedTurns
@@ -52,7 +52,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
         DataError: there is none, or the file cannot be read.
         ConfigError: jinja2 is not installed.
     """
-    require("jinja2", "the chat template")  # before a tokenizer is trained
+    require_package("jinja2", "the chat template")  # before a tokenizer is trained
     given = config.chat_template
     if given is None:
         template = own.get("default") if isinstance(own, dict) else own
@@ -66,7 +66,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
     if given in BUILT_IN:
         return BUILT_IN[given]
     try:
-        return read_plain(Path(given).expanduser(), CONFIGURATION_LIMIT).decode("utf-8")
+        return read_regular_file(Path(given).expanduser(), CONFIGURATION_LIMIT).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         known = ", ".join(BUILT_IN)

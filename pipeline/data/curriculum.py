@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.data_schema import DocumentsConfig, weight_at
-from pipeline.config.import_paths import import_object, told_in_one_line
+from pipeline.config.data_schema import DocumentsConfig, interpolate_weight
+from pipeline.config.import_paths import errors_in_one_line, import_object
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import derive_seed
 from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceShare
@@ -140,7 +140,9 @@ def build_weights(config: DocumentsConfig, sources: Sequence[SourceShare]) -> We
         function = import_object(path, DataError)
         return lambda step: _checked(_called(path, function, step, sources), sources, step)
     if any(isinstance(weight, dict) for weight in given):
-        return lambda step: _checked([weight_at(weight or 0.0, step) for weight in given], sources, step)
+        return lambda step: _checked(
+            [interpolate_weight(weight or 0.0, step) for weight in given], sources, step
+        )
     return None
 
 
@@ -148,7 +150,7 @@ def _called(
     path: str, function: Callable[[int], Mapping[str, float]], step: int, sources: Sequence[SourceShare]
 ) -> list[float]:
     """Return the weights of a user's function, in the order of the sources."""
-    with told_in_one_line(
+    with errors_in_one_line(
         f"data.curriculum: {path}({step}), which is also called past the last step,", DataError
     ):
         weights = function(step)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
-from pipeline.config.import_paths import import_object, may_not_exit
+from pipeline.config.import_paths import exit_as_error, import_object
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Collate, DataBundle
 from pipeline.data.random_numbers import own_random_numbers
@@ -81,7 +81,7 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
     # Numbers that it draws are the same on every rank and after a restart.
     with (
         own_random_numbers(0 if split == "train" else 1),
-        may_not_exit(f"data.kind {config.kind}", DataError),
+        exit_as_error(f"data.kind {config.kind}", DataError),
     ):
         return function(split, **config.args)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import DigitsDataConfig
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Batch, DataBundle
 
@@ -46,7 +46,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    require("sklearn", "data.kind: digits")
+    require_package("sklearn", "data.kind: digits")
     from sklearn.datasets import load_digits  # 1.7 s to import
 
     digits = load_digits()

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.data.chat_layouts import Conversation, Spans
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.errors import ConfigError, DataError, PipelineError
@@ -44,7 +44,7 @@ class TemplateProcess:
     """
 
     def __init__(self, *given: Any) -> None:
-        require("jinja2", "the chat template")
+        require_package("jinja2", "the chat template")
         # The child works with what is imported here.
         from jinja2 import sandbox  # noqa: F401
         from transformers.utils import chat_template_utils  # noqa: F401

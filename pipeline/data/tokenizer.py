@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.hub import hub_or_cache
-from pipeline.errors import DataError, one_line
-from pipeline.files import is_path, unsafe_files
+from pipeline.config.hub import use_hub_or_cache
+from pipeline.errors import DataError, summarize_error
+from pipeline.files import find_unsafe_files, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -107,15 +107,15 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
     if path.exists() and not path.is_dir() and not path.is_file():
         raise DataError(f"data.tokenizer.pretrained: {name} is no file: a pipe or a device")
     beside = path.parent if path.name == "tokenizer.json" else path
-    if problem := next(unsafe_files(beside), None) if beside.is_dir() else None:
+    if problem := next(find_unsafe_files(beside), None) if beside.is_dir() else None:
         raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
     try:
-        with hub_or_cache("data.tokenizer.pretrained", name, DataError):
+        with use_hub_or_cache("data.tokenizer.pretrained", name, DataError):
             tokenizer = _load(name, path)
     except DataError:
         raise
     except Exception as error:  # these libraries raise bare Exceptions as well
-        reason = one_line(error, 300)
+        reason = summarize_error(error, 300)
         what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"
         raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:

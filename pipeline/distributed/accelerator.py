@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
 from pipeline.distributed.machine import Torch, idle_card
 from pipeline.distributed.ranks import Ranks, check_accelerator
@@ -76,7 +76,7 @@ def device_index(ranks: Ranks, visible: int, environment: Mapping[str, str]) -> 
     if visible == 0:
         raise LaunchError(
             f"DS_ACCELERATOR=cuda, and torch {torch.__version__} sees no GPU ({shown}); unset it, or see "
-            f"what is said of driver and torch: {own_command('doctor')}"
+            f"what is said of driver and torch: {format_pipeline_command('doctor')}"
         )
     if visible > 1 and ranks.local_rank >= visible:
         raise LaunchError(

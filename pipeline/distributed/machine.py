@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.files import format_bytes
 
 ROOT = Path("/")
@@ -362,7 +362,7 @@ def idle_card(torch: Torch, environment: Mapping[str, str], root: Path = ROOT) -
     fault = find_card_fault(torch, root)
     if fault is not None:
         return f"{fault.found}: {fault.fix}"
-    return f"torch ({torch.version}) sees none; what is found here: {own_command('doctor')}"
+    return f"torch ({torch.version}) sees none; what is found here: {format_pipeline_command('doctor')}"
 
 
 def _read(path: Path) -> str:

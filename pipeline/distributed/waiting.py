@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.errors import LaunchError
 
 PATIENCE = 30.0
 """Seconds until it is said who is waited for; less where the timeout is short."""
-DOCTOR = own_command("doctor", "--hostfile", "HOSTFILE")
+DOCTOR = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
 
 
 class Wait:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from pipeline.checkpoint.shards import Scalars, Shard, ShardSource
-from pipeline.config.deepspeed_check import has_half_states
+from pipeline.config.deepspeed_check import has_16bit_optimizer_states
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
@@ -198,7 +198,7 @@ def build_optimizer(
             betas=optimizer.betas,
             eps=optimizer.eps,
             adamw_mode=True,
-            fp32_optimizer_states=not has_half_states(config),
+            fp32_optimizer_states=not has_16bit_optimizer_states(config),
         )
     return build_torch_optimizer(groups, optimizer, split)
 

@@ -30,10 +30,10 @@ from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cud
 from filelock import FileLock, Timeout
 from torch.utils import cpp_extension
 
-from pipeline.config.deepspeed_check import has_half_masters
+from pipeline.config.deepspeed_check import has_16bit_master_weights
 from pipeline.distributed.op_builds import ASYNC_IO, QUANTIZER, NativeOp, needed_ops
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, one_line
+from pipeline.errors import ConfigError, summarize_error
 from pipeline.files import format_bytes
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def prepare_native_ops(config: dict[str, Any], job: Job) -> dict[str, Any]:
                 f"built ({reason}); install CUDA {torch.version.cuda or ''} with nvcc and set CUDA_HOME to "
                 "its folder, or use zero_hpz_partition_size alone"
             )
-        if has_half_masters(config):
+        if has_16bit_master_weights(config):
             raise ConfigError(
                 f"{op.label} cannot be built ({reason}), and nothing else steps master weights in half "
                 "precision in host memory; install a C++ compiler, or drop *_master_weights_and_grads"
@@ -116,7 +116,7 @@ def _build(op: NativeOp) -> str | None:
                 builder.load(verbose=False)
     except Exception as error:  # DeepSpeed, torch, ninja and the linker each raise their own
         cause = error.__cause__ or error
-        return one_line(cause, 120)
+        return summarize_error(cause, 120)
     finally:
         told.cancel()
     if (seconds := time.monotonic() - started) > _TELL_AFTER:
@@ -134,7 +134,7 @@ def _cuda_fault() -> str | None:
     try:
         major, minor = installed_cuda_version()
     except MissingCUDAException as error:
-        return one_line(error, 120)
+        return summarize_error(error, 120)
     if major != int(torch.version.cuda.split(".")[0]):
         return f"nvcc is of CUDA {major}.{minor}, torch of {torch.version.cuda}"
     return None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
+from pipeline.config.import_paths import check_signature, errors_in_one_line, import_object
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.config.patterns import GroupKey, group_keys, kind_of
+from pipeline.config.patterns import GroupKey, assign_parameter_groups, get_optimizer_kind
 from pipeline.config.split import Split
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ConfigError
@@ -38,7 +38,7 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
     kind = config.kind
     make = import_object(kind, ConfigError)
     message = f"optimizer.args: {kind} cannot be called with the parameter groups and these"
-    refuse_misfit(make, message, ConfigError, [], **config.args)
+    check_signature(make, message, ConfigError, [], **config.args)
 
     def made(groups: Groups, rate: float) -> Optimizer:
         given = [
@@ -49,7 +49,7 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
             }
             for group in groups
         ]
-        with told_in_one_line(f"optimizer.kind: {kind}", ConfigError):
+        with errors_in_one_line(f"optimizer.kind: {kind}", ConfigError):
             optimizer = make(given, **config.args)
         _check_groups(optimizer, groups, kind)
         return optimizer
@@ -141,7 +141,7 @@ class _Trial:
             optimizer.param_groups[0]["params"] = stepped
         if state is not None:
             optimizer.state[stepped[0]] = state
-        with told_in_one_line(f"optimizer.kind: {self._kind}, tried out {how},", ConfigError):
+        with errors_in_one_line(f"optimizer.kind: {self._kind}, tried out {how},", ConfigError):
             for step in range(first, last):
                 parts = self._gradients[step].flatten().split([p.numel() for p in stepped])
                 for p, part in zip(stepped, parts, strict=True):
@@ -168,7 +168,7 @@ class _Trial:
     def _check_skip(self, optimizer: Optimizer, p: nn.Parameter) -> None:
         before = p.detach().clone()
         p.grad = None
-        with told_in_one_line(f"optimizer.kind: {self._kind}, tried out without a gradient,", ConfigError):
+        with errors_in_one_line(f"optimizer.kind: {self._kind}, tried out without a gradient,", ConfigError):
             optimizer.step()
         if not torch.equal(before, p):
             raise ConfigError(
@@ -233,10 +233,10 @@ def parameter_groups(
 
 
 def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Return name -> group of each trained parameter of a whole model; see `group_keys`."""
+    """Return name -> group of each trained parameter of a whole model; see `assign_parameter_groups`."""
     # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
-    return group_keys(trained, config)
+    return assign_parameter_groups(trained, config)
 
 
 def grouped(
@@ -261,7 +261,7 @@ def grouped(
                 "params": parameters,
                 "weight_decay": 0.0 if is_undecayed else decay,
                 "lr_factor": 1.0 if own is None else own.learning_rate_factor,
-                "kind": kind_of((number, is_undecayed), config),
+                "kind": get_optimizer_kind((number, is_undecayed), config),
             }
         )
     return [group for group in groups if group["params"]]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
+from pipeline.config.import_paths import check_signature, errors_in_one_line, import_object
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.errors import ConfigError
 
@@ -115,7 +115,7 @@ def check_own(config: ScheduleConfig, max_steps: int) -> None:
 
 
 def _own_factor(kind: str, step: int, max_steps: int) -> float:
-    with told_in_one_line(f"schedule.kind: {kind} for step {step} of {max_steps}", ConfigError):
+    with errors_in_one_line(f"schedule.kind: {kind} for step {step} of {max_steps}", ConfigError):
         given = _imported(kind)(step, max_steps)
     try:
         factor = float(given)
@@ -133,7 +133,7 @@ def _own_factor(kind: str, step: int, max_steps: int) -> float:
 def _imported(kind: str) -> Callable[[int, int], float]:
     function = import_object(kind, ConfigError)
     message = f"schedule.kind: {kind} cannot be called with (step, total_steps)"
-    refuse_misfit(function, message, ConfigError, 0, 1)
+    check_signature(function, message, ConfigError, 0, 1)
     return function
 
 

@@ -34,7 +34,7 @@ from pipeline.checkpoint.shards import (
     overlap,
 )
 from pipeline.engine.optim import SeveralOptimizers, state_example
-from pipeline.errors import CheckpointError, listed
+from pipeline.errors import CheckpointError, format_names
 from pipeline.models.adapters import is_base
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def warn_of_unused(names: Sequence[str]) -> None:
             "(requires_grad_(False)) or remove them",
             len(names),
             "s" * (len(names) > 1),
-            listed(names),
+            format_names(names),
         )
 
 
@@ -250,7 +250,7 @@ def _check_names(there: set[str], expected: set[str]) -> None:
     if there == expected:
         return
     told = [
-        f"{what} {listed(sorted(names))}"
+        f"{what} {format_names(sorted(names))}"
         for what, names in (("lacks", expected - there), ("has besides", there - expected))
         if names
     ]

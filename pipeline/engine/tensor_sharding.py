@@ -24,7 +24,7 @@ from pipeline.config.split import Split
 from pipeline.engine.deepspeed_base import parallel_state
 from pipeline.engine.state import WHOLE, Place
 from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters, share_vocabulary
-from pipeline.errors import ModelError, one_line
+from pipeline.errors import ModelError, summarize_error
 from pipeline.models.adapters import has_adapter, is_base
 from pipeline.models.sharding import give_memory, give_values, let_go
 from pipeline.objectives import refuse_router
@@ -111,7 +111,7 @@ class TensorSharding:
             with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
                 self._partition(twin)
         except (NotImplementedError, ValueError) as error:  # of how to cut, in DeepSpeed's words
-            raise ModelError(f"tensor_parallel: {one_line(error)}") from None
+            raise ModelError(f"tensor_parallel: {summarize_error(error)}") from None
         named = dict(model.named_parameters(remove_duplicate=False))
         places = list(cut_parameters(twin).values())
         # What is whole under one of its names has all values, from which AutoTP itself takes the parts.

@@ -47,7 +47,7 @@ from pipeline.engine.state import (
     whole_parameters,
     without_gradient,
 )
-from pipeline.errors import ModelError, listed
+from pipeline.errors import ModelError, format_names
 from pipeline.models.batch_norm import num_batch_norms
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
@@ -276,7 +276,7 @@ class _Reducing:
         if is_complete or self._may_be_unused:
             return
         names = without_gradient(self._module)
-        what = listed(names) if names else "some of the parameters, in a step's last micro-batch,"
+        what = format_names(names) if names else "some of the parameters, in a step's last micro-batch,"
         raise ModelError(
             f"model: {what} took no part in the loss, and ddp waits for every parameter; freeze or remove "
             "what is not used, or let it look each step with engine.find_unused_parameters: true (in a "

@@ -20,7 +20,7 @@ from pipeline.checkpoint.export import DESCRIPTION
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.batch_plan import BatchPlan, plan_batch
-from pipeline.config.deepspeed_json import precision_of
+from pipeline.config.deepspeed_json import get_precision
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
@@ -34,7 +34,7 @@ from pipeline.engine.interface import DTYPES, to_device, with_bounds
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
 from pipeline.evaluation.samples import asks_in_template, generate_text
-from pipeline.files import CONFIGURATION_LIMIT, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
 from pipeline.models.generation import generate as generate_ids
@@ -157,7 +157,7 @@ def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_p
             f"{REMOTE_CODE}=true"
         )
     try:
-        split = json.loads(read_plain(run / "split.json", CONFIGURATION_LIMIT))
+        split = json.loads(read_regular_file(run / "split.json", CONFIGURATION_LIMIT))
         _ = split["deepspeed"], int(split["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
@@ -269,11 +269,11 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, Whole(), job, open_checkpoint)
     autocast = language is None
-    is_half = deepspeed is not None and precision_of(deepspeed) != "fp32"
+    is_half = deepspeed is not None and get_precision(deepspeed) != "fp32"
     model = transform(model, section, Placement(job.device, is_autocast=autocast and is_half))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
         return Inference(model, precision, job.device, casts=False, autocast=True)
-    return Inference(model, precision_of(deepspeed), job.device, casts=True, autocast=autocast)
+    return Inference(model, get_precision(deepspeed), job.device, casts=True, autocast=autocast)

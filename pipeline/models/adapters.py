@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.model_schema import ALPHA, RANK, AdapterConfig
+from pipeline.config.model_schema import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import ConfigError, ModelError, listed
-from pipeline.files import CONFIGURATION_LIMIT, read_plain, unsafe_files
+from pipeline.errors import ConfigError, ModelError, format_names
+from pipeline.files import CONFIGURATION_LIMIT, find_unsafe_files, read_regular_file
 from pipeline.models.embeddings import vocabulary_parameters
 from pipeline.models.frozen_base import (
     FrozenBase,
@@ -143,8 +143,8 @@ class PeftFolder:
         asked = [layer for layer in layers if f".{layer}".endswith(ends)]
         if missing := [name for name in asked if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
             raise ModelError(
-                f"adapter.weights: {self.path / WEIGHTS} lacks {listed(missing)}, which target_modules of "
-                f"{CONFIG} asks for; save or fetch the adapter again"
+                f"adapter.weights: {self.path / WEIGHTS} lacks {format_names(missing)}, which "
+                f"target_modules of {CONFIG} asks for; save or fetch the adapter again"
             )
 
     def refuse_others(self, taken: set[str]) -> None:
@@ -152,8 +152,8 @@ class PeftFolder:
         there = self.tensors.keys() - {PREFIX + name for name in self.whole()}
         if others := sorted(there - {of_peft(name) for name in taken}):
             raise ModelError(
-                f"adapter.weights: {self.path} has {listed(others)}, of which this model has no layer; it is "
-                "an adapter of another model, or adapter.targets leaves them out"
+                f"adapter.weights: {self.path} has {format_names(others)}, of which this model has no layer; "
+                "it is an adapter of another model, or adapter.targets leaves them out"
             )
 
     def _names(self) -> Iterator[str]:
@@ -164,10 +164,10 @@ def _read(path: Path) -> PeftFolder:
     start = f"adapter.weights: {path}"
     if not path.is_dir():
         raise ModelError(f"{start}: there is no such folder")
-    if problem := next(unsafe_files(path), None):
+    if problem := next(find_unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
-        described = json.loads(read_plain(path / CONFIG, CONFIGURATION_LIMIT))
+        described = json.loads(read_regular_file(path / CONFIG, CONFIGURATION_LIMIT))
         kind = str(described["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{start} is no adapter of peft's: it has no {CONFIG} that can be read") from None
@@ -275,7 +275,12 @@ def add_adapter(
     trained = sum(number_of(p) for p in model.parameters() if p.requires_grad)
     log.info(
         "adapter: %s of rank %d, alpha %g, on %d linear layers%s: %s parameters are trained",
-        *(config.kind, config.rank or RANK, config.alpha or ALPHA, len(targets)),
+        *(
+            config.kind,
+            config.rank or DEFAULT_ADAPTER_RANK,
+            config.alpha or DEFAULT_ADAPTER_ALPHA,
+            len(targets),
+        ),
         f"; {len(whole) + len(embeddings)} tensors are trained whole" if whole or embeddings else "",
         f"{trained:,}",
     )
@@ -290,8 +295,8 @@ def peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
-        r=config.rank or RANK,
-        lora_alpha=config.alpha or ALPHA,  # type: ignore[arg-type] # any number is taken
+        r=config.rank or DEFAULT_ADAPTER_RANK,
+        lora_alpha=config.alpha or DEFAULT_ADAPTER_ALPHA,  # type: ignore[arg-type] # any number is taken
         lora_dropout=config.dropout,
         target_modules=list(targets),
         use_rslora=config.kind == "rslora",

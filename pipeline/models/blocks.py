@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._functorch import config as functorch
 
-from pipeline.errors import one_line
+from pipeline.errors import summarize_error
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.models.transformers_facts import is_model
 
@@ -224,4 +224,4 @@ def _cause() -> str:
 def reason(error: TorchDynamoException) -> str:
     """Return why something could not be compiled, in one line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
-    return f"{type(inner).__name__}: {one_line(inner)}"
+    return f"{type(inner).__name__}: {summarize_error(inner)}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
+from pipeline.config.import_paths import check_signature, exit_as_error, import_object
 from pipeline.config.model_schema import CNNConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models.sharding import ModelRequest
@@ -31,10 +31,10 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
         raise ModelError(f"model.kind: {config.kind} is a module; name a function or a class that makes it")
-    refuse_misfit(build, f"model.args do not fit {config.kind}", ModelError, **config.args)
+    check_signature(build, f"model.args do not fit {config.kind}", ModelError, **config.args)
     is_sharded = request.sharding.zero3_config is not None
     try:
-        with request.sharding.construct(), may_not_exit(f"model.kind: {config.kind}", ModelError):
+        with request.sharding.construct(), exit_as_error(f"model.kind: {config.kind}", ModelError):
             model = build(**config.args)
             if isinstance(model, nn.Module):
                 _refuse_unfilled(model, config.kind)  # here: they cannot be sharded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeline.config.model_schema import AdapterConfig
-from pipeline.config.patterns import matching_parts
+from pipeline.config.patterns import match_modules
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models.embeddings import vocabulary_parameters
 from pipeline.models.sharding import Placed
@@ -54,7 +54,7 @@ def targets_of(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any
     found: dict[str, None] = {}
     for pattern in config.targets:
         modules = (name for name, _ in model.named_modules())
-        its = matching_parts(pattern, layers, "adapter.targets", "linear layer", modules)
+        its = match_modules(pattern, layers, "adapter.targets", "linear layer", modules)
         if kept := sorted(set(its) - set(names)):
             raise ConfigError(
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
@@ -75,7 +75,7 @@ def trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]
     ]
     found = [model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())]
     for pattern in config.modules_to_save or ():
-        for name in matching_parts(pattern, names, "adapter.modules_to_save", "module"):
+        for name in match_modules(pattern, names, "adapter.modules_to_save", "module"):
             found += list(model.get_submodule(name).parameters())
     return found
 

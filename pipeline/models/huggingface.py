@@ -46,11 +46,11 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config.hub import hub_or_cache
+from pipeline.config.hub import use_hub_or_cache
 from pipeline.config.loading import did_you_mean
-from pipeline.config.model_schema import FIELDS, CausalLMConfig
+from pipeline.config.model_schema import TRANSFORMERS_FIELDS, CausalLMConfig
 from pipeline.distributed.progress import Phase, phase
-from pipeline.errors import ModelError, one_line
+from pipeline.errors import ModelError, summarize_error
 from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
 from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.sharding import ModelRequest, Sharding
@@ -324,7 +324,7 @@ def _near(architecture: str | None) -> str:
 def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
     """What the recipe says, in transformers' words; every one of them a field of `known`."""
     fields = dict(config.extra)
-    for ours, theirs in FIELDS.items():
+    for ours, theirs in TRANSFORMERS_FIELDS.items():
         if theirs in fields:
             raise ModelError(f"model.extra.{theirs}: the recipe calls this model.{ours}; write it there")
         words = (theirs, *OWN_WORDS.get(theirs, ()))
@@ -372,7 +372,7 @@ def read_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
     trust = config.trust_remote_code
     try:
-        with hub_or_cache("model.pretrained", name, ModelError):
+        with use_hub_or_cache("model.pretrained", name, ModelError):
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (OSError, *IMPOSSIBLE) as error:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
@@ -402,7 +402,7 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
     try:
-        with phase(Phase.WEIGHTS), hub_or_cache("model.pretrained", name, ModelError):
+        with phase(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
             model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
                 name,
                 config=hf_config,
@@ -520,4 +520,4 @@ def _reason(error: Exception) -> str:
         error = error.__cause__  # type: ignore[assignment]
     if isinstance(error, KeyError):
         return f"transformers knows no {error}"
-    return one_line(error, 10_000).split(". ")[0][:300]
+    return summarize_error(error, 10_000).split(". ")[0][:300]

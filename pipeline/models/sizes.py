@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.config.import_paths import import_object
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ModelError, PipelineError, one_line
+from pipeline.errors import ModelError, PipelineError, summarize_error
 from pipeline.models import build_model
 from pipeline.models.frozen_base import is_transposed, linears
 from pipeline.models.sharding import ModelRequest, Whole
@@ -113,8 +113,8 @@ def count(config: RunConfig) -> Model:
     except Exception as error:  # of a stranger's code, or of a library that it needs values for
         log.debug("%s is not made without values", asked.kind, exc_info=True)
         raise ModelError(
-            f"model: it cannot be counted without values ({type(error).__name__}: {one_line(error)}); a run "
-            "says what it takes before its first step"
+            f"model: it cannot be counted without values ({type(error).__name__}: {summarize_error(error)}); "
+            "a run says what it takes before its first step"
         ) from None
     language = asked.language_model
     name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from pipeline.config.command_lines import installed_program, own_command, shell_line
+from pipeline.config.command_lines import find_installed_program, format_pipeline_command, format_shell_line
 from pipeline.errors import ModelError
-from pipeline.files import inside, is_path, unsafe_files, weight_map
+from pipeline.files import find_unsafe_files, is_path, path_inside, read_weight_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -110,7 +110,7 @@ def check_folder(folder: Path, given: str) -> None:
             no plain file of the folder, or a file in it is a pipe or a device.
     """
     start = f"model.pretrained: {given!r}:"
-    if problem := next(unsafe_files(folder), None):
+    if problem := next(find_unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{start} the folder has no config.json")
@@ -118,28 +118,29 @@ def check_folder(folder: Path, given: str) -> None:
     if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
         raise ModelError(
             f"{start} says what the model of a run is, and has no weights; this writes both (--merge where "
-            f"the run has an adapter): {own_command('export', run, 'OUT')}"
+            f"the run has an adapter): {format_pipeline_command('export', run, 'OUT')}"
         )
     if not any(folder.glob("*.safetensors*")) and (others := sorted(folder.glob("*.bin"))):
         code = f"from transformers import AutoModelForCausalLM as M; f = {str(folder.absolute())!r}; "
         code += "M.from_pretrained(f, dtype='auto').save_pretrained(f)"
         raise ModelError(
             f"{start} its weights are no safetensors ({others[0].name}); this writes them as such: "
-            f"{shell_line(installed_program('python') or sys.executable, '-c', code)}"
+            f"{format_shell_line(find_installed_program('python') or sys.executable, '-c', code)}"
         )
     if not (folder / INDEX).exists():
         return
     if (folder / SINGLE).exists():
         raise ModelError(
             f"{start} two sets of weights: {SINGLE}, and the files that {INDEX} names; delete the one "
-            f"that is not meant: {shell_line('rm', folder / SINGLE)}, or {shell_line('rm', folder / INDEX)}"
+            f"that is not meant: {format_shell_line('rm', folder / SINGLE)}, "
+            f"or {format_shell_line('rm', folder / INDEX)}"
         )
     try:
-        names = set(weight_map(folder / INDEX).values())
+        names = set(read_weight_map(folder / INDEX).values())
     except (OSError, ValueError):
         raise ModelError(f"{start} {INDEX} cannot be read as an index of weights; fetch it again") from None
     for name in sorted(names):
-        path = inside(folder, name)
+        path = path_inside(folder, name)
         if path is None:
             raise ModelError(f"{start} {INDEX} points outside of the folder: {name[:100]!r}")
         if not path.is_file():

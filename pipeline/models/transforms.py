@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map_only
 
 from pipeline.config.model_schema import AdapterConfig, ModelConfig
-from pipeline.config.patterns import matching
+from pipeline.config.patterns import match_parameters
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models.attention import choose_attention, refuse_leaks, refuse_lookahead
@@ -128,7 +128,9 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     if not config.freeze:
         return model
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has several names
-    frozen = {name for pattern in config.freeze for name in matching(pattern, parameters, "model.freeze")}
+    frozen = {
+        name for pattern in config.freeze for name in match_parameters(pattern, parameters, "model.freeze")
+    }
     for name in frozen:
         parameters[name].requires_grad_(False)
     left = sum(p.requires_grad for p in model.parameters())

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.errors import ModelError, listed, one_line
-from pipeline.files import DESCRIPTION_LIMIT, inside, read_plain, weight_map
+from pipeline.errors import ModelError, format_names, summarize_error
+from pipeline.files import DESCRIPTION_LIMIT, path_inside, read_regular_file, read_weight_map
 from pipeline.models.embeddings import fill_rows, vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
@@ -184,7 +184,7 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
 
 def _first_sentence(error: Exception) -> str:
     """Return the first sentence that says something of the file."""
-    return one_line(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
+    return summarize_error(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
 
 OpenCheckpoint = Callable[[Path], WeightFile | None]
@@ -253,7 +253,7 @@ def _open_folder(folder: Path) -> WeightFile:
 
 def _refuse_quantised(folder: Path) -> None:
     try:
-        config = json.loads(read_plain(folder / "config.json", DESCRIPTION_LIMIT))
+        config = json.loads(read_regular_file(folder / "config.json", DESCRIPTION_LIMIT))
         given = config.get("quantization_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return
@@ -279,7 +279,7 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
 
 def _inside(folder: Path, name: str) -> Path:
     """Return the file of that name, which must be in the folder: names and links may lead anywhere."""
-    path = inside(folder, name)
+    path = path_inside(folder, name)
     if path is None:
         raise refusal(folder, f"points outside of itself: {name[:100]!r}")
     try:
@@ -294,7 +294,7 @@ def _inside(folder: Path, name: str) -> Path:
 def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
     """file -> the names of its tensors, of an index of several files."""
     try:
-        places = weight_map(_inside(folder, index))
+        places = read_weight_map(_inside(folder, index))
     except (OSError, ValueError):
         raise refusal(folder / index, "cannot be read as an index of weights") from None
     files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}
@@ -341,7 +341,7 @@ class Plan:
     def remarks(self) -> str:
         """Return what does not fit, in one line; empty: everything fits."""
         kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
-        return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds if names)
+        return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds if names)
 
 
 @phase(Phase.WEIGHTS)
@@ -405,7 +405,7 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
     try:
         ids = Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"model.weights: {file} is no tokenizer: {one_line(error)}") from None
+        raise ModelError(f"model.weights: {file} is no tokenizer: {summarize_error(error)}") from None
     if any(new_ids.get(token) != number for token, number in ids.items()):
         raise ModelError(
             f"model.weights: {path} was trained with another tokenizer than the one that was trained on this "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import printable, shown
+from pipeline.errors import escape_unprintable, shorten_message
 from pipeline.monitoring.events import PLAN
 
 
@@ -28,14 +28,14 @@ class _Printable(logging.Formatter):
     """Removes secrets and escapes from a line; a traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return escape_unprintable(super().format(record))
 
 
 class _ConsoleFormatter(_Printable):
     """Formats a line for the console: without megabytes, and with its level from warnings on."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = shown(record.message)
+        record.message = shorten_message(record.message)
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return level + super().formatMessage(record)
 

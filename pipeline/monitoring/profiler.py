@@ -18,7 +18,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.process_group import Job
-from pipeline.errors import one_line
+from pipeline.errors import summarize_error
 from pipeline.monitoring.alerts import Tell
 from pipeline.monitoring.events import Event
 
@@ -127,7 +127,7 @@ class StepProfiler:
             action()
         except Exception as error:  # a full disk, or a driver without counters: training goes on
             self._profile = None
-            log.warning("the profile is not written (%s: %s)", type(error).__name__, one_line(error))
+            log.warning("the profile is not written (%s: %s)", type(error).__name__, summarize_error(error))
 
 
 def most_expensive(averages: Any, key: str) -> str:
@@ -174,7 +174,7 @@ class OutOfMemory:
             self._dump(str(self._path))
             log.error("what the memory held: %s (docs.pytorch.org/memory_viz shows it)", self._path)
         except Exception as error:  # the allocator's own error is the news
-            log.error("what the memory held cannot be written (%s)", one_line(error))
+            log.error("what the memory held cannot be written (%s)", summarize_error(error))
 
 
 def build_profiler(

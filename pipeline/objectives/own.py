@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pipeline.config.import_paths import may_not_exit
+from pipeline.config.import_paths import exit_as_error
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
@@ -80,7 +80,7 @@ class Custom(Caller):
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
         if own is None:
             return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else num_samples(batch))
-        with may_not_exit("objective.kind: the function's count", ConfigError):
+        with exit_as_error("objective.kind: the function's count", ConfigError):
             counted = own(batch)
         if not _is_number(counted):
             raise ConfigError(
@@ -92,7 +92,7 @@ class Custom(Caller):
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
         outputs = tree_map(_in_fp32, self._call(model, batch))
-        exits = may_not_exit("objective.kind: the function", ConfigError)
+        exits = exit_as_error("objective.kind: the function", ConfigError)
         with self._checks.around(unwrapped(model), batch) as checks, exits:
             loss: Any = self.function(outputs, batch)
         metrics: Any = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.planner.model import (
     CPU_PART,
     QUERIES,
@@ -158,7 +158,9 @@ class Work:
         return 2 if self.precision == "half" else 4
 
     @classmethod
-    def of(cls, config: RunConfig, resolved: Resolved, own: Model, kind: str, stage: int = 0) -> Work | None:
+    def of(
+        cls, config: RunConfig, resolved: ResolvedSettings, own: Model, kind: str, stage: int = 0
+    ) -> Work | None:
         """Return a rank's work; `None` if it is no language model over rows of equal length.
 
         Args:
@@ -180,11 +182,11 @@ class Work:
             family=_row_of(dimensions.family, model.extra),
             device=kind,
             precision="fp32" if split.precision == "fp32" else half,
-            rows=resolved.plan.micro_batch_size,
+            rows=resolved.batch_plan.micro_batch_size,
             length=length,
             blocks=dimensions.layers,
             first=dimensions.first,
-            micro_batches=resolved.plan.gradient_accumulation_steps,
+            micro_batches=resolved.batch_plan.gradient_accumulation_steps,
             apart=documents is not None and documents.separate_documents,
             recompute=Recompute.of(model),
             compiled=resolved.compile and not dimensions.experts,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pipeline.config.loading import get_dotted
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.config.split import Device
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import format_bytes
@@ -57,12 +57,12 @@ class Change:
         return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
 
 
-def candidates(settings: Settings, resolved: Resolved, device: Device) -> Iterator[Change]:
+def candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -> Iterator[Change]:
     """Yield what could be changed, in the order in which it is tried first; not yet whether it can."""
     on_cpu = device.kind == "cpu"  # whose memory is the host's: an offload frees nothing
-    plan, model = resolved.plan, settings.config.model.language_model
+    plan, model = resolved.batch_plan, settings.config.model.language_model
     size, steps = plan.micro_batch_size, plan.gradient_accumulation_steps
-    if not plan.is_open:
+    if not plan.is_auto:
         smaller = [size // n for n in (2, 3, 5, 4, 8) if size % n == 0]
         for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
             parts = size // micro
@@ -87,7 +87,7 @@ def _batch(micro: int, steps: int) -> Words:
     return (f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={steps}")
 
 
-def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+def _of_states(settings: Settings, resolved: ResolvedSettings) -> Iterator[Change]:
     """Yield where weights, gradients and optimizer states could be."""
     tree, now, section = settings.deepspeed, resolved.split.zero_stage, "ds.zero_optimization"
     shares = resolved.split.dp_world_size * resolved.split.sequence_parallel > 1
@@ -115,10 +115,10 @@ def _of_states(settings: Settings, resolved: Resolved) -> Iterator[Change]:
         yield Change("nothing on the host", BACK, tuple(back))
 
 
-def _of_other_curves(settings: Settings, resolved: Resolved) -> Iterator[Change]:
+def _of_other_curves(settings: Settings, resolved: ResolvedSettings) -> Iterator[Change]:
     config = settings.config
     if resolved.split.precision == "fp32":
-        key = "engine.precision=bf16" if settings.split is None else "ds.bf16.enabled=true"
+        key = "engine.precision=bf16" if settings.deepspeed_file is None else "ds.bf16.enabled=true"
         yield Change("the curve of bf16", OTHER_CURVE, (key,))
     if (tokens := config.data.tokens_per_row) is not None and tokens > 1:
         name = f"rows are {tokens} tokens now: other rows, another curve"
@@ -139,7 +139,7 @@ def priced(settings: Settings, now: Forecast, forecast: Callable[[Settings], For
     found = []
     for change in candidates(settings, now.resolved, now.place.device):
         with suppress(PipelineError):
-            after = forecast(settings.followed_by(change.overrides))
+            after = forecast(settings.with_arguments(change.overrides))
             slower = after.time.seconds / now.time.seconds if after.time and now.time else None
             found.append(replace(change, gain=now.peak - after.peak, slower=slower, fits=after.fits))
     return found
@@ -209,7 +209,7 @@ def suggest(settings: Settings, model: Model, place: Place) -> Limit:
         best = None
         for batch in _by_rows(settings, place, int(cut[0].rpartition("=")[2]) if cut else 1):
             try:
-                found = forecast(settings.followed_by((*words, *batch)), model, place)
+                found = forecast(settings.with_arguments((*words, *batch)), model, place)
             except ConfigError as error:
                 refused = str(error)
                 break
@@ -345,7 +345,7 @@ def _furthest(
 
     def is_too_large(number: int) -> bool:
         try:
-            changed = settings.followed_by(at(number))
+            changed = settings.with_arguments(at(number))
             found[number] = forecast(changed, model_of(changed.config) or model, place)
         except PipelineError as error:
             refused[number] = str(error)

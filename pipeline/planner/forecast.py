@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.files import GIB, format_bytes
 from pipeline.planner.hardware import Place
 from pipeline.planner.memory import Memory, memory_of
@@ -22,7 +22,7 @@ class Forecast:
 
     model: Model
     config: RunConfig
-    resolved: Resolved
+    resolved: ResolvedSettings
     place: Place
     memory: Memory
     time: StepTime | None
@@ -129,7 +129,7 @@ def forecast(settings: Settings, model: Model, place: Place) -> Forecast:
     return forecast_of(settings.config, settings.resolve(place.ranks, place.device), model, place)
 
 
-def forecast_of(config: RunConfig, resolved: Resolved, model: Model, place: Place) -> Forecast:
+def forecast_of(config: RunConfig, resolved: ResolvedSettings, model: Model, place: Place) -> Forecast:
     """Forecast a run whose settings are resolved for the place."""
     rates = rates_of(
         place.gpu,
@@ -150,8 +150,8 @@ def forecast_of(config: RunConfig, resolved: Resolved, model: Model, place: Plac
     )
 
 
-def largest_that_fits(config: RunConfig, resolved: Resolved, model: Model, place: Place) -> int:
+def largest_that_fits(config: RunConfig, resolved: ResolvedSettings, model: Model, place: Place) -> int:
     """Return the largest micro-batch that `auto` may become and that fits; the smallest if none does."""
-    sizes = resolved.plan.candidates
-    fits = [n for n in sizes if forecast_of(config, resolved.divided(n), model, place).fits]
+    sizes = resolved.batch_plan.candidates
+    fits = [n for n in sizes if forecast_of(config, resolved.with_micro_batch_size(n), model, place).fits]
     return max(fits, default=sizes[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.files import GIB, MIB
 from pipeline.planner.activations import Activations, LossBytes, Work, activations_of, loss_bytes
 from pipeline.planner.model import Dimensions, Model
@@ -146,7 +146,7 @@ def _backward(
     return max(most, gradients + added + found.carried)
 
 
-def memory_of(model: Model, config: RunConfig, resolved: Resolved, kind: str) -> Memory:
+def memory_of(model: Model, config: RunConfig, resolved: ResolvedSettings, kind: str) -> Memory:
     """Return the memory of the fullest rank.
 
     Args:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.loading import get_dotted
-from pipeline.config.patterns import group_keys, kind_of
+from pipeline.config.patterns import assign_parameter_groups, get_optimizer_kind
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.config.split import Split
 from pipeline.errors import ConfigError
 from pipeline.planner.model import Model, Parameter
@@ -255,7 +255,7 @@ class Rank:
     """Its part of the model before ZeRO divides it."""
     groups: tuple[Group, ...]
     config: RunConfig
-    resolved: Resolved
+    resolved: ResolvedSettings
     whole: int
     """Parameters of the whole model."""
     number: int = 0
@@ -264,7 +264,7 @@ class Rank:
 
     @classmethod
     def of(
-        cls, model: Model, config: RunConfig, resolved: Resolved, rank: int = 0, on_cpu: bool = False
+        cls, model: Model, config: RunConfig, resolved: ResolvedSettings, rank: int = 0, on_cpu: bool = False
     ) -> Rank:
         """Return a rank of a job that trains the whole `model`.
 
@@ -279,7 +279,7 @@ class Rank:
             how = json["pipeline"].get("partition", "parameters")
             own = stage_of(model, split.pipeline_stages, how, stage)
         names = {p.name: len(p.shape) for p in model.parameters if p.trains}
-        keys = group_keys(names, config.optimizer)
+        keys = assign_parameter_groups(names, config.optimizer)
         groups = []
         for key in sorted(set(keys.values())):
             members = tuple(p for p in own.parameters if keys.get(p.name) == key)
@@ -287,7 +287,7 @@ class Rank:
                 members = (Parameter(STAND_IN, (1,)),)  # DeepSpeed drops an empty group
                 own = replace(own, parameters=(*own.parameters, *members))
             if members:
-                groups.append(Group(kind_of(key, config.optimizer), members))
+                groups.append(Group(get_optimizer_kind(key, config.optimizer), members))
         return cls(
             own=own,
             groups=tuple(groups),

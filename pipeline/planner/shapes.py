@@ -14,12 +14,17 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.hub import hub_or_cache
-from pipeline.config.model_schema import FIELDS, RANK, AdapterConfig, CausalLMConfig
-from pipeline.config.patterns import matching, matching_parts
+from pipeline.config.hub import use_hub_or_cache
+from pipeline.config.model_schema import (
+    DEFAULT_ADAPTER_RANK,
+    TRANSFORMERS_FIELDS,
+    AdapterConfig,
+    CausalLMConfig,
+)
+from pipeline.config.patterns import match_modules, match_parameters
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ModelError, one_line
-from pipeline.files import DESCRIPTION_LIMIT, is_path, read_plain
+from pipeline.errors import ModelError, summarize_error
+from pipeline.files import DESCRIPTION_LIMIT, is_path, read_regular_file
 from pipeline.planner.model import Dimensions, Model, Parameter
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
@@ -202,7 +207,11 @@ def trained_parts(model: Model, freeze: list[str] | None, adapter: AdapterConfig
     """
     if freeze:
         names = {name: each for each in model.parameters for name in _names(each, model)}
-        frozen = {names[name].name for pattern in freeze for name in matching(pattern, names, "model.freeze")}
+        frozen = {
+            names[name].name
+            for pattern in freeze
+            for name in match_parameters(pattern, names, "model.freeze")
+        }
         parameters = (replace(each, trains=each.name not in frozen) for each in model.parameters)
         model = replace(model, parameters=tuple(parameters))
     return model if adapter is None else _with_adapter(model, adapter)
@@ -220,7 +229,7 @@ def _new(
     """Return the config of a new model: what the recipe says, and what follows from it and from the data."""
     defaults = families()[family]["defaults"]
     fields = standard_words(family, model.extra)
-    for ours, theirs in FIELDS.items():
+    for ours, theirs in TRANSFORMERS_FIELDS.items():
         if (value := getattr(model, ours)) is not None:
             fields[theirs] = value
     fields.setdefault("vocab_size", words or defaults["vocab_size"])
@@ -272,7 +281,9 @@ def read_config(given: str) -> dict[str, Any]:
     try:
         found = json.loads(_read(given, "config.json", "model.pretrained"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"model.pretrained: {given!r}: config.json is no JSON ({one_line(error)})") from None
+        raise ModelError(
+            f"model.pretrained: {given!r}: config.json is no JSON ({summarize_error(error)})"
+        ) from None
     if not isinstance(found, dict):
         raise ModelError(f"model.pretrained: {given!r}: config.json is no JSON object")
     return found
@@ -289,7 +300,7 @@ def _read(given: str, name: str, key: str) -> bytes:
     else:
         return _from_hub(given, name, key)
     try:
-        return read_plain(folder / name, DESCRIPTION_LIMIT)
+        return read_regular_file(folder / name, DESCRIPTION_LIMIT)
     except FileNotFoundError:
         raise ModelError(f"{key}: {given!r}: the folder has no {name}") from None
     except OSError as error:
@@ -300,18 +311,18 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
     from huggingface_hub import hf_hub_download  # half a second, where a name on the hub is given
 
     try:
-        with hub_or_cache(key, given, ModelError):
-            return read_plain(hf_hub_download(given, name), DESCRIPTION_LIMIT)
+        with use_hub_or_cache(key, given, ModelError):
+            return read_regular_file(hf_hub_download(given, name), DESCRIPTION_LIMIT)
     except (OSError, ValueError) as error:  # the hub's own errors are among them
         raise ModelError(
             f"{key}: {given!r}: no {name} from the hub, and there is no folder of that name "
-            f"({one_line(error)})"
+            f"({summarize_error(error)})"
         ) from None
 
 
 def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
     adapter = _completed(adapter)
-    rank = adapter.rank or RANK
+    rank = adapter.rank or DEFAULT_ADAPTER_RANK
     layers = {_owner(each.name): each for each in model.parameters if each.layer is not None}
     modules = dict.fromkeys(
         each for p in model.parameters for name in _names(p, model) for each in _around(_owner(name))
@@ -319,12 +330,12 @@ def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
     targets = set(layers)
     if adapter.targets is not None:
         key, what = "adapter.targets", "linear layer"
-        found = (matching_parts(each, layers, key, what, modules) for each in adapter.targets)
+        found = (match_modules(each, layers, key, what, modules) for each in adapter.targets)
         targets = {name for names in found for name in names}
     saved = {
         name
         for pattern in adapter.modules_to_save or ()
-        for name in matching_parts(pattern, modules, "adapter.modules_to_save", "module")
+        for name in match_modules(pattern, modules, "adapter.modules_to_save", "module")
     }
     parameters: list[Parameter] = []
     for each in model.parameters:

@@ -10,29 +10,29 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from pipeline.config.deepspeed_check import has_half_masters, has_half_states
+from pipeline.config.deepspeed_check import has_16bit_master_weights, has_16bit_optimizer_states
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.config.patterns import group_keys, kind_of
+from pipeline.config.patterns import assign_parameter_groups, get_optimizer_kind
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.planner.model import Model, Parameter
 from pipeline.planner.rank import STAND_IN, Group, Rank
 
 
-def checkpoint_bytes(model: Model, config: RunConfig, resolved: Resolved) -> int:
+def checkpoint_bytes(model: Model, config: RunConfig, resolved: ResolvedSettings) -> int:
     """Return the bytes of one checkpoint, in which all is as it is held.
 
     It has the weights that the optimizer steps and what it keeps of them, and what is frozen in the run's
     precision. An adapter's base is in none.
     """
     optimizer, has_base, json = config.optimizer, config.adapter is not None, resolved.deepspeed or {}
-    stepped, kept = 2 if has_half_masters(json) else 4, 2 if has_half_states(json) else 4
+    stepped, kept = 2 if has_16bit_master_weights(json) else 4, 2 if has_16bit_optimizer_states(json) else 4
     frozen = 4 if resolved.deepspeed is None or resolved.split.precision == "fp32" else 2
-    keys = group_keys({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
+    keys = assign_parameter_groups({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
     total = 0
     for p in model.parameters:
         if p.trains:
-            kind = kind_of(keys[p.name], optimizer)
+            kind = get_optimizer_kind(keys[p.name], optimizer)
             total += stepped * p.numel + moments(optimizer, kind, p.shape, kept)
         elif not has_base:
             total += frozen * p.numel
@@ -177,13 +177,13 @@ def _partitioned(rank: Rank) -> States:
         trained = sum(group.numel for group in rank.groups)
         gradients = rank.size * trained + rank.summed * sum(part.whole for part in parts)
         return States(Held(weights, gradients, 4 * own, _flat_moments(rank, parts)))
-    master = 2 if has_half_masters(rank.json) else 4
+    master = 2 if has_16bit_master_weights(rank.json) else 4
     is_compact = rank.summed == 4 and rank.size == 2  # DeepSpeed adds up in a flat stretch
     gradients = rank.summed * own if is_compact else _kept_gradients(rank, parts)
     if rank.offloads("optimizer") is None:
         return States(Held(weights, gradients, master * own, _flat_moments(rank, parts)))
     waiting = 0
-    accumulates = rank.resolved.plan.gradient_accumulation_steps > 1
+    accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.stage == 2 and accumulates and not is_compact and master == 4:
         waiting = rank.size * sum(part.touched for part in parts)
     host = Held(0, master * own + waiting, master * own, _flat_moments(rank, parts))
@@ -210,7 +210,7 @@ def _stepped(rank: Rank, kind: str, number: int, on_host: bool = True) -> int:
         on_host: Whether it is stepped there, if the optimizer is offloaded.
     """
     is_own = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
-    size = 2 if has_half_states(rank.json) else 4
+    size = 2 if has_16bit_optimizer_states(rank.json) else 4
     return moments(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
 
@@ -267,7 +267,7 @@ def _sharded(rank: Rank) -> States:
     device = Held(gathered + (0 if there else shards))
     host = Held(shards if there else 0)
     offload = rank.offloads("optimizer")
-    master = 2 if has_half_masters(rank.json) else 4
+    master = 2 if has_16bit_master_weights(rank.json) else 4
     disk, gradients = Held(), 0
     groups = sub_groups(rank)
     # DeepSpeed counts sub-groups, not elements, and steps the first of them on the GPU, if there is one.
@@ -330,7 +330,7 @@ def fitted_bucket(stated: Any, num_parameters: int) -> int:
 
 def buffers(rank: Rank) -> Buffers:
     """Return what a rank's engine takes on a device beside the states."""
-    accumulates = rank.resolved.plan.gradient_accumulation_steps > 1
+    accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.resolved.deepspeed is not None and rank.stage == 3:
         return _buffers_of_sharded(rank)
     if rank.resolved.deepspeed is not None and rank.stage > 0 and not rank.adds_in_fp32:
@@ -427,7 +427,7 @@ def _buffers_of_sharded(rank: Rank) -> Buffers:
         reduced = max(reduced, _NORM * -(-_largest(rank) // rank.sharers))
         step = 0
     else:
-        halves = size == 2 and has_half_masters(rank.json)
+        halves = size == 2 and has_16bit_master_weights(rank.json)
         each = rank.summed + (4 if rank.summed == 2 and not halves else 0)
         step = each * max((own for _, own in sub_groups(rank)), default=0)
     return Buffers(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.planner.hardware import Gpu
 from pipeline.planner.model import Model, Parameter
 
@@ -59,7 +59,7 @@ class Job:
 
     @classmethod
     def of(
-        cls, model: Model, config: RunConfig, resolved: Resolved, document_tokens: int | None = None
+        cls, model: Model, config: RunConfig, resolved: ResolvedSettings, document_tokens: int | None = None
     ) -> Job | None:
         """Return the job of a run; `None` if its time is not known.
 
@@ -77,7 +77,7 @@ class Job:
         ]
         elements = sum(number for number, _ in matrices)
         trained = sum(number for number, trains in matrices if trains)
-        split, plan = resolved.split, resolved.plan
+        split, plan = resolved.split, resolved.batch_plan
         document = (document_tokens or DOCUMENT) if packs(config) else length
         return cls(
             parameters=model.numel,
@@ -133,7 +133,7 @@ def _multiplies(parameter: Parameter) -> bool:
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
-def untimed(config: RunConfig, resolved: Resolved) -> str:
+def untimed(config: RunConfig, resolved: ResolvedSettings) -> str:
     """Return which feature of a run has no time here, as no published run was compared; empty if none."""
     language, zero = config.model.language_model, (resolved.deepspeed or {}).get("zero_optimization", {})
     offloads = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))

@@ -25,7 +25,7 @@ from torch import nn
 
 from pipeline.checkpoint.export import export as export_weights
 from pipeline.config.optional_packages import require_deepspeed
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
@@ -160,7 +160,7 @@ class Run:
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
-                expected = settings.plan(ranks.world_size)
+                expected = settings.resolve_before_torch(ranks.world_size)
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
                 joined = join(settings, ranks, expected.deepspeed)
@@ -175,7 +175,7 @@ class Run:
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
             known = {
                 "data": self._data.fingerprint,
-                "global_batch_size": resolved.plan.global_batch_size,
+                "global_batch_size": resolved.batch_plan.global_batch_size,
                 "deepspeed": resolved.deepspeed,
                 "world_size": self._job.ranks.world_size,
                 "tf32": resolved.tf32,
@@ -198,7 +198,7 @@ class Run:
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(states, self._parts.engine)
-            if resolved.plan.is_open:
+            if resolved.batch_plan.is_auto:
                 resolved = self._settled(known)
             self._parts.meters.set_start_time(began)
             if leaves:
@@ -221,11 +221,11 @@ class Run:
             announce(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
-    def _settled(self, known: dict[str, Any]) -> Resolved:
+    def _settled(self, known: dict[str, Any]) -> ResolvedSettings:
         """With the micro-batch that was found, which what is kept of the run then says."""
         resolved = self._parts.resolved
-        found = resolved.plan.micro_batch_size
-        self._advice.settings = self._settings.divided(found)
+        found = resolved.batch_plan.micro_batch_size
+        self._advice.settings = self._settings.with_micro_batch_size(found)
         known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
         if self.is_main_process:
             describe_split(self._directory, known)

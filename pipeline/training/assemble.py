@@ -22,10 +22,10 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch_plan import BatchPlan
-from pipeline.config.interval import resolve_cadences
+from pipeline.config.interval import resolve_intervals
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig, ModelSection
-from pipeline.config.schema import RunConfig, cache_folder
-from pipeline.config.settings import Resolved
+from pipeline.config.schema import RunConfig, get_cache_folder
+from pipeline.config.settings import ResolvedSettings
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
@@ -70,7 +70,7 @@ from pipeline.training.safeguard import Safeguard
 
 def build_meters(
     config: RunConfig,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     *,
     job: Job,
     engine: Engine,
@@ -89,7 +89,7 @@ def build_meters(
     cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
     in_fp8 = fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
     workload = Workload(
-        samples_per_step=resolved.plan.global_batch_size,
+        samples_per_step=resolved.batch_plan.global_batch_size,
         world_size=job.ranks.world_size,
         unit=objective.unit,
         means=objective.means,
@@ -121,7 +121,7 @@ def build_meters(
     )
 
 
-def own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
+def own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
     """What a rank computes without waiting for others inside.
 
     Not a backward that sends gradients beside it, nor where layers of several ranks work on one sample.
@@ -147,7 +147,7 @@ def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None
 @phase(Phase.MODEL)
 @freed_at_once()
 def build_engine(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, *, resumes: bool = False
+    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, *, resumes: bool = False
 ) -> Engine:
     """The model inside the engine that the split asks for. Collective.
 
@@ -242,7 +242,7 @@ def hold_base(
     return sharding
 
 
-def placement_of(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
+def placement_of(config: RunConfig, resolved: ResolvedSettings, job: Job) -> Placement:
     """What the steps between weights and compilation may know, but for an adapter's."""
     split = resolved.split
     documents = config.data.documents
@@ -265,7 +265,7 @@ def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | No
 
 
 def assemble(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, directory: Path
+    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
 ) -> RunComponents:
     """Build every component and, where there is a checkpoint, restore it. Collective."""
     objective = checked_objective(config, resolved, data)
@@ -280,11 +280,11 @@ def assemble(
     if not resumes:
         resolved = settle_on(resolved=resolved, data=with_zeros(data, objective))
     if isinstance(objective, BySegment) and objective.has_reference:
-        rows = Rows(data, resolved.plan.micro_batch_size, config.loader.num_workers)
+        rows = Rows(data, resolved.batch_plan.micro_batch_size, config.loader.num_workers)
         data = with_its_reference(
             rows, config, job, directory, engine=engine, objective=objective, resumes=resumes, adapter=adapter
         )
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     schedule = build_schedule(config, loader, job, data)
     tell_of_choices(config, resolved, job, loader, schedule.max_steps)
     if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
@@ -294,10 +294,10 @@ def assemble(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
     job.progress.at("starting")
-    if resolved.plan.is_open:  # weights and states of the checkpoint are there
+    if resolved.batch_plan.is_auto:  # weights and states of the checkpoint are there
         resolved = settle_on(resolved=resolved, data=data)
-        loader.divide(resolved.plan.micro_batch_size, resolved.plan.gradient_accumulation_steps)
-    held_out = build_eval_loader(config, resolved.plan, data, engine)
+        loader.divide(resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps)
+    held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
     owes = remembered.get("eval_loss") is None and schedule.eval.due_or_first(start.global_step)
     schedule = replace(schedule, owes_evaluation=owes)
     meters = build_meters(
@@ -360,12 +360,12 @@ def assemble(
 def settled(
     *,
     config: RunConfig,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     job: Job,
     data: DataBundle,
     engine: Engine,
     objective: Objective,
-) -> Resolved:
+) -> ResolvedSettings:
     """Return `resolved` with a micro-batch that fits, where the recipe leaves it open. Collective."""
 
     def loader(plan: BatchPlan) -> TrainLoader:
@@ -378,8 +378,8 @@ def settled(
         engine=engine,
         objective=objective,
         loader=loader,
-        cache=cache_folder(config),
-        guess=guessed(config, resolved, job, data) if resolved.plan.is_open else None,
+        cache=get_cache_folder(config),
+        guess=guessed(config, resolved, job, data) if resolved.batch_plan.is_auto else None,
     )
     return search.settle()
 
@@ -415,14 +415,14 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     """Return when the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: see resolve_cadences and check_own.
+        ConfigError: see resolve_intervals and check_own.
         DataError: see check_same_curriculum.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     last = config.max_steps or math.ceil(samples / loader.global_batch_size)
     check_own(config.schedule, last)
     check_same_curriculum(job, data, last)
-    every = resolve_cadences(config, loader.steps_per_epoch)
+    every = resolve_intervals(config, loader.steps_per_epoch)
     return RunSchedule(
         max_steps=last,
         samples_per_epoch=loader.samples_per_epoch,
@@ -434,7 +434,7 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     )
 
 
-def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -> Objective:
+def checked_objective(config: RunConfig, resolved: ResolvedSettings, data: DataBundle) -> Objective:
     """Return the recipe's objective.
 
     Raises:
@@ -449,7 +449,7 @@ def checked_objective(config: RunConfig, resolved: Resolved, data: DataBundle) -
     return objective
 
 
-def described(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:
+def described(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
     """A run's settings and its environment, for places that show them."""
     recipe, environment = config.model_dump(mode="json"), directory / ENVIRONMENT
     known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
@@ -504,7 +504,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
     )
 
 
-def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> CheckpointStore:
+def build_store(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> CheckpointStore:
     """Where this run's checkpoints lie, and which of them stay. Collective."""
     keep = config.checkpoint
     retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)

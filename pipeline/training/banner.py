@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data.loader import TrainLoader
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job, describe_device
@@ -25,14 +25,14 @@ from pipeline.training.loop import RunComponents
 log = logging.getLogger(__name__)
 
 
-def announce(settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path) -> None:
+def announce(settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path) -> None:
     """A line of the log each; their first words stand under each other."""
     for name, text in plan(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
 
 
 def plan(
-    settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path
+    settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
     job, engine, data = parts.job, parts.engine, settings.config.data
@@ -47,11 +47,11 @@ def plan(
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
         rate = f"learning rate {parts.learning_rate.peak:.2e}{whence}"
         yield "adapter", f"{adapter.kind}{_how_the_base_is_held(adapter, engine)}; {rate}"
-    file = f" ({settings.split_path})" if settings.split_path is not None else ""
+    file = f" ({settings.deepspeed_path})" if settings.deepspeed_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
-    yield "batch", str(resolved.plan)
-    samples = resolved.plan.global_batch_size
+    yield "batch", str(resolved.batch_plan)
+    samples = resolved.batch_plan.global_batch_size
     length = data.tokens_per_row
     max_steps = parts.schedule.max_steps
     tokens = f", {max_steps * samples * length:,} tokens" if length else ""
@@ -83,7 +83,7 @@ def memory_there(device: torch.device) -> str:
 
 
 def tell_of_choices(
-    config: RunConfig, resolved: Resolved, job: Job, loader: TrainLoader, max_steps: int
+    config: RunConfig, resolved: ResolvedSettings, job: Job, loader: TrainLoader, max_steps: int
 ) -> None:
     """What this device makes of the run's precision, and what its length means for schedule and data, where
     that is worth a line.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.import_paths import import_object, refuse_misfit, told_in_one_line
+from pipeline.config.import_paths import check_signature, errors_in_one_line, import_object
 from pipeline.config.schema import CallbackConfig, RunConfig
 from pipeline.errors import CallbackError, ConfigError, PipelineError
 from pipeline.monitoring.events import OWN_NAMES, Event
@@ -277,7 +277,7 @@ def _named(what: str) -> Iterator[None]:
     Args:
         what: Name of the callback and of its method.
     """
-    with told_in_one_line(f"callbacks: {what}", CallbackError):
+    with errors_in_one_line(f"callbacks: {what}", CallbackError):
         try:
             yield
         except PipelineError:
@@ -314,7 +314,7 @@ def _constructor(config: CallbackConfig) -> Callable[[], Callback]:
     if all(getattr(found, moment) is getattr(Callback, moment) for moment in MOMENTS):
         raise ConfigError(f"callbacks: {config.kind} has no moment; write one of {', '.join(MOMENTS)}")
     message = f"callbacks: {config.kind} cannot be called with its args"
-    refuse_misfit(found, message, ConfigError, **config.args)
+    check_signature(found, message, ConfigError, **config.args)
     return lambda: found(**config.args)
 
 

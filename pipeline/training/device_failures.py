@@ -23,7 +23,7 @@ from pipeline.distributed.machine import memory_now, own_limit
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.distributed.progress import LOADING, Phase, phase_of
 from pipeline.distributed.watchdog import thread_position
-from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, one_line
+from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, summarize_error
 from pipeline.files import GIB, format_bytes
 from pipeline.planner.changes import ACTIVATIONS, BACK, Change, candidates, for_memory, priced
 from pipeline.planner.forecast import Forecast
@@ -80,8 +80,8 @@ class TrainingAdvice:
         if self.job is not None:
             with suppress(PipelineError):
                 device = describe_device(self.job.device)
-                batch = self.settings.resolve(self.job.ranks.world_size, device).plan
-                doing = "" if batch.is_open else f" at micro_batch_size {batch.micro_batch_size}"
+                batch = self.settings.resolve(self.job.ranks.world_size, device).batch_plan
+                doing = "" if batch.is_auto else f" at micro_batch_size {batch.micro_batch_size}"
                 if shortage.kind == device.kind:  # not the host's memory beside a GPU
                     said, found = self._planned(shortage) or ("", list(self._accepted()))
                     facts += [said] if said else []
@@ -123,7 +123,7 @@ class TrainingAdvice:
             if change.kind == BACK:
                 continue
             with suppress(PipelineError, OSError):
-                self.settings.followed_by(change.overrides).resolve(ranks, device)
+                self.settings.with_arguments(change.overrides).resolve(ranks, device)
                 yield change
 
     def _for_the_host(self) -> Iterator[str]:
@@ -281,7 +281,7 @@ def _of_memory(
         fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True, if much is reserved and not allocated"
         levers = [*levers, fragments]
     where = f"{'' if phase is None else f' {phase}'}{told.doing}, at {thread_position(frames).place}"
-    facts = [", ".join(numbers) or one_line(error), *told.facts]
+    facts = [", ".join(numbers) or summarize_error(error), *told.facts]
     return (
         f"out of memory on {device}{where}: {'; '.join(facts)}. What helps, most first: {'; '.join(levers)}"
     )
@@ -308,7 +308,7 @@ def _peaks(device: torch.device) -> list[str]:
 
 
 def _of_device(error: RuntimeError, device: torch.device | None) -> str:
-    text, frames = one_line(error), traceback.extract_tb(error.__traceback__)
+    text, frames = summarize_error(error), traceback.extract_tb(error.__traceback__)
     where = f"{device or 'the device'} failed"
     if "ECC" in text or "fallen off" in text:
         return (

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job, describe_device
-from pipeline.errors import ModelError, PipelineError, one_line
+from pipeline.errors import ModelError, PipelineError, summarize_error
 from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.monitoring.events import PLAN, Event
@@ -96,7 +96,7 @@ class Expectation:
 
 
 def expect(
-    config: RunConfig, resolved: Resolved, job: Job, data: DataBundle, module: nn.Module
+    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, module: nn.Module
 ) -> Expectation:
     """Forecast a run on this job's machine. What the formulas cannot do costs no run.
 
@@ -113,7 +113,7 @@ def expect(
     return Expectation(None, length)
 
 
-def guessed(config: RunConfig, resolved: Resolved, job: Job, data: DataBundle) -> int | None:
+def guessed(config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle) -> int | None:
     """Return the largest micro-batch that rank 0 expects to fit; `None` if it is not known. Collective."""
     found: int | None = None
     if job.ranks.is_main_process:  # whose machine may be another than a peer's
@@ -135,8 +135,8 @@ def forecast_here(job: Job, data: DataBundle, settings: Settings) -> Forecast:
     if model is None:
         raise ModelError("the model has to be built to be known")
     resolved = settings.resolve(job.ranks.world_size, place.device)
-    if resolved.plan.is_open:
-        resolved = resolved.divided(largest_that_fits(config, resolved, model, place))
+    if resolved.batch_plan.is_auto:
+        resolved = resolved.with_micro_batch_size(largest_that_fits(config, resolved, model, place))
     return forecast_of(config, resolved, model, place)
 
 
@@ -146,7 +146,9 @@ def _unless_unknown() -> Iterator[None]:
         yield
     except Exception as error:  # of a formula: what is told beside a run must not cost the run
         is_mistake = not isinstance(error, PipelineError)
-        log.log(logging.WARNING if is_mistake else logging.INFO, "no plan of this run: %s", one_line(error))
+        log.log(
+            logging.WARNING if is_mistake else logging.INFO, "no plan of this run: %s", summarize_error(error)
+        )
         if is_mistake:
             log.debug("its traceback", exc_info=True)
 

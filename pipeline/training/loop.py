@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.checkpoint.catalog import folder_name
 from pipeline.checkpoint.store import CheckpointStore, SaveOutcome
 from pipeline.config.schema import EvalConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.data.loader import BatchSource, EvalLoader
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
@@ -159,7 +159,7 @@ class RunComponents:
     """
 
     job: Job
-    resolved: Resolved
+    resolved: ResolvedSettings
     """With the micro-batch that was found, where the recipe leaves it open."""
     start: TrainState
     schedule: RunSchedule
@@ -227,7 +227,7 @@ class TrainLoop:
             engine=parts.engine,
             objective=parts.objective,
             source=parts.loader,
-            plan=parts.resolved.plan,
+            plan=parts.resolved.batch_plan,
             seed=parts.seed,
             adds_noise=parts.adds_noise,
             checkpoints=parts.checkpoints,

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.data.batches import Batch, described, tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
@@ -34,7 +34,7 @@ from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, Limits
 from pipeline.engine.memory import give_back
 from pipeline.errors import ConfigError, Terminated
-from pipeline.files import CONFIGURATION_LIMIT, GIB, read_plain, replace_file
+from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_file
 from pipeline.models.blocks import compile_again
 from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 from pipeline.objectives import Objective
@@ -236,7 +236,7 @@ class MicroBatchCache:
     def read(self) -> None:
         """Read what an earlier start has left; what cannot be read is nothing."""
         try:
-            kept = json.loads(read_plain(self.file, CONFIGURATION_LIMIT))
+            kept = json.loads(read_regular_file(self.file, CONFIGURATION_LIMIT))
             found, needs, trying = (kept[name] for name in ("found", "needs", "trying"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return
@@ -258,7 +258,7 @@ class Search:
     """Finds the size for one run. Every method is collective."""
 
     config: RunConfig
-    resolved: Resolved
+    resolved: ResolvedSettings
     job: Job
     engine: Engine
     objective: Objective
@@ -275,19 +275,19 @@ class Search:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
         self._tried: dict[int, list[Use]] = {}
 
-    def settle(self) -> Resolved:
+    def settle(self) -> ResolvedSettings:
         """Return the settings with a number in place of `auto`, which the engine then keeps to.
 
         Raises:
             DeviceMemoryError: A trial took more than was to be expected; the next start begins below it.
             ConfigError: Memory cannot be measured here.
         """
-        plan = self.resolved.plan
-        if not plan.is_open:
+        plan = self.resolved.batch_plan
+        if not plan.is_auto:
             return self.resolved
         size = self.find() if len(plan.candidates) > 1 else plan.candidates[0]
-        found = self.resolved.divided(size)
-        self.engine.divide(size, found.plan.gradient_accumulation_steps)
+        found = self.resolved.with_micro_batch_size(size)
+        self.engine.divide(size, found.batch_plan.gradient_accumulation_steps)
         return found
 
     def find(self) -> int:
@@ -297,7 +297,7 @@ class Search:
         kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
         job.on_main(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
-        candidates, guess = self.resolved.plan.candidates, self.guess
+        candidates, guess = self.resolved.batch_plan.candidates, self.guess
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
             if smaller := [size for size in candidates if size < kept.trying]:
@@ -333,7 +333,7 @@ class Search:
     def measure(self, size: int) -> list[Use]:
         """Return what a step of such micro-batches holds on each rank."""
         engine, stages = self.engine, self.resolved.split.pipeline_stages
-        plan = self.resolved.plan.divided(size)
+        plan = self.resolved.batch_plan.with_micro_batch_size(size)
         # The second one finds the gradients of the first; stages are filled by as many as there are.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches = self._batches(replace(plan, gradient_accumulation_steps=count))
@@ -427,7 +427,9 @@ class Search:
     def _known(self) -> dict[str, Any]:
         """Return all that decides the answer."""
         config, resolved, device = self.config, self.resolved, self.job.device
-        smallest = self.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
+        smallest = self.loader(
+            replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
+        )
         (row,) = smallest.read_again(0)
         name, memory = "cpu", memory_now().limit
         if device.type == "cuda":
@@ -441,7 +443,7 @@ class Search:
             "compile": resolved.compile,
             "tf32": resolved.tf32,
             "deepspeed": resolved.deepspeed,
-            "samples": resolved.plan.global_batch_size,
+            "samples": resolved.batch_plan.global_batch_size,
             "device": name,
             "memory_gib": round(memory / GIB, 1),
             "limit": self.limit,

@@ -26,12 +26,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from pipeline.checkpoint.catalog import bring_back, newest_good, steps_in
-from pipeline.config.loading import Loader, Tree, read_yaml
+from pipeline.config.loading import Tree, YamlLoader, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, LOCK_FILE, read_plain, replace_file
+from pipeline.files import CONFIGURATION_LIMIT, LOCK_FILE, read_regular_file, replace_file
 from pipeline.monitoring.trackers.interface import GIT_DIFF
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import REDACTED, redact, redact_text
@@ -76,7 +76,7 @@ BESIDE_THE_POINT = {
     *("checkpoint", "wandb", "sample", "runs_dir", "run_dir", "callbacks"),
     *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
-READERS = ("tensorboard", "sinks", "console")  # in `log`: of the same rows
+READERS = ("tensorboard", "trackers", "console")  # in `log`: of the same rows
 DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
 FINGERPRINT = DECISIVE["data"]
 # What a run that is named by `run_dir` may go on with: further, or at another rate.
@@ -126,11 +126,11 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
     try:
         then = _identity(
             _with_defaults(read_yaml(path / "recipe.yaml").tree),
-            json.loads(read_plain(path / "split.json", CONFIGURATION_LIMIT)),
+            json.loads(read_regular_file(path / "split.json", CONFIGURATION_LIMIT)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
-    now = _identity(yaml.load(recipe_yaml(config), Loader=Loader), json.loads(json.dumps(split)))
+    now = _identity(yaml.load(recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split)))
     found = [
         difference._replace(is_place=config.adapter is not None and difference.key in PLACES)
         for difference in _compare(then, now)
@@ -144,7 +144,7 @@ def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Differe
 def _with_defaults(recipe: Tree) -> Tree:
     """A recipe written before there was some key means that key's default."""
     try:
-        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=Loader)
+        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=YamlLoader)
     except ValueError:  # a value that is none any more: compared as it stands
         return recipe
     return filled if isinstance(filled, dict) else recipe

@@ -29,11 +29,11 @@ from pipeline.errors import (
     ModelError,
     PipelineError,
     Terminated,
+    escape_unprintable,
     explain_interrupt,
-    printable,
-    too_long_a_name,
+    explain_long_path,
 )
-from pipeline.files import is_held
+from pipeline.files import is_run_locked
 from pipeline.monitoring.report.page import write_at_end
 from pipeline.monitoring.report.runs import closing_line, summary_lines
 from pipeline.training.api import Joined, Run, join
@@ -64,7 +64,7 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
     except INTERRUPTS as interrupt:
         return _end(begun, ranks, *explain_interrupt(interrupt, NO_CHECKPOINT), interrupt)
     except Exception as error:  # a programmer's mistake keeps its traceback
-        mistake = too_long_a_name(error) if isinstance(error, OSError) else None
+        mistake = explain_long_path(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None
         device = job.device if job is not None else None
         mistake = mistake or explain(error, device, TrainingAdvice(settings, job))
@@ -116,7 +116,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
         goes_on = "starts again" if saved is None else f"goes on from step {saved}"
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
-        print(f"\nthe model wrote:\n\n{printable(text)}\n")
+        print(f"\nthe model wrote:\n\n{escape_unprintable(text)}\n")
     for line in summary_lines(path, settings.config.eval):
         print(line)
     print(closing_line("metrics", path / "metrics.jsonl"))
@@ -132,7 +132,7 @@ def _report(begun: Joined) -> None:
     if (
         directory is None
         or not directory.exists()
-        or (not begun.job.ranks.is_main_process and is_held(directory))
+        or (not begun.job.ranks.is_main_process and is_run_locked(directory))
     ):
         return
     if (report := write_at_end(directory)) is not None:
@@ -157,7 +157,7 @@ def _end(
     first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
-        print(prefix + printable(message.rstrip()), file=sys.stderr, flush=True)
+        print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # whose own failure the trackers have told
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:

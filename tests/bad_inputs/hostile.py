@@ -75,8 +75,8 @@ CODE = [
     ),
     Case(
         "a stranger's sink",
-        ["recipe.yaml:", "log.sinks.0.kind: 'os:system' would run code"],
-        recipe={"log.sinks": [{"kind": "os:system"}]},
+        ["recipe.yaml:", "log.trackers.0.kind: 'os:system' would run code"],
+        recipe={"log.trackers": [{"kind": "os:system"}]},
         more=["--no-import-paths"],
     ),
     Case(

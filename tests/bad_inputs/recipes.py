@@ -59,16 +59,16 @@ TYPES = [
         base="digits",
         recipe={"optimizer.groups": [{"patterns": ["conv9.*"]}]},
     ),
-    key("typo in a sink", "log.sinks", [{"kind": "os:system", "arg": {}}], 'did you mean "args"'),
+    key("typo in a sink", "log.trackers", [{"kind": "os:system", "arg": {}}], 'did you mean "args"'),
     Case(
         "a sink that is nowhere",
         ["log_sinks:Mine", "there is no module 'log_sinks'"],
-        recipe={"log.sinks": [{"kind": "log_sinks:Mine"}]},
+        recipe={"log.trackers": [{"kind": "log_sinks:Mine"}]},
     ),
     Case(
         "a sink that takes nothing",
-        ["log.sinks: builtins:object cannot be called with (run_dir, start_step, run_config)"],
-        recipe={"log.sinks": [{"kind": "builtins:object"}]},
+        ["log.trackers: builtins:object cannot be called with (run_dir, start_step, run_config)"],
+        recipe={"log.trackers": [{"kind": "builtins:object"}]},
     ),
     Case(
         "a program to notify that is nowhere",

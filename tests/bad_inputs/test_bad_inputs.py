@@ -12,7 +12,7 @@ from bad_inputs import artifacts, command_lines, documents, environments, hostfi
 from bad_inputs.case import Case
 from bad_inputs.home import Server, make_home
 
-from pipeline.errors import LONGEST_LINE, MOST_LINES, UNSHOWN
+from pipeline.errors import LONGEST_LINE, MOST_LINES, UNPRINTABLE
 
 TABLES = [recipes, command_lines, environments, hostfiles, splits, documents, artifacts, hostile]
 CASES = [case for table in TABLES for case in table.CASES]
@@ -65,7 +65,7 @@ def test_it_is_answered(answers: dict, case: Case):
     assert answer["code"] == 2, error
     assert error.count("\n") < MOST_LINES, error
     assert max(map(len, error.split("\n"))) <= LONGEST_LINE + 100
-    assert UNSHOWN.search(out + err) is None
+    assert UNPRINTABLE.search(out + err) is None
     assert "REPORT" not in out + err, "transformers' own, of weights that do not fit"
     for word in words:
         assert word in error

@@ -50,7 +50,7 @@ def made_run(job, recipe, json, folder, whole_rows):
     run = Run(job, recipe, json)
     run.train(0, 4)
     config, resolved = resolve(recipe, json, job.ranks.world_size)
-    loader = build_eval_loader(config, resolved.plan, token_bundle(), run.engine)
+    loader = build_eval_loader(config, resolved.batch_plan, token_bundle(), run.engine)
     loss = evaluate(run.engine, CausalLM(), loader, job)["eval/loss"]
     about = described(config, run.engine.module, job, open_checkpoint)
     store_in(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})

@@ -46,7 +46,7 @@ GPT2 = {"kind": "causal_lm", "architecture": "gpt2", "num_layers": 2, "num_heads
 
 def eval_loss(run) -> float:
     config, resolved = resolve(run.tree, run.split, run.job.ranks.world_size)
-    loader = build_eval_loader(config, resolved.plan, token_bundle(), run.engine)
+    loader = build_eval_loader(config, resolved.batch_plan, token_bundle(), run.engine)
     return evaluate(run.engine, CausalLM(), loader, run.job)["eval/loss"]
 
 

@@ -14,7 +14,7 @@ from support.launch import BIN, ROOT, environment, launch, write_recipe
 
 from pipeline.__main__ import main
 from pipeline.config import command_lines
-from pipeline.config.command_lines import own_command, train_command
+from pipeline.config.command_lines import format_pipeline_command, format_train_command
 from pipeline.monitoring.report import page
 
 WANDB_OFFLINE = ["wandb={mode: offline}"]
@@ -114,9 +114,12 @@ def test_a_path_is_absolute_and_quoted(tmp_path, monkeypatch):
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    assert shlex.split(own_command("report", Path("runs/x")))[-2:] == ["report", f"{folder}/runs/x"]
+    assert shlex.split(format_pipeline_command("report", Path("runs/x")))[-2:] == [
+        "report",
+        f"{folder}/runs/x",
+    ]
     words = shlex.split(
-        train_command(2, "--deepspeed", "zero2", "--config", Path("my.yaml"), "data.paths=[a b]")
+        format_train_command(2, "--deepspeed", "zero2", "--config", Path("my.yaml"), "data.paths=[a b]")
     )
     assert words[-8:] == [
         *("--module", "pipeline", "train", "--deepspeed", "zero2"),
@@ -134,13 +137,13 @@ def test_the_script_of_this_installation_is_what_is_named(tmp_path, monkeypatch)
             (folder / name).chmod(0o755)
     monkeypatch.setattr("sys.executable", str(mine / "python"))
     monkeypatch.setenv("PATH", f"{mine}:{others}")
-    assert own_command("doctor") == "ds-pipeline doctor"
+    assert format_pipeline_command("doctor") == "ds-pipeline doctor"
     monkeypatch.setenv("PATH", f"{others}:{mine}")
-    assert own_command("doctor") == f"{mine}/ds-pipeline doctor"
+    assert format_pipeline_command("doctor") == f"{mine}/ds-pipeline doctor"
     (mine / "ds-pipeline").unlink()
-    assert own_command("doctor") == f"{mine}/python -m pipeline doctor"
+    assert format_pipeline_command("doctor") == f"{mine}/python -m pipeline doctor"
     monkeypatch.setenv("PATH", str(mine))
-    assert own_command("doctor") == "python -m pipeline doctor"
+    assert format_pipeline_command("doctor") == "python -m pipeline doctor"
 
 
 COMMAND = re.compile(r"-m pipeline |(python|deepspeed|start with|start) \S*launch/|ds-pipeline |wandb sync ")
@@ -150,7 +153,7 @@ PAGES = {"cli/plan.py", "cli/import_configs/writing.py"}
 
 @pytest.mark.slow
 def test_no_message_has_a_command_of_its_own_making():
-    """`own_command` and its neighbours know what works from any folder."""
+    """`format_pipeline_command` and its neighbours know what works from any folder."""
     for path in (ROOT / "pipeline").rglob("*.py"):
         tree = ast.parse(path.read_text())
         texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings

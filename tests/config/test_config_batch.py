@@ -109,11 +109,11 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
     plan = plan_batch(
         BatchConfig(micro_batch_size="auto", global_batch_size=share * dp_world_size), dp_world_size
     )
-    assert plan.is_open
+    assert plan.is_auto
     assert plan.candidates == [n for n in range(1, share + 1) if share % n == 0]
     for size in plan.candidates:
-        divided = plan.divided(size)
-        assert not divided.is_open
+        divided = plan.with_micro_batch_size(size)
+        assert not divided.is_auto
         assert divided == plan_batch(
             BatchConfig(micro_batch_size=size, global_batch_size=share * dp_world_size), dp_world_size
         )

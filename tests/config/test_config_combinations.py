@@ -11,7 +11,7 @@ from support import tiny
 
 from pipeline.cli.train import main
 from pipeline.config.split import Device
-from pipeline.config.split_conflicts import RULES, as_markdown
+from pipeline.config.split_conflicts import RULES, format_rules_table
 from pipeline.distributed.process_group import describe_device
 from pipeline.errors import ConfigError
 
@@ -118,14 +118,14 @@ def test_every_rule_has_an_example():
 
 
 @pytest.mark.parametrize(
-    ("rule", "example"), zip(RULES, EXAMPLES, strict=True), ids=lambda x: getattr(x, "what", "")
+    ("rule", "example"), zip(RULES, EXAMPLES, strict=True), ids=lambda x: getattr(x, "combination", "")
 )
 def test_a_rule_refuses_with_its_reason_and_a_way_out_that_works(capsys, tmp_path, rule, example):
     ranks, broken, mended = example
     code, printed = dry_run(capsys, tmp_path, ranks, broken)
     assert code == 2
     assert printed.err.count("\n") == 1
-    assert f"{rule.what}: {rule.reason}; use {rule.instead}" in printed.err
+    assert f"{rule.combination}: {rule.reason}; use {rule.alternative}" in printed.err
     code, printed = dry_run(capsys, tmp_path, ranks, broken | mended)
     assert code == 0, printed.err
 
@@ -140,7 +140,7 @@ def test_every_part_of_a_rule_refuses(capsys, tmp_path, ranks, choice, words):
 def test_the_document_holds_the_same_table():
     from support.launch import ROOT
 
-    assert as_markdown() in (ROOT / "docs" / "splits.md").read_text()
+    assert format_rules_table() in (ROOT / "docs" / "splits.md").read_text()
 
 
 @pytest.mark.parametrize(("ranks", "choice"), [(3, {TENSOR: 2}), (6, {STAGES: 4}), (2, {SEQUENCE: 4})])

@@ -13,10 +13,10 @@ from support import tiny
 
 from pipeline.config import deepspeed_keys as keys
 from pipeline.config import split
-from pipeline.config.deepspeed_check import SCHEMA, rules
+from pipeline.config.deepspeed_check import SCHEMA, load_key_rules
 from pipeline.config.deepspeed_json import (
+    get_precision,
     load_deepspeed_json,
-    precision_of,
 )
 from pipeline.config.loading import get_dotted, parse_override, set_dotted
 from pipeline.config.settings import load_settings
@@ -67,7 +67,7 @@ def resolved(path, model, device=Device("cpu", True, True), world_size=2):  # no
     model_section, data_section = MODELS[model]
     recipe.write_text(f"max_steps: 3\nmodel: {model_section}\ndata: {data_section}\n")
     found = load_settings(recipe, path, []).resolve(world_size, device)
-    return found.plan, found.deepspeed
+    return found.batch_plan, found.deepspeed
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_a_mistake_in_the_file_is_one_line(load, tmp_path, text, message):
     assert fails_with(load, tmp_path, text).startswith(f"split.json{message}")
 
 
-@pytest.mark.parametrize("key", keys.NOT_HERE)
+@pytest.mark.parametrize("key", keys.UNSUPPORTED)
 def test_what_is_not_read_here_is_refused_with_what_to_use_instead(load, tmp_path, key):
     message = fails_with(load, tmp_path, nested(key, {}))
-    assert message == f"split.json:1: {key}: not read here; {keys.NOT_HERE[key]}"
+    assert message == f"split.json:1: {key}: not read here; {keys.UNSUPPORTED[key]}"
 
 
 def test_a_section_that_is_on_where_it_stands_is_never_taken_for_switched_off(load, tmp_path):
@@ -161,7 +161,7 @@ def test_every_shipped_file_resolves_and_deepspeed_accepts_it(tmp_path, shipped,
     assert config.zero_optimization_stage == stated == (int(stage[1]) if stage else stated)
     named = re.search(r"fp16|fp32$", shipped.stem)
     expected = named[0] if named else "bf16"
-    assert precision_of(filled) == expected
+    assert get_precision(filled) == expected
     assert config.bfloat16_config.enabled == (expected == "bf16")
     assert config.float16_config.enabled == (expected == "fp16")
 
@@ -182,7 +182,7 @@ def test_a_file_with_a_torch_section_is_plain_pytorch(tmp_path, shipped):
         found = settings.resolve(ranks, Device("cpu", True, True))
         assert found.deepspeed is None
         assert (found.split.parallel, found.split.precision) == (parallel, "bf16")
-        assert found.plan.global_batch_size == 8 * ranks
+        assert found.batch_plan.global_batch_size == 8 * ranks
     assert settings.resolve(1, Device("cpu", False, False)).split.precision == "fp32"
 
 
@@ -234,7 +234,7 @@ def test_a_file_that_says_nothing_is_stage_0_in_fp32(tmp_path):
         "timers": {"throughput": {"enabled": False}},
     }
     assert plan.global_batch_size == 32
-    assert precision_of(filled) == "fp32"
+    assert get_precision(filled) == "fp32"
 
 
 # --- precision ----------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_the_precision_is_the_one_asked_for_or_the_best_the_device_has(tmp_path,
     else:
         expected = "fp32"
     _, filled = resolved(path, "cnn", device)
-    assert precision_of(filled) == expected
+    assert get_precision(filled) == expected
     assert [filled[name].get("enabled", False) for name in ("bf16", "fp16")] == [
         expected == "bf16",
         expected == "fp16",
@@ -293,22 +293,22 @@ def test_a_precision_the_device_has_not_is_told_with_a_way_out(tmp_path, asked, 
 def test_every_removed_key_of_the_installed_deepspeed_is_known():
     removed = getattr(installed, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
     removed_zero = getattr(installed, "_REMOVED_ZERO_CONFIG_KEYS", {})
-    assert set(removed) | {f"zero_optimization.{key}" for key in removed_zero} <= set(keys.NOT_HERE)
-    assert not set(removed) & set(rules())
+    assert set(removed) | {f"zero_optimization.{key}" for key in removed_zero} <= set(keys.UNSUPPORTED)
+    assert not set(removed) & set(load_key_rules())
 
 
 def test_the_tables_do_not_contradict_each_other():
     described = set(json.loads(SCHEMA.read_text()))
     own = {
         key
-        for section, names in keys.SECTIONS.items()
+        for section, names in keys.READ_KEYS.items()
         for key in (section, *(f"{section}.{name}" for name in names))
     }
-    assert not set(keys.NOT_HERE) & set(keys.IGNORED)
+    assert not set(keys.UNSUPPORTED) & set(keys.IGNORED)
     assert set(keys.LIMITS) - described - set(keys.OF_THE_RECIPE) <= own | {"sequence_parallel_size"}
     assert set(keys.IGNORED) <= described
     assert {key.partition(".")[0] for key in keys.ADOPTED} <= described
-    assert set(keys.ADOPTED) <= set(rules())
+    assert set(keys.ADOPTED) <= set(load_key_rules())
 
 
 # --- what a CPU has for bf16 ---------------------------------------------------------------------------

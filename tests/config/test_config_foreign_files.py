@@ -149,9 +149,9 @@ def test_a_file_of_another_project_is_taken_as_it_is(read, name):
     assert config.zero_optimization_stage == TAKEN[name]["zero_optimization"]["stage"]
     # every key is passed on, is the recipe's, or has a line
     given = json.dumps(TAKEN[name])
-    for note in settings.split.notes:
+    for note in settings.deepspeed_file.notes:
         assert "/split.json:" in note.partition(": ")[0] + ":"
-    assert ("_comment" in given) == any("a comment" in note for note in settings.split.notes)
+    assert ("_comment" in given) == any("a comment" in note for note in settings.deepspeed_file.notes)
 
 
 def test_names_of_axolotls_file_arrive_where_deepspeed_reads_them(read):

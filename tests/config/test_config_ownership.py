@@ -134,7 +134,7 @@ def test_the_scheduler_decides_the_peak_as_in_deepspeed(load):
     }
     settings = load(split)
     assert settings.config.optimizer.learning_rate == 2e-4
-    (note,) = settings.split.notes
+    (note,) = settings.deepspeed_file.notes
     assert note.endswith("optimizer.params.lr: DeepSpeed steps at warmup_max_lr, 0.0002, not at 0.0001")
 
 
@@ -274,7 +274,7 @@ def test_total_num_steps_is_compared_with_epochs_too(load, tmp_path):
 def test_a_batch_of_the_json_follows_the_equation(load):
     settings = load({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4})
     found = settings.resolve(2, DEVICE)
-    plan, filled = found.plan, found.deepspeed
+    plan, filled = found.batch_plan, found.deepspeed
     assert plan.gradient_accumulation_steps == filled["gradient_accumulation_steps"] == 8
     settings = load({"train_batch_size": 64})
-    assert settings.resolve(4, DEVICE).plan.micro_batch_size == 16
+    assert settings.resolve(4, DEVICE).batch_plan.micro_batch_size == 16

@@ -10,7 +10,7 @@ from deepspeed.runtime import config as installed
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from pipeline.config import deepspeed_keys as keys
-from pipeline.config.deepspeed_check import SCHEMA, rules
+from pipeline.config.deepspeed_check import SCHEMA, load_key_rules
 from pipeline.config.deepspeed_json import load_deepspeed_json
 from pipeline.config.loading import parse_override, set_dotted
 from pipeline.config.settings import load_settings
@@ -21,13 +21,15 @@ DESCRIBED = json.loads(SCHEMA.read_text())
 OURS = ("optimizer", "scheduler")  # held to the recipe's tables instead
 PASSED_ON = sorted(
     key
-    for key in rules()
+    for key in load_key_rules()
     if key.partition(".")[0] not in OURS
-    and not any(f"{key}.".startswith(f"{other}.") for other in keys.NOT_HERE)
-    and not any(key.startswith(f"{s}.") and key.rpartition(".")[2] not in n for s, n in keys.SECTIONS.items())
+    and not any(f"{key}.".startswith(f"{other}.") for other in keys.UNSUPPORTED)
+    and not any(
+        key.startswith(f"{s}.") and key.rpartition(".")[2] not in n for s, n in keys.READ_KEYS.items()
+    )
 )
 SECTIONS = sorted(
-    key for key in PASSED_ON if any(each.startswith(f"{key}.") for each in PASSED_ON) or key in keys.SECTIONS
+    key for key in PASSED_ON if any(each.startswith(f"{key}.") for each in PASSED_ON) or key in keys.READ_KEYS
 )
 ANOTHER_TYPE = {"boolean": 2, "integer": "4", "number": "0.5", "string": 3, "array": 7, "object": 5}
 
@@ -104,7 +106,7 @@ def test_a_typo_is_an_error_in_every_section(load, tmp_path, section):
 @pytest.mark.parametrize("section", ["", *SECTIONS])
 def test_a_value_of_another_type_is_told_with_its_line(load, tmp_path, section):
     for dotted in PASSED_ON:
-        kinds = rules()[dotted].get("type")
+        kinds = load_key_rules()[dotted].get("type")
         if dotted.rpartition(".")[0] != section or kinds is None:
             continue
         wrong = [ANOTHER_TYPE[kinds] if isinstance(kinds, str) else {"a": 1}]
@@ -248,9 +250,9 @@ def test_other_names_of_deepspeeds_own_become_the_documented_ones(load, given, t
     assert load({"zero_optimization": given}).tree == {"zero_optimization": taken}
 
 
-@pytest.mark.parametrize("name", [n for key in PASSED_ON for n in rules()[key].get("names", ())])
+@pytest.mark.parametrize("name", [n for key in PASSED_ON for n in load_key_rules()[key].get("names", ())])
 def test_every_alias_of_deepspeeds_fields_is_taken(load, name):
-    value = rules()[f"zero_optimization.stage3_{name}"]["default"]
+    value = load_key_rules()[f"zero_optimization.stage3_{name}"]["default"]
     taken = load({"zero_optimization": {name: value}}).tree.get("zero_optimization", {})
     ignored = f"zero_optimization.stage3_{name}" in keys.IGNORED
     assert taken == ({} if ignored or value is None else {f"stage3_{name}": value})
@@ -287,7 +289,7 @@ def test_what_deepspeed_refuses_is_refused_before_it_is_loaded(tmp_path, section
     """Every key with every odd value: what DeepSpeed's own validation refuses, --dry-run does too."""
     num_refused = 0
     for dotted in PASSED_ON:
-        owned = dotted in keys.RECIPE_OWNS or dotted.partition(".")[0] in keys.OWN
+        owned = dotted in keys.RECIPE_OWNS or dotted.partition(".")[0] in keys.OWN_SECTIONS
         if dotted.rpartition(".")[0] != section or owned:
             continue
         for value in (0, -1, 1.5, 10**30, True, "often", "1", [], {}, [1], {"nothing": 1}):

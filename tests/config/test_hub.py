@@ -17,7 +17,7 @@ from support.base_model import write_base_model
 from support.launch import ROOT, environment
 
 from pipeline.config import hub
-from pipeline.config.hub import hub_or_cache
+from pipeline.config.hub import use_hub_or_cache
 from pipeline.errors import ModelError
 
 COMMIT = "0" * 40
@@ -121,11 +121,11 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
     hub._answers.clear()
     with (
         pytest.raises(ModelError, match="hf download some/model"),
-        hub_or_cache("key", "some/model", ModelError),
+        use_hub_or_cache("key", "some/model", ModelError),
     ):
         pass
     assert constants.HF_HUB_OFFLINE is False
-    with hub_or_cache("key", str(tmp_path), ModelError):  # a folder: nothing is asked
+    with use_hub_or_cache("key", str(tmp_path), ModelError):  # a folder: nothing is asked
         assert constants.HF_HUB_OFFLINE is False
 
 
@@ -143,7 +143,7 @@ def test_an_answer_counts_for_a_minute_from_when_it_was_asked_for(monkeypatch):
 def test_what_no_hub_can_have_is_not_asked_for(name):
     with (
         pytest.raises(ModelError, match="nor can the hub have such a name"),
-        hub_or_cache("key", name, ModelError),
+        use_hub_or_cache("key", name, ModelError),
     ):
         pass
 

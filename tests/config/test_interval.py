@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from pipeline.config.interval import Cadences, Interval, resolve_cadences
+from pipeline.config.interval import IntervalSteps, StepsOrEpochs, resolve_intervals
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.config.settings import load_settings, recipe_yaml
 from pipeline.errors import ConfigError
@@ -43,7 +43,7 @@ def load(tmp_path):
     ],
 )
 def test_an_interval_in_whole_steps(written, steps_per_epoch, steps):
-    assert Interval.of(written).in_steps(steps_per_epoch) == steps
+    assert StepsOrEpochs.parse(written).in_steps(steps_per_epoch) == steps
 
 
 @pytest.mark.parametrize("key", ["eval.every", "checkpoint.every", "log.every"])
@@ -104,12 +104,12 @@ def test_the_recipe_of_a_run_keeps_what_was_written(load):
 
 def test_intervals_of_a_recipe_in_whole_steps(load):
     config = load("eval.every=0.25", "checkpoint.every=1 epoch", "log.every=5 steps")
-    assert resolve_cadences(config, 48.0) == Cadences(log=5, eval=12, save=48)
+    assert resolve_intervals(config, 48.0) == IntervalSteps(log=5, eval=12, save=48)
 
 
 def test_saves_stay_at_evaluations_where_both_are_rounded(load):
     config = load("eval.every=0.25", "checkpoint.every=1 epoch", "checkpoint.keep_best=true")
-    assert resolve_cadences(config, 10.5) == Cadences(log=1, eval=3, save=12)  # not 10
+    assert resolve_intervals(config, 10.5) == IntervalSteps(log=1, eval=3, save=12)  # not 10
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_saves_stay_at_evaluations_where_both_are_rounded(load):
 def test_what_does_not_go_together_in_whole_steps_is_refused(load, overrides, message):
     config = load("checkpoint.keep_best=true", *overrides)
     with pytest.raises(ConfigError, match=message):
-        resolve_cadences(config, 12.0)
+        resolve_intervals(config, 12.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.model_schema import IMPORT_PATH
-from pipeline.config.recipe import IMPORTED, named_code
+from pipeline.config.recipe import IMPORT_PATH_FIELDS, find_code_references
 from pipeline.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +25,12 @@ def test_every_place_is_found():
         "objective": {"kind": CODE},
         "optimizer": {"kind": CODE},
         "schedule": {"kind": CODE},
-        "log": {"sinks": [{"kind": CODE}]},
+        "log": {"trackers": [{"kind": CODE}]},
         "notify": {"command": "./tell.sh"},
         "callbacks": [CODE],
     }
     tree["data"]["curriculum"] = CODE
-    found = dict(named_code(RunConfig.model_validate(tree)))
+    found = dict(find_code_references(RunConfig.model_validate(tree)))
     assert found == {
         "model.trust_remote_code": "True",
         "data.sources.1.iterable": CODE,
@@ -39,14 +39,14 @@ def test_every_place_is_found():
         "objective.kind": CODE,
         "optimizer.kind": CODE,
         "schedule.kind": CODE,
-        "log.sinks.0.kind": CODE,
+        "log.trackers.0.kind": CODE,
         "notify.command": "./tell.sh",
         "callbacks.0.kind": CODE,
     }
     data = {"kind": CODE, "collate_fn": CODE}
     own = tree | {"model": {"kind": CODE}, "data": data, "objective": {"kind": "model_loss"}}
     own |= {"log": {}, "notify": {}, "optimizer": {}, "schedule": {}, "callbacks": []}
-    assert dict(named_code(RunConfig.model_validate(own))) == {
+    assert dict(find_code_references(RunConfig.model_validate(own))) == {
         "model.kind": CODE,
         "data.kind": CODE,
         "data.collate_fn": CODE,
@@ -61,7 +61,7 @@ def test_no_field_takes_an_import_path_under_another_name():
         for name, field in section.get("properties", {}).items()
         if json.dumps(IMPORT_PATH[1:-1])[1:-1] in json.dumps(field)
     ]
-    assert set(fields) == set(IMPORTED)
+    assert set(fields) == set(IMPORT_PATH_FIELDS)
 
 
 @pytest.mark.slow

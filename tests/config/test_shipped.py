@@ -32,14 +32,14 @@ def test_a_shipped_file_is_found_by_its_name(here, recipe, split):
     (here / "zero2").mkdir()  # an output folder of the user's
     settings = load_settings(recipe, split)
     assert settings.recipe_path == RECIPES / "digits_cnn.yaml"
-    assert settings.split_path == DS_CONFIGS / "zero2.json"
+    assert settings.deepspeed_path == DS_CONFIGS / "zero2.json"
 
 
 def test_a_file_of_the_user_comes_first(here):
     (here / "zero2.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     shutil.copy(RECIPES / "digits_cnn.yaml", here / "python_stdlib")
     settings = load_settings("python_stdlib", "zero2.json")
-    assert settings.split_path == Path("zero2.json")
+    assert settings.deepspeed_path == Path("zero2.json")
     assert settings.config.model.kind == "cnn"
 
 
@@ -89,8 +89,8 @@ def test_every_command_takes_a_name(command, capsys):
 
 
 def test_a_name_in_an_advice_is_one_that_can_be_followed():
-    settings = load_settings("python_stdlib").followed_by(["--deepspeed", "zero3_offload"])
-    assert settings.split_path == DS_CONFIGS / "zero3_offload.json"
+    settings = load_settings("python_stdlib").with_arguments(["--deepspeed", "zero3_offload"])
+    assert settings.deepspeed_path == DS_CONFIGS / "zero3_offload.json"
 
 
 def test_an_error_is_the_same_for_an_empty_name():

@@ -55,7 +55,7 @@ def test_a_number_of_the_file_replaces_that_of_a_recipe_nobody_chose(written):
     assert (config.optimizer.weight_decay, config.max_steps) == (0.01, 100_000)
     schedule = config.schedule
     assert (schedule.kind, schedule.warmup, schedule.min_learning_rate_ratio) == ("linear", 1000, 0.0)
-    plan = settings.resolve(2, Device.cpu()).plan
+    plan = settings.resolve(2, Device.cpu()).batch_plan
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (8, 4)
 
 

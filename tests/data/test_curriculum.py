@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parity.measure import ALONE
 from support.steps import steps_of
 
-from pipeline.config.data_schema import SourceConfig, TextDataConfig, weight_at
+from pipeline.config.data_schema import SourceConfig, TextDataConfig, interpolate_weight
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import CurriculumOrder, build_weights, check_same_curriculum
 from pipeline.data.sampler import SourceCounts, SourceShare
@@ -110,8 +110,16 @@ def test_a_checkpoint_of_other_weights_is_refused():
 
 def test_weights_between_two_steps_are_on_the_line():
     weight = {10: 1.0, 20: 0.0, 40: 4.0}
-    assert [weight_at(weight, step) for step in (0, 10, 15, 20, 25, 40, 99)] == [1, 1, 0.5, 0, 1, 4, 4]
-    assert weight_at(0.3, 7) == 0.3
+    assert [interpolate_weight(weight, step) for step in (0, 10, 15, 20, 25, 40, 99)] == [
+        1,
+        1,
+        0.5,
+        0,
+        1,
+        4,
+        4,
+    ]
+    assert interpolate_weight(0.3, 7) == 0.3
 
 
 def ends_with_step_7(step):

@@ -31,7 +31,7 @@ def warnings_of_a_run(job, folder, split, slow_rank):
 
     def delay(module, *_):
         if module.training:
-            time.sleep(0.2 / resolved.plan.gradient_accumulation_steps)
+            time.sleep(0.2 / resolved.batch_plan.gradient_accumulation_steps)
 
     if job.ranks.rank == slow_rank:
         run.engine.module.register_forward_pre_hook(delay)

@@ -52,7 +52,7 @@ def live(job: Job, split):
     data = token_bundle()
     config, resolved = resolve(recipe(), split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     for _ in range(2):
         engine.train_step(loader.next_group(), objective, 1e-3, 0)

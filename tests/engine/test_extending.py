@@ -78,7 +78,7 @@ def curve(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> Curve:
 
     run.engine.train_step = watched
     losses = run.train(0, STEPS)
-    loader = build_eval_loader(run.config, run.resolved.plan, run.data, run.engine)
+    loader = build_eval_loader(run.config, run.resolved.batch_plan, run.data, run.engine)
     rates = [multiplier(run.config.schedule, at, STEPS) for at in range(STEPS)]
     return Curve(losses, metrics, evaluate(run.engine, run.objective, loader, job), rates)
 

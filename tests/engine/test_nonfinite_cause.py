@@ -52,7 +52,10 @@ def searched(job, deepspeed, spoilt_rank, cases):
     def run(with_searches):
         NOW.case, found = "", {}
         engine = build_engine(config, resolved, job, bundle())
-        loader, objective = (build_loader(config, resolved.plan, bundle(), engine), build_objective(config))
+        loader, objective = (
+            build_loader(config, resolved.batch_plan, bundle(), engine),
+            build_objective(config),
+        )
 
         def step(number):
             seed_step(0, number, engine.seed_rank)
@@ -63,7 +66,7 @@ def searched(job, deepspeed, spoilt_rank, cases):
             indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].reading.indices))
             NOW.case, NOW.sample = case, indices[spoilt_rank][ROW]
             search = CauseSearch(
-                engine, objective, job, resolved.plan, lambda: seed_step(0, 9, engine.seed_rank)
+                engine, objective, job, resolved.batch_plan, lambda: seed_step(0, 9, engine.seed_rank)
             )
             cause = search.find(loader.read_again(16))
             found[case] = (f"train {NOW.sample}", None if cause is None else cause.told(f"rank {cause.rank}"))

@@ -18,7 +18,7 @@ from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.state import listed, watch_gradients, without_gradient
+from pipeline.engine.state import format_names, watch_gradients, without_gradient
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ModelError
 from pipeline.objectives import Classification
@@ -160,8 +160,8 @@ def test_the_watch_finds_them_under_deepspeed_and_then_looks_away(ranks, stage, 
 
 
 def test_a_message_names_five():
-    assert listed(["a", "b"]) == "a, b"
-    assert listed(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    assert format_names(["a", "b"]) == "a, b"
+    assert format_names(list("abcdefg")) == "a, b, c, d, e and 2 more"
 
 
 def test_frozen_parameters_are_not_missed():

@@ -51,7 +51,7 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
     optimizer = torch.optim.AdamW(
         parameter_groups(theirs.items(), config.optimizer), lr=1e-2, betas=(0.9, 0.95), eps=1e-8
     )
-    loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
+    loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
     for _ in range(4):
         group = loader.next_group()
         result = engine.train_step(group, objective, 1e-2, False)
@@ -88,7 +88,7 @@ def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, mod
     assert held_apart(engines[1].module) == (0, 0)
     losses = []
     for engine in engines:
-        loader, objective = build_loader(config, resolved.plan, data, engine), build_objective(config)
+        loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
         results = [engine.train_step(loader.next_group(), objective, 1e-2, False) for _ in range(4)]
         losses.append([(float(result.loss_sum), float(result.grad_norm)) for result in results])
     assert losses[0] == losses[1]

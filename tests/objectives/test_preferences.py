@@ -89,7 +89,7 @@ def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
     config, resolved = resolve(tree_of("kto", 2), None, 1)
     data = answers_bundle(examples=True)
     engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
-    row = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), ALONE)
+    row = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), ALONE)
     held_out = data.eval["held out"]
     batch, recorded = as_batch(collate_items([*map(held_out.__getitem__, range(12))])), Recorded(objective)
     engine.eval_step(batch, recorded)

@@ -43,7 +43,7 @@ def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
     data, config = token_bundle(), settings(tree, deepspeed).config
     _, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     engine, objective = make_engine(job, tree, deepspeed, data), build_objective(config)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     meters = build_meters(config, resolved, job=job, engine=engine, objective=objective, directory=Path())
     rows = []
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def oracle(architecture: str) -> list[tuple[float, float, float]]:
     data = token_bundle()
     engine = make_engine(ALONE, tree, None, data)
     model, optimizer = engine.module, engine._optimizer
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     rows = []
     for _ in range(STEPS):
         (batch,) = loader.next_group()
@@ -116,7 +116,7 @@ def test_dropout_draws_the_same_when_the_tokens_are_counted():
     config, resolved = resolve(tree, None, 1)
     data = token_bundle()
     engine = make_engine(ALONE, tree, None, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     chosen = []
     engine.module.model.layers[1].mlp.gate.register_forward_hook(lambda *call: chosen.append(call[2][2]))
     engine.train_step(loader.next_group(), build_objective(config), 3e-4, 0)

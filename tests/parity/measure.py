@@ -49,7 +49,7 @@ def train(
     before = held_now() if with_memory else 0
     config, resolved = resolve(recipe, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config, resolved.compile)
     losses, norms, samples, seconds = [], [], [], 0.0
     for step in range(steps):
@@ -65,8 +65,8 @@ def train(
         assert result.grad_norm is not None
         norms.append(float(result.grad_norm))
     held = held_now() - before if with_memory else 0
-    row = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job)
-    tokens = (steps - steps // 2) * resolved.plan.global_batch_size * data.train.tokens.shape[1]
+    row = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), job)
+    tokens = (steps - steps // 2) * resolved.batch_plan.global_batch_size * data.train.tokens.shape[1]
     return Trained(
         losses,
         norms,

@@ -209,7 +209,7 @@ def train_module(job: Job, name: str, split: dict[str, Any] | None) -> Curve:
     data = DataBundle(Samples(kind), {"held out": Samples(kind, 19)}, collate_items, None, None, 5, kind)
     config, resolved = resolve(recipe_of(name), split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     losses, norms = [], []
     for step in range(STEPS):
@@ -218,7 +218,7 @@ def train_module(job: Job, name: str, split: dict[str, Any] | None) -> Curve:
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         losses.append(float(mean_loss(total, result.global_count)))
         norms.append(float(result.grad_norm))
-    held_out = build_eval_loader(config, resolved.plan, data, engine)
+    held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
     row = evaluate(engine, objective, held_out, job)
     return Curve(
         losses, norms, row["eval/loss"], {k: v.clone() for k, v in kept_buffers(engine.module).items()}

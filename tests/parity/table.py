@@ -21,7 +21,7 @@ from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
 from support.ranks import RankPool
 
-from pipeline.config.split_conflicts import as_markdown
+from pipeline.config.split_conflicts import format_rules_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "splits.md"
 
@@ -75,7 +75,7 @@ def parity_table() -> str:
 def main() -> None:
     """Replace the blocks, each as soon as it is known."""
     blocks = {
-        "rules": as_markdown,
+        "rules": format_rules_table,
         "activation checkpointing": activation_table,
         "adapters": adapters_table,
         "answers": answers_table,

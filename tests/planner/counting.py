@@ -21,7 +21,7 @@ def counted(job: Job, tree: dict[str, Any], split: dict[str, Any], steps: int = 
     data = token_bundle()
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     found: list[dict[str, int]] = []
 

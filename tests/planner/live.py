@@ -98,7 +98,7 @@ def _measured(
 ) -> dict[str, int]:
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine: Any = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     quiet()
     for _ in range(2):

@@ -57,15 +57,15 @@ def test_the_first_rung_that_fits_is_suggested(
     found = suggest(settings, model, place)
     assert found.words[:2] == ("--deepspeed", file)
     assert f"model.activation_checkpointing={recomputes}" in found.words
-    again = forecast(settings.followed_by(found.words), model, place)
+    again = forecast(settings.with_arguments(found.words), model, place)
     assert again.fits
-    assert (again.peak, again.resolved.plan) == (found.found.peak, found.found.resolved.plan)
-    assert again.resolved.plan.global_batch_size == rows
-    batch = again.resolved.plan
+    assert (again.peak, again.resolved.batch_plan) == (found.found.peak, found.found.resolved.batch_plan)
+    assert again.resolved.batch_plan.global_batch_size == rows
+    batch = again.resolved.batch_plan
     if batch.gradient_accumulation_steps % 2 == 0 and batch.micro_batch_size < 64:
         more = (f"batch.micro_batch_size={2 * batch.micro_batch_size}",)
         more += (f"batch.gradient_accumulation_steps={batch.gradient_accumulation_steps // 2}",)
-        assert not forecast(settings.followed_by((*found.words, *more)), model, place).fits
+        assert not forecast(settings.with_arguments((*found.words, *more)), model, place).fits
 
 
 def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
@@ -87,7 +87,9 @@ def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
     assert (config.run_dir, config.model.activation_checkpointing) == ("my run", "none")
     found = forecast(again, model_of(config), place)
     assert found.peak == suggestion.found.peak
-    assert found.resolved.plan.global_batch_size == suggestion.found.resolved.plan.global_batch_size
+    assert (
+        found.resolved.batch_plan.global_batch_size == suggestion.found.resolved.batch_plan.global_batch_size
+    )
 
 
 def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
@@ -103,7 +105,7 @@ def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
         "model.activation_checkpointing=full",
         "batch.micro_batch_size=1",
     )
-    found = forecast(settings.followed_by(words), model, place)
+    found = forecast(settings.with_arguments(words), model, place)
     assert found.lacking.startswith("host memory, ")
     assert "of 2,048 GiB a machine" in found.lacking
     assert any(
@@ -168,7 +170,7 @@ def test_what_frees_the_hosts_memory_helps_where_that_is_lacking(tmp_path):
         "model.activation_checkpointing=full",
         "batch.micro_batch_size=1",
     )
-    settings = settings_of(tmp_path, "7B").followed_by(words)
+    settings = settings_of(tmp_path, "7B").with_arguments(words)
     place, model = place_of("h100", None, 8, host_memory_gib=64), model_of(settings.config)
 
     def at(changed) -> Forecast:

@@ -14,7 +14,7 @@ from support.preferences import ALONE, Answers, group_of, tree_of
 from support.tiny import resolve
 from torch import Tensor
 
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.models.sizes import model_of
@@ -68,8 +68,8 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
     return before + made.most, max(peak_by_phase(work, model, states, beside).values())
 
 
-def group(rows: Answers, step: int, resolved: Resolved) -> Any:
-    return group_of(rows, step, resolved.plan, 0, 1)
+def group(rows: Answers, step: int, resolved: ResolvedSettings) -> Any:
+    return group_of(rows, step, resolved.batch_plan, 0, 1)
 
 
 @pytest.mark.daily("dpo-fp32", "kto-fp32")

@@ -102,7 +102,7 @@ def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model
     data = run.data()
     config, resolved = resolve(run.tree, run.split, job.ranks.world_size)
     engine = make_engine(job, run.tree, run.split, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     try:
         engine.train_step(loader.next_group(), objective, 1e-3, 0)

@@ -84,7 +84,7 @@ def test_parts_make_the_peak_and_the_step():
     assert found.peak <= sum(found.memory.parts.values()) * 1.001
     assert (found.fits, changes) == (True, [])
     assert found.time.seconds == pytest.approx(sum(found.time.parts.values()))
-    tokens = found.resolved.plan.global_batch_size * 4096
+    tokens = found.resolved.batch_plan.global_batch_size * 4096
     assert found.time.tokens_per_second * found.time.seconds == pytest.approx(tokens)
     assert found.hours == pytest.approx(1000 * found.time.seconds / 3600)
     assert found.checkpoint_bytes == 12 * 8_030_261_248
@@ -174,7 +174,7 @@ def test_as_much_as_is_told_fits_by_its_words_and_more_does_not(capsys, option, 
     found, _ = planned(*given, *limit.words)
     assert found.peak == limit.found.peak
     assert found.fits is True
-    assert found.resolved.plan.gradient_accumulation_steps == 1
+    assert found.resolved.batch_plan.gradient_accumulation_steps == 1
     assert limit.stops == "memory"
     assert planned(*given, *with_number(limit.words, key, step))[0].fits is False
     if split == "zero3":
@@ -283,7 +283,7 @@ def test_what_frees_a_gpu_is_no_help_where_the_host_lacks_memory():
 
 def test_auto_is_planned_with_the_largest_micro_batch_that_fits():
     auto = [*ON_8, "batch={micro_batch_size: auto, global_batch_size: 512}", "data.sequence_length=16384"]
-    found = planned(*auto)[0].resolved.plan.micro_batch_size
+    found = planned(*auto)[0].resolved.batch_plan.micro_batch_size
     assert 1 < found < 64
     for rows, fits in ((found, True), (2 * found, False)):
         given = f"batch={{micro_batch_size: {rows}, global_batch_size: 512}}"

@@ -32,7 +32,7 @@ def written(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> int:
     data = token_bundle()
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = make_engine(job, tree, split, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     try:
         engine.train_step(loader.next_group(), build_objective(config), 1e-3, 0)
         return sum(shard.num_bytes for shard in engine.shards() if shard.kind != BUFFER)

@@ -66,7 +66,7 @@ def losses(job: Job, sections: dict[str, Any], split: dict[str, Any]) -> list[fl
     config, resolved = resolve(tree, split, job.ranks.world_size)
     data = prepare_data(config.data)
     engine = build_engine(config, resolved, job, data)
-    loader = build_loader(config, resolved.plan, data, engine)
+    loader = build_loader(config, resolved.batch_plan, data, engine)
     objective = build_objective(config)
     curve = []
     for step in range(STEPS):
@@ -74,7 +74,7 @@ def losses(job: Job, sections: dict[str, Any], split: dict[str, Any]) -> list[fl
         result = engine.train_step(loader.next_group(), objective, 1e-2, 0)
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         curve.append(float(mean_loss(total, result.global_count)))
-    held_out = evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job)
+    held_out = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), job)
     return [*curve, held_out["eval/loss"]]
 
 

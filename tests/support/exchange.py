@@ -79,7 +79,7 @@ class Run:
         self.data = data = token_bundle()
         self.config, self.resolved = resolve(tree, split, job.ranks.world_size)
         self.engine = build_engine(self.config, self.resolved, job, data, resumes=resumes)
-        self.loader = build_loader(self.config, self.resolved.plan, data, self.engine)
+        self.loader = build_loader(self.config, self.resolved.batch_plan, data, self.engine)
         self.objective = build_objective(self.config)
 
     def train(self, first: int, last: int) -> list[float]:

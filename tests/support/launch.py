@@ -19,7 +19,7 @@ from support.forked import Program, is_same_in_fork
 from support.ranks import free_port
 from support.record import numbers as numbers
 
-from pipeline.files import is_held
+from pipeline.files import is_run_locked
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "launch" / "train.py")
@@ -165,5 +165,5 @@ def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     # A rank that waits for the disk in its save dies once that has answered, and holds the run until then.
-    while time.monotonic() < deadline and any(is_held(run) for run in run_directories(folder)):
+    while time.monotonic() < deadline and any(is_run_locked(run) for run in run_directories(folder)):
         time.sleep(0.005)

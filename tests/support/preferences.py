@@ -142,10 +142,12 @@ def train_answers(
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
-        group = group_of(data.train, step, resolved.plan, engine.dp_rank, engine.dp_world_size)
+        group = group_of(data.train, step, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
         result = engine.train_step(group, objective, 1e-3, 0)
         meters.observe(result)
         rows.append({key: value for key, value in meters.summary().read().row.items() if key[:6] == "train/"})
-    rows.append(evaluate(engine, objective, build_eval_loader(config, resolved.plan, data, engine), job))
+    rows.append(
+        evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), job)
+    )
     engine.close()
     return rows

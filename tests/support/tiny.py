@@ -14,7 +14,7 @@ from pipeline.config.deepspeed_adoption import adopt_torch_section
 from pipeline.config.loading import ConfigFile
 from pipeline.config.recipe import validate_recipe
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved, Settings
+from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.config.split import Device
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
@@ -114,7 +114,7 @@ def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings
 
 def resolve(
     tree: dict[str, Any], split: dict[str, Any] | None, world_size: int
-) -> tuple[RunConfig, Resolved]:
+) -> tuple[RunConfig, ResolvedSettings]:
     """What a run on this many ranks would be given."""
     chosen = settings(tree, split)
     return chosen.config, chosen.resolve(world_size, CPU)

@@ -100,10 +100,10 @@ def test_what_was_held_what_was_planned_and_changes_with_their_gains():
     now = forecast(settings, model, place)
     for lever in found.levers:
         words, gain = re.fullmatch(r"(.*?) \(-([\d.]+ [GM]iB), .*\)", lever).groups()
-        changed = settings.followed_by(words.split())
+        changed = settings.with_arguments(words.split())
         assert format_bytes(now.peak - forecast(changed, model, place).peak) == gain
         if "sequence_length" not in words:
-            assert changed.resolve(2, Device.cpu()).plan.global_batch_size == 128
+            assert changed.resolve(2, Device.cpu()).batch_plan.global_batch_size == 128
     assert len({lever.partition("=")[0] for lever in found.levers}) == 3
 
 

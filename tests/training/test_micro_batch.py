@@ -85,7 +85,7 @@ def train(
         most = [max(use.most for use in search.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
         engine.close()
         return int((most[1] + most[2]) / 2 / MARGIN)
-    plan = search.settle().plan
+    plan = search.settle().batch_plan
     loader = build_loader(config, plan, data, engine)
     curve = []
     for step in range(3):

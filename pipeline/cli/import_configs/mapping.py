@@ -97,7 +97,7 @@ class Draft:
 
     def refused(self, name: str, why: str) -> ConfigError:
         """Return the error that refuses the import because of a key."""
-        return ConfigError(f"{self.file.at(self.tool.names.get(name, name))}: {why}")
+        return ConfigError(f"{self.file.describe_key(self.tool.names.get(name, name))}: {why}")
 
     def leave_open(self, name: str, what_to_do: str) -> None:
         """Name a key as left open, if the file has it."""
@@ -209,7 +209,7 @@ def _flat(file: ConfigFile, tree: Mapping[Any, Any], tool: Tool, at: str = "") -
         for number, given in enumerate(entries):
             entry = {"path": given} if isinstance(given, str) and is_list else given
             if not isinstance(entry, dict):
-                raise ConfigError(f"{file.at(place)}: expected keys and values, given {given!r}")
+                raise ConfigError(f"{file.describe_key(place)}: expected keys and values, given {given!r}")
             yield from _flat(file, entry, tool, f"{place}.{number}." if is_list else f"{place}.")
 
 

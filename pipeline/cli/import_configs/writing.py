@@ -15,13 +15,13 @@ from pipeline.cli.import_configs import accelerate, axolotl, llama_factory, trai
 from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool
 from pipeline.cli.inputs import reading_a_run
 from pipeline.config import deepspeed_keys
-from pipeline.config.command_lines import train_command
-from pipeline.config.deepspeed_check import check
-from pipeline.config.loading import ConfigFile, Dumper, Tree, read_json, read_yaml, set_dotted
+from pipeline.config.command_lines import format_train_command
+from pipeline.config.deepspeed_check import check_deepspeed_json
+from pipeline.config.loading import ConfigFile, Tree, YamlDumper, read_json, read_yaml, set_dotted
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.config.shipped import DS_CONFIGS
-from pipeline.errors import ConfigError, PipelineError, printable, shown
+from pipeline.errors import ConfigError, PipelineError, escape_unprintable, shorten_message
 from pipeline.files import is_path, replace_file
 
 TOOLS: dict[str, Tool] = {
@@ -130,12 +130,14 @@ def recipe_text(draft: Draft) -> str:
     """Return the recipe as YAML, below comments on what was decided and what is left."""
     lines = [f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import."]
     lines += [f"{key}: {remark}" for key, remark in draft.remarks.items() if key in draft.recipe]
-    comments = [f"# {printable(' '.join(line.split()))}" for line in (*lines, *lines_left(draft))]
+    comments = [f"# {escape_unprintable(' '.join(line.split()))}" for line in (*lines, *lines_left(draft))]
     order = list(RunConfig.model_fields)
     tree: Tree = {}
     for key in sorted(draft.recipe, key=lambda key: order.index(key.partition(".")[0])):
         set_dotted(tree, key.split("."), draft.recipe[key], RECIPE)
-    return "\n".join(comments) + "\n" + yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return (
+        "\n".join(comments) + "\n" + yaml.dump(tree, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
+    )
 
 
 def make_json(draft: Draft) -> tuple[Tree, str]:
@@ -168,7 +170,7 @@ def _their_json(draft: Draft) -> tuple[Tree | None, str]:
     for dotted in deepspeed_keys.RECIPE_OWNS:
         file.tree.pop(dotted.partition(".")[0], None)
     try:
-        check(file)
+        check_deepspeed_json(file)
     except ConfigError as error:
         draft.left_open["deepspeed"] = str(error)
         return None, ""
@@ -207,6 +209,10 @@ def run(arguments: argparse.Namespace) -> None:
     said += [f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}"] if batch in draft.recipe else []
     said += lines_left(draft)
     for line in said:
-        print(shown(line))
+        print(shorten_message(line))
     recipe = folder / RECIPE if draft.has_recipe else "RECIPE.yaml"
-    print(shown(f"train by: {train_command(draft.gpus, '--deepspeed', folder / JSON, '--config', recipe)}"))
+    print(
+        shorten_message(
+            f"train by: {format_train_command(draft.gpus, '--deepspeed', folder / JSON, '--config', recipe)}"
+        )
+    )

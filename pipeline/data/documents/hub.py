@@ -18,8 +18,8 @@ from pipeline.data.documents.pieces import hash_file
 from pipeline.data.documents.readers import ROWS_AT_ONCE, records_of
 from pipeline.data.documents.records import BadRecords, Piece, Record
 from pipeline.data.documents.streams import DigestCache, hash_of
-from pipeline.errors import DataError, one_line
-from pipeline.files import DESCRIPTION_LIMIT, inside, is_path, read_plain
+from pipeline.errors import DataError, summarize_error
+from pipeline.files import DESCRIPTION_LIMIT, is_path, path_inside, read_regular_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -61,7 +61,7 @@ def load_split(
         where = "" if folder.is_dir() else ", and there is no folder of that name"
         raise DataError(
             f"data dataset {name}: cannot be loaded{' from the hub' if where else ''}: "
-            f"{one_line(error, 300)}{where}"
+            f"{summarize_error(error, 300)}{where}"
         ) from error
 
 
@@ -92,7 +92,7 @@ def _saved_split(folder: Path, split: str) -> Path | None:
 def _read_list(path: Path, key: str) -> tuple[list[Any], dict[str, Any]]:
     """Return the list at a key of a JSON file, and all that is in the file."""
     try:
-        tree = json.loads(read_plain(path, DESCRIPTION_LIMIT))
+        tree = json.loads(read_regular_file(path, DESCRIPTION_LIMIT))
         return list(tree[key]), tree
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or repr(error)
@@ -111,7 +111,7 @@ def _check_data_files(folder: Path, subset: str | None) -> None:
 
 
 def _inside(folder: Path, name: str, index: str) -> Path:
-    path = inside(folder, name)
+    path = path_inside(folder, name)
     if path is None:
         raise _outside(folder / index, name)
     return path
@@ -169,7 +169,7 @@ class ShardPiece:
                 return
             except Exception as error:  # of any of the libraries that fetch and decode
                 raise DataError(
-                    f"{self.name}: reading row {number} failed: {one_line(error, 300)}"
+                    f"{self.name}: reading row {number} failed: {summarize_error(error, 300)}"
                 ) from error
             yield f"{self.name}: row {number}", row
 
@@ -245,4 +245,6 @@ def _commit(name: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
     except Exception as error:  # whatever the network, a proxy or a certificate can do
-        raise DataError(f"data dataset {name}: the hub does not answer: {one_line(error, 300)}") from None
+        raise DataError(
+            f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}"
+        ) from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.config.import_paths import import_object, may_not_exit
+from pipeline.config.import_paths import exit_as_error, import_object
 from pipeline.data.documents.hub import dataset_pieces
 from pipeline.data.documents.pieces import FilePiece, file_pieces
 from pipeline.data.documents.records import (
@@ -83,7 +83,7 @@ class IterablePiece:
             DataError: it returns nothing that can be iterated, or something else than texts and dicts.
         """
         function = import_object(self.import_path, DataError)
-        with may_not_exit(f"data iterable {self.import_path}", DataError):
+        with exit_as_error(f"data iterable {self.import_path}", DataError):
             given = function(**json.loads(self.args))
         if isinstance(given, str | dict) or not isinstance(given, Iterable):
             raise DataError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.data.documents.records import BadRecords, Record, type_name
 from pipeline.data.documents.streams import Span, decode, open_stream
-from pipeline.errors import DataError, one_line
+from pipeline.errors import DataError, summarize_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,7 +118,7 @@ def table_errors(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as {what}: {one_line(error)}; is it whole?") from None
+        raise DataError(f"{path}: cannot be read as {what}: {summarize_error(error)}; is it whole?") from None
 
 
 def read_text(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.config.data_schema import ImagesDataConfig
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Batch, DataBundle
 from pipeline.data.images.augmentations import Augmentation
@@ -96,7 +96,7 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
         DataError: a folder, dataset, class or augmentation is not there or does not fit; too few images.
         ConfigError: pillow is not installed.
     """
-    require("PIL", "data.kind: images")
+    require_package("PIL", "data.kind: images")
     augmentation = Augmentation(config.augmentations) if config.augmentations else None
     images = find_folder_images(config.path, "path")
     held_out, eval_rows = _held_out(config, images)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.loading import did_you_mean
 from pipeline.errors import DataError
-from pipeline.files import IMAGE_LIMIT, open_plain, read_plain
+from pipeline.files import IMAGE_LIMIT, open_regular_file, read_regular_file
 
 TAIL = 4096  # bytes
 READERS = 16  # threads that read the ends of files: over a network each one waits
@@ -45,7 +45,7 @@ class FolderImages:
 
     def encoded(self, index: int) -> bytes:
         """Return the image as stored. OSError where it cannot be read."""
-        return read_plain(self.where(index), IMAGE_LIMIT)
+        return read_regular_file(self.where(index), IMAGE_LIMIT)
 
     def where(self, index: int) -> str:
         """Return the name of the image for messages."""
@@ -68,7 +68,7 @@ class FolderImages:
     def _digests(self, start: int) -> bytes:
         digests = []
         for index in range(start, min(start + CHUNK, len(self.names))):
-            with open(open_plain(self.where(index)), "rb") as file:
+            with open(open_regular_file(self.where(index)), "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - TAIL))
                 content = size.to_bytes(8, "big") + file.read()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.doctor.node import Tell, own_streams, serve
 from pipeline.distributed.doctor.rows import Row
-from pipeline.errors import one_line
+from pipeline.errors import summarize_error
 from pipeline.files import MIB
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     try:
         _measure(**part, measured=measured, enter=enter)
     except Exception as error:  # gloo, NCCL and the store each raise their own
-        measured.problem = one_line(error, 300)
+        measured.problem = summarize_error(error, 300)
     return asdict(measured)
 
 

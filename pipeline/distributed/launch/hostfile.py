@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import LaunchError
-from pipeline.files import CONFIGURATION_LIMIT, read_plain
+from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
 LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>[0-9]{1,6})")
 # What neither a shell, nor ssh, nor pdsh, nor the launcher's NAME:0,1@NAME takes for something else.
@@ -32,7 +32,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             name has or stands there twice, or there is no machine at all.
     """
     try:
-        lines = read_plain(path, CONFIGURATION_LIMIT).decode("utf-8-sig").splitlines()
+        lines = read_regular_file(path, CONFIGURATION_LIMIT).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise LaunchError(

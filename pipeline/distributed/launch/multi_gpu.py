@@ -24,7 +24,7 @@ from pipeline.distributed.launch.multi_node import TRAIN, program
 from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
-from pipeline.errors import CommandLine, LaunchError, report_errors
+from pipeline.errors import CommandLineParser, LaunchError, report_errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
     Raises:
         LaunchError: A device is not there, there are several machines, or an option has another spelling.
     """
-    parser = CommandLine(prog="launch/multi_gpu.sh", add_help=False, allow_abbrev=False)
+    parser = CommandLineParser(prog="launch/multi_gpu.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("-i", "--include", default="")
     parser.add_argument("-e", "--exclude", default="")
     parser.add_argument("-H", "--hostfile")

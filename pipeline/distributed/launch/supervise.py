@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.distributed.diagnosis import ADVICE
 from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_aloud
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
@@ -156,7 +156,7 @@ class Supervisor:
         if problems:
             raise LaunchError(
                 f"the run was not started: {'; '.join(problems)}; what is wrong there: "
-                f"{own_command('doctor', '--hostfile', 'HOSTFILE')}"
+                f"{format_pipeline_command('doctor', '--hostfile', 'HOSTFILE')}"
             )
         return [answer for answer in answers if isinstance(answer, dict)]
 

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Shard
-from pipeline.config.deepspeed_json import lowest_loss_scale
+from pipeline.config.deepspeed_json import get_min_loss_scale
 from pipeline.config.loading import get_dotted
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import Resolved
+from pipeline.config.settings import ResolvedSettings
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import freed_at_once
-from pipeline.errors import NonFiniteLossError, listed, stretches
+from pipeline.errors import NonFiniteLossError, format_names, format_ranges
 from pipeline.monitoring.alerts import CROWDED, Alert, Seen, Stop, restore
 from pipeline.monitoring.events import NO_TARGETS, Event
 
@@ -236,7 +236,7 @@ class NonFinite:
         if True not in bad:
             return None
         steps = list(range(step - len(bad) + 1, step + 1))
-        named = f"step{'s' * (sum(bad) > 1)} {stretches(set(compress(steps, bad)), steps)}"
+        named = f"step{'s' * (sum(bad) > 1)} {format_ranges(set(compress(steps, bad)), steps)}"
         first = float(steps[bad.index(True)])
         told = {"at_step": first, "steps": float(seen.steps), "skipped": float(skipped)}
         if not skipped:
@@ -575,7 +575,7 @@ class FrozenParameters:
         if not unmoved and not only_decayed:
             return None
         said = [
-            f"{listed(names)} {what}"
+            f"{format_names(names)} {what}"
             for names, what in (
                 (unmoved, f"did not move in {self._steps} steps"),
                 (only_decayed, f"had no gradient but 0 in {self._steps} steps"),
@@ -982,7 +982,7 @@ class WatchedRun:
     """A run as alerts are built from it."""
 
     config: RunConfig
-    resolved: Resolved
+    resolved: ResolvedSettings
     engine: Engine
     job: Job
     detectors: tuple[SpikeDetector, SpikeDetector]
@@ -1022,7 +1022,7 @@ class AlertKind:
 
 ALERTS = {
     "non_finite": AlertKind(
-        lambda run: NonFinite(lowest_loss_scale(run.resolved.deepspeed)), attrgetter("tells_of_nonfinite")
+        lambda run: NonFinite(get_min_loss_scale(run.resolved.deepspeed)), attrgetter("tells_of_nonfinite")
     ),
     LOSS_SPIKE: AlertKind(lambda run: Spikes(LOSS_SPIKE, run.detectors[0]), attrgetter("tells_of_spikes")),
     GRAD_NORM_SPIKE: AlertKind(
@@ -1051,7 +1051,7 @@ ALERTS = {
 @freed_at_once()  # checksums of all weights
 def build_alerts(
     config: RunConfig,
-    resolved: Resolved,
+    resolved: ResolvedSettings,
     *,
     job: Job,
     engine: Engine,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
-from pipeline.config.command_lines import own_command
-from pipeline.config.optional_packages import require
-from pipeline.errors import ConfigError, one_line
+from pipeline.config.command_lines import format_pipeline_command
+from pipeline.config.optional_packages import require_package
+from pipeline.errors import ConfigError, summarize_error
 from pipeline.files import replace_file
 from pipeline.monitoring.events import RUN_KILLED, Event
 from pipeline.monitoring.report.runs import (
@@ -105,7 +105,7 @@ def plotly_source() -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
-    require("plotly", "the report")
+    require_package("plotly", "the report")
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     source: str = get_plotlyjs()
@@ -136,9 +136,11 @@ def write_at_end(directory: Path) -> Path | None:
             replace_file(path, render(encode([directory], ended=True)))
             made.append(path)
         except ConfigError as error:
-            log.warning("%s is not written: %s; then: %s", path, error, own_command("report", directory))
+            log.warning(
+                "%s is not written: %s; then: %s", path, error, format_pipeline_command("report", directory)
+            )
         except Exception as error:
-            log.warning("%s is not written: %s", path, one_line(error))
+            log.warning("%s is not written: %s", path, summarize_error(error))
 
     with suppress(BaseException):
         thread = threading.Thread(target=make, name="report", daemon=True)
@@ -146,7 +148,7 @@ def write_at_end(directory: Path) -> Path | None:
         thread.join(LONGEST_END)
         if thread.is_alive():
             said = "%s takes more than %.0f s; this makes it: %s"
-            log.warning(said, path, LONGEST_END, own_command("report", directory))
+            log.warning(said, path, LONGEST_END, format_pipeline_command("report", directory))
     return made[0] if made else None
 
 

@@ -26,15 +26,15 @@ from pipeline.config.loading import read_yaml
 from pipeline.config.schema import EvalConfig
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
 from pipeline.distributed.machine import killed_for_memory, machine_id, memory_now
-from pipeline.errors import ConfigError, PipelineError, listed, printable
+from pipeline.errors import ConfigError, PipelineError, escape_unprintable, format_names
 from pipeline.files import (
     CONFIGURATION_LIMIT,
     GIB,
     format_bytes,
     format_duration,
-    is_held,
-    open_plain,
-    read_plain,
+    is_run_locked,
+    open_regular_file,
+    read_regular_file,
     replace_file,
 )
 from pipeline.monitoring.events import PLAN, RUN_FAILED, SAMPLE, STOPPED_EARLY, TIME
@@ -285,7 +285,7 @@ def find_run(path: Path) -> Path:
     if any((path / name).is_file() for name in (METRICS_FILE, "recipe.yaml")):
         return path
     within = sorted(each.parent.name for each in path.glob(f"*/{METRICS_FILE}"))
-    hint = f"it holds runs: {listed(within)}" if within else "give a run directory, as runs/NAME-TIME"
+    hint = f"it holds runs: {format_names(within)}" if within else "give a run directory, as runs/NAME-TIME"
     what = f"has no {METRICS_FILE}" if path.exists() else "does not exist"
     raise PipelineError(f"{path} {what}; {hint}")
 
@@ -300,7 +300,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         MetricsFileError: Its metrics.jsonl cannot be read, or is damaged.
     """
     record, failure = read_record(path / METRICS_FILE), ""
-    if not ended and is_held(path) and not (path / "summary.json").is_file():
+    if not ended and is_run_locked(path) and not (path / "summary.json").is_file():
         state = "running"
     else:
         state, failure = how_it_ended(path, record.last)
@@ -324,12 +324,12 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
         "ranks": settings.get("world_size", ""),
         "plan": next((told.removeprefix("plan: ") for told in reversed(plans)), ""),
-        "not finite": listed([f"{key} {number:,}" for key, number in lost.items() if number]),
+        "not finite": format_names([f"{key} {number:,}" for key, number in lost.items() if number]),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
     facts = {name: redact_text(fact) for name, fact in facts.items() if fact}
     return RunView(
-        name=printable(path.absolute().name),
+        name=escape_unprintable(path.absolute().name),
         state=state,
         error=error.get(state, ""),
         failure=failure,
@@ -389,7 +389,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
 def _json(path: Path) -> dict[str, Any]:
     """Return the contents of a file; nothing if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        tree = json.loads(read_plain(path, CONFIGURATION_LIMIT))
+        tree = json.loads(read_regular_file(path, CONFIGURATION_LIMIT))
         return tree if isinstance(tree, dict) else {}
     return {}
 
@@ -399,7 +399,7 @@ def _diagnosis(path: Path) -> str:
     told, record = path / "hang" / "diagnosis.txt", path / METRICS_FILE
     with suppress(OSError):
         if not record.exists() or told.stat().st_mtime_ns >= record.stat().st_mtime_ns:
-            return read_plain(told, CONFIGURATION_LIMIT).decode(errors="replace").strip()
+            return read_regular_file(told, CONFIGURATION_LIMIT).decode(errors="replace").strip()
     return ""
 
 
@@ -415,7 +415,7 @@ def _first_failure(path: Path) -> str:
 def _failure(log: Path) -> tuple[str, str] | None:
     """Return the time and the text of a failure, unless a line of information follows: the run went on."""
     try:
-        with open(open_plain(log), "rb") as file:
+        with open(open_regular_file(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
             text = file.read().decode(errors="replace")
     except OSError:
@@ -450,7 +450,7 @@ def why_killed(directory: Path, peak_gib: float) -> str:
         peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        noted: dict[str, Any] = json.loads(read_plain(directory / PROCESSES, CONFIGURATION_LIMIT))
+        noted: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
         limit, by_kernel = noted["limit"], killed_for_memory(noted["since"])
         here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]

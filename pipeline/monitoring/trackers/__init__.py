@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.command_lines import shell_line
-from pipeline.config.optional_packages import require
+from pipeline.config.command_lines import format_shell_line
+from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
 from pipeline.monitoring.trackers.console import ConsoleTracker
 from pipeline.monitoring.trackers.interface import (
@@ -124,13 +124,13 @@ def _open_tensorboard(run: TrackedRun) -> Sequence[Tracker]:
 
 
 def _check_own(config: RunConfig) -> None:
-    for own in config.log.sinks:
+    for own in config.log.trackers:
         import_tracker(own)
 
 
 def _open_own(run: TrackedRun) -> Sequence[Tracker]:
     trackers: list[Tracker] = []
-    for own in run.config.log.sinks:
+    for own in run.config.log.trackers:
         make = partial(open_own, own, run.directory, run.start_step, run.settings)
         trackers += open_dispensable(own.kind, make)
     return trackers
@@ -138,7 +138,7 @@ def _open_own(run: TrackedRun) -> Sequence[Tracker]:
 
 def _check_wandb(config: RunConfig) -> None:
     if config.wandb.mode in ("online", "offline"):  # auto does without
-        require("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
+        require_package("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
 
 
 def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
@@ -158,7 +158,7 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
     )
     if online is None:
         return []
-    same_run = shell_line(f"run_dir={run.directory.absolute()}")
+    same_run = format_shell_line(f"run_dir={run.directory.absolute()}")
     resend = f", and the same command with {same_run} sends them to W&B"
     return [TrackerThread(lambda: online, "W&B", resend=resend)]
 
@@ -182,10 +182,10 @@ TRACKERS = {
     "log.tensorboard": TrackerKind(
         _open_tensorboard, lambda config: import_writer() if config.log.tensorboard else None
     ),
-    "log.sinks": TrackerKind(_open_own, _check_own),
+    "log.trackers": TrackerKind(_open_own, _check_own),
     "wandb": TrackerKind(_open_wandb, _check_wandb),
     "notify": TrackerKind(_open_notify, lambda config: ways_of(config.notify)),
     "log.console": TrackerKind(_open_console),
 }
 """Key of the recipe that asks for a tracker -> how it is opened and checked, in the order in which they are
-opened. `log.sinks` takes a user's own by import path."""
+opened. `log.trackers` takes a user's own by import path."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from pipeline.config.import_paths import import_object, may_not_exit, refuse_misfit
+from pipeline.config.import_paths import check_signature, exit_as_error, import_object
 from pipeline.config.schema import TrackerConfig
-from pipeline.errors import ConfigError, PipelineError, one_line
+from pipeline.errors import ConfigError, PipelineError, summarize_error
 from pipeline.monitoring.events import RUN_FAILED, Event, Shown
 from pipeline.redaction import redact_text
 
@@ -82,8 +82,10 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
         ConfigError: There is none, or it does not take the arguments of a tracker.
     """
     make = import_object(config.kind, ConfigError)
-    message = f"log.sinks: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
-    refuse_misfit(make, message, ConfigError, Path(), 0, {}, **config.args)
+    message = (
+        f"log.trackers: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
+    )
+    check_signature(make, message, ConfigError, Path(), 0, {}, **config.args)
     missing = [name for name in METHODS if isinstance(make, type) and not hasattr(make, name)]
     if missing:
         raise ConfigError(_lacks(config, missing))
@@ -102,7 +104,7 @@ def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: 
         ConfigError: See import_tracker; or the result is no tracker.
     """
     make = import_tracker(config)
-    with may_not_exit(f"log.sinks: {config.kind}", ConfigError):
+    with exit_as_error(f"log.trackers: {config.kind}", ConfigError):
         tracker: Tracker = make(run_dir, start_step, run_config, **config.args)
     missing = [name for name in METHODS if not callable(getattr(tracker, name, None))]
     if missing:
@@ -112,7 +114,7 @@ def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: 
 
 def _lacks(config: TrackerConfig, missing: list[str]) -> str:
     return (
-        f"log.sinks: {config.kind} has no {' and no '.join(missing)}; a tracker has write(step, row), "
+        f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker has write(step, row), "
         "tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
     )
 
@@ -292,7 +294,7 @@ def open_dispensable(name: str, make: Callable[[], Tracker]) -> list[TrackerThre
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
+    return f"{type(error).__name__}: {summarize_error(error)}"
 
 
 def _say_dropped(name: str, why: str) -> None:
@@ -384,7 +386,7 @@ class Trackers:
         lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
         # What a user can cause is in the message; a mistake of ours is in the lines that led there.
         fields = {} if is_users else {"traceback": "\n".join(lines)}
-        event = Event(RUN_FAILED, f"{kind}{one_line(error, 1000)}", level="error", fields=fields)
+        event = Event(RUN_FAILED, f"{kind}{summarize_error(error, 1000)}", level="error", fields=fields)
         for tracker in self._trackers:
             with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
                 tracker.tell(self._step, event)

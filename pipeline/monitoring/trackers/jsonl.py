@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from pipeline.errors import PipelineError
-from pipeline.files import replacing, synchronise
+from pipeline.files import atomic_write, sync_to_disk
 from pipeline.monitoring.events import CORRUPTION, ROLLBACK, Event
 from pipeline.redaction import redact
 
@@ -217,14 +217,14 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Record:
         _rewrite(path, kept)
     elif prefix < size:
         os.truncate(path, prefix)
-        synchronise(path)
+        sync_to_disk(path)
     if num_damaged:
         log.warning("%s had damaged lines (%d); the run goes on without", path, num_damaged)
     return rollback
 
 
 def _rewrite(path: Path, kept: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-    with replacing(path) as partial, path.open("rb") as old, partial.open("wb") as new:
+    with atomic_write(path) as partial, path.open("rb") as old, partial.open("wb") as new:
         for line in old:
             row = _decode(line)
             if row is not None and (stays := kept(row)) is not None:
@@ -248,9 +248,9 @@ def _set_aside(path: Path, last_step: int, until: int) -> None:
         kept = path.with_name(f"{path.stem}-until-step-{until}{path.suffix}")
         with kept.open("ab") as aside:
             shutil.copyfileobj(file, aside)
-    synchronise(kept)
+    sync_to_disk(kept)
     os.truncate(path, prefix)
-    synchronise(path)
+    sync_to_disk(path)
 
 
 def _is_evaluation(row: Mapping[str, float], step: int) -> bool:

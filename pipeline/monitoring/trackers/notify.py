@@ -22,7 +22,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from pipeline.config.schema import NotifyConfig
-from pipeline.errors import ConfigError, one_line
+from pipeline.errors import ConfigError, summarize_error
 from pipeline.monitoring.events import RUN_FAILED, Event
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class NotifyTracker:
             except Exception as error:  # the next alert may be delivered
                 if name not in self._failed:
                     self._failed.add(name)
-                    logger.warning("notify.%s failed (%s); it is tried again", name, one_line(error))
+                    logger.warning("notify.%s failed (%s); it is tried again", name, summarize_error(error))
 
     def close(self, exit_code: int) -> None:
         """Do nothing."""

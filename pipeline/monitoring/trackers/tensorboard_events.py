@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.optional_packages import require
+from pipeline.config.optional_packages import require_package
 from pipeline.monitoring.events import ROLLBACK, Event
 
 
@@ -63,7 +63,7 @@ def import_writer() -> Any:
     Raises:
         ConfigError: The tensorboard package is missing.
     """
-    require("tensorboard", "log.tensorboard: true", "set log.tensorboard=false")
+    require_package("tensorboard", "log.tensorboard: true", "set log.tensorboard=false")
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from pipeline.config.command_lines import installed_program, shell_line
-from pipeline.config.optional_packages import require
+from pipeline.config.command_lines import find_installed_program, format_shell_line
+from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import WandbConfig
-from pipeline.errors import one_line
+from pipeline.errors import summarize_error
 from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
 from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best_of, wait_for
 from pipeline.monitoring.trackers.jsonl import is_rollback
@@ -280,7 +280,7 @@ class WandbTracker:
 
 def upload_command(*words: str | Path) -> str:
     """Return the command of wandb's own client that uploads files."""
-    return shell_line(installed_program("wandb") or "wandb", "sync", *words)
+    return format_shell_line(find_installed_program("wandb") or "wandb", "sync", *words)
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:
@@ -291,7 +291,7 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
     # (ConnectionResetError, pydantic's errors, assertions). None of it is a reason to lose a training run.
     except Exception as error:
         logger.warning(
-            "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, one_line(error)
+            "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, summarize_error(error)
         )
         if isinstance(error, ConnectionError):
             import wandb
@@ -355,7 +355,7 @@ def run_arguments(
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
     """Return `online`, `offline` or `disabled`, and the reason for offline."""
-    require("wandb", f"wandb.mode: {config.mode}", "set wandb.mode=disabled")
+    require_package("wandb", f"wandb.mode: {config.mode}", "set wandb.mode=disabled")
     import wandb
 
     chosen: dict[str, Any] = {} if config.mode == "auto" else {"mode": config.mode}
@@ -367,7 +367,7 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
     try:
         has_key = wandb.login(prompt=False, verify=False)  # looks for a key where wandb itself does
     except wandb.Error as error:
-        return "offline", one_line(error)
+        return "offline", summarize_error(error)
     return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
 
 
@@ -403,7 +403,7 @@ def open_run(
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
-            reason = one_line(error)
+            reason = summarize_error(error)
     # Offline files of one id are uploaded together, in the order of their starts. A run that the server may
     # know gets a new id: the number of its rows there is not known now, so the file begins with all of them.
     newest = _newest_offline_step(folder, id_file) if is_resume else None

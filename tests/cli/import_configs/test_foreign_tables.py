@@ -11,7 +11,7 @@ from pipeline.cli.import_configs import training_arguments as common
 from pipeline.cli.import_configs.mapping import Draft
 from pipeline.cli.import_configs.words import LEFT_OPEN, NO_EFFECT
 from pipeline.cli.import_configs.writing import TOOLS, make_json, recipe_text
-from pipeline.config.deepspeed_check import rules
+from pipeline.config.deepspeed_check import load_key_rules
 from pipeline.config.loading import ConfigFile
 from pipeline.errors import ConfigError
 
@@ -65,7 +65,7 @@ def test_what_keys_become_is_in_the_recipe(name):
         of_json = row.ours.startswith("JSON: ")
         for ours in row.ours.removeprefix("JSON: ").split(", "):
             if of_json:
-                assert ours in rules(), key
+                assert ours in load_key_rules(), key
                 continue
             assert ours in known or any(each.startswith(f"{ours}.") for each in known), f"{key}: {ours}"
 

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from monitoring.report.recorded import event, row
 
-from pipeline.config.command_lines import own_command
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.monitoring.report import page
 from pipeline.monitoring.report.page import encode, panels_of, render, report_of_killed, write_at_end
 from pipeline.monitoring.report.runs import MOST_POINTS, UNSAID, error_line, note_processes, read_run
@@ -238,6 +238,6 @@ def test_the_report_of_an_ended_run_raises_nothing_and_has_little_time(make_run,
         monkeypatch.setattr(page, "LONGEST_END", 0.05)
         monkeypatch.setattr(page, "read_run", lambda *_, **__: time.sleep(1))
         assert write_at_end(path) is None
-        assert own_command("report", path) in caplog.text
+        assert format_pipeline_command("report", path) in caplog.text
     (path / "metrics.jsonl").unlink()
     assert write_at_end(path) is None

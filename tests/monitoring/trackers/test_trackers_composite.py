@@ -77,7 +77,7 @@ def test_other_ranks_write_nothing(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_importing_the_sinks_loads_neither_torch_nor_wandb():
+def test_importing_the_trackers_loads_neither_torch_nor_wandb():
     program = (
         "import sys, pipeline.monitoring.trackers; "
         "assert not {'torch', 'wandb', 'tensorboard'} & sys.modules.keys()"

@@ -25,7 +25,7 @@ EVENT = Event("loss_spike", "the loss is 9")
 
 
 def own(name: str, **args) -> LogConfig:
-    return LogConfig(sinks=[TrackerConfig(kind=f"trackers_of_tests:{name}", args=args)])
+    return LogConfig(trackers=[TrackerConfig(kind=f"trackers_of_tests:{name}", args=args)])
 
 
 def test_it_is_given_the_run_its_args_and_everything_that_is_written(tmp_path: Path):
@@ -50,7 +50,7 @@ def test_it_is_given_the_run_its_args_and_everything_that_is_written(tmp_path: P
 )
 def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(tmp_path, caplog, at, why):
     """A run that its scheduler starts again at night does not end since a server is down."""
-    log = LogConfig(sinks=[*own("Failing", at=at).sinks, *own("Recorded", server="x").sinks])
+    log = LogConfig(trackers=[*own("Failing", at=at).trackers, *own("Recorded", server="x").trackers])
     Recorded.calls = []
     with build(tmp_path, recipe(log=log)) as trackers:
         for step in (1, 2):
@@ -70,7 +70,7 @@ def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(
         (own("Recorded", server="x", more=1), "unexpected keyword argument 'more'"),
         (own("Half"), "has no tell and no close; a tracker has write"),
         (
-            LogConfig(sinks=[TrackerConfig(kind="no_such_module:Tracker")]),
+            LogConfig(trackers=[TrackerConfig(kind="no_such_module:Tracker")]),
             "there is no module 'no_such_module'",
         ),
     ],
@@ -165,12 +165,12 @@ def test_the_example_of_the_docs_calls_mlflow_as_one_run(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_job_ends_without_the_sinks_that_block(tmp_path):
+def test_a_job_ends_without_the_trackers_that_block(tmp_path):
     own = [
         {"kind": "trackers_of_tests:Blocked", "args": {"at": at, "close_seconds": 1}}
         for at in ("write", "close")
     ]
-    recipe = write_recipe(tmp_path, **DIGITS, log={"sinks": own})
+    recipe = write_recipe(tmp_path, **DIGITS, log={"trackers": own})
     result = launch("--config", str(recipe), PYTHONPATH=str(Path(__file__).parent))
     assert result.returncode == 0, result.stderr
     said = [line for line in (result.stdout + result.stderr).splitlines() if "is dropped" in line]
@@ -188,7 +188,7 @@ def test_a_job_ends_without_the_sinks_that_block(tmp_path):
 def test_the_time_of_a_run_has_nothing_of_a_sink_that_blocks(tmp_path):
     """It is summed up while the tracker is in its first `write`, and before anything is waited for."""
     ReadsTheRecord.seen = []
-    log = {"sinks": [{"kind": "trackers_of_tests:ReadsTheRecord"}]}
+    log = {"trackers": [{"kind": "trackers_of_tests:ReadsTheRecord"}]}
     train(ALONE, None, str(tmp_path), {}, max_steps=3, log=log)
     assert set(ReadsTheRecord.seen) == {"summed up", "closed"}
     assert ReadsTheRecord.seen[-1] == "closed"
