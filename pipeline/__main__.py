@@ -74,9 +74,9 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
     except Exception as error:
         if isinstance(error, PipelineError):
             raise
-        from pipeline.training.device_failures import explain, of_files
+        from pipeline.training.device_failures import advise_on_files, explain_failure
 
-        mistake = explain(error, None, of_files)
+        mistake = explain_failure(error, None, advise_on_files)
         if mistake is None:
             raise
         raise mistake from error

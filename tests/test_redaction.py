@@ -22,7 +22,7 @@ from pipeline.monitoring.events import Event
 from pipeline.monitoring.report.page import encode
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
 from pipeline.training.api import evaluate
-from pipeline.training.run_directory import git_diff
+from pipeline.training.run_directory import read_git_diff
 
 
 def rests(secret: str) -> set[str]:
@@ -168,7 +168,7 @@ def test_fields(name: str, value: str, stays: bool):
 def test_no_diff_outside_of_a_repository(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_diff() is None
+    assert read_git_diff() is None
 
 
 def write_repository(folder: Path) -> None:

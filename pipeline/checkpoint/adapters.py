@@ -37,14 +37,14 @@ from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
 from pipeline.planner.rank import EMBEDDINGS, WORDS
 
-KEY = "adapter"  # in the state of a checkpoint
+STATE_KEY = "adapter"  # in the state of a checkpoint
 BASE, FILES = "base", "base_files"  # inside it
 LONG = 2e9  # bytes that take some seconds to read
 PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
 log = logging.getLogger(__name__)
 
 
-def stamps_of(files: Sequence[Path]) -> list[list[Any]]:
+def read_file_stamps(files: Sequence[Path]) -> list[list[Any]]:
     """Return path, size, time of last change and inode of each file; nothing if one changed just now."""
     stats = [(str(path.absolute()), path.stat()) for path in files]
     if any(time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS for _, stat in stats):
@@ -53,7 +53,7 @@ def stamps_of(files: Sequence[Path]) -> list[list[Any]]:
 
 
 @phase(Phase.WEIGHTS)
-def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
+def digest_weights(file: WeightFile, known: Mapping[str, Any]) -> str:
     """Return the digest of names, shapes, dtypes and values.
 
     Args:
@@ -61,7 +61,7 @@ def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
         known: What a checkpoint states about its adapter.
     """
     before = str(known.get(BASE, {}).get("digest") or "")
-    if before and known.get(FILES) and known[FILES] == stamps_of(file.files):
+    if before and known.get(FILES) and known[FILES] == read_file_stamps(file.files):
         return before
     size = sum(path.stat().st_size for path in file.files)
     if size > LONG:
@@ -75,7 +75,7 @@ def digest_of(file: WeightFile, known: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def described(
+def describe_adapter(
     config: RunConfig,
     model: nn.Module,
     job: Job,
@@ -94,12 +94,12 @@ def described(
         return {}
     own = next((_computed(layer) for _, layer in adapted(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
-    known = {} if checkpoint is None else checkpoint.state.get(KEY, {})
+    known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
     base = job.on_main(lambda: _base(config, open_checkpoint, known))
-    return {KEY: computed | base | _quantised(config.adapter, model)}
+    return {STATE_KEY: computed | base | _quantised(config.adapter, model)}
 
 
-def lasting(about: Mapping[str, Any]) -> dict[str, Any]:
+def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `described` says, without what changes if the same base is copied or touched."""
     return {
         key: {name: value for name, value in said.items() if name != FILES} for key, said in about.items()
@@ -131,15 +131,15 @@ def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path
     Raises:
         CheckpointError: Its adapter was trained over other weights.
     """
-    before, after = (each.get(KEY, {}).get("base", {}) for each in (then, now))
+    before, after = (each.get(STATE_KEY, {}).get("base", {}) for each in (then, now))
     if before.get("digest") != after.get("digest"):
         raise CheckpointError(
-            f"{run}: its adapter was trained over other weights than {where(after)} holds now; bring "
-            f"back those of {where(before)}, or start a new run"
+            f"{run}: its adapter was trained over other weights than {format_base(after)} holds now; bring "
+            f"back those of {format_base(before)}, or start a new run"
         )
 
 
-def where(base: Mapping[str, Any]) -> str:
+def format_base(base: Mapping[str, Any]) -> str:
     return str(base.get("weights") or base.get("pretrained") or "the seed")
 
 
@@ -149,10 +149,10 @@ def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
     Raises:
         CheckpointError: They are others.
     """
-    about = manifest.state[KEY]
-    if digest_of(file, about) != about[BASE]["digest"]:
+    about = manifest.state[STATE_KEY]
+    if digest_weights(file, about) != about[BASE]["digest"]:
         raise CheckpointError(
-            f"{manifest.folder} is an adapter, and {where(about[BASE])}, its base, holds other weights than "
+            f"{manifest.folder} is an adapter, and {format_base(about[BASE])}, its base, holds other weights than "
             "those it was trained over; bring those back"
         )
 
@@ -163,7 +163,7 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
     Raises:
         CheckpointError: It holds other weights.
     """
-    base = manifest.state[KEY][BASE]
+    base = manifest.state[STATE_KEY][BASE]
     if not (base["weights"] or base["pretrained"]):
         return
     try:
@@ -187,8 +187,8 @@ def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str
     elif (folder := Path(pretrained).expanduser()).is_dir():
         base["pretrained"] = str(folder.absolute())
     with closing(open_base(base, open_checkpoint)) as file:
-        files = stamps_of(file.files)
-        return {BASE: base | {"digest": digest_of(file, known)}, FILES: files}
+        files = read_file_stamps(file.files)
+        return {BASE: base | {"digest": digest_weights(file, known)}, FILES: files}
 
 
 def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
@@ -210,13 +210,13 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
     return open_hub(pretrained)
 
 
-def layers_in(names: Iterable[str]) -> list[str]:
+def find_adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the layers that have an adapter, from a checkpoint's names."""
     end = f".lora_A.{NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
-def peft_names(manifest: Manifest) -> dict[str, str]:
+def map_peft_names(manifest: Manifest) -> dict[str, str]:
     """Map names in a file of peft's to names in the checkpoint.
 
     An embedding that is the output layer as well has both names in the file.
@@ -251,9 +251,9 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     require_package("peft", "exporting an adapter", "merge it into its base with --merge")
     from peft import LoraConfig
 
-    about, shapes = manifest.state[KEY], manifest.table.shapes
+    about, shapes = manifest.state[STATE_KEY], manifest.table.shapes
     names = [name for name, kind in shapes if kind == WEIGHT]
-    layers = layers_in(names)
+    layers = find_adapted_layers(names)
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
@@ -269,7 +269,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_rslora=about["rslora"],
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
-        base_model_name_or_path=where(about["base"]),
+        base_model_name_or_path=format_base(about["base"]),
         task_type="CAUSAL_LM" if auto_class_for(described) == "AutoModelForCausalLM" else "SEQ_CLS",
         inference_mode=True,
         ensure_weight_tying=trains_words and bool(described.get("tie_word_embeddings")),
@@ -302,11 +302,11 @@ class MergedWeights:
             ModelError: The base is no longer there, or lacks a layer.
             CheckpointError: The base holds other weights than the adapter was trained over.
         """
-        self._about = manifest.state[KEY]
+        self._about = manifest.state[STATE_KEY]
         base = self._about[BASE]
         self._adapter = CheckpointWeights(manifest)
-        self._layers = set(layers_in(self._adapter.entries))
-        self._rounding = Rounding(self._about) if self._about.get("quantize") else None
+        self._layers = set(find_adapted_layers(self._adapter.entries))
+        self._rounding = QuantisationRounding(self._about) if self._about.get("quantize") else None
         self._whole = {
             name: entry
             for name, entry in self._adapter.entries.items()
@@ -324,7 +324,7 @@ class MergedWeights:
         self._keys = matched(keys, wanted | set(self._whole))
         if missing := sorted(wanted - set(self._keys)):
             raise ModelError(
-                f"{manifest.folder} is an adapter, and {where(base)}, its base, has no {missing[0]}"
+                f"{manifest.folder} is an adapter, and {format_base(base)}, its base, has no {missing[0]}"
             )
         given = {key: name for name, key in self._keys.items()}
         # Tensors without an adapter lose the prefix that all with one have (`module.`).
@@ -344,7 +344,7 @@ class MergedWeights:
         if layer == name:
             return values
         if self._rounding is not None:
-            values = self._rounding.of(layer, values)
+            values = self._rounding.round_as_trained(layer, values)
         if layer not in self._layers:
             return values.to(dtype)
         low, high = (self._adapter.read(f"{layer}.lora_{side}.{NAME}.weight").float() for side in "AB")
@@ -372,7 +372,7 @@ class MergedWeights:
         self._base.close()
 
 
-class Rounding:
+class QuantisationRounding:
     """Rounds a base's weights as QLoRA did in training: quantises and dequantises them.
 
     Raises:
@@ -388,7 +388,7 @@ class Rounding:
         self._is_transposed = about["transposed"]
         self._off = self._whole = 0.0
 
-    def of(self, layer: str, values: Tensor) -> Tensor:
+    def round_as_trained(self, layer: str, values: Tensor) -> Tensor:
         """Return a layer's weight as the run had it, in fp32; unchanged if the layer was not quantised."""
         if layer not in self._layers:
             return values

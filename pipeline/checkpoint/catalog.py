@@ -20,8 +20,14 @@ import torch
 import xxhash
 
 from pipeline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.checkpoint.peers import MARKER, Peers, first
-from pipeline.checkpoint.reader import CheckpointReader, Damage, check_content, check_sizes, look
+from pipeline.checkpoint.peers import MARKER, Peers, first_problem
+from pipeline.checkpoint.reader import (
+    CheckpointReader,
+    Damage,
+    check_content,
+    check_file_sizes,
+    inspect_files,
+)
 from pipeline.checkpoint.shards import Region
 from pipeline.errors import CheckpointError
 from pipeline.files import format_bytes
@@ -30,7 +36,7 @@ PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
 LONG = 2e9  # bytes that take some seconds to read
 VALUES_AT_ONCE = 1 << 22
-LINK = "a link, and what lies outside the run is not read"
+LINK_PROBLEM = "a link, and what lies outside the run is not read"
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +69,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def named_in(folder: Path) -> dict[int, Path]:
+def list_step_folders(folder: Path) -> dict[int, Path]:
     """Return whatever has a checkpoint's name, by step, newest first."""
     found = {}
     for path in folder.glob("step-*"):
@@ -73,76 +79,76 @@ def named_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
+def list_published_folders(folder: Path) -> dict[int, Path]:
     """Return the folders with a manifest, by step, newest first; no links, which may lead anywhere."""
     return {
         step: path
-        for step, path in named_in(folder).items()
+        for step, path in list_step_folders(folder).items()
         if not path.is_symlink() and os.path.lexists(path / MANIFEST)
     }
 
 
-def check(path: Path) -> Manifest:
+def read_complete_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files all have their sizes. Contents are not read.
 
     Raises:
         CheckpointError: It is not complete; the line says which file, and which node wrote it.
     """
-    manifest = manifest_of(path)
-    damages = check_sizes(manifest)
+    manifest = read_named_manifest(path)
+    damages = check_file_sizes(manifest)
     if damages:
         raise CheckpointError(f"{path}/{damages[0]}")
     return manifest
 
 
-def manifest_of(path: Path) -> Manifest:
+def read_named_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose folder is named for its step.
 
     Raises:
         CheckpointError: There is none, or it is damaged or of another step.
     """
     if path.is_symlink():
-        raise CheckpointError(f"{path} is {LINK}")
+        raise CheckpointError(f"{path} is {LINK_PROBLEM}")
     manifest = read_manifest(path)
     if folder_name(manifest.global_step) != path.name:
         raise CheckpointError(f"{path} holds step {manifest.global_step}; give it its name back")
     return manifest
 
 
-def newest_good(folder: Path) -> tuple[Manifest | None, list[str]]:
+def find_newest_complete(folder: Path) -> tuple[Manifest | None, list[str]]:
     """Return the newest complete checkpoint in a folder, if any, and why newer ones were passed over.
 
     Only manifests and sizes are read. Contents are checked before they are loaded.
     """
     passed_over = list[str]()
-    for path in named_in(folder).values():
+    for path in list_step_folders(folder).values():
         try:
-            return check(path), passed_over
+            return read_complete_manifest(path), passed_over
         except CheckpointError as error:
             passed_over.append(f"{path.name} is passed over: {error}")
-    return None, passed_over if steps_in(folder) else []
+    return None, passed_over if list_published_folders(folder) else []
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint. After a kill in between it no longer counts, and the next save clears it away."""
     aside = path.with_name(f"{path.name}.removed{PARTIAL}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def set_aside(path: Path) -> None:
+def mark_suspect(path: Path) -> None:
     """Rename a checkpoint to `suspect-step-...`, so that it no longer counts."""
     path.rename(path.with_name(f"suspect-{path.name}"))
 
 
-def discard_after(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
+def discard_later(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
     """Call `discard` with each checkpoint of a later step. Only while no save is under way."""
-    for later, path in named_in(folder).items():
+    for later, path in list_step_folders(folder).items():
         if later > step and not path.is_symlink():
             discard(path)
 
 
-def bring_back(folder: Path) -> None:
+def restore_replaced(folder: Path) -> None:
     """Restore the name of a checkpoint that was being saved again when a kill came between the two renames.
 
     Only while no save is under way.
@@ -153,7 +159,7 @@ def bring_back(folder: Path) -> None:
             path.rename(final)
 
 
-def clear_partial(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Remove what killed saves left. Only while no save is under way."""
     for path in folder.glob(f"step-*{PARTIAL}"):
         if path.is_symlink():  # rmtree leaves it, and it would block every save of this step
@@ -174,7 +180,7 @@ class Retention:
     keep_best: bool = False
     """Whether the one of the lowest rank stays."""
 
-    def stays(self, checkpoints: SavedCheckpoints) -> set[int]:
+    def steps_to_keep(self, checkpoints: SavedCheckpoints) -> set[int]:
         """Return the steps of the checkpoints that stay."""
         steps = [each.step for each in checkpoints.saved]
         stays = set(steps[-max(1, self.keep_last) :])
@@ -210,31 +216,33 @@ class Pruner:
         newest = manifest.global_step
         self.bad.discard(newest)
         try:
-            if not (manifest.folder / MANIFEST).is_file() or check_sizes(manifest):
+            if not (manifest.folder / MANIFEST).is_file() or check_file_sizes(manifest):
                 raise CheckpointError(f"{manifest.folder.name} is not complete")
             self._known[newest] = _saved(manifest)
             saved = self.saved(newest)
-            for step in {each.step for each in saved.saved} - self._retention.stays(saved):
-                remove(self._folder / folder_name(step))
+            for step in {each.step for each in saved.saved} - self._retention.steps_to_keep(saved):
+                remove_checkpoint(self._folder / folder_name(step))
         except (CheckpointError, OSError) as error:
             log.warning("old checkpoints stay: %s", error)
 
     def saved(self, until: float = math.inf) -> SavedCheckpoints:
         """Return the checkpoints that count, up to a step."""
         counted = []
-        for step, path in reversed(steps_in(self._folder).items()):
+        for step, path in reversed(list_published_folders(self._folder).items()):
             if step > until or step in self.bad:
                 continue
             try:
                 if step not in self._known:
-                    self._known[step] = _saved(check(path))
+                    self._known[step] = _saved(read_complete_manifest(path))
                 counted.append(self._known[step])
             except CheckpointError as error:
                 log.info("%s stays and does not count: %s", path.name, error)
         return SavedCheckpoints(tuple(counted))
 
 
-def newest_whole(folder: Path, peers: Peers, until: int | None = None) -> tuple[Manifest | None, set[int]]:
+def find_newest_verified(
+    folder: Path, peers: Peers, until: int | None = None
+) -> tuple[Manifest | None, set[int]]:
     """Return the newest checkpoint that verifies on all machines, and the steps passed over. Collective.
 
     One line for each that is passed over says why.
@@ -248,8 +256,8 @@ def newest_whole(folder: Path, peers: Peers, until: int | None = None) -> tuple[
     Raises:
         CheckpointError: There are checkpoints, and none of them is whole.
     """
-    peers.attempt(lambda: bring_back(folder))  # if it fails, that is one checkpoint less
-    steps = peers.gather(list(named_in(folder)) if peers.is_leader else [])
+    peers.attempt(lambda: restore_replaced(folder))  # if it fails, that is one checkpoint less
+    steps = peers.gather(list(list_step_folders(folder)) if peers.is_leader else [])
     passed_over: dict[int, str] = {}
     for step in sorted(set(itertools.chain(*steps)), reverse=True):
         if until is not None and step > until:
@@ -259,7 +267,7 @@ def newest_whole(folder: Path, peers: Peers, until: int | None = None) -> tuple[
             return answer, set(passed_over)
         log.warning("%s", answer)
         passed_over[step] = answer
-    if until is None and any(peers.gather(bool(steps_in(folder)))):
+    if until is None and any(peers.gather(bool(list_published_folders(folder)))):
         raise CheckpointError(
             f"{folder} holds no whole checkpoint; the newest: {next(iter(passed_over.values()))}; "
             "bring back what is missing, or start a new run with checkpoint.resume=never"
@@ -272,11 +280,11 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     manifest = None
     problem, checksum, here = None, "", list[str]()
     try:
-        manifest = manifest_of(path)
+        manifest = read_named_manifest(path)
         _ = manifest.table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
         if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
-            damages, absent = look(manifest)
+            damages, absent = inspect_files(manifest)
             problem = f"on {peers.host}: {damages[0]}" if damages else None
             here = [file.name for file in manifest.files if file.name not in absent]
     except (CheckpointError, OSError) as error:
@@ -284,7 +292,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
     said = peers.gather((problem, checksum, here))
     here = said[peers.leader][2]
     there = set(itertools.chain(*(names for *_, names in said)))
-    problem = first(wrong for wrong, *_ in said)
+    problem = first_problem(wrong for wrong, *_ in said)
     if problem is not None or manifest is None:
         return f"{path.name} is passed over: {problem}"
     if len({checksum for _, checksum, _ in said}) > 1:
@@ -305,7 +313,7 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
 
 
 @dataclass(frozen=True)
-class CheckpointRow:
+class CheckpointStatus:
     """One checkpoint of a run."""
 
     step: int
@@ -320,33 +328,33 @@ class CheckpointRow:
     """Bytes of the files here."""
 
 
-def list_checkpoints(run: Path) -> list[CheckpointRow]:
+def list_checkpoints(run: Path) -> list[CheckpointStatus]:
     """Return the checkpoints of a run directory, oldest first. Only manifests and sizes are read."""
-    return [_row(step, path) for step, path in reversed(named_in(run / "checkpoints").items())]
+    return [_row(step, path) for step, path in reversed(list_step_folders(run / "checkpoints").items())]
 
 
-def _row(step: int, path: Path) -> CheckpointRow:
+def _row(step: int, path: Path) -> CheckpointStatus:
     if path.is_symlink():
-        return CheckpointRow(step, path, f"it is {LINK}")
+        return CheckpointStatus(step, path, f"it is {LINK_PROBLEM}")
     if not os.path.lexists(path / MANIFEST):
-        return CheckpointRow(step, path, f"it has no {MANIFEST}")
+        return CheckpointStatus(step, path, f"it has no {MANIFEST}")
     try:
-        manifest = manifest_of(path)
+        manifest = read_named_manifest(path)
     except CheckpointError as error:
-        return CheckpointRow(step, path, str(error))
-    _, absent = look(manifest)
+        return CheckpointStatus(step, path, str(error))
+    _, absent = inspect_files(manifest)
     here = [file for file in manifest.files if file.name not in absent]
-    return CheckpointRow(
+    return CheckpointStatus(
         step=step,
         path=path,
-        problem=_problem(check_sizes(manifest)),
+        problem=_problem(check_file_sizes(manifest)),
         manifest=manifest,
         num_here=len(here),
         num_bytes=sum(file.bytes for file in here),
     )
 
 
-def read_through(row: CheckpointRow, advance: Callable[[int], object]) -> CheckpointRow:
+def verify_checkpoint(row: CheckpointStatus, advance: Callable[[int], object]) -> CheckpointStatus:
     """Return the row after every byte here was compared with its checksum.
 
     Args:
@@ -380,7 +388,9 @@ class TensorChange:
     """Norm of the difference over the norm of the first."""
 
 
-def diff(first: Manifest, second: Manifest, advance: Callable[[int], object]) -> Iterator[TensorChange]:
+def diff_checkpoints(
+    first: Manifest, second: Manifest, advance: Callable[[int], object]
+) -> Iterator[TensorChange]:
     """Yield every tensor that differs, in the first checkpoint's order. Takes some MB, whatever the model.
 
     Args:

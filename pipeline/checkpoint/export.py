@@ -27,8 +27,14 @@ from pipeline.checkpoint.adapters import MergedWeights, dtype_of
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.reader import MODEL_KINDS, CheckpointWeights, check_content, ignore, look
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, header_of
+from pipeline.checkpoint.reader import (
+    MODEL_KINDS,
+    CheckpointWeights,
+    check_content,
+    ignore_progress,
+    inspect_files,
+)
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, encode_header
 from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
@@ -52,7 +58,7 @@ DESCRIPTION = "model"  # folder of a run directory with config.json and the toke
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export."""
 
     files: list[Path]
@@ -72,9 +78,9 @@ def export(
     step: str | int = "last",
     dtype: str | None = None,
     merge: bool = False,
-    advance: Callable[[int], object] = ignore,
+    advance: Callable[[int], object] = ignore_progress,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> Exported:
+) -> ExportResult:
     """Write a checkpoint's weights, whatever its split, to a folder.
 
     transformers opens the folder of a transformers model, and peft that of an adapter. One process does it,
@@ -96,13 +102,13 @@ def export(
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
-    if merge and adapters.KEY not in manifest.state:
+    if merge and adapters.STATE_KEY not in manifest.state:
         raise CheckpointError(f"{run} is no adapter: its checkpoints hold the whole model; leave merge out")
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
     _refuse_damaged(manifest, advance)
-    is_adapter = adapters.KEY in manifest.state and not merge
+    is_adapter = adapters.STATE_KEY in manifest.state and not merge
     partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -134,7 +140,7 @@ def export(
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Exported([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
+    return ExportResult([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
 
 
 def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> None:
@@ -143,7 +149,7 @@ def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> Non
     Raises:
         CheckpointError: A value is not what was written, or is not here.
     """
-    _, absent = look(manifest)
+    _, absent = inspect_files(manifest)
     for file in manifest.files:
         if file.name in absent and any(shard.kind in MODEL_KINDS for shard in manifest.shards_of(file)):
             where = f"rank {file.rank} wrote it on {file.host}"
@@ -155,8 +161,8 @@ def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> Non
 
 
 def _own_weights(manifest: Manifest) -> CheckpointWeights:
-    is_adapter = adapters.KEY in manifest.state
-    return CheckpointWeights(manifest, adapters.peft_names(manifest) if is_adapter else None)
+    is_adapter = adapters.STATE_KEY in manifest.state
+    return CheckpointWeights(manifest, adapters.map_peft_names(manifest) if is_adapter else None)
 
 
 @phase(Phase.WEIGHTS)
@@ -215,7 +221,7 @@ def _write_file(
             "data_offsets": [begin, end],
         }
     with path.open("wb") as file:
-        file.write(header_of(header))
+        file.write(encode_header(header))
         for name, entry in entries.items():
             advance(_write_tensor(file, name, source.read(name), dtype_of(entry)))
 

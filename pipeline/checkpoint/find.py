@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.manifest import Manifest
 
 
-def find_run(path: Path) -> Path:
+def find_run_directory(path: Path) -> Path:
     """Return the run directory at this path.
 
     Raises:
@@ -39,16 +39,22 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
     Raises:
         CheckpointError: There is no such checkpoint, or it is not complete.
     """
-    from pipeline.checkpoint.catalog import Pruner, Retention, check, newest_good, steps_in
+    from pipeline.checkpoint.catalog import (
+        Pruner,
+        Retention,
+        find_newest_complete,
+        list_published_folders,
+        read_complete_manifest,
+    )
 
     whole = path.absolute()
-    if whole.parent.name == "checkpoints" and whole in steps_in(whole.parent).values():
+    if whole.parent.name == "checkpoints" and whole in list_published_folders(whole.parent).values():
         directory = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
-        return directory, path, check(path)
-    directory = find_run(path)
-    steps = steps_in(directory / "checkpoints")
+        return directory, path, read_complete_manifest(path)
+    directory = find_run_directory(path)
+    steps = list_published_folders(directory / "checkpoints")
     if which == "last":
-        newest, passed_over = newest_good(directory / "checkpoints")
+        newest, passed_over = find_newest_complete(directory / "checkpoints")
         if newest is None:
             why = f": {passed_over[0]}" if passed_over else ""
             raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
@@ -59,10 +65,10 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         best = Pruner(directory / "checkpoints", Retention(keep_last=1)).saved().best
         if best is None:
             raise CheckpointError(f"{directory}: no checkpoint knows its evaluation; use {option} last")
-        return directory, best.folder, check(best.folder)
+        return directory, best.folder, read_complete_manifest(best.folder)
     if not which.isdecimal():
         raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")
     if int(which) not in steps:
         known = ", ".join(map(str, sorted(steps))) or "none"
         raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {known}")
-    return directory, steps[int(which)], check(steps[int(which)])
+    return directory, steps[int(which)], read_complete_manifest(steps[int(which)])

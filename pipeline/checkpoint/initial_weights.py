@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipeline.checkpoint import adapters
 from pipeline.checkpoint.adapters import MergedWeights
-from pipeline.checkpoint.catalog import LINK, named_in, steps_in
+from pipeline.checkpoint.catalog import LINK_PROBLEM, list_published_folders, list_step_folders
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
-from pipeline.checkpoint.reader import CheckpointWeights, check_content, check_sizes, look
+from pipeline.checkpoint.reader import CheckpointWeights, check_content, check_file_sizes, inspect_files
 from pipeline.errors import CheckpointError, ModelError
 from pipeline.models.weights import WeightFile, refusal
 
@@ -28,8 +28,8 @@ def open_checkpoint(folder: Path) -> WeightFile | None:
     if (folder / MANIFEST).is_file():
         return _open(folder)
     for place in (folder / "checkpoints", folder):
-        if steps_in(place):
-            return _open_newest(folder, list(named_in(place).values()))
+        if list_published_folders(place):
+            return _open_newest(folder, list(list_step_folders(place).values()))
     return None
 
 
@@ -38,7 +38,7 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
     for path in newest_first:
         try:
             if path.is_symlink():
-                raise refusal(path, f"is {LINK}")
+                raise refusal(path, f"is {LINK_PROBLEM}")
             return _open(path)
         except ModelError as error:
             log.warning("%s; an older checkpoint is looked for", error)
@@ -51,11 +51,11 @@ def _open(folder: Path) -> WeightFile:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         raise ModelError(f"model.weights: {error}") from None
-    if damages := check_sizes(manifest) or check_content(manifest):
+    if damages := check_file_sizes(manifest) or check_content(manifest):
         raise refusal(folder, f"is damaged: {damages[0]}")
-    if absent := look(manifest)[1]:
+    if absent := inspect_files(manifest)[1]:
         elsewhere = next(file for file in manifest.files if file.name in absent)
         raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
-    if adapters.KEY in manifest.state:
+    if adapters.STATE_KEY in manifest.state:
         return MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(manifest)

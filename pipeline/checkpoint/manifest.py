@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, Layout, opened, read_exactly
+from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, FileLayout, open_for_reading, read_exactly
 from pipeline.checkpoint.shards import Box, Region, Shard
 from pipeline.errors import CheckpointError
 
@@ -72,7 +72,7 @@ class ShardTable:
         return ShardTable(_json(list(tensors)), _json(list(boxes)[1:]), columns)
 
     @staticmethod
-    def joined(tables: Sequence[ShardTable]) -> ShardTable:
+    def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
         """Return the rows of all tables, one table after another."""
         tensors: dict[str, int] = {}
         boxes: dict[str, int] = {}
@@ -269,11 +269,11 @@ Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class Closed(BaseModel):
+class StrictRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class FileRecord(Closed):
+class FileRecord(StrictRecord):
     """One file and the machine that wrote it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
@@ -287,14 +287,14 @@ class FileRecord(Closed):
     """Number of its rows in the table, which are in the order of files."""
 
 
-class TableRecord(Closed):
+class TableRecord(StrictRecord):
     """The file with the table of all shards."""
 
     bytes: Count
     xxh3_128: Checksum
 
 
-def record_of(content: bytes) -> TableRecord:
+def make_table_record(content: bytes) -> TableRecord:
     """Return the record of an encoded table."""
     return TableRecord(bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
 
@@ -315,7 +315,7 @@ class BestBy:
         return self.value if self.is_lowest else -self.value
 
 
-class Manifest(Closed):
+class Manifest(StrictRecord):
     """Everything that a checkpoint states about itself."""
 
     global_step: Count
@@ -390,13 +390,13 @@ class Manifest(Closed):
         first = self.first_rows[self.files.index(file)]
         return [self.table.shard(row) for row in range(first, first + file.shards)]
 
-    def layout_of(self, file: FileRecord) -> Layout:
+    def layout_of(self, file: FileRecord) -> FileLayout:
         """Return the header and offsets of a file, which follow from its shards.
 
         Raises:
             CheckpointError: Its length differs from that in the manifest.
         """
-        layout = Layout.of(self.shards_of(file))
+        layout = FileLayout.of(self.shards_of(file))
         if layout.num_bytes != file.bytes:
             raise CheckpointError(
                 f"{self._folder}: {file.name}: {file.bytes} bytes for shards of {layout.num_bytes}"
@@ -441,12 +441,12 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: There is none, or it is damaged, of another format, or inconsistent.
     """
-    return decode(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
+    return decode_manifest(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
 
 
 def _content(path: Path, at_most: int) -> bytearray:
     try:
-        with opened(path) as descriptor:
+        with open_for_reading(path) as descriptor:
             raw = bytearray(min(path.stat().st_size, at_most))
             read_exactly(descriptor, 0, memoryview(raw))
     except OSError as error:
@@ -454,7 +454,7 @@ def _content(path: Path, at_most: int) -> bytearray:
     return raw
 
 
-def decode(raw: bytes | bytearray, path: Path) -> Manifest:
+def decode_manifest(raw: bytes | bytearray, path: Path) -> Manifest:
     """Return the manifest in a file's content; `path` is for messages. Raises as read_manifest."""
     damaged = f"{path} is damaged: its checksum does not match; go on from another checkpoint"
     try:

@@ -26,7 +26,7 @@ PATIENCE = timedelta(hours=2)  # for a rank that still writes
 
 
 @dataclass(frozen=True)
-class Room:
+class SpaceReport:
     """Bytes that a save takes on a rank's machine, and bytes that are free there."""
 
     host: str
@@ -91,7 +91,7 @@ class Peers:
                 problem = self.describe(error)
         return self.gather(problem)
 
-    def lack_of_disk(self, rooms: list[Room], folder: Path) -> str | None:
+    def find_disk_shortage(self, rooms: list[SpaceReport], folder: Path) -> str | None:
         """Return one line on the first machine without room for its ranks' files. Not collective."""
         for leader in sorted(set(self.leaders)):
             at = rooms[leader]
@@ -149,7 +149,7 @@ def find_peers(job: Job, folder: Path, host: str) -> Peers:
     return Peers(ranks.rank, host, tuple(leaders), group)
 
 
-def lack_of_memory(rooms: list[Room]) -> str | None:
+def find_memory_shortage(rooms: list[SpaceReport]) -> str | None:
     """Return one line on the first machine without memory for its ranks' snapshots."""
     for host in dict.fromkeys(room.host for room in rooms):
         there = [room for room in rooms if room.host == host]
@@ -160,7 +160,7 @@ def lack_of_memory(rooms: list[Room]) -> str | None:
     return None
 
 
-def first(problems: Iterable[str | None]) -> str | None:
+def first_problem(problems: Iterable[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 

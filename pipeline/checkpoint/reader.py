@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from pipeline.checkpoint.manifest import TABLE, FileRecord, Manifest
-from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, opened, read_exactly
+from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, open_for_reading, read_exactly
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
@@ -33,7 +33,7 @@ from pipeline.models.weights import Entry
 THREADS = 4
 
 
-def ignore(_: int) -> None:
+def ignore_progress(_: int) -> None:
     """Show no progress."""
 
 
@@ -60,7 +60,7 @@ def check_content(
     manifest: Manifest,
     files: Collection[str] | None = None,
     kinds: Collection[str] | None = None,
-    advance: Callable[[int], object] = ignore,
+    advance: Callable[[int], object] = ignore_progress,
 ) -> list[Damage]:
     """Compare every byte of the files that are here with its checksum.
 
@@ -79,13 +79,13 @@ def check_content(
         return [damage for damage in found if damage is not None]
 
 
-def check_sizes(manifest: Manifest) -> list[Damage]:
+def check_file_sizes(manifest: Manifest) -> list[Damage]:
     """Return what is wrong without reading: missing files, files of another size, and what is no plain file.
 
     If nodes share no file system, a folder holds the files of its own place. Places of which no file is here
     are no damage.
     """
-    damages, absent = look(manifest)
+    damages, absent = inspect_files(manifest)
     here = {file.place for file in manifest.files if file.name not in absent}
     for file in manifest.files:
         if file.name in absent and (file.place in here or not here):
@@ -97,7 +97,7 @@ def check_sizes(manifest: Manifest) -> list[Damage]:
     return damages if what is None else [Damage(TABLE, what)]
 
 
-def look(manifest: Manifest) -> tuple[list[Damage], set[str]]:
+def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
     """Return the files here that are no plain files or of another size, and the names of those not here."""
     damages, absent = [], set()
     for file in manifest.files:
@@ -115,7 +115,7 @@ def look(manifest: Manifest) -> tuple[list[Damage], set[str]]:
 
 def _other_size(path: Path, written: int) -> str | None:
     """Return what is wrong with the size of a plain file."""
-    with opened(path) as descriptor:
+    with open_for_reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
     return None if size == written else f"{size} bytes, {written} were written"
 
@@ -125,7 +125,7 @@ def _check_content(
 ) -> Damage | None:
     """Return what is wrong with a file; `None` also if it is not here."""
     try:
-        with opened(manifest.folder / file.name) as descriptor:
+        with open_for_reading(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
             header = _read(descriptor, 0, len(layout.header))
             whole, damaged, end = xxhash.xxh3_128(header), list[str](), len(header)

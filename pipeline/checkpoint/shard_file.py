@@ -44,7 +44,7 @@ FLUSH_EVERY = 1 << 26
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A whole file: its header, its shards, and the byte offset of each shard."""
 
     header: bytes
@@ -53,13 +53,13 @@ class Layout:
     num_bytes: int
 
     @staticmethod
-    def of(shards: Iterable[Shard]) -> Layout:
+    def of(shards: Iterable[Shard]) -> FileLayout:
         """Lay the shards out one after the other. Their values are not kept.
 
         Raises:
             TypeError: A dtype has no name in safetensors.
         """
-        shards = tuple(shard.described(shard.checksum) for shard in shards)
+        shards = tuple(shard.without_values(shard.checksum) for shard in shards)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         seen: Counter[tuple[str, str]] = Counter()
         begins: list[int] = []
@@ -76,12 +76,12 @@ class Layout:
             entries[key] = _entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
             begins.append(end)
             end += shard.num_bytes
-        header = header_of(entries)
+        header = encode_header(entries)
         offsets = tuple(len(header) + begin for begin in begins)
-        return Layout(header, shards, offsets, len(header) + end)
+        return FileLayout(header, shards, offsets, len(header) + end)
 
 
-def header_of(entries: Mapping[str, Any]) -> bytes:
+def encode_header(entries: Mapping[str, Any]) -> bytes:
     """Return the start of a safetensors file, padded so that values lie at multiples of their size."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -97,7 +97,7 @@ class LayoutChangedError(Exception):
 
 
 @dataclass(frozen=True)
-class Written:
+class FileChecksums:
     """Checksums of a file, computed from the bytes that were handed to the system."""
 
     xxh3_128: str
@@ -106,7 +106,7 @@ class Written:
     """xxh3_64 of each shard, in order."""
 
 
-def write_file(path: Path, layout: Layout, values: Iterable[list[memoryview]]) -> Written:
+def write_file(path: Path, layout: FileLayout, values: Iterable[list[memoryview]]) -> FileChecksums:
     """Write a new file and return once it is on the disk.
 
     Args:
@@ -138,7 +138,7 @@ def write_file(path: Path, layout: Layout, values: Iterable[list[memoryview]]) -
             raise OSError(errno.EIO, "fewer bytes are in the file than were written")
     finally:
         os.close(descriptor)
-    return Written(whole.hexdigest(), tuple(sums))
+    return FileChecksums(whole.hexdigest(), tuple(sums))
 
 
 def hash_views(views: list[memoryview]) -> xxhash.xxh3_64:
@@ -181,7 +181,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_for_reading(path: Path) -> Iterator[int]:
     """Open a plain file for reading and yield its descriptor.
 
     Raises:

@@ -73,7 +73,7 @@ class Shard:
         """Name for messages."""
         return f"{self.kind} of {self.name}"
 
-    def described(self, checksum: str | None = None) -> Shard:
+    def without_values(self, checksum: str | None = None) -> Shard:
         """Return the shard without its values."""
         return replace(self, values=None, checksum=checksum)
 

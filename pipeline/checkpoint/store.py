@@ -29,12 +29,12 @@ from pipeline.checkpoint.catalog import (
     Pruner,
     Retention,
     SavedCheckpoints,
-    clear_partial,
-    discard_after,
+    discard_later,
+    find_newest_verified,
     folder_name,
-    newest_whole,
-    remove,
-    set_aside,
+    mark_suspect,
+    remove_checkpoint,
+    remove_partial,
 )
 from pipeline.checkpoint.manifest import (
     MANIFEST,
@@ -43,11 +43,11 @@ from pipeline.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ShardTable,
-    record_of,
+    make_table_record,
 )
-from pipeline.checkpoint.peers import Peers, Room, find_peers, first, lack_of_memory
+from pipeline.checkpoint.peers import Peers, SpaceReport, find_memory_shortage, find_peers, first_problem
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.shard_file import Layout, LayoutChangedError, as_bytes, hash_views, write_file
+from pipeline.checkpoint.shard_file import FileLayout, LayoutChangedError, as_bytes, hash_views, write_file
 from pipeline.checkpoint.shards import BUFFER, EngineState, Shard
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
@@ -60,7 +60,7 @@ CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
 BY_ONE_THREAD = 1 << 24
 
 
-def streamed(layout: Layout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
+def stream_shards(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
     """Yield the bytes of each shard, fetched to the host one at a time.
 
     Raises:
@@ -80,7 +80,7 @@ class Snapshot:
         device: Device of the shards. For CUDA the buffers are pinned, so copies run at the bus's speed.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
+    def __init__(self, layout: FileLayout, device: torch.device):
         self.layout = layout
         total = sum(shard.num_bytes for shard in layout.shards)
         sizes = [min(CHUNK, total - start) for start in range(0, total, CHUNK)]
@@ -175,7 +175,7 @@ def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
     return chunks
 
 
-def _matched(layout: Layout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
+def _matched(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
     """Yield the bytes of each shard on its device, and its kind.
 
     Raises:
@@ -206,12 +206,12 @@ class WrittenFile:
 
 
 @dataclass
-class Kept:
+class ReusableState:
     """State of a save that the next one uses again."""
 
     device: torch.device
     """Device of the engine's values."""
-    layout: Layout | None = None
+    layout: FileLayout | None = None
     snapshot: Snapshot | None = None
     frozen: WrittenFile | None = None
     """File of the frozen parameters in the last checkpoint."""
@@ -219,7 +219,7 @@ class Kept:
     """Whether a warning about short memory was logged."""
 
 
-class Save:
+class CheckpointSave:
     """One save of one step. Methods are in the order of their calls.
 
     Args:
@@ -229,7 +229,13 @@ class Save:
     """
 
     def __init__(
-        self, folder: Path, step: int, fields: dict[str, Any], peers: Peers, kept: Kept, pruner: Pruner
+        self,
+        folder: Path,
+        step: int,
+        fields: dict[str, Any],
+        peers: Peers,
+        kept: ReusableState,
+        pruner: Pruner,
     ):
         self.fields = fields | {"global_step": step, "world_size": len(peers.leaders)}
         self.write_seconds = 0.0
@@ -287,7 +293,7 @@ class Save:
     def _open(self, engine: EngineState, wait: bool) -> bool:
         """Make the folder and check for room. Return whether a snapshot is wanted and fits into memory."""
         if self._kept.layout is None:
-            self._kept.layout = Layout.of(engine.shards())
+            self._kept.layout = FileLayout.of(engine.shards())
         layout = self._kept.layout
         problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._kept.frozen is not None:
@@ -296,18 +302,20 @@ class Save:
         if self._peers.is_leader:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                clear_partial(self._folder)
+                remove_partial(self._folder)
                 self._partial.mkdir()
                 disk_free = shutil.disk_usage(self._folder).free
             except OSError as error:
                 problem = self._peers.describe(error)
         memory = 0 if wait or self._kept.snapshot is not None else layout.num_bytes
-        own = Room(self._peers.host, disk, disk_free, memory, available_memory())
+        own = SpaceReport(self._peers.host, disk, disk_free, memory, available_memory())
         said = self._peers.gather((self.fields, own, problem))
         rooms = [room for _, room, _ in said]
         self.fields = said[0][0]  # so that the manifest is the same on every machine
-        self._agree(first(wrong for *_, wrong in said) or self._peers.lack_of_disk(rooms, self._folder))
-        return not wait and self._fits_in_memory(lack_of_memory(rooms))
+        self._agree(
+            first_problem(wrong for *_, wrong in said) or self._peers.find_disk_shortage(rooms, self._folder)
+        )
+        return not wait and self._fits_in_memory(find_memory_shortage(rooms))
 
     def _take_snapshot(self, engine: EngineState) -> bool:
         """Copy the engine's values. Return False if some rank lacks the memory: then no rank has a copy."""
@@ -331,7 +339,7 @@ class Save:
         layout, snapshot = self._kept.layout, self._kept.snapshot
         assert layout is not None
         shards = iter(() if engine is None else engine.shards())
-        values: Iterator[list[memoryview]] = streamed(layout, shards)
+        values: Iterator[list[memoryview]] = stream_shards(layout, shards)
         if engine is None:
             assert snapshot is not None
             values = snapshot.views()
@@ -385,7 +393,7 @@ class Save:
     def _write_file(
         self, name: str, shards: tuple[Shard, ...], values: Iterable[list[memoryview]]
     ) -> WrittenFile:
-        layout = Layout.of(shards)
+        layout = FileLayout.of(shards)
         sums = write_file(self._partial / name, layout, values)
         record = FileRecord(
             name=name,
@@ -396,7 +404,7 @@ class Save:
             xxh3_128=sums.xxh3_128,
             shards=len(shards),
         )
-        return WrittenFile(self._final / name, record, tuple(map(Shard.described, shards, sums.shards)))
+        return WrittenFile(self._final / name, record, tuple(map(Shard.without_values, shards, sums.shards)))
 
     def _publish(self) -> None:
         """Write table and manifest on every machine and give the checkpoint its name."""
@@ -404,9 +412,9 @@ class Save:
         own = ShardTable.of(shard for file in self._written for shard in file.shards)
         collected = self._peers.collect((records, own))
         files = [record for records, _ in collected for record in records]
-        table = ShardTable.joined([part for _, part in collected])
+        table = ShardTable.concatenate([part for _, part in collected])
         del collected  # a thousand ranks' parts take as much memory again
-        self._agree(first(self._peers.attempt(lambda: self._rename(files, table))))
+        self._agree(first_problem(self._peers.attempt(lambda: self._rename(files, table))))
         if self._peers.is_leader:
             # Only now: if another machine could not publish, the old one must come back.
             shutil.rmtree(self._replaced, ignore_errors=True)
@@ -414,7 +422,7 @@ class Save:
     def _rename(self, files: list[FileRecord], table: ShardTable) -> None:
         content = table.encode()
         try:
-            fields = self.fields | {"files": tuple(files), "shard_table": record_of(content)}
+            fields = self.fields | {"files": tuple(files), "shard_table": make_table_record(content)}
             manifest = Manifest.with_table(table, self._final, **fields)
         except ValueError as error:  # an engine's mistake: better reported now than when it is read
             raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
@@ -445,7 +453,7 @@ class Save:
         said = self._peers.gather((problem, changed))
         if any(changed for _, changed in said):
             raise LayoutChangedError("on some rank")
-        return first(problem for problem, _ in said)
+        return first_problem(problem for problem, _ in said)
 
     def _agree(self, problem: str | None) -> None:
         """Abort the save on every rank and delete the partial checkpoint if there is a problem."""
@@ -454,7 +462,7 @@ class Save:
         if self._peers.is_leader:
             try:
                 if self._published is not None:  # another machine could not: then no machine has it
-                    remove(self._final)
+                    remove_checkpoint(self._final)
                 shutil.rmtree(self._partial, ignore_errors=True)
                 if self._replaced.exists():
                     self._replaced.rename(self._final)
@@ -504,7 +512,7 @@ class CheckpointStore:
             self._peers = find_peers(job, folder, host)
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written: {error}; choose another run_dir") from None
-        self._kept = Kept(job.device)
+        self._kept = ReusableState(job.device)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         # Filled by the thread while `poll` empties it: a list that is swapped there would lose what comes.
@@ -515,7 +523,7 @@ class CheckpointStore:
         """Whether `poll` has not yet returned the outcome of a save."""
         self._show: Callable[[SavedCheckpoints], None] | None = None
 
-    def shown_to(self, show: Callable[[SavedCheckpoints], None]) -> None:
+    def set_listener(self, show: Callable[[SavedCheckpoints], None]) -> None:
         """Call `show` with the checkpoints that count, now and after every change, on any thread."""
         self._show = show
         self._changed()
@@ -533,9 +541,9 @@ class CheckpointStore:
         kept = self._kept
         if kept.device.type != "cuda" or kept.snapshot is not None:
             return
-        kept.layout = Layout.of(engine.shards())
-        own = Room(self._peers.host, 0, 0, kept.layout.num_bytes, available_memory())
-        if lack_of_memory(self._peers.gather(own)) is None:  # else the first save warns
+        kept.layout = FileLayout.of(engine.shards())
+        own = SpaceReport(self._peers.host, 0, 0, kept.layout.num_bytes, available_memory())
+        if find_memory_shortage(self._peers.gather(own)) is None:  # else the first save warns
             kept.snapshot = Snapshot(kept.layout, kept.device)
 
     def hold_device(self) -> None:
@@ -564,7 +572,7 @@ class CheckpointStore:
         if self._saved.get(step, False) or (step in self._saved and state.get("eval_loss") is None):
             return SaveOutcome(step, None, time.perf_counter() - started, 0.0)
         fields = {"split": self._split, "state": json.loads(json.dumps(state)), "scalars": engine.scalars()}
-        save = Save(
+        save = CheckpointSave(
             folder=self.folder,
             step=step,
             fields=fields,
@@ -622,7 +630,7 @@ class CheckpointStore:
         if failure is not None:
             raise failure
 
-    def _finish_beside(self, save: Save, outcome: SaveOutcome) -> None:
+    def _finish_beside(self, save: CheckpointSave, outcome: SaveOutcome) -> None:
         """Run the rest of a save on a thread of its own."""
 
         def finish() -> None:
@@ -640,7 +648,7 @@ class CheckpointStore:
         self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _ended(self, save: Save, outcome: SaveOutcome) -> SaveOutcome:
+    def _ended(self, save: CheckpointSave, outcome: SaveOutcome) -> SaveOutcome:
         if outcome.problem is None:
             self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
             self._changed()
@@ -657,7 +665,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are checkpoints, and none of them is whole.
         """
-        manifest, bad = newest_whole(self.folder, self._peers)
+        manifest, bad = find_newest_verified(self.folder, self._peers)
         self._pruner.bad |= bad
         if manifest is not None:
             log.info("going on with %s from %s", self.folder.parent, manifest.folder.name)
@@ -679,18 +687,18 @@ class CheckpointStore:
         )
         return manifest.state
 
-    def go_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:
+    def roll_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint up to a step, and remove all after it. Collective.
 
         Returns:
             The state of its save. `None` if there is no such checkpoint: then nothing was changed.
         """
         self.wait()
-        manifest, _ = newest_whole(self.folder, self._peers, until)
+        manifest, _ = find_newest_verified(self.folder, self._peers, until)
         if manifest is None:
             return None
         state = self.restore(engine, manifest)
-        self._discard_after(manifest.global_step, remove, "later checkpoints stay")
+        self._discard_after(manifest.global_step, remove_checkpoint, "later checkpoints stay")
         self._saved = {step: known for step, known in self._saved.items() if step <= manifest.global_step}
         self._changed()
         return state
@@ -698,11 +706,13 @@ class CheckpointStore:
     def distrust_after(self, step: int) -> None:
         """Set checkpoints of later steps aside. Collective."""
         self.wait()
-        self._discard_after(step, set_aside, f"checkpoints after step {step} are not to be trusted, and stay")
+        self._discard_after(
+            step, mark_suspect, f"checkpoints after step {step} are not to be trusted, and stay"
+        )
         self._changed()
 
     def _discard_after(self, step: int, discard: Callable[[Path], None], otherwise: str) -> None:
-        problems = self._peers.attempt(lambda: discard_after(self.folder, step, discard))
+        problems = self._peers.attempt(lambda: discard_later(self.folder, step, discard))
         for problem in filter(None, problems):
             log.warning("%s: %s", otherwise, problem)
 

@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.find import find_checkpoint, find_run
+from pipeline.checkpoint.find import find_checkpoint, find_run_directory
 from pipeline.cli.inputs import reading_a_run
 from pipeline.errors import CheckpointError
 from pipeline.files import format_bytes
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.catalog import CheckpointRow, TensorChange
+    from pipeline.checkpoint.catalog import CheckpointStatus, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
 MOST = 20  # tensors of a comparison that are shown
@@ -37,17 +37,17 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command; raise a CheckpointError also if a checkpoint is damaged."""
     match arguments.what:
         case []:
-            _list(find_run(arguments.run), contents=False)
+            _list(find_run_directory(arguments.run), contents=False)
         case ["verify"]:
-            _list(find_run(arguments.run), contents=True)
+            _list(find_run_directory(arguments.run), contents=True)
         case ["diff", first, second]:
-            _diff(find_run(arguments.run), first, second)
+            _diff(find_run_directory(arguments.run), first, second)
         case other:
             raise CheckpointError(f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B")
 
 
 def _list(directory: Path, contents: bool) -> None:
-    from pipeline.checkpoint.catalog import list_checkpoints, read_through
+    from pipeline.checkpoint.catalog import list_checkpoints, verify_checkpoint
     from pipeline.cli.screen import Screen
 
     rows = list_checkpoints(directory)
@@ -56,7 +56,7 @@ def _list(directory: Path, contents: bool) -> None:
     screen = Screen(no_color=False)
     if contents:
         with screen.progress("verifying", sum(row.num_bytes for row in rows)) as advance:
-            rows = [read_through(row, advance) for row in rows]
+            rows = [verify_checkpoint(row, advance) for row in rows]
     measured = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
     others = sorted(measured - {"loss"})
     screen.table(
@@ -72,7 +72,7 @@ def _list(directory: Path, contents: bool) -> None:
         raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {are} damaged")
 
 
-def _cells(row: CheckpointRow, metrics: list[str], whole: str) -> list[str]:
+def _cells(row: CheckpointStatus, metrics: list[str], whole: str) -> list[str]:
     """Return the cells of a checkpoint's row."""
     manifest = row.manifest
     if manifest is None:
@@ -89,7 +89,7 @@ def _cells(row: CheckpointRow, metrics: list[str], whole: str) -> list[str]:
     ]
 
 
-def _state(row: CheckpointRow, whole: str) -> str:
+def _state(row: CheckpointStatus, whole: str) -> str:
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
@@ -97,7 +97,7 @@ def _state(row: CheckpointRow, whole: str) -> str:
 
 
 def _diff(directory: Path, first: str, second: str) -> None:
-    from pipeline.checkpoint.catalog import diff
+    from pipeline.checkpoint.catalog import diff_checkpoints
     from pipeline.cli.screen import Screen
 
     _, one, of_one = find_checkpoint(directory, first, "diff")
@@ -105,7 +105,7 @@ def _diff(directory: Path, first: str, second: str) -> None:
     screen = Screen(no_color=False)
     total = sum(math.prod(shape) for shape in of_one.table.shapes.values())
     with screen.progress("comparing", total) as advance:
-        changes = sorted(diff(of_one, of_other, advance), key=_importance)
+        changes = sorted(diff_checkpoints(of_one, of_other, advance), key=_importance)
     if not changes:
         print(f"{one.name} and {other.name} hold the same values")
         return

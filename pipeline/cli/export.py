@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @reading_a_run()
 def run(arguments: argparse.Namespace) -> None:
-    from pipeline.checkpoint.adapters import KEY, dtype_of
+    from pipeline.checkpoint.adapters import STATE_KEY, dtype_of
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import CheckpointWeights
     from pipeline.cli.screen import Screen
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(
             f'PeftModel.from_pretrained(model, "{arguments.out}") opens it; --merge writes one model instead'
         )
-        if manifest.state[KEY].get("quantize") == "nf4":
+        if manifest.state[STATE_KEY].get("quantize") == "nf4":
             print(
                 "the model it was trained over: quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
                 'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'

@@ -154,9 +154,9 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
     with terminable():
         try:
-            from pipeline.training.run_rank import run  # torch comes in here
+            from pipeline.training.run_rank import run_rank  # torch comes in here
 
-            return run(settings, ranks, planned.deepspeed)
+            return run_rank(settings, ranks, planned.deepspeed)
         except INTERRUPTS as interrupt:  # while torch is imported: a run ends with its own
             message, code = explain_interrupt(interrupt, NO_CHECKPOINT)
             if ranks.local_rank == 0 or reports_own_exit(False):

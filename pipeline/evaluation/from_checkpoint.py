@@ -33,7 +33,7 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.interface import DTYPES, to_device, with_bounds
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
-from pipeline.evaluation.samples import asks_in_template, generate_text
+from pipeline.evaluation.samples import generate_text, uses_chat_template
 from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class Inference:
+class InferenceEngine:
     """Computes as the engine that trained the model does.
 
     Args:
@@ -95,7 +95,7 @@ REMOTE_CODE = "model.trust_remote_code"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A checkpoint and what the run says of it."""
 
     run: Path
@@ -122,7 +122,7 @@ class Trained:
         return self.config.data.tokens_per_row
 
 
-def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> Trained:
+def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> TrainedRun:
     """Find the checkpoint and read the run's recipe, with what is changed of its data and evaluation.
 
     Args:
@@ -161,7 +161,7 @@ def open_trained(path: Path, step: str | int, overrides: Sequence[str], import_p
         _ = split["deepspeed"], int(split["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
-    return Trained(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
+    return TrainedRun(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
 
 
 def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -184,7 +184,7 @@ def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
-def read_data(trained: Trained) -> DataBundle:
+def read_data(trained: TrainedRun) -> DataBundle:
     """Prepare the data that the recipe names, with a warning if the run was trained on other data."""
     data = prepare_data(trained.config.data)
     if data.fingerprint != trained.split.get("data"):
@@ -192,7 +192,7 @@ def read_data(trained: Trained) -> DataBundle:
     return data
 
 
-def evaluate(trained: Trained, job: Job, data: DataBundle) -> dict[str, float]:
+def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float]:
     """Return the row that the run itself writes at an evaluation.
 
     Raises:
@@ -219,7 +219,7 @@ def evaluate(trained: Trained, job: Job, data: DataBundle) -> dict[str, float]:
     return row
 
 
-def load_tokenizer(trained: Trained) -> PreTrainedTokenizerFast:
+def load_tokenizer(trained: TrainedRun) -> PreTrainedTokenizerFast:
     """Return the tokenizer of the run's language model.
 
     Raises:
@@ -234,7 +234,7 @@ def load_tokenizer(trained: Trained) -> PreTrainedTokenizerFast:
 
 
 def generate(
-    trained: Trained,
+    trained: TrainedRun,
     job: Job,
     tokenizer: PreTrainedTokenizerFast,
     prompt: str,
@@ -248,12 +248,12 @@ def generate(
         ModelError: The prompt is longer than what the model can see.
         CheckpointError: The weights are damaged.
     """
-    asks = asks_in_template(trained.config.data, tokenizer)
+    asks = uses_chat_template(trained.config.data, tokenizer)
     return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
 @phase(Phase.MODEL)
-def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
+def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
     config, deepspeed = trained.config, trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))
     language = config.model.language_model
@@ -275,5 +275,5 @@ def _load(trained: Trained, job: Job, data: DataBundle | None) -> Inference:
         precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
-        return Inference(model, precision, job.device, casts=False, autocast=True)
-    return Inference(model, get_precision(deepspeed), job.device, casts=True, autocast=autocast)
+        return InferenceEngine(model, precision, job.device, casts=False, autocast=True)
+    return InferenceEngine(model, get_precision(deepspeed), job.device, casts=True, autocast=autocast)

@@ -90,7 +90,9 @@ def evaluate(
     return row
 
 
-def measured_by(config: EvalConfig, row: Mapping[str, float], objective: Objective) -> dict[str, float | str]:
+def record_best_metric(
+    config: EvalConfig, row: Mapping[str, float], objective: Objective
+) -> dict[str, float | str]:
     """Return what a checkpoint keeps of the metric that chooses the best.
 
     Args:

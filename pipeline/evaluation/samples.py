@@ -20,7 +20,7 @@ TEMPERATURE = 0.8
 CODE, QUESTION = "def ", "Hello!"  # asked where neither the recipe nor the data have a prompt
 
 
-def asks_in_template(data: DataConfig, tokenizer: Any) -> bool:
+def uses_chat_template(data: DataConfig, tokenizer: Any) -> bool:
     """Whether a prompt is a question in the tokenizer's chat template, as in such data."""
     return data.conversations is not None and bool(tokenizer and tokenizer.chat_template)
 
@@ -47,7 +47,7 @@ def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sampl
     ids = _held_out_prompt(data) if prompt is None and is_spoken else None
     if ids is None:
         default = QUESTION if is_spoken else CODE
-        asks = asks_in_template(config.data, tokenizer)
+        asks = uses_chat_template(config.data, tokenizer)
         ids = _prompt_ids(tokenizer, default if prompt is None else prompt, asks)
     settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, seed=config.seed)
     return _write(writer, tokenizer, ids, settings)

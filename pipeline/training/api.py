@@ -38,7 +38,7 @@ from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import states
 from pipeline.errors import DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
-from pipeline.evaluation.samples import TEMPERATURE, asks_in_template, generate_text, sample_text
+from pipeline.evaluation.samples import TEMPERATURE, generate_text, sample_text, uses_chat_template
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
 from pipeline.monitoring.logs import log_to_console, log_to_file
@@ -50,24 +50,24 @@ from pipeline.monitoring.trackers.notify import tell_at_once
 from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import declare_secret_variable, redact
 from pipeline.training.assemble import assemble
-from pipeline.training.banner import announce
+from pipeline.training.banner import print_run_banner
 from pipeline.training.callbacks import import_callbacks
 from pipeline.training.device_failures import (
-    Advice,
-    Shortage,
+    MemoryAdvice,
+    MemoryShortage,
     TrainingAdvice,
-    explain,
-    of_evaluation,
-    of_files,
-    of_generation,
+    advise_on_evaluation,
+    advise_on_files,
+    advise_on_generation,
+    explain_failure,
 )
-from pipeline.training.expectation import forecast_here
-from pipeline.training.loop import LongLived, RunComponents, Step, TrainLoop
-from pipeline.training.run_directory import agree_on_run_directory, describe_split
+from pipeline.training.expectation import forecast_on_this_machine
+from pipeline.training.loop import GcFreezer, RunComponents, Step, TrainLoop
+from pipeline.training.run_directory import agree_on_run_directory, write_split
 
 
 @dataclass
-class Joined:
+class JobContext:
     """A process of the job, with its data; and the run's directory, once there is one."""
 
     job: Job
@@ -80,7 +80,7 @@ class Joined:
 
 
 @phase(Phase.DATA)
-def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> Joined:
+def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> JobContext:
     """Prepares the data and joins the process group. Collective.
 
     Args:
@@ -114,14 +114,16 @@ def join(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> 
     )
     if ranks.world_size > 1:
         job.watch(waits)
-    return Joined(job, data)
+    return JobContext(job, data)
 
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def explained(device: torch.device, advise: Callable[[Shortage], Advice]) -> Iterator[None]:
+def explain_failures(
+    device: torch.device, advise: Callable[[MemoryShortage], MemoryAdvice]
+) -> Iterator[None]:
     """Around what computes; or a decorator.
 
     Raises:
@@ -130,7 +132,7 @@ def explained(device: torch.device, advise: Callable[[Shortage], Advice]) -> Ite
     try:
         yield
     except Exception as error:
-        mistake = None if isinstance(error, PipelineError) else explain(error, device, advise)
+        mistake = None if isinstance(error, PipelineError) else explain_failure(error, device, advise)
         if mistake is None:
             raise
         raise mistake from error
@@ -154,7 +156,7 @@ class Run:
             CheckpointError or LaunchError say what. DeviceMemoryError, DeviceFailedError: also of any method.
     """
 
-    def __init__(self, settings: Settings, joined: Joined | None = None):
+    def __init__(self, settings: Settings, joined: JobContext | None = None):
         self._stack, leaves = ExitStack(), joined is None
         began = time.perf_counter() - (0.0 if leaves else process_age())  # a notebook's is no start of a run
         with ExitStack() as stack:
@@ -163,13 +165,13 @@ class Run:
                 expected = settings.resolve_before_torch(ranks.world_size)
                 if ranks.world_size > 1:
                     stop_with_launcher(ranks)
-                joined = join(settings, ranks, expected.deepspeed)
+                joined = join_job(settings, ranks, expected.deepspeed)
                 stack.push(partial(_leave, joined.job))
             self._settings, self._job, self._data = settings, joined.job, joined.data
-            self._explained = partial(explained, self._job.device)
+            self._explained = partial(explain_failures, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, memory_now().resident)
             stack.enter_context(self._explained(self._advice))
-            self._advice.plan = partial(forecast_here, self._job, self._data)
+            self._advice.plan = partial(forecast_on_this_machine, self._job, self._data)
             config = settings.config
             resolved = settings.resolve(self._job.ranks.world_size, describe_device(self._job.device))
             check_same_data(self._job, self._data, is_custom=":" in config.data.kind)
@@ -184,7 +186,7 @@ class Run:
             joined.directory, joined.made = self._directory, made
             if lock is not None:
                 stack.callback(lock.release)
-            advise = self._advice.of_killed
+            advise = self._advice.advise_on_killed
             killed = report_of_killed(self._directory, advise) if lock is not None else None
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
@@ -194,7 +196,7 @@ class Run:
                 tell = partial(tell_at_once, config.notify, self._directory.resolve().name)
                 self._job.watchdog.write_to(self._directory, tell)
                 self._job.watchdog.advised_by(advise)
-            long_lived = stack.enter_context(LongLived())
+            long_lived = stack.enter_context(GcFreezer())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(states, self._parts.engine)
@@ -217,8 +219,8 @@ class Run:
             profiled = stack.enter_context(profiler)
             self._loop = stack.enter_context(TrainLoop(self._parts, long_lived, profiled))
             self._sample: str | None = None
-            self._asks = asks_in_template(config.data, self._data.tokenizer)
-            announce(settings, resolved, self._parts, self._directory)
+            self._asks = uses_chat_template(config.data, self._data.tokenizer)
+            print_run_banner(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
     def _settled(self, known: dict[str, Any]) -> ResolvedSettings:
@@ -228,7 +230,7 @@ class Run:
         self._advice.settings = self._settings.with_micro_batch_size(found)
         known |= {"deepspeed": resolved.deepspeed, "micro_batch_size": found}
         if self.is_main_process:
-            describe_split(self._directory, known)
+            write_split(self._directory, known)
         return resolved
 
     @property
@@ -309,7 +311,7 @@ class Run:
             raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
         engine, tokenizer = self._parts.engine, self._data.tokenizer
-        with self._explained(partial(of_generation, max_new_tokens)):
+        with self._explained(partial(advise_on_generation, max_new_tokens)):
             return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
 
     def sample(self) -> str | None:
@@ -321,7 +323,7 @@ class Run:
         config, tokenizer = self._settings.config, self._data.tokenizer
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
-            with self._explained(partial(of_generation, config.sample.max_new_tokens)):
+            with self._explained(partial(advise_on_generation, config.sample.max_new_tokens)):
                 sample = sample_text(engine, self._data, config)
                 self._sample = None if sample is None else sample.prompt + sample.text
         return self._sample
@@ -402,11 +404,11 @@ def evaluate(
             into the model.
         DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
     """
-    opened = from_checkpoint.open_trained(Path(run), step, overrides, import_paths)
+    opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     data = from_checkpoint.read_data(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
-    remedies = partial(of_evaluation, opened.micro_batch_size, opened.sequence_length)
-    with explained(job.device, remedies):
+    remedies = partial(advise_on_evaluation, opened.micro_batch_size, opened.sequence_length)
+    with explain_failures(job.device, remedies):
         return from_checkpoint.evaluate(opened, job, data)
 
 
@@ -435,12 +437,12 @@ def generate(
         CheckpointError: The weights are damaged.
         DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
     """
-    opened = from_checkpoint.open_trained(Path(run), step, overrides, import_paths)
+    opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     tokenizer = from_checkpoint.load_tokenizer(opened)
     job = start_job(Ranks(0, 0, 1, 1), distributed=False)
     settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-    with explained(job.device, partial(of_generation, max_new_tokens)):
+    with explain_failures(job.device, partial(advise_on_generation, max_new_tokens)):
         return from_checkpoint.generate(opened, job, tokenizer, prompt, settings)
 
 
-export = explained(torch.device("cpu"), of_files)(export_weights)
+export = explain_failures(torch.device("cpu"), advise_on_files)(export_weights)

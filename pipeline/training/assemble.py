@@ -57,12 +57,12 @@ from pipeline.monitoring.trackers import build_trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import BySegment, Objective, build_objective
 from pipeline.planner.hardware import peak_flops
-from pipeline.training.banner import tell_of_choices
+from pipeline.training.banner import warn_about_choices
 from pipeline.training.callbacks import build_callbacks
-from pipeline.training.expectation import expect, guessed
+from pipeline.training.expectation import build_expectation, guess_micro_batch
 from pipeline.training.loop import Cadence, RunComponents, RunSchedule, TrainState
-from pipeline.training.micro_batch import Search
-from pipeline.training.reference_logps import Rows, compute_reference, with_zeros
+from pipeline.training.micro_batch import MicroBatchSearch
+from pipeline.training.reference_logps import ReferenceRows, add_zero_reference, compute_reference
 from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.run_directory import ENVIRONMENT
 from pipeline.training.safeguard import Safeguard
@@ -115,13 +115,13 @@ def build_meters(
         workload,
         job,
         clock,
-        own_phases=own_phases(resolved, engine),
+        own_phases=list_own_phases(resolved, engine),
         wall=wall,
         gpu=gpu,
     )
 
 
-def own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
+def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
     """What a rank computes without waiting for others inside.
 
     Not a backward that sends gradients beside it, nor where layers of several ranks work on one sample.
@@ -154,14 +154,14 @@ def build_engine(
     Args:
         resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
     """
-    split, placement = resolved.split, placement_of(config, resolved, job)
+    split, placement = resolved.split, build_placement(config, resolved, job)
     starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # Weights from elsewhere fill every tensor, where `strict` is set.
     draws = starts and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
         if config.adapter is not None:
-            sharding = hold_base(config.adapter, config.model, sharding, placement.dtype)
+            sharding = choose_base_sharding(config.adapter, config.model, sharding, placement.dtype)
         model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
             load_weights(
@@ -170,7 +170,7 @@ def build_engine(
                 sharding=sharding,
                 job=job,
                 open_checkpoint=open_checkpoint,
-                new_ids=ids_trained_here(config, data),
+                new_ids=find_new_ids(config, data),
             )
         adapter = None
         if config.adapter is not None:
@@ -223,7 +223,7 @@ def build_engine(
     return engine
 
 
-def hold_base(
+def choose_base_sharding(
     adapter: AdapterConfig, model: ModelSection, sharding: Sharding, dtype: torch.dtype
 ) -> Sharding:
     """How the model under an adapter is held: its frozen part in 4 bits where that was asked for, else in the
@@ -242,7 +242,7 @@ def hold_base(
     return sharding
 
 
-def placement_of(config: RunConfig, resolved: ResolvedSettings, job: Job) -> Placement:
+def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> Placement:
     """What the steps between weights and compilation may know, but for an adapter's."""
     split = resolved.split
     documents = config.data.documents
@@ -257,7 +257,7 @@ def placement_of(config: RunConfig, resolved: ResolvedSettings, job: Job) -> Pla
     )
 
 
-def ids_trained_here(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
+def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
     """Token -> id of the tokenizer, where it was trained on this data for want of another."""
     documents = config.data.documents
     named = documents.tokenizer.pretrained if documents is not None else None
@@ -268,29 +268,29 @@ def assemble(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
 ) -> RunComponents:
     """Build every component and, where there is a checkpoint, restore it. Collective."""
-    objective = checked_objective(config, resolved, data)
+    objective = build_checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
     checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
     job.progress.at("starting")
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)
-    adapter = adapters.described(config, engine.module, job, open_checkpoint, checkpoint)
-    settle_on = partial(settled, config=config, job=job, engine=engine, objective=objective)
+    adapter = adapters.describe_adapter(config, engine.module, job, open_checkpoint, checkpoint)
+    settle_on = partial(choose_micro_batch, config=config, job=job, engine=engine, objective=objective)
     if not resumes:
-        resolved = settle_on(resolved=resolved, data=with_zeros(data, objective))
+        resolved = settle_on(resolved=resolved, data=add_zero_reference(data, objective))
     if isinstance(objective, BySegment) and objective.has_reference:
-        rows = Rows(data, resolved.batch_plan.micro_batch_size, config.loader.num_workers)
-        data = with_its_reference(
+        rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, config.loader.num_workers)
+        data = add_reference(
             rows, config, job, directory, engine=engine, objective=objective, resumes=resumes, adapter=adapter
         )
     loader = build_loader(config, resolved.batch_plan, data, engine)
     schedule = build_schedule(config, loader, job, data)
-    tell_of_choices(config, resolved, job, loader, schedule.max_steps)
+    warn_about_choices(config, resolved, job, loader, schedule.max_steps)
     if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
         write_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
-    start, remembered = go_on(
+    start, remembered = restore_progress(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
     job.progress.at("starting")
@@ -298,7 +298,7 @@ def assemble(
         resolved = settle_on(resolved=resolved, data=data)
         loader.divide(resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps)
     held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
-    owes = remembered.get("eval_loss") is None and schedule.eval.due_or_first(start.global_step)
+    owes = remembered.get("eval_loss") is None and schedule.eval.is_due_or_first(start.global_step)
     schedule = replace(schedule, owes_evaluation=owes)
     meters = build_meters(
         config, resolved, job=job, engine=engine, objective=objective, directory=directory, resumed=checkpoint
@@ -309,11 +309,11 @@ def assemble(
         is_main_process=job.ranks.is_main_process,
         start_step=start.global_step,
         max_steps=schedule.max_steps,
-        run_config=described(config, resolved, job, directory),
+        run_config=describe_run(config, resolved, job, directory),
         redo_evaluation=owes,
     )
     if job.ranks.is_main_process and config.wandb.checkpoints:
-        checkpoints.shown_to(trackers.show)
+        checkpoints.set_listener(trackers.show)
     safeguard = Safeguard(config.watch, schedule.log.every, trackers.tell)
     safeguard.load_state_dict(remembered.get("safeguard", {}))
     alerts = build_alerts(
@@ -349,7 +349,7 @@ def assemble(
         meters=meters,
         alerts=alerts,
         safeguard=safeguard,
-        expectation=expect(config, resolved, job, data, engine.module),
+        expectation=build_expectation(config, resolved, job, data, engine.module),
         replica_check=replica_check if replica_check.is_on else None,
         histograms=HistogramMeter(engine, job, every) if every else None,
         callbacks=build_callbacks(config, job, trackers.tell, remembered, has_eval=held_out is not None),
@@ -357,7 +357,7 @@ def assemble(
     )
 
 
-def settled(
+def choose_micro_batch(
     *,
     config: RunConfig,
     resolved: ResolvedSettings,
@@ -371,7 +371,7 @@ def settled(
     def loader(plan: BatchPlan) -> TrainLoader:
         return build_loader(config, plan, data, engine)
 
-    search = Search(
+    search = MicroBatchSearch(
         config=config,
         resolved=resolved,
         job=job,
@@ -379,13 +379,13 @@ def settled(
         objective=objective,
         loader=loader,
         cache=get_cache_folder(config),
-        guess=guessed(config, resolved, job, data) if resolved.batch_plan.is_auto else None,
+        guess=guess_micro_batch(config, resolved, job, data) if resolved.batch_plan.is_auto else None,
     )
-    return search.settle()
+    return search.resolve_auto()
 
 
-def with_its_reference(
-    rows: Rows,
+def add_reference(
+    rows: ReferenceRows,
     config: RunConfig,
     job: Job,
     directory: Path,
@@ -405,7 +405,7 @@ def with_its_reference(
     documents = config.data.documents
     cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
     # The engine's weights do not show the adapter's base.
-    key = {**config.model.model_dump(mode="json"), **adapters.lasting(adapter)}
+    key = {**config.model.model_dump(mode="json"), **adapters.drop_file_stamps(adapter)}
     return compute_reference(
         rows, job=job, engine=engine, objective=objective, directory=directory, cache=cache, key=key
     )
@@ -434,7 +434,7 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     )
 
 
-def checked_objective(config: RunConfig, resolved: ResolvedSettings, data: DataBundle) -> Objective:
+def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data: DataBundle) -> Objective:
     """Return the recipe's objective.
 
     Raises:
@@ -449,7 +449,7 @@ def checked_objective(config: RunConfig, resolved: ResolvedSettings, data: DataB
     return objective
 
 
-def described(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
+def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
     """A run's settings and its environment, for places that show them."""
     recipe, environment = config.model_dump(mode="json"), directory / ENVIRONMENT
     known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
@@ -459,7 +459,7 @@ def described(config: RunConfig, resolved: ResolvedSettings, job: Job, directory
 
 
 @freed_at_once()
-def go_on(
+def restore_progress(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,
     *,

@@ -25,13 +25,15 @@ from pipeline.training.loop import RunComponents
 log = logging.getLogger(__name__)
 
 
-def announce(settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path) -> None:
+def print_run_banner(
+    settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
+) -> None:
     """A line of the log each; their first words stand under each other."""
-    for name, text in plan(settings, resolved, parts, directory):
+    for name, text in banner_lines(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
 
 
-def plan(
+def banner_lines(
     settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
@@ -57,7 +59,7 @@ def plan(
     tokens = f", {max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
     yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}"
-    yield "memory", "; ".join(filter(None, (parts.expectation.memory, memory_there(job.device))))
+    yield "memory", "; ".join(filter(None, (parts.expectation.memory, format_device_memory(job.device))))
     if (speed := parts.expectation.speed) is not None:
         yield "speed", speed
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
@@ -71,7 +73,7 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
     return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
 
 
-def memory_there(device: torch.device) -> str:
+def format_device_memory(device: torch.device) -> str:
     """Of the GPU, or on a CPU of the machine, which all ranks on it share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -82,7 +84,7 @@ def memory_there(device: torch.device) -> str:
     return f"{whose} {format_bytes(now.limit)}, of which {format_bytes(available_memory())} are free"
 
 
-def tell_of_choices(
+def warn_about_choices(
     config: RunConfig, resolved: ResolvedSettings, job: Job, loader: TrainLoader, max_steps: int
 ) -> None:
     """What this device makes of the run's precision, and what its length means for schedule and data, where
@@ -91,11 +93,11 @@ def tell_of_choices(
     device = describe_device(job.device)
     if (slow := resolved.slow_precision(device)) is not None:
         log.warning("%s", slow)
-    for line in filter(None, (remark(config.schedule, max_steps), little_data(loader))):
+    for line in filter(None, (remark(config.schedule, max_steps), describe_data_shortage(loader))):
         log.warning("%s", line)
 
 
-def little_data(loader: TrainLoader) -> str | None:
+def describe_data_shortage(loader: TrainLoader) -> str | None:
     """What to say of a data set that a single step goes through, and on."""
     samples, step = loader.samples_per_epoch, loader.global_batch_size
     if samples >= step:

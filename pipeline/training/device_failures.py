@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """Memory that ran out."""
 
     kind: str
@@ -47,7 +47,7 @@ class Shortage:
     """Bytes by the allocator's message; `None`: as many as now."""
 
 
-class Advice(NamedTuple):
+class MemoryAdvice(NamedTuple):
     """What takes less memory, and what else is told."""
 
     levers: list[str]
@@ -72,7 +72,7 @@ class TrainingAdvice:
     plan: Callable[[Settings], Forecast] | None = None
     """Forecasts the run with these or other settings; `None`: nothing is known of it."""
 
-    def __call__(self, shortage: Shortage) -> Advice:
+    def __call__(self, shortage: MemoryShortage) -> MemoryAdvice:
         """Return what helps."""
         facts, doing, found = [], "", list[Change]()
         if (held := self._held(shortage)) is not None:
@@ -91,15 +91,17 @@ class TrainingAdvice:
         told = [str(each) for each in found if best[each.kind] is each]
         if shortage.kind == "cpu":
             told += self._for_the_host()
-        return Advice(told[:MOST] or [*elsewhere(shortage.kind), "a smaller model"], doing, tuple(facts))
+        return MemoryAdvice(
+            told[:MOST] or [*list_outside_remedies(shortage.kind), "a smaller model"], doing, tuple(facts)
+        )
 
-    def of_killed(self) -> str:
+    def advise_on_killed(self) -> str:
         """Return what helps if a rank of the run was killed for the host's memory, as others know it."""
         with suppress(PipelineError, RuntimeError, MemoryError):  # beside the thread that trains
-            return f"what helps, most first: {'; '.join(self(Shortage('cpu')).levers)}"
+            return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self, shortage: Shortage) -> tuple[str, list[Change]] | None:
+    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[Change]] | None:
         """Return what the plan had said and the changes that take less; `None` if no plan is known."""
         if self.plan is None:
             return None
@@ -143,7 +145,7 @@ class TrainingAdvice:
                 f"{half})"
             )
 
-    def _held(self, shortage: Shortage) -> str | None:
+    def _held(self, shortage: MemoryShortage) -> str | None:
         """Say what the rank holds on what is out of memory; `None` if there is no engine."""
         if self.states is None:
             return None
@@ -160,7 +162,9 @@ class TrainingAdvice:
         return None
 
 
-def of_evaluation(micro_batch_size: int, sequence_length: int | None, shortage: Shortage) -> Advice:
+def advise_on_evaluation(
+    micro_batch_size: int, sequence_length: int | None, shortage: MemoryShortage
+) -> MemoryAdvice:
     """Return what helps a model that is whole in this process, and evaluated."""
     smaller = []
     if micro_batch_size > 1:
@@ -168,21 +172,23 @@ def of_evaluation(micro_batch_size: int, sequence_length: int | None, shortage: 
         smaller.append(f"batch.micro_batch_size={half} (now {micro_batch_size}), which changes no number")
     if sequence_length:
         smaller.append(f"a shorter data.sequence_length (now {sequence_length})")
-    return Advice([*smaller, *elsewhere(shortage.kind)], f" at micro_batch_size {micro_batch_size}")
+    return MemoryAdvice(
+        [*smaller, *list_outside_remedies(shortage.kind)], f" at micro_batch_size {micro_batch_size}"
+    )
 
 
-def of_generation(max_new_tokens: int, shortage: Shortage) -> Advice:
+def advise_on_generation(max_new_tokens: int, shortage: MemoryShortage) -> MemoryAdvice:
     """Return what helps a model that writes after a prompt."""
     fewer = f"fewer tokens (max_new_tokens, now {max_new_tokens})"
-    return Advice([fewer, "a shorter prompt", *elsewhere(shortage.kind)])
+    return MemoryAdvice([fewer, "a shorter prompt", *list_outside_remedies(shortage.kind)])
 
 
-def of_files(shortage: Shortage) -> Advice:
+def advise_on_files(shortage: MemoryShortage) -> MemoryAdvice:
     """Return what helps a command that reads, converts or writes files and loads no model."""
-    return Advice(elsewhere(shortage.kind))
+    return MemoryAdvice(list_outside_remedies(shortage.kind))
 
 
-def elsewhere(kind: str) -> list[str]:
+def list_outside_remedies(kind: str) -> list[str]:
     """Return what helps outside of the run."""
     if kind == "cuda":
         return [
@@ -214,8 +220,8 @@ _TOLD = {
 }
 
 
-def explain(
-    error: BaseException, device: torch.device | None, advise: Callable[[Shortage], Advice]
+def explain_failure(
+    error: BaseException, device: torch.device | None, advise: Callable[[MemoryShortage], MemoryAdvice]
 ) -> PipelineError | None:
     """Say what an exception means; `None` if it is neither the device's memory nor the device.
 
@@ -238,7 +244,7 @@ def explain(
     return None
 
 
-def is_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, or an exception came of that."""
     return any(isinstance(each, DeviceMemoryError) or _is_of_memory(each) for each in _chain(error))
 
@@ -259,7 +265,10 @@ def _is_of_memory(error: BaseException) -> bool:
 
 
 def _of_memory(
-    error: BaseException, phase: Phase | None, device: torch.device, advise: Callable[[Shortage], Advice]
+    error: BaseException,
+    phase: Phase | None,
+    device: torch.device,
+    advise: Callable[[MemoryShortage], MemoryAdvice],
 ) -> str:
     # The CPU's allocator counts in bytes.
     text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
@@ -275,7 +284,7 @@ def _of_memory(
     frames = traceback.extract_tb(error.__traceback__)
     asked, free, allocated = (_in_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
     missing = max(0, (asked or 0) - (free or 0))
-    told = advise(Shortage(device.type, phase, missing, allocated))
+    told = advise(MemoryShortage(device.type, phase, missing, allocated))
     levers = told.levers
     if device.type == "cuda" and "more reserved" in " ".join(numbers):
         fragments = "PYTORCH_ALLOC_CONF=expandable_segments:True, if much is reserved and not allocated"

@@ -95,7 +95,7 @@ class Expectation:
         return Event(PLAN, f"plan: {'; '.join(told)}", level="info", fields=fields) if told else None
 
 
-def expect(
+def build_expectation(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, module: nn.Module
 ) -> Expectation:
     """Forecast a run on this job's machine. What the formulas cannot do costs no run.
@@ -113,7 +113,9 @@ def expect(
     return Expectation(None, length)
 
 
-def guessed(config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle) -> int | None:
+def guess_micro_batch(
+    config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle
+) -> int | None:
     """Return the largest micro-batch that rank 0 expects to fit; `None` if it is not known. Collective."""
     found: int | None = None
     if job.ranks.is_main_process:  # whose machine may be another than a peer's
@@ -124,7 +126,7 @@ def guessed(config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataB
     return found
 
 
-def forecast_here(job: Job, data: DataBundle, settings: Settings) -> Forecast:
+def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> Forecast:
     """Forecast a run with these settings on this job's machine.
 
     Raises:

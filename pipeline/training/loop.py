@@ -28,7 +28,7 @@ from pipeline.distributed.stopping import Alarm, Flags, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
-from pipeline.evaluation.held_out import evaluate, measured_by
+from pipeline.evaluation.held_out import evaluate, record_best_metric
 from pipeline.monitoring.alerts import Alert, RollbackRequested, Seen, state_of
 from pipeline.monitoring.events import STOPPED_EARLY, Event
 from pipeline.monitoring.histograms import HistogramMeter
@@ -44,8 +44,8 @@ from pipeline.training.safeguard import Recovery, Safeguard
 from pipeline.training.step import TrainStep
 
 
-class LongLived:
-    """Objects that collections pass over: what is imported when this is entered, then what `set_aside` finds.
+class GcFreezer:
+    """Objects that collections pass over: what is imported when this is entered, then what `freeze` finds.
 
     With transformers imported there are 400,000, and a collection that looks at all of them takes 0.2 s: some
     while a model is built, and later one on one rank in some step, in which all others wait for it.
@@ -56,13 +56,13 @@ class LongLived:
     def __init__(self) -> None:
         self._is_ours = False
 
-    def set_aside(self) -> None:
+    def freeze(self) -> None:
         """What there is by now: the model, the engine, what was compiled."""
         if self._is_ours:
             gc.collect()  # garbage that were frozen would stay
             gc.freeze()
 
-    def __enter__(self) -> LongLived:
+    def __enter__(self) -> GcFreezer:
         self._is_ours = not gc.get_freeze_count()
         if self._is_ours:
             gc.freeze()
@@ -116,17 +116,17 @@ class Cadence:
     every: int
     last: int
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether it is due after this step."""
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
-    def due_between(self, step: int) -> bool:
+    def is_due_between(self, step: int) -> bool:
         """Return whether a step between this one and the last is due."""
         return self.every > 0 and (step // self.every + 1) * self.every < self.last
 
-    def due_or_first(self, step: int) -> bool:
+    def is_due_or_first(self, step: int) -> bool:
         """Return whether it is due after this step, or this is before the first step."""
-        return step == 0 or self.due(step)
+        return step == 0 or self.is_due(step)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class TrainLoop:
     """
 
     def __init__(
-        self, parts: RunComponents, long_lived: LongLived | None = None, profiled: Profiled = nullcontext
+        self, parts: RunComponents, long_lived: GcFreezer | None = None, profiled: Profiled = nullcontext
     ):
         self.state = parts.start
         self._parts = parts
@@ -316,7 +316,7 @@ class TrainLoop:
         parts.meters.observe(result)
         if step == parts.start.global_step + 1:
             self._prepare_saves(step)
-        if step == 1 or schedule.log.due(step):
+        if step == 1 or schedule.log.is_due(step):
             row = self._row(learning_rate)
             self._rows.add(step, row, parts.histograms.taken(step) if parts.histograms else None)
         # On a GPU the row of the step before: no step waits for its own.
@@ -325,12 +325,12 @@ class TrainLoop:
             return self._roll_back(rollback)
         if any(agreed):
             self._asked |= agreed
-        if (schedule.eval.due(step) or self._asked.evaluate) and not agreed.stop:
+        if (schedule.eval.is_due(step) or self._asked.evaluate) and not agreed.stop:
             self._evaluate()
         self._stopped |= agreed.stop
         # The checkpoint of the last step is waited for at the end, without a copy in memory.
         is_last = step >= schedule.max_steps or self._asked.end
-        if not self._stopped and not is_last and (self._asked.save or schedule.save.due(step)):
+        if not self._stopped and not is_last and (self._asked.save or schedule.save.is_due(step)):
             if self._alarm is not None:
                 self._alarm.restart()
             self._save()
@@ -340,14 +340,14 @@ class TrainLoop:
             self._end_where_due()
         if self._long_lived is not None and not self._is_over:
             with parts.meters.exclude_from_step_time():
-                self._long_lived.set_aside()
+                self._long_lived.freeze()
             self._long_lived = None
         return Step(step, self._evaluation if self._evaluated_at == step else None, row)
 
     def _prepare_saves(self, first_step: int) -> None:
         """After the first step of this process: prepare the checkpoints that come before the last step."""
         parts, schedule = self._parts, self._schedule
-        is_due = schedule.save_minutes or schedule.save.due_between(first_step - 1)
+        is_due = schedule.save_minutes or schedule.save.is_due_between(first_step - 1)
         if first_step < schedule.max_steps and is_due:
             with parts.meters.exclude_from_step_time("checkpoint"):
                 parts.checkpoints.prepare(parts.engine)
@@ -525,7 +525,7 @@ class TrainLoop:
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
             if row is not None:
                 # Refuses a best metric that the evaluation lacks, before the first step.
-                measured_by(parts.best_by, row, parts.objective)
+                record_best_metric(parts.best_by, row, parts.objective)
             if row is None:
                 self._stopped = True
             else:
@@ -581,7 +581,7 @@ class TrainLoop:
             "tokens_seen": float(self.state.tokens_seen),
             "skipped_steps": float(self.state.skipped_steps),
             "eval_loss": row["eval/loss"] if row is not None else None,
-            "best_by": measured_by(self._parts.best_by, row, self._parts.objective)
+            "best_by": record_best_metric(self._parts.best_by, row, self._parts.objective)
             if row is not None
             else None,
             "safeguard": self._parts.safeguard.state_dict(),

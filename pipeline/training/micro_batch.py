@@ -38,8 +38,8 @@ from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_
 from pipeline.models.blocks import compile_again
 from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 from pipeline.objectives import Objective
-from pipeline.training.device_failures import is_of_memory
-from pipeline.training.safeguard import with_keys
+from pipeline.training.device_failures import is_out_of_memory
+from pipeline.training.safeguard import add_noise_keys
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ LOOKED_AT = 8
 
 
 @dataclass(frozen=True)
-class Use:
+class MemoryUse:
     """Bytes that one rank held in a trial."""
 
     forward: int
@@ -78,21 +78,21 @@ class Use:
         return max(self.work, self.update)
 
 
-Tried = Mapping[int, Sequence[Use]]
+TrialResults = Mapping[int, Sequence[MemoryUse]]
 """Micro-batch size -> what each rank held, in the order of ranks."""
 
 
-def fits(uses: Sequence[Use]) -> bool:
+def fits_every_rank(uses: Sequence[MemoryUse]) -> bool:
     """Return whether a size does on every rank."""
     return all(use.most <= MARGIN * use.limit for use in uses)
 
 
-def largest(tried: Tried) -> int | None:
+def find_largest_fitting(tried: TrialResults) -> int | None:
     """Return the largest that was tried and fits; `None` if none does."""
-    return max((size for size, uses in tried.items() if fits(uses)), default=None)
+    return max((size for size, uses in tried.items() if fits_every_rank(uses)), default=None)
 
 
-def predicted(size: int, tried: Tried) -> list[float]:
+def predict_bytes(size: int, tried: TrialResults) -> list[float]:
     """Return the bytes that each rank would hold.
 
     What comes before the update grows with the rows: along the line through the two nearest trials, or from a
@@ -113,13 +113,13 @@ def predicted(size: int, tried: Tried) -> list[float]:
     return found
 
 
-def share(size: int, tried: Tried) -> float:
+def predict_share(size: int, tried: TrialResults) -> float:
     """Return the same as a share of what the rank may hold, of the rank with the largest share."""
     limits = (use.limit for use in tried[max(tried)])
-    return max(held / limit for held, limit in zip(predicted(size, tried), limits, strict=True))
+    return max(held / limit for held, limit in zip(predict_bytes(size, tried), limits, strict=True))
 
 
-def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> int | None:
+def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None) -> int | None:
     """Return what to try next; `None`: `largest` is the answer.
 
     The first is a quarter of a guess, which may be twice too large, or the smallest; a second one beside it
@@ -134,16 +134,18 @@ def next_trial(candidates: Sequence[int], tried: Tried, guess: int | None) -> in
         return None
     if not tried:
         return max((size for size in candidates if size <= (guess or 0) / 4), default=candidates[0])
-    best = largest(tried) or 0
-    too_large = min((size for size, uses in tried.items() if not fits(uses)), default=candidates[-1] + 1)
+    best = find_largest_fitting(tried) or 0
+    too_large = min(
+        (size for size, uses in tried.items() if not fits_every_rank(uses)), default=candidates[-1] + 1
+    )
     left = [size for size in candidates if best < size < too_large]
     if not left:
         return None
-    expected = [size for size in left if share(size, tried) <= MARGIN]
+    expected = [size for size in left if predict_share(size, tried) <= MARGIN]
     if not best:
         return (expected or left[:1])[-1]
     farthest = max(LONGEST_STRIDE * max(tried), left[0])
-    within = [size for size in left if size <= farthest and share(size, tried) <= TRIED_UP_TO]
+    within = [size for size in left if size <= farthest and predict_share(size, tried) <= TRIED_UP_TO]
     if len(tried) > 1:
         return max((size for size in within if size in expected), default=within[0] if within else None)
     smaller = [size for size in candidates if size < best]
@@ -196,7 +198,7 @@ class PeakMemory:
 
 
 @contextmanager
-def as_if_stepped() -> Iterator[list[int]]:
+def allocate_optimizer_states() -> Iterator[list[int]]:
     """Bring what optimizers keep into memory, as a step that counts would, around one of which nothing stays.
 
     States of zeros take no memory on a CPU until something writes to them, so each page is written to.
@@ -254,7 +256,7 @@ class MicroBatchCache:
 
 
 @dataclass
-class Search:
+class MicroBatchSearch:
     """Finds the size for one run. Every method is collective."""
 
     config: RunConfig
@@ -273,9 +275,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
-        self._tried: dict[int, list[Use]] = {}
+        self._tried: dict[int, list[MemoryUse]] = {}
 
-    def settle(self) -> ResolvedSettings:
+    def resolve_auto(self) -> ResolvedSettings:
         """Return the settings with a number in place of `auto`, which the engine then keeps to.
 
         Raises:
@@ -311,8 +313,8 @@ class Search:
             with self._written_down(size):
                 self._tried[size] = self.measure(size)
         self._begin()  # what the last trial left is not the run's
-        size = largest(self._tried) or min(self._tried)
-        if kept.trying is not None and fits(self._tried[size]) and size >= kept.trying:
+        size = find_largest_fitting(self._tried) or min(self._tried)
+        if kept.trying is not None and fits_every_rank(self._tried[size]) and size >= kept.trying:
             kept.trying = None  # it was cut off for another reason
         kept.found, kept.needs = size, max(use.most for use in self._tried[size])
         self._write()
@@ -330,7 +332,7 @@ class Search:
         """Return whether every rank's device has room for what was measured before."""
         return all(self.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
 
-    def measure(self, size: int) -> list[Use]:
+    def measure(self, size: int) -> list[MemoryUse]:
         """Return what a step of such micro-batches holds on each rank."""
         engine, stages = self.engine, self.resolved.split.pipeline_stages
         plan = self.resolved.batch_plan.with_micro_batch_size(size)
@@ -356,13 +358,13 @@ class Search:
             elif phase != "communication":  # what ZeRO 3 gathers in between interrupts a forward
                 began = self._memory.now()
 
-        with as_if_stepped() as unmade, engine.phases.heard_by(ends):
+        with allocate_optimizer_states() as unmade, engine.phases.heard_by(ends):
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         ends("other")
         update = most.pop("optimizer", 0) + unmade[0]
         work = max(most.values()) + unmade[0]
         limit = min(limit, self._limit())  # NCCL takes its own with the first step
-        return self.job.gather_object(Use(forward, work, update, limit))
+        return self.job.gather_object(MemoryUse(forward, work, update, limit))
 
     def _batches(self, plan: BatchPlan) -> list[Batch]:
         """Read a group of real rows."""
@@ -370,7 +372,7 @@ class Search:
         looked_at = LOOKED_AT if ":" in config.data.kind else 1
         groups = [loader.read_again(number * plan.global_batch_size) for number in range(looked_at)]
         group = max(groups, key=_bytes_of)
-        return group if config.model.neftune_alpha is None else with_keys(group, config.seed, 0)
+        return group if config.model.neftune_alpha is None else add_noise_keys(group, config.seed, 0)
 
     def _begin(self) -> None:
         try:
@@ -395,7 +397,7 @@ class Search:
         except BaseException as error:
             # A launcher sends SIGTERM if another rank has ended.
             is_told = isinstance(error, Terminated) and job.ranks.world_size > 1
-            if is_of_memory(error):
+            if is_out_of_memory(error):
                 log.warning(
                     "micro_batch_size auto: the trial of %d ran out of memory; the same command starts "
                     "below it (%s)",
@@ -420,7 +422,7 @@ class Search:
         )
         line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; "
         line += f"a step may take {MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
-        if not fits(self._tried[size]):
+        if not fits_every_rank(self._tried[size]):
             line += "; nothing smaller than this, which takes more"
         return f"{line}; kept in {self._kept.file}"
 

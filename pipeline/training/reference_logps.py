@@ -44,7 +44,7 @@ SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReferenceRows:
     """All that a run reads."""
 
     data: DataBundle
@@ -53,7 +53,7 @@ class Rows:
 
 
 def compute_reference(
-    rows: Rows,
+    rows: ReferenceRows,
     *,
     job: Job,
     engine: Engine,
@@ -90,13 +90,13 @@ def compute_reference(
     return add_reference_logps(rows.data, table)
 
 
-def with_zeros(data: DataBundle, objective: Objective) -> DataBundle:
+def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
     """Data whose batches are as large as with what the reference says."""
     asked = isinstance(objective, BySegment) and objective.has_reference
     return add_reference_logps(data, OfZeros()) if asked else data
 
 
-def _batches(rows: Rows, engine: Engine) -> EvalLoader:
+def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
     """This rank's part: the training rows first."""
     data = rows.data
     return EvalLoader(
@@ -127,7 +127,7 @@ def _said(
             yield np.zeros(0, np.uint64), np.zeros(0, np.float32)
 
 
-def _computed(rows: Rows, engine: Engine, objective: BySegment, job: Job) -> ReferenceTable:
+def _computed(rows: ReferenceRows, engine: Engine, objective: BySegment, job: Job) -> ReferenceTable:
     batches = _batches(rows, engine)
     data, started, told = rows.data, time.monotonic(), time.monotonic()
     sets: list[Any] = [data.train, *data.eval.values(), *data.eval_sets.values()]
@@ -149,7 +149,9 @@ def _computed(rows: Rows, engine: Engine, objective: BySegment, job: Job) -> Ref
     return table
 
 
-def _holds(table: ReferenceTable, rows: Rows, engine: Engine, objective: BySegment, job: Job) -> bool:
+def _holds(
+    table: ReferenceTable, rows: ReferenceRows, engine: Engine, objective: BySegment, job: Job
+) -> bool:
     """Whether the table says of the first batch what the model does: frozen weights are in no digest.
     Collective.
     """

@@ -94,7 +94,7 @@ class ReplicaCheck:
             self._send(step, self._job.all_reduce_sum(table))
         return found if is_gpu else self._read()
 
-    def went_back(self, step: int) -> None:
+    def note_rollback(self, step: int) -> None:
         """The run goes on from an earlier step."""
         self.good_until, self._coming = min(self.good_until, step), None
 

@@ -25,7 +25,7 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 
-from pipeline.checkpoint.catalog import bring_back, newest_good, steps_in
+from pipeline.checkpoint.catalog import find_newest_complete, list_published_folders, restore_replaced
 from pipeline.config.loading import Tree, YamlLoader, read_yaml
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import recipe_yaml
@@ -40,12 +40,12 @@ MOST_CHARACTERS = 2**20
 SECONDS = 20.0  # on a slow file system a run starts without
 
 
-def git_commit() -> str | None:
+def read_git_commit() -> str | None:
     """The commit of the folder the run is started from; None outside a repository or without git."""
     return (_git("rev-parse", "HEAD") or "").strip() or None
 
 
-def git_diff() -> str | None:
+def read_git_diff() -> str | None:
     """What tracked files differ in from that commit, without secrets, up to a million characters; None:
     in nothing, or as git_commit.
     """
@@ -97,7 +97,7 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 
-class Difference(NamedTuple):
+class RunDifference(NamedTuple):
     """A key in which two runs differ, dotted as on the command line."""
 
     key: str
@@ -117,7 +117,7 @@ class Difference(NamedTuple):
         return shlex.quote(f"{self.key}={json.dumps(self.then, ensure_ascii=False)}")
 
 
-def differences_from(path: Path, config: RunConfig, split: Tree) -> list[Difference]:
+def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDifference]:
     """In what the run in `path` is another one.
 
     Raises:
@@ -150,12 +150,12 @@ def _with_defaults(recipe: Tree) -> Tree:
     return filled if isinstance(filled, dict) else recipe
 
 
-def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[Difference]:
+def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[RunDifference]:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in {**then, **now}:
             yield from _compare(then.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
     elif not _is_same(then, now):
-        yield Difference(prefix, then, now)
+        yield RunDifference(prefix, then, now)
 
 
 def _is_same(then: Any, now: Any) -> bool:
@@ -166,7 +166,7 @@ def _is_same(then: Any, now: Any) -> bool:
     return ".*" in written and re.fullmatch(written, json.dumps(now, default=str), re.DOTALL) is not None
 
 
-def may_change(difference: Difference) -> bool:
+def may_change(difference: RunDifference) -> bool:
     """Whether a run that is named by `run_dir` goes on with another value."""
     is_free = difference.key.partition(".")[0] in MAY_CHANGE and difference.key not in MAY_NOT_CHANGE
     return is_free or difference.is_place
@@ -229,7 +229,7 @@ def _missing(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
-def remove_made(made: Sequence[Path]) -> None:
+def remove_created_folders(made: Sequence[Path]) -> None:
     """Remove the directory of a run that was refused before its first step, and what was made for it.
 
     Args:
@@ -281,13 +281,13 @@ def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
 
 
 def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
-    bring_back(path / "checkpoints")
-    checkpoint, passed_over = newest_good(path / "checkpoints")
+    restore_replaced(path / "checkpoints")
+    checkpoint, passed_over = find_newest_complete(path / "checkpoints")
     if config.checkpoint.resume == "required" and checkpoint is None:
         why = f": {passed_over[0]}" if passed_over else ""
         raise CheckpointError(f"checkpoint.resume is required, but {path} holds no complete checkpoint{why}")
     if checkpoint is not None:
-        differences = differences_from(path, config, split)
+        differences = find_differences(path, config, split)
         step = checkpoint.global_step
         if config.max_steps is not None and step > config.max_steps:  # before anything of the run is touched
             raise ConfigError(
@@ -297,7 +297,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
         if not differences and (path / "summary.json").exists():
             log.warning("%s is finished; with a higher max_steps it trains on", path)
         _take_changes(path, checkpoint.folder.name, differences)
-    elif not steps_in(path / "checkpoints") and (path / METRICS_FILE).exists():
+    elif not list_published_folders(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
     _describe(path, config, split)
@@ -329,14 +329,14 @@ def _lock(path: Path, patience: float = 0.0) -> FileLock | None:
 
 
 def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
-    others: list[tuple[Path, list[Difference]]] = []
+    others: list[tuple[Path, list[RunDifference]]] = []
     done: list[Path] = []
     for path in sorted(Path(config.runs_dir).glob(f"{config.name}-*"), reverse=True):
         if not (path / "recipe.yaml").exists():
             continue
         finished = (path / "summary.json").exists()
         try:
-            differences = differences_from(path, config, split)
+            differences = find_differences(path, config, split)
         except CheckpointError as error:
             log.info("%s", error)
             continue
@@ -357,10 +357,10 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
     return None
 
 
-def _tell_left_behind(others: list[tuple[Path, list[Difference]]]) -> None:
+def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
     """One line on the run that this one is nearest to, and what would go on with that."""
     for path, differences in sorted(others, key=lambda other: len(other[1])):
-        steps = steps_in(path / "checkpoints")
+        steps = list_published_folders(path / "checkpoints")
         if len(differences) > FEW or not steps:
             continue
         why = "; ".join(map(str, differences))
@@ -380,7 +380,7 @@ def _tell_left_behind(others: list[tuple[Path, list[Difference]]]) -> None:
         return
 
 
-def _take_changes(path: Path, checkpoint: str, differences: list[Difference]) -> None:
+def _take_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
     """Says what is new from here on, and keeps what was.
 
     Raises:
@@ -399,16 +399,16 @@ def _take_changes(path: Path, checkpoint: str, differences: list[Difference]) ->
 
 def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     files = {"recipe.yaml": recipe_yaml(config), ENVIRONMENT: json.dumps(_environment(), indent=2)}
-    if (diff := git_diff()) is not None:
+    if (diff := read_git_diff()) is not None:
         files[GIT_DIFF] = diff
     else:
         (path / GIT_DIFF).unlink(missing_ok=True)  # of the code that it went on from
     for name, text in files.items():
         replace_file(path / name, text)
-    describe_split(path, split)
+    write_split(path, split)
 
 
-def describe_split(path: Path, split: Tree) -> None:
+def write_split(path: Path, split: Tree) -> None:
     """How the work is divided, as it is known by now. For rank 0."""
     split = redact(split)
     replace_file(path / "split.json", json.dumps(split, indent=2))
@@ -434,5 +434,5 @@ def _environment() -> Tree:
         else ["cpu"],
         "cpu_cores": os.cpu_count(),
         "host": platform.node(),
-        "git_commit": git_commit(),
+        "git_commit": read_git_commit(),
     }

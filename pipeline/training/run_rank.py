@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from pipeline.checkpoint.catalog import steps_in
+from pipeline.checkpoint.catalog import list_published_folders
 from pipeline.config.settings import Settings
 from pipeline.distributed.ranks import Ranks, write_exit_code
 from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_own_exit
@@ -36,28 +36,28 @@ from pipeline.errors import (
 from pipeline.files import is_run_locked
 from pipeline.monitoring.report.page import write_at_end
 from pipeline.monitoring.report.runs import closing_line, summary_lines
-from pipeline.training.api import Joined, Run, join
-from pipeline.training.device_failures import TrainingAdvice, explain
-from pipeline.training.run_directory import remove_made
+from pipeline.training.api import JobContext, Run, join_job
+from pipeline.training.device_failures import TrainingAdvice, explain_failure
+from pipeline.training.run_directory import remove_created_folders
 
 REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
 """Mistakes in what was given. The others happen to a run."""
 
 
-def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
+def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
     """Trains as the settings say. Exit code: 0 finished, 2 bad input, 12 out of memory, 14 the device failed,
     128 + n stopped by signal n, 124 hung or lost a rank (see distributed.watchdog).
 
     Args:
-        deepspeed: See pipeline.training.api.join.
+        deepspeed: See pipeline.training.api.join_job.
     """
-    begun: Joined | None = None
+    begun: JobContext | None = None
     try:
-        begun = join(settings, ranks, deepspeed)
+        begun = join_job(settings, ranks, deepspeed)
         return _run(settings, begun)
     except PipelineError as error:
         if begun is not None and isinstance(error, REFUSALS) and not begun.has_trained:
-            remove_made(begun.made)
+            remove_created_folders(begun.made)
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end(begun, ranks, f"error: {error}", error.exit_code)
@@ -67,14 +67,14 @@ def run(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> i
         mistake = explain_long_path(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None
         device = job.device if job is not None else None
-        mistake = mistake or explain(error, device, TrainingAdvice(settings, job))
+        mistake = mistake or explain_failure(error, device, TrainingAdvice(settings, job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
             return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)
         return _end(begun, ranks, traceback.format_exc(), 1, error)
 
 
-def _run(settings: Settings, begun: Joined) -> int:
+def _run(settings: Settings, begun: JobContext) -> int:
     job, text = begun.job, None
     if job.watchdog is not None:
         job.watchdog.before_leaving(partial(_report, begun))
@@ -112,7 +112,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
     path = run.directory
     if run.stopped_by is not None:
         # The last save may have been left out for want of time.
-        saved = max(steps_in(path / "checkpoints"), default=None)
+        saved = max(list_published_folders(path / "checkpoints"), default=None)
         goes_on = "starts again" if saved is None else f"goes on from step {saved}"
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
     if text is not None:
@@ -126,7 +126,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
     print(closing_line("settings", path / "recipe.yaml"), flush=True)
 
 
-def _report(begun: Joined) -> None:
+def _report(begun: JobContext) -> None:
     """Writes that of a run that failed: rank 0 does, and where it is gone who tells why the job ends."""
     directory = begun.directory
     if (
@@ -141,7 +141,7 @@ def _report(begun: Joined) -> None:
 
 
 def _end(
-    begun: Joined | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
+    begun: JobContext | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
 ) -> int:
     """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
 

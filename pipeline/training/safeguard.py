@@ -166,11 +166,11 @@ class Safeguard:
             "that have moved; go back with watch.on_spike=rollback, or lower optimizer.learning_rate"
         )
 
-    def samples_of(self, step: int) -> tuple[int, int] | None:
+    def find_samples(self, step: int) -> tuple[int, int] | None:
         """Positions in the order, [first, last), of a step not long ago; None: it is not known any more."""
         return dict(self._samples).get(step)
 
-    def act(self, step: int, event: Event) -> RollbackRequested | None:
+    def act_on_alert(self, step: int, event: Event) -> RollbackRequested | None:
         """Do about an alert what the recipe asks for.
 
         Raises:
@@ -185,7 +185,7 @@ class Safeguard:
             return RollbackRequested(bad_step, event)
         return None
 
-    def going_back(self, found: RollbackRequested) -> int:
+    def begin_rollback(self, found: RollbackRequested) -> int:
         """Return the last step whose checkpoint the run may resume from.
 
         Raises:
@@ -207,7 +207,7 @@ class Safeguard:
         self._samples.clear()
         return self._stretches
 
-    def went_back(
+    def describe_rollback(
         self, found: RollbackRequested, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
     ) -> Event:
         """Return the event of a rollback from step `abandoned` to `step`."""
@@ -269,15 +269,15 @@ class Recovery:
             StoppedError: see Safeguard.act.
         """
         if event.name == NO_TARGETS and "at_step" in event.fields:
-            samples = self.safeguard.samples_of(int(event.fields["at_step"]))
+            samples = self.safeguard.find_samples(int(event.fields["at_step"]))
             named = NOT_KNOWN if samples is None else self.describe(*samples)
             event = replace(event, message=f"{event.message}; samples: {named}")
         self.trackers.tell(step, event)
         if event.name == "non_finite" and event.level != "info":
             bad = int(event.fields["at_step"])
-            if (samples := self.safeguard.samples_of(bad)) is not None:
-                self.examine(bad, samples)
-        return self.safeguard.act(step, event)
+            if (samples := self.safeguard.find_samples(bad)) is not None:
+                self.find_nonfinite_cause(bad, samples)
+        return self.safeguard.act_on_alert(step, event)
 
     def roll_back(self, request: RollbackRequested, abandoned: int) -> dict[str, Any]:
         """Restore the newest checkpoint before a bad step, and leave out the samples since.
@@ -291,10 +291,10 @@ class Recovery:
         Raises:
             StoppedError: there is no such checkpoint, or the run rolled back too often.
         """
-        until = self.safeguard.going_back(request)
+        until = self.safeguard.begin_rollback(request)
         self.job.progress.at("resuming", abandoned)
         with self.meters.exclude_from_step_time("checkpoint"):
-            remembered = self.checkpoints.go_back(self.engine, until)
+            remembered = self.checkpoints.roll_back(self.engine, until)
         if remembered is None:
             raise StoppedError(
                 f"{request.why.name} at step {request.step}: there is no checkpoint of step {until} or "
@@ -311,12 +311,12 @@ class Recovery:
         if self.callbacks is not None:
             self.callbacks.load_state_dict(remembered.get("callbacks", {}))
         if self.replica_check is not None:
-            self.replica_check.went_back(step)
+            self.replica_check.note_rollback(step)
         self.meters.restart()
-        self.trackers.tell(step, self.safeguard.went_back(request, abandoned, step, stretches))
+        self.trackers.tell(step, self.safeguard.describe_rollback(request, abandoned, step, stretches))
         return remembered
 
-    def distrust(self, step: int, found: Event) -> None:
+    def report_corruption(self, step: int, found: Event) -> None:
         """Tell that replicas differ.
 
         Raises:
@@ -333,14 +333,14 @@ class Recovery:
                 "(watch.on_corruption)"
             )
 
-    def examine(self, step: int, samples: tuple[int, int]) -> None:
+    def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
         """Tell what was infinite or NaN first in a step, see CauseSearch."""
         if self._examined == MOST_EXAMINED or self._replayable is None:
             return
         self._examined += 1
         micro_batches = self._replayable.read_again(samples[0])
         if self.adds_noise:
-            micro_batches = with_keys(micro_batches, self.seed, step - 1)
+            micro_batches = add_noise_keys(micro_batches, self.seed, step - 1)
         seed = partial(seed_step, self.seed, step - 1, self.engine.seed_rank)
         search = CauseSearch(self.engine, self.objective, self.job, self.plan, seed)
         cause = search.find(micro_batches)
@@ -353,7 +353,7 @@ class Recovery:
         self.trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 
-def with_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
+def add_noise_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
     """Return the batches of the step after `step`, with what noise on each of their tokens is drawn from."""
     return [
         LoadedBatch({**batch, KEYS: token_keys(batch, seed, step)}).known_as(batch) for batch in micro_batches

@@ -26,13 +26,13 @@ from pipeline.monitoring.profiler import Profiled
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
-from pipeline.training.safeguard import Recovery, Safeguard, with_keys
+from pipeline.training.safeguard import Recovery, Safeguard, add_noise_keys
 
 FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
 """Request of a callback -> its flag."""
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What came of one optimizer step."""
 
     result: StepResult | None
@@ -69,7 +69,7 @@ class TrainStep:
         self._prefetching = source if isinstance(source, Prefetching) and source.is_ahead else None
         self._flag_reader = FlagReader(self.engine.device)
 
-    def run(self, global_step: int, alarm: Alarm | None) -> Outcome:
+    def run(self, global_step: int, alarm: Alarm | None) -> StepOutcome:
         """Make the next step that counts: the first one, unless the safeguard leaves samples out.
 
         Args:
@@ -88,7 +88,7 @@ class TrainStep:
             if self.replica_check is not None:
                 self.replica_check.begin(global_step)
             if self.adds_noise:
-                micro_batches = with_keys(micro_batches, self.seed, global_step)
+                micro_batches = add_noise_keys(micro_batches, self.seed, global_step)
             # Dropout follows from seed and step alone: a resumed run draws what the unbroken one drew.
             seed_step(self.seed, global_step, engine.seed_rank)
             # One sum with the counts of the step tells all ranks what each asks for.
@@ -107,15 +107,15 @@ class TrainStep:
                     self._prefetching.fetch_ahead()
             found = None if self.replica_check is None else self.replica_check.end(global_step)
             if found is not None:
-                self.recovery.distrust(global_step, found)
+                self.recovery.report_corruption(global_step, found)
             told = self._flag_reader.read(result.flags)
             asked = told if asked is None else asked | told
             if self.safeguard.accepts_step(global_step + 1, result, samples, self.recovery.describe):
-                return Outcome(result, asked, learning_rate)
+                return StepOutcome(result, asked, learning_rate)
             if self.safeguard.is_nonfinite:
-                self.recovery.examine(global_step + 1, samples)
+                self.recovery.find_nonfinite_cause(global_step + 1, samples)
             if asked.stop:
-                return Outcome(None, asked, learning_rate)
+                return StepOutcome(None, asked, learning_rate)
 
     def forget_requests(self) -> None:
         """Drop what the ranks asked for in steps that a rollback gave up."""

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import pipeline
-from pipeline.checkpoint.adapters import described
+from pipeline.checkpoint.adapters import describe_adapter
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.evaluation.held_out import evaluate
 from pipeline.models.transformers_facts import write_description
@@ -52,7 +52,7 @@ def made_run(job, recipe, json, folder, whole_rows):
     config, resolved = resolve(recipe, json, job.ranks.world_size)
     loader = build_eval_loader(config, resolved.batch_plan, token_bundle(), run.engine)
     loss = evaluate(run.engine, CausalLM(), loader, job)["eval/loss"]
-    about = described(config, run.engine.module, job, open_checkpoint)
+    about = describe_adapter(config, run.engine.module, job, open_checkpoint)
     store_in(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})
     if job.ranks.is_main_process:
         write_description(run.engine.module, None, folder / "model")

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from plain_engine import whole_region
 from safetensors import safe_open
 
-from pipeline.checkpoint.shard_file import DTYPES, Layout, LayoutChangedError, write_file
+from pipeline.checkpoint.shard_file import DTYPES, FileLayout, LayoutChangedError, write_file
 from pipeline.checkpoint.shards import Region, Shard
-from pipeline.checkpoint.store import Snapshot, streamed
+from pipeline.checkpoint.store import Snapshot, stream_shards
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
@@ -53,8 +53,8 @@ def sum_of(layout, content: bytes) -> str:
 @given(shards())
 def test_safetensors_reads_what_was_written(made):
     with tempfile.TemporaryDirectory() as folder:
-        path, layout = Path(folder) / "a.safetensors", Layout.of(made)
-        written = write_file(path, layout, streamed(layout, iter(made)))
+        path, layout = Path(folder) / "a.safetensors", FileLayout.of(made)
+        written = write_file(path, layout, stream_shards(layout, iter(made)))
         content = path.read_bytes()
         assert written.xxh3_128 == sum_of(layout, content)
         assert len(content) == layout.num_bytes
@@ -75,8 +75,8 @@ def test_safetensors_reads_what_was_written(made):
 @given(shards())
 def test_a_snapshot_writes_the_same_file(made):
     with tempfile.TemporaryDirectory() as folder:
-        live, later, layout = Path(folder) / "a", Path(folder) / "b", Layout.of(made)
-        first = write_file(live, layout, streamed(layout, iter(made)))
+        live, later, layout = Path(folder) / "a", Path(folder) / "b", FileLayout.of(made)
+        first = write_file(live, layout, stream_shards(layout, iter(made)))
         snapshot = Snapshot(layout, torch.device("cpu"))
         for _ in range(2):  # the buffers are used again
             snapshot.fill(iter(made))
@@ -92,7 +92,7 @@ def test_a_snapshot_of_several_chunks_and_a_file_of_several_blocks(tmp_path):
     region = Region((90_000_000,), None, 0, 90_000_000)
     made = [Shard.of("a", "weight", Region((3,), None, 0, 3), torch.ones(3, dtype=torch.uint8))]
     made.append(Shard.of("b", "weight", region, tensor))
-    layout = Layout.of(made)
+    layout = FileLayout.of(made)
     snapshot = Snapshot(layout, torch.device("cpu"))
     snapshot.fill(iter(made))
     written = write_file(tmp_path / "a", layout, snapshot.views())
@@ -113,9 +113,9 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
             yield shard
             del shard
 
-    layout = Layout.of(fetched())
+    layout = FileLayout.of(fetched())
     most.clear()
-    write_file(tmp_path / "a", layout, streamed(layout, fetched()))
+    write_file(tmp_path / "a", layout, stream_shards(layout, fetched()))
     assert len(most) == 20
     assert max(most) <= 2  # the one being written, and its successor
 
@@ -123,7 +123,7 @@ def test_one_shard_is_in_memory_at_a_time(tmp_path):
 @pytest.mark.parametrize("change", ["fewer", "more", "longer", "renamed"])
 def test_other_shards_than_laid_out_are_noticed(tmp_path, change):
     made = [Shard.of(name, "weight", whole_region((4,)), torch.zeros(4)) for name in "ab"]
-    layout = Layout.of(made)
+    layout = FileLayout.of(made)
     if change == "fewer":
         made.pop()
     if change == "more":
@@ -133,19 +133,19 @@ def test_other_shards_than_laid_out_are_noticed(tmp_path, change):
     if change == "renamed":
         made[1] = replace(made[1], name="c")
     with pytest.raises(LayoutChangedError):
-        write_file(tmp_path / "a", layout, streamed(layout, iter(made)))
+        write_file(tmp_path / "a", layout, stream_shards(layout, iter(made)))
     with pytest.raises(LayoutChangedError):
         Snapshot(layout, torch.device("cpu")).fill(iter(made))
 
 
 def test_a_file_that_may_not_grow_is_an_oserror(tmp_path):
     made = [Shard.of("a", "weight", whole_region((100_000,)), torch.zeros(100_000))]
-    layout = Layout.of(made)
+    layout = FileLayout.of(made)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_file(tmp_path / "a", layout, streamed(layout, iter(made)))
+            write_file(tmp_path / "a", layout, stream_shards(layout, iter(made)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tmp_path / "a").stat().st_size == 150_000  # the system took a part: a short write

@@ -26,7 +26,7 @@ from support.weights import assert_same, small
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pipeline.checkpoint.catalog import check
+from pipeline.checkpoint.catalog import read_complete_manifest
 from pipeline.checkpoint.export import export
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.shards import Region, Shard
@@ -280,7 +280,7 @@ def damaged(run: Path, to: Path, kind: str) -> str:
     """A copy of the run with one bit flipped in a tensor of a kind; its title."""
     subprocess.run(["cp", "-r", run, to], check=True)
     checkpoint = to / "checkpoints" / "step-00000002"
-    manifest = check(checkpoint)
+    manifest = read_complete_manifest(checkpoint)
     file = manifest.files[0]
     piece, offset = next(
         (piece, offset)

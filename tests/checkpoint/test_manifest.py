@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from plain_engine import PlainEngine
 from support.checkpoints import written
 
-from pipeline.checkpoint.manifest import MANIFEST, TABLE, ShardTable, decode, read_manifest
+from pipeline.checkpoint.manifest import MANIFEST, TABLE, ShardTable, decode_manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.shards import Region, Shard, overlap
 from pipeline.errors import CheckpointError
@@ -46,11 +46,11 @@ def resealed(content: bytes, change) -> bytes:
 
 
 def test_it_comes_back_as_it_was(content):
-    manifest = decode(content, HERE)
+    manifest = decode_manifest(content, HERE)
     assert manifest.encode() == content
     assert manifest.scalars == {"step": 0, "loss_scale": 65536.0, "searching": True}
     assert [type(value) for value in manifest.scalars.values()] == [int, float, bool]
-    assert decode(resealed(content, lambda m: None), HERE) == manifest
+    assert decode_manifest(resealed(content, lambda m: None), HERE) == manifest
 
 
 def test_numbers_that_json_has_no_word_for_come_back(tmp_path):
@@ -66,14 +66,14 @@ def test_every_changed_byte_is_noticed(content, data):
     place = data.draw(st.integers(0, len(content) - 1))
     other = data.draw(st.integers(0, 255).filter(lambda value: value != content[place]))
     with pytest.raises(CheckpointError):
-        decode(content[:place] + bytes([other]) + content[place + 1 :], HERE)
+        decode_manifest(content[:place] + bytes([other]) + content[place + 1 :], HERE)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_every_cut_is_noticed(content, data):
     with pytest.raises(CheckpointError):
-        decode(content[: data.draw(st.integers(0, len(content) - 1))], HERE)
+        decode_manifest(content[: data.draw(st.integers(0, len(content) - 1))], HERE)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_every_cut_is_noticed(content, data):
 )
 def test_what_does_not_hold_together_is_refused(content, change, said):
     with pytest.raises(CheckpointError, match=said) as caught:
-        decode(resealed(content, change), HERE)
+        decode_manifest(resealed(content, change), HERE)
     assert "\n" not in str(caught.value)
 
 
@@ -190,15 +190,15 @@ def test_what_is_no_table_is_refused(data):
 
 def table_of(*regions: Region) -> ShardTable:
     """One tensor in these shards, each a rank's."""
-    return ShardTable.joined(
+    return ShardTable.concatenate(
         [ShardTable.of([Shard("a", "weight", region, torch.float32)]) for region in regions]
     )
 
 
 def test_ranks_rows_come_back_joined():
     engines = [PlainEngine(rank, 3, by) for by in ("values", "columns") for rank in range(3)]
-    parts = [[shard.described("1" * 16) for shard in engine.shards()] for engine in engines]
-    joined = ShardTable.decode(ShardTable.joined([ShardTable.of(part) for part in parts]).encode())
+    parts = [[shard.without_values("1" * 16) for shard in engine.shards()] for engine in engines]
+    joined = ShardTable.decode(ShardTable.concatenate([ShardTable.of(part) for part in parts]).encode())
     assert [joined.shard(row) for row in range(len(joined))] == [shard for part in parts for shard in part]
     assert joined.shard(0).checksum == "1" * 16
     assert joined.rows_of("no", "weight") is None
@@ -213,7 +213,7 @@ def test_ranks_rows_come_back_joined():
 def test_rows_that_meet_a_region_are_found(data):
     by = data.draw(st.sampled_from(["values", "columns"]))
     engines = [PlainEngine(rank, 3, by) for rank in range(3)]
-    table = ShardTable.joined([ShardTable.of(engine.shards()) for engine in engines])
+    table = ShardTable.concatenate([ShardTable.of(engine.shards()) for engine in engines])
     box = data.draw(st.sampled_from([None, ((0, 11), (2, 4)), ((0, 11), (1, 5))]))
     size = 66 if box is None else 11 * (box[1][1] - box[1][0])
     start = data.draw(st.integers(0, size))
@@ -248,7 +248,7 @@ def test_each_value_comes_once():
 
 def test_another_format_is_refused_in_one_line(content):
     with pytest.raises(CheckpointError, match="format 3, this version reads format 2") as caught:
-        decode(content.replace(b'"format":2', b'"format":3'), HERE)
+        decode_manifest(content.replace(b'"format":2', b'"format":3'), HERE)
     assert "\n" not in str(caught.value)
 
 
@@ -257,7 +257,7 @@ def test_another_format_is_refused_in_one_line(content):
 )
 def test_what_is_no_manifest_is_refused(raw):
     with pytest.raises(CheckpointError):
-        decode(raw, HERE)
+        decode_manifest(raw, HERE)
 
 
 def test_a_file_whose_header_says_something_else_is_not_loaded(tmp_path):

@@ -19,7 +19,7 @@ from plain_engine import PlainEngine
 from support.checkpoints import verify
 from test_store import make_store, state_at
 
-from pipeline.checkpoint.catalog import newest_good
+from pipeline.checkpoint.catalog import find_newest_complete
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def trial(folder: Path, at: int | None, wait: bool, error: int | None) -> tuple[
 
 def check_newest(folder: Path) -> int:
     """The newest checkpoint is whole, by every byte and by what an engine makes of it."""
-    found, _ = newest_good(folder)
+    found, _ = find_newest_complete(folder)
     assert found is not None
     assert verify(found.folder) == []
     step = int(found.folder.name.removeprefix("step-"))

@@ -7,8 +7,8 @@ import torch
 from plain_engine import PlainEngine
 
 from pipeline.checkpoint.catalog import Retention
-from pipeline.checkpoint.shard_file import Layout, write_file
-from pipeline.checkpoint.store import CheckpointStore, Snapshot, _take_memory, streamed
+from pipeline.checkpoint.shard_file import FileLayout, write_file
+from pipeline.checkpoint.store import CheckpointStore, Snapshot, _take_memory, stream_shards
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 
@@ -24,8 +24,8 @@ def store_of(folder, device):
 @no_gpu
 def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
     engine = PlainEngine(0, 1, seed=4)
-    layout = Layout.of(engine.shards())
-    first = write_file(tmp_path / "live", layout, streamed(layout, engine.shards()))
+    layout = FileLayout.of(engine.shards())
+    first = write_file(tmp_path / "live", layout, stream_shards(layout, engine.shards()))
     snapshot = Snapshot(layout, GPU)
     snapshot.fill(engine.shards())
     engine.forget()

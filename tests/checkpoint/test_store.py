@@ -19,7 +19,7 @@ from plain_engine import PlainEngine
 from support.checkpoints import Hostile, flip_a_bit, verify
 from test_manifest import resealed
 
-from pipeline.checkpoint.catalog import Retention, SavedCheckpoint, SavedCheckpoints, newest_good
+from pipeline.checkpoint.catalog import Retention, SavedCheckpoint, SavedCheckpoints, find_newest_complete
 from pipeline.checkpoint.manifest import MANIFEST, TABLE
 from pipeline.checkpoint.peers import Peers
 from pipeline.checkpoint.store import CheckpointStore
@@ -131,7 +131,7 @@ def test_the_same_step_is_written_once(tmp_path):
 )
 def test_what_stays(losses, keep_last, keep_every, keep_best):
     saved = [SavedCheckpoint(step, Path(), loss, rank=loss) for step, loss in sorted(losses.items())]
-    stays = Retention(keep_last, keep_every, keep_best).stays(SavedCheckpoints(tuple(saved)))
+    stays = Retention(keep_last, keep_every, keep_best).steps_to_keep(SavedCheckpoints(tuple(saved)))
     assert stays <= set(losses)
     assert set(sorted(losses)[-keep_last:]) <= stays
     if keep_every:
@@ -213,7 +213,7 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
     # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
     later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
-    assert newest_good(tmp_path)[0].folder.name == "step-00000004"  # by its size
+    assert find_newest_complete(tmp_path)[0].folder.name == "step-00000004"  # by its size
     later.save(PlainEngine(0, 1, seed=4), state_at(4), wait=True)
     assert names(tmp_path) == ["step-00000004"]
     assert verify(tmp_path / "step-00000004") == []
@@ -249,7 +249,7 @@ def test_whatever_bears_a_checkpoints_name_and_is_none_is_told(tmp_path, caplog,
     assert make_store(folder).resume(PlainEngine(0, 1))["global_step"] == 1
     (told,) = [line for line in caplog.messages if "passed over" in line]
     assert told.startswith("step-00000002 is passed over: on ")
-    good, passed_over = newest_good(folder)
+    good, passed_over = find_newest_complete(folder)
     assert good.folder.name == "step-00000001"
     assert "step-00000002 is passed over" in passed_over[0]
 
@@ -314,7 +314,7 @@ def test_a_successor_that_is_gone_removes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store._pruner, "prune", lost)
     store.save(PlainEngine(0, 1), state_at(2), wait=True)
-    good, passed_over = newest_good(tmp_path)
+    good, passed_over = find_newest_complete(tmp_path)
     assert good.folder.name == "step-00000001"
     assert "step-00000002 is passed over" in passed_over[0]
     assert "missing" in passed_over[0]
@@ -407,7 +407,7 @@ def test_what_killed_saves_left_goes_at_the_next_save(tmp_path):
         (tmp_path / name / "inner").mkdir(parents=True)
     (tmp_path / ".meeting-0-0").touch()
     (tmp_path / "notes.txt").touch()
-    assert newest_good(tmp_path) == (None, [])
+    assert find_newest_complete(tmp_path) == (None, [])
     store = make_store(tmp_path)
     store.save(PlainEngine(0, 1), state_at(1), wait=True)
     assert names(tmp_path) == ["notes.txt", "step-00000001"]
@@ -424,14 +424,14 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_run(small_disk, caplog):
     with pytest.raises(CheckpointError, match="not saved"):
         store.save_final(engine, state_at(5))
     assert names(store.folder) == ["step-00000001"]
-    assert newest_good(store.folder)[0].folder.name == "step-00000001"
+    assert find_newest_complete(store.folder)[0].folder.name == "step-00000001"
     (small_disk / "filler").unlink()
     assert store.save(engine, state_at(6), wait=True).problem is None
 
 
 def test_a_disk_that_fills_up_while_it_is_written(small_disk, monkeypatch):
     """Another program takes the room between the look and the write."""
-    monkeypatch.setattr("pipeline.checkpoint.peers.Peers.lack_of_disk", lambda *_: None)
+    monkeypatch.setattr("pipeline.checkpoint.peers.Peers.find_disk_shortage", lambda *_: None)
     store, engine = make_store(small_disk / "checkpoints"), PlainEngine(0, 1, seed=3)
     store.save(engine, state_at(1), wait=True)
     with (small_disk / "filler").open("wb") as file:

@@ -16,7 +16,7 @@ from support.checkpoints import verify
 from support.exchange import SPLITS, Run, run_on, tree
 from support.saved import store_in
 
-from pipeline.checkpoint.catalog import Retention, check
+from pipeline.checkpoint.catalog import Retention, read_complete_manifest
 from pipeline.checkpoint.shards import Region, Shard
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
@@ -109,7 +109,7 @@ def test_a_copy_that_lacks_it_says_so_in_one_line(tmp_path):
     store_of(tmp_path).save(Frozen(0, 1), {"global_step": 1}, wait=True)
     (tmp_path / "step-00000001" / FROZEN).unlink()
     with pytest.raises(CheckpointError, match=f"{FROZEN}: missing; written on ") as caught:
-        check(tmp_path / "step-00000001")
+        read_complete_manifest(tmp_path / "step-00000001")
     assert "\n" not in str(caught.value)
 
 

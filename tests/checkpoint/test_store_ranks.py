@@ -21,7 +21,7 @@ from support.heard import heard
 from support.ranks import RankFailedError, RankPool
 from test_save_killed import Fault
 
-from pipeline.checkpoint.catalog import Retention, newest_good
+from pipeline.checkpoint.catalog import Retention, find_newest_complete
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -179,7 +179,7 @@ def test_machines_that_share_no_file_system(ranks, tmp_path):
             f"rank-0000{rank}.safetensors",
             "shards.safetensors",
         ]
-        newest, passed_over = newest_good(folder)
+        newest, passed_over = find_newest_complete(folder)
         assert (newest.folder, passed_over) == (folder / "step-00000002", [])
         assert verify(folder / "step-00000002") == []
     assert ranks(2).run(resume, str(tmp_path), True) == [(2, True)] * 2
@@ -322,5 +322,5 @@ def test_a_lost_rank_ends_the_save_and_leaves_the_old_checkpoint(tmp_path, at, w
         with pytest.raises(RankFailedError, match="rank 1 died") as caught:
             pool.run(lose_a_rank, str(tmp_path), at, wait, timeout=200)
         assert "did not answer" not in str(caught.value)
-    assert newest_good(tmp_path)[0].folder.name == "step-00000001"
+    assert find_newest_complete(tmp_path)[0].folder.name == "step-00000001"
     assert resume(ALONE, str(tmp_path), False) == (1, True)

@@ -10,7 +10,7 @@ from checkpoint.plain_engine import SHAPES, PlainEngine, whole_region
 from support.checkpoints import flip_a_bit, written
 
 from pipeline.__main__ import main
-from pipeline.checkpoint.catalog import Retention, diff, list_checkpoints, read_through
+from pipeline.checkpoint.catalog import Retention, diff_checkpoints, list_checkpoints, verify_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
@@ -101,7 +101,7 @@ def test_several_damaged_files_are_counted_and_read_to_the_end(tmp_path):
     done = []
     (row,) = list_checkpoints(tmp_path)
     assert row.problem is None
-    row = read_through(row, done.append)
+    row = verify_checkpoint(row, done.append)
     assert "rank-00001.safetensors" in row.problem
     assert row.problem.endswith("; and 1 more file")
     assert sum(done) == manifest.num_bytes == row.num_bytes
@@ -155,7 +155,7 @@ def test_the_difference_names_tensors_and_amounts(run, look):
 def test_the_difference_counts_what_is_done(run):
     one, other = checkpoint_of(run, 20), checkpoint_of(run, 40)
     done = []
-    changes = list(diff(read_manifest(one), read_manifest(other), done.append))
+    changes = list(diff_checkpoints(read_manifest(one), read_manifest(other), done.append))
     values = sum(math.prod(shape) for shape, _ in SHAPES.values())
     assert sum(done) == values
     assert 0 < len(changes) <= len(SHAPES)

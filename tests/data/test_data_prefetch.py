@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from pipeline.data.batches import collate_items
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
-from pipeline.training.banner import little_data
+from pipeline.training.banner import describe_data_shortage
 
 SOURCES = (SourceShare("web", 40, weight=3.0), SourceShare("code", 23, weight=1.0))
 
@@ -127,5 +127,5 @@ def test_stopped_and_resumed_at_other_splits_equals_never_having_stopped(splits)
 
 
 def test_less_data_than_a_step_is_said():
-    assert little_data(prefetcher(micro=21)) is None
-    assert "has 63 samples and a step takes 66" in (little_data(prefetcher(micro=22)) or "")
+    assert describe_data_shortage(prefetcher(micro=21)) is None
+    assert "has 63 samples and a step takes 66" in (describe_data_shortage(prefetcher(micro=22)) or "")

@@ -12,7 +12,7 @@ from parity.measure import ALONE
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.data.loader import BatchSource
-from pipeline.training.assemble import assemble, go_on
+from pipeline.training.assemble import assemble, restore_progress
 from pipeline.training.loop import TrainLoop
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,9 @@ def trained(folder: Path, max_steps: int) -> tuple[list[dict], list[torch.Tensor
     rollouts = Rollouts(run.engine.module)
     source: BatchSource = rollouts
     chosen = run.checkpoints.choose()
-    start, _ = go_on(run.checkpoints, chosen, engine=run.engine, source=source, max_steps=max_steps)
+    start, _ = restore_progress(
+        run.checkpoints, chosen, engine=run.engine, source=source, max_steps=max_steps
+    )
     with run.trackers, TrainLoop(replace(run, loader=source, start=start)) as loop:
         while loop.step() is not None:
             pass

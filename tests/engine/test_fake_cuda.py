@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.checkpoint.shard_file import Layout
+from pipeline.checkpoint.shard_file import FileLayout
 from pipeline.checkpoint.shards import Region, Shard
 from pipeline.checkpoint.store import CHUNK, Snapshot
 from pipeline.config.batch_plan import plan_batch
@@ -181,7 +181,7 @@ def saved(job: Job) -> tuple[list[int], bool]:
             for kind, tensor in zip(kinds, tensors, strict=True):
                 yield Shard.of(kind, kind, Region((len(tensor),), None, 0, len(tensor)), tensor)
 
-        snapshot = Snapshot(Layout.of(shards()), DEVICE)
+        snapshot = Snapshot(FileLayout.of(shards()), DEVICE)
         waited = []
         with patch.object(_Stream, "wait_event", lambda _, event: waited.append(event)):
             snapshot.fill(shards())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoint.shard_file import Layout, write_file
+from pipeline.checkpoint.shard_file import FileLayout, write_file
 from pipeline.checkpoint.shards import Region, Shard
-from pipeline.checkpoint.store import CHUNK, Snapshot, streamed
+from pipeline.checkpoint.store import CHUNK, Snapshot, stream_shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,8 +45,8 @@ def check(snapshot, layout, live, expected, path, kind="weight"):
 
 
 def test_a_step_behind_the_copy_changes_nothing_of_it(tmp_path, tensors):
-    expected, layout = [tensor.cpu() for tensor in tensors], Layout.of(shards_of(tensors))
-    live = write_file(tmp_path / "live", layout, streamed(layout, shards_of(tensors)))
+    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors))
+    live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors)))
     snapshot = snapshot_of(layout)
     for turn in range(2):  # the buffers are used again
         for tensor, value in zip(tensors, expected, strict=True):
@@ -66,7 +66,7 @@ def test_a_step_behind_the_copy_changes_nothing_of_it(tmp_path, tensors):
 
 
 def test_forward_and_backward_run_beside_the_copy(tensors):
-    snapshot = snapshot_of(Layout.of(shards_of(tensors)))
+    snapshot = snapshot_of(FileLayout.of(shards_of(tensors)))
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(CYCLES)
         snapshot.fill(shards_of(tensors))  # behind that stream alone
@@ -83,8 +83,8 @@ def test_forward_and_backward_run_beside_the_copy(tensors):
 
 
 def test_buffers_may_change_at_once(tmp_path, tensors):
-    expected, layout = [tensor.cpu() for tensor in tensors], Layout.of(shards_of(tensors, "buffer"))
-    live = write_file(tmp_path / "live", layout, streamed(layout, shards_of(tensors, "buffer")))
+    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors, "buffer"))
+    live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors, "buffer")))
     snapshot = snapshot_of(layout)
     snapshot.fill(shards_of(tensors, "buffer"))
     for tensor in tensors:
@@ -94,8 +94,8 @@ def test_buffers_may_change_at_once(tmp_path, tensors):
 
 def test_what_nobody_holds_any_longer_is_copied_as_it_was(tmp_path, tensors):
     """An engine copies what lies in pieces, and lets go of it; its memory is soon another tensor's."""
-    expected, layout = [tensor.cpu() for tensor in tensors], Layout.of(shards_of(tensors))
-    live = write_file(tmp_path / "live", layout, streamed(layout, shards_of(tensors)))
+    expected, layout = [tensor.cpu() for tensor in tensors], FileLayout.of(shards_of(tensors))
+    live = write_file(tmp_path / "live", layout, stream_shards(layout, shards_of(tensors)))
     snapshot = snapshot_of(layout)
     with torch.cuda.stream(stream := torch.cuda.Stream()):
         snapshot._stream = stream

@@ -26,7 +26,7 @@ from pipeline.models.transforms import Placement, transform
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
-from pipeline.training.safeguard import with_keys
+from pipeline.training.safeguard import add_noise_keys
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def test_packing_does_not_change_a_steps_loss():
         for alpha in (ALPHA, None):
             engine = make_engine(ALONE, tree_of(alpha), None, token_bundle())
             batch = rows.__getitems__(range(rows_taken))
-            batches = with_keys([batch], 0, 0) if alpha else [batch]
+            batches = add_noise_keys([batch], 0, 0) if alpha else [batch]
             losses[packing].append(float(engine.train_step(batches, CausalLM(), 1e-3, 0).loss_sum))
     assert rows_taken < len(documents)
     assert losses["best_fit"] == pytest.approx(losses["none"], rel=1e-6)

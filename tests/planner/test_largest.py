@@ -6,20 +6,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, TRIED_UP_TO, Use, largest, next_trial
+from pipeline.training.micro_batch import (
+    MARGIN,
+    MOST_TRIALS,
+    TRIED_UP_TO,
+    MemoryUse,
+    find_largest_fitting,
+    next_trial,
+)
 
 LIMIT = 80_000
 
 
 def search(candidates: list[int], guess: int | None, ranks: list[tuple[int, int, int]]):
     """The size found and the sizes tried, given each rank's bytes: static, of a row, of an update."""
-    tried: dict[int, list[Use]] = {}
+    tried: dict[int, list[MemoryUse]] = {}
     while (size := next_trial(candidates, tried, guess)) is not None:
         assert size not in tried
         tried[size] = [
-            Use(row * size, held + row * size, held + update, LIMIT) for held, row, update in ranks
+            MemoryUse(row * size, held + row * size, held + update, LIMIT) for held, row, update in ranks
         ]
-    return largest(tried), tried
+    return find_largest_fitting(tried), tried
 
 
 def powers(most: int) -> list[int]:

@@ -22,7 +22,7 @@ from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
 from pipeline.models.transforms import Adaptation, Placement, transform
-from pipeline.training.assemble import hold_base
+from pipeline.training.assemble import choose_base_sharding
 
 LAYERS, VOCABULARY = 2, 61
 DTYPES = {"fp32": torch.float32, "autocast": torch.float32, "half": torch.bfloat16}
@@ -128,7 +128,7 @@ def build(case: Case, sizes: Sizes, device: torch.device) -> nn.Module:
     placement = Placement(device, separate_documents=case.apart, dtype=dtype)
     if case.adapted:
         adapter = AdapterConfig(rank=sizes.rank)
-        sharding = hold_base(adapter, config, sharding, dtype)
+        sharding = choose_base_sharding(adapter, config, sharding, dtype)
         placement = replace(placement, adapter=Adaptation(adapter, 0, sharding, ALONE))
     request = ModelRequest(sharding, vocab_size=VOCABULARY, sequence_length=sizes.length)
     model = transform(build_model(config, request, 0), config, placement)

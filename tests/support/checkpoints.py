@@ -13,13 +13,13 @@ from pipeline.checkpoint.manifest import (
     FileRecord,
     Manifest,
     ShardTable,
+    make_table_record,
     read_manifest,
-    record_of,
 )
-from pipeline.checkpoint.reader import Damage, check_content, check_sizes
-from pipeline.checkpoint.shard_file import Layout, write_file
+from pipeline.checkpoint.reader import Damage, check_content, check_file_sizes
+from pipeline.checkpoint.shard_file import FileLayout, write_file
 from pipeline.checkpoint.shards import Shard
-from pipeline.checkpoint.store import streamed
+from pipeline.checkpoint.store import stream_shards
 from pipeline.errors import CheckpointError
 
 
@@ -27,10 +27,10 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     """A checkpoint of these engines (plain_engine.PlainEngine) in the folder."""
     files, shards = [], list[Shard]()
     for engine in engines:
-        layout = Layout.of(engine.shards())
+        layout = FileLayout.of(engine.shards())
         path = folder / f"rank-{engine.rank:05d}.safetensors"
-        sums = write_file(path, layout, streamed(layout, iter(engine.shards())))
-        shards += map(Shard.described, layout.shards, sums.shards)
+        sums = write_file(path, layout, stream_shards(layout, iter(engine.shards())))
+        shards += map(Shard.without_values, layout.shards, sums.shards)
         files.append(
             FileRecord(
                 name=path.name,
@@ -46,7 +46,7 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
     fields = {"global_step": 1, "world_size": len(engines), "split": "plain", "state": {"samples_seen": 3}}
     table = ShardTable.of(shards)
     content = table.encode()
-    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": record_of(content)}
+    fields |= {"scalars": scalars, "files": tuple(files), "shard_table": make_table_record(content)}
     manifest = Manifest.with_table(table, folder, **fields | changes)
     (folder / TABLE).write_bytes(content)
     (folder / MANIFEST).write_bytes(manifest.encode())
@@ -59,7 +59,7 @@ def verify(folder: Path) -> list[Damage]:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
-    return check_sizes(manifest) or check_content(manifest)
+    return check_file_sizes(manifest) or check_content(manifest)
 
 
 def flip_a_bit(path: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline.planner.forecast import forecast
 from pipeline.planner.hardware import place_of
 from pipeline.planner.shapes import model_of
 from pipeline.training import device_failures
-from pipeline.training.device_failures import Shortage, TrainingAdvice, explain
+from pipeline.training.device_failures import MemoryShortage, TrainingAdvice, explain_failure
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ JOB = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
 def told(error, *overrides, job=JOB):
     recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", overrides)
-    return explain(error, job.device if job else None, TrainingAdvice(settings, job))
+    return explain_failure(error, job.device if job else None, TrainingAdvice(settings, job))
 
 
 def test_the_numbers_and_what_to_change():
@@ -70,7 +70,7 @@ def test_a_plan_that_fails_hides_no_error():
         raise ZeroDivisionError
 
     settings = load_settings(ROOT / "launch" / "recipes" / "python_stdlib.yaml", None, [])
-    found = explain(
+    found = explain_failure(
         torch.OutOfMemoryError(CUDA), torch.device("cuda"), TrainingAdvice(settings, JOB, plan=fail)
     )
     assert isinstance(found, DeviceMemoryError)
@@ -91,7 +91,7 @@ def test_what_was_held_what_was_planned_and_changes_with_their_gains():
         states=lambda kind: held,
         plan=lambda changed: forecast(changed, model, place),
     )
-    found = advice(Shortage("cpu"))
+    found = advice(MemoryShortage("cpu"))
     assert found.facts[0].startswith(
         "held: 10.00 GiB parameters, 5.00 GiB gradients, 20.00 GiB optimizer, 1.00 GiB engine's buffers"
     )

@@ -13,7 +13,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.planner.forecast import forecast
 from pipeline.planner.hardware import place_of
 from pipeline.planner.shapes import model_of
-from pipeline.training.expectation import Expectation, expect, guessed
+from pipeline.training.expectation import Expectation, build_expectation, guess_micro_batch
 
 GPU = place_of("h100")
 
@@ -57,7 +57,7 @@ def test_of_a_module_that_no_formula_knows_states_are_told():
     tree = recipe(model={"kind": "cnn"}, data={"kind": "digits"}, objective={"kind": "classification"})
     config, resolved = resolve(tree, {"torch": {"parallel": "single"}}, 1)
     data = DataBundle([], {}, dict, None, None, 10, "none")
-    told = expect(config, resolved, ALONE, data, torch.nn.Linear(512, 512))
+    told = build_expectation(config, resolved, ALONE, data, torch.nn.Linear(512, 512))
     assert told.memory.startswith("at least 0.45 GiB of")
 
 
@@ -66,9 +66,9 @@ def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):
     batch = {"micro_batch_size": "auto", "global_batch_size": 48}
     config, resolved = resolve(recipe(data=text, batch=batch), {"torch": {"parallel": "single"}}, 1)
     data = DataBundle([], {}, dict, None, 257, None, "none")
-    assert guessed(config, resolved, ALONE, data) == 48
+    assert guess_micro_batch(config, resolved, ALONE, data) == 48
     large = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 2**24})})
-    assert guessed(large, resolved, ALONE, data) < 48
+    assert guess_micro_batch(large, resolved, ALONE, data) < 48
 
 
 def test_nothing_is_said_of_what_was_not_expected_or_not_measured(found):

@@ -53,14 +53,14 @@ def is_frozen(what: object) -> bool:
 
 
 def test_what_the_process_froze_itself_stays_so():
-    from pipeline.training.loop import LongLived
+    from pipeline.training.loop import GcFreezer
 
     was_frozen, earlier = gc.get_freeze_count(), [[]]
     gc.freeze()
     try:
-        with LongLived() as long_lived:
+        with GcFreezer() as long_lived:
             later = [[]]
-            long_lived.set_aside()
+            long_lived.freeze()
             assert is_frozen(earlier)
             assert not is_frozen(later)
         assert is_frozen(earlier)

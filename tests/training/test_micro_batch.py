@@ -27,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
-from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, Search
+from pipeline.training.micro_batch import MARGIN, MOST_TRIALS, MicroBatchSearch
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def train(
     data = DataBundle(MaskedTokens(64, length), {}, collate_items, None, VOCABULARY, None, "tiny")
     engine = build_engine(config, resolved, job, data)
     objective = build_objective(config)
-    search = Search(
+    search = MicroBatchSearch(
         config,
         resolved,
         job,
@@ -85,7 +85,7 @@ def train(
         most = [max(use.most for use in search.measure(size)) for size in (1, ANSWER, 2 * ANSWER)]
         engine.close()
         return int((most[1] + most[2]) / 2 / MARGIN)
-    plan = search.settle().batch_plan
+    plan = search.resolve_auto().batch_plan
     loader = build_loader(config, plan, data, engine)
     curve = []
     for step in range(3):
@@ -151,13 +151,13 @@ def test_the_next_start_knows(tmp_path, caplog):
 
 
 def test_a_trial_that_runs_out_of_memory_is_known_to_the_next_start(tmp_path, monkeypatch):
-    def fail(self: Search, plan: Any) -> Any:
+    def fail(self: MicroBatchSearch, plan: Any) -> Any:
         if plan.micro_batch_size > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return load(self, plan)
 
-    load = Search._batches
-    monkeypatch.setattr(Search, "_batches", fail)
+    load = MicroBatchSearch._batches
+    monkeypatch.setattr(MicroBatchSearch, "_batches", fail)
     with pytest.raises(torch.OutOfMemoryError):
         started(tmp_path)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.objectives import Recorded, build_objective
 from pipeline.training.assemble import build_engine
-from pipeline.training.reference_logps import Rows, compute_reference
+from pipeline.training.reference_logps import ReferenceRows, compute_reference
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cach
     data = answers_bundle(in_row=in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine, objective = build_engine(config, resolved, job, data), build_objective(config)
-    rows = Rows(data, resolved.batch_plan.micro_batch_size, 0)
+    rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, 0)
     compute_reference(
         rows, job=job, engine=engine, objective=objective, directory=folder, cache=cache, key="key"
     )

@@ -221,8 +221,8 @@ def test_a_run_that_goes_back_and_back_ends():
     safeguard = Safeguard(WatchConfig(on_spike="rollback"), 1, lambda step, event: None)
     spike = Event("loss_spike", "the loss of step 41 is high", fields={"at_step": 41})
     for _ in range(MOST_IN_A_ROW):
-        rollback = safeguard.act(45, spike)
+        rollback = safeguard.act_on_alert(45, spike)
         assert rollback is not None
-        assert safeguard.going_back(rollback) == 33
+        assert safeguard.begin_rollback(rollback) == 33
     with pytest.raises(StoppedError, match="came no further"):
-        safeguard.going_back(rollback)
+        safeguard.begin_rollback(rollback)

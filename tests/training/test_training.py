@@ -13,7 +13,7 @@ import torch
 from support.record import numbers, rows_of
 from support.tiny import recipe, resolve, token_bundle
 
-from pipeline.checkpoint.catalog import steps_in
+from pipeline.checkpoint.catalog import list_published_folders
 from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -81,7 +81,7 @@ def ended(
 
 
 def saved(folder: Path) -> list[int]:
-    return sorted(steps_in(folder / "checkpoints"))
+    return sorted(list_published_folders(folder / "checkpoints"))
 
 
 def test_saved_by_the_clock_besides_the_steps(tmp_path):
@@ -114,7 +114,7 @@ def test_a_signal_ends_an_evaluation(tmp_path):
 def record(folder: Path):
     """Results of a run: its rows without times, and the loss that each checkpoint is judged by."""
     losses = {}
-    for step, path in steps_in(folder / "checkpoints").items():
+    for step, path in list_published_folders(folder / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
     return numbers(folder), losses
 
@@ -190,7 +190,7 @@ def test_the_best_is_judged_by_an_evaluation_of_its_own_step(tmp_path):
     changes = {"eval": {"every": 3}, "checkpoint": {"every": 2, "keep_last": 9}}
     ended(ALONE, tmp_path, changes)
     losses = {}
-    for step, path in steps_in(tmp_path / "checkpoints").items():
+    for step, path in list_published_folders(tmp_path / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
     assert {step for step, loss in losses.items() if loss is not None} == {6, 8}
 
