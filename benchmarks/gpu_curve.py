@@ -39,7 +39,7 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.ranks import read_ranks
 from pipeline.engine.interface import mean_loss
-from pipeline.engine.schedule import multiplier
+from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.models import build_model
 from pipeline.models.sharding import Whole, model_request
 from pipeline.objectives import build_objective
@@ -197,7 +197,7 @@ def train(
         for step in range(steps):
             seed_step(config.seed, step, engine.seed_rank)
             assert config.optimizer.learning_rate is not None
-            rate = config.optimizer.learning_rate * multiplier(config.schedule, step, STEPS)
+            rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, STEPS)
             results.append(engine.train_step(loader.next_group(), objective, rate, 0))
         trained = Trained(inputs=curve_inputs.checksum(data.train, weights))
         for result in results:  # read at the end: each read waits for the device

@@ -23,7 +23,7 @@ from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import take_up
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
 from pipeline.distributed.signals import reports_own_exit, stop_with_launcher, terminable
-from pipeline.engine.schedule import remark
+from pipeline.engine.schedule import describe_missed_peak
 from pipeline.errors import (
     INTERRUPTS,
     NO_CHECKPOINT,
@@ -198,7 +198,7 @@ def describe(settings: Settings, world_size: int) -> str:
         line = f"{config.max_steps:,} optimizer steps, {samples:,} samples"
         if config.data.text is not None:
             line += f", {samples * config.data.text.sequence_length:,} tokens"
-        parts += [line, *filter(None, [remark(config.schedule, config.max_steps)])]
+        parts += [line, *filter(None, [describe_missed_peak(config.schedule, config.max_steps)])]
     else:
         parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
     return "\n".join(parts)

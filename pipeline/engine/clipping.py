@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Limits, mean_loss
+from pipeline.engine.interface import StepLimits, mean_loss
 
 
-class Refusal:
+class StepLimitGuard:
     """Holds a step's loss and gradient norm to limits. Where a step has none, it costs nothing.
 
     Args:
@@ -31,7 +31,7 @@ class Refusal:
     def __init__(self, job: Job, module: nn.Module):
         self._job = job
         self._layers = [layer for layer in module.modules() if layer._buffers]
-        self._limits: Limits | None = None
+        self._limits: StepLimits | None = None
         self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._is_refused: Tensor | None = None
@@ -43,7 +43,7 @@ class Refusal:
         """Return whether this step may be refused."""
         return self._limits is not None
 
-    def begin(self, limits: Limits | None) -> None:
+    def begin(self, limits: StepLimits | None) -> None:
         """Keep the buffers before a step's first forward."""
         self._limits, self._is_refused, self.loss = limits, None, None
         self._kept = []
@@ -158,12 +158,12 @@ class StepGate:
             wait()
 
 
-Sums = Callable[[Tensor], Tensor]
-Refused = Callable[[Tensor], Tensor | None]
+SumOverRanks = Callable[[Tensor], Tensor]
+RefusalCheck = Callable[[Tensor], Tensor | None]
 """Norm of the gradients, 0-dim -> whether a step is not to be taken, bool, 0-dim; None: none is refused."""
 
 
-def is_own(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
+def take_over_clipping(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the trainer guards the steps of a DeepSpeed engine. If so, `config` turns DeepSpeed's
     guard off.
 
@@ -193,8 +193,8 @@ def clip_and_guard(
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     counted: Iterable[bool] = repeat(True),
-    sums: Sums | None = None,
-    refused: Refused | None = None,
+    sums: SumOverRanks | None = None,
+    refused: RefusalCheck | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Have the optimizer's next step clip the gradients, or move nothing where they are not finite.
 
@@ -214,7 +214,11 @@ def clip_and_guard(
 
 
 def clip_and_guard_partition(
-    zero: Any, max_norm: float, is_counted: Callable[[Tensor], bool], sums: Sums, refused: Refused
+    zero: Any,
+    max_norm: float,
+    is_counted: Callable[[Tensor], bool],
+    sums: SumOverRanks,
+    refused: RefusalCheck,
 ) -> tuple[Tensor, Tensor]:
     """Do as `clip_and_guard` at ZeRO 1 and 2, after the last backward, over what this rank steps.
 
@@ -231,7 +235,7 @@ def clip_and_guard_partition(
     return norm, clip_or_skip(zero.optimizer, norm, max_norm, refused(norm))
 
 
-def one_norm_of_all(zero: Any, sums: Sums) -> None:
+def use_single_norm(zero: Any, sums: SumOverRanks) -> None:
     """Have ZeRO 3 take one norm of all gradients in one collective, not one a parameter and group.
 
     It clips and guards as before. Not for matrices that are cut, nor where the gradients lie in host memory.
@@ -262,7 +266,7 @@ def square_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
 
 
-def step_on_device(zero_optimizer: Any) -> None:
+def replace_bf16_step(zero_optimizer: Any) -> None:
     """Have DeepSpeed's optimizer of stage 0 in bf16 leave norm, clipping and guard to a hook of its inner
     one.
 
@@ -320,7 +324,7 @@ def clip_or_skip(
 
 
 @contextmanager
-def at_rest(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+def suppress_steps(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     """Have a step inside it move nothing."""
     if reads_found_inf(optimizer):
         optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]

@@ -36,29 +36,29 @@ from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.clipping import Refusal, StepGate, at_rest
+from pipeline.engine.clipping import StepGate, StepLimitGuard, suppress_steps
 from pipeline.engine.deepspeed_patches import (
-    compile_plain_linear,
-    forget_model,
-    go_on_at_the_minimum,
+    continue_at_min_loss_scale,
+    drop_model_references,
     prepare_for_cpu,
+    use_compilable_linear,
 )
-from pipeline.engine.deepspeed_state import rewritten_weights
-from pipeline.engine.interface import Limits
-from pipeline.engine.optim import START, build_torch_optimizer
-from pipeline.engine.replicas import Replicas
-from pipeline.engine.state import State, gradients_shown, restore
+from pipeline.engine.deepspeed_state import get_weights_copied_from_masters
+from pipeline.engine.interface import StepLimits
+from pipeline.engine.optim import PLACEHOLDER_RATE, build_torch_optimizer
+from pipeline.engine.replicas import ReplicaDigests
+from pipeline.engine.state import RankState, observe_gradients, restore_state
 from pipeline.planner.states import fitted_bucket
 
 
-class EngineGroups:
+class EngineProcessGroups:
     """The process groups of one engine: made before them, `keep` once it stands, `destroy` at its end.
 
     Each group is a connection to every other rank in it and two threads. One that another open engine found
     in DeepSpeed's module variables, and took, stays until that one is closed.
     """
 
-    _open: ClassVar[WeakSet[EngineGroups]] = WeakSet()
+    _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()
 
     def __init__(self) -> None:
         self._before = _living() - _shared()
@@ -108,7 +108,7 @@ def _shared() -> set[Any]:
     return _living() & set(named)
 
 
-def parallel_state(split: Split) -> ModuleType | None:
+def build_parallel_state(split: Split) -> ModuleType | None:
     """Return the module that DeepSpeed asks for its groups (its `mpu`), with this split's groups. Collective.
 
     None where every rank is a data-parallel one.
@@ -131,7 +131,7 @@ def _is_of(group: Any, size: int) -> bool:
     return group is not None and dist.get_world_size(group) == size
 
 
-def forget_parameter_groups() -> None:
+def drop_hpz_groups() -> None:
     """Drop the hpZ groups of an engine or a zero.Init before this one. Call it before a model is made.
 
     DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ; where
@@ -150,7 +150,7 @@ _SEARCH = {
 _LOWEST = ("min_scale", "min_loss_scale")  # DeepSpeed's words for where it ends
 
 
-def is_wanted(record: logging.LogRecord) -> bool:
+def is_record_shown(record: logging.LogRecord) -> bool:
     """Return whether a line of DeepSpeed's log is shown.
 
     The event `non_finite` reports skipped steps; DeepSpeed's line for them comes with its other news. So does
@@ -167,7 +167,7 @@ def quiet_deepspeed() -> None:
     """
     is_debugged = logging.getLogger("pipeline").isEnabledFor(logging.DEBUG)
     set_log_level_from_string("debug" if is_debugged else "warning")
-    deepspeed.utils.logger.addFilter(is_wanted)
+    deepspeed.utils.logger.addFilter(is_record_shown)
 
 
 def start_deepspeed(job: Job) -> None:
@@ -179,7 +179,7 @@ def start_deepspeed(job: Job) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         prepare_for_cpu()
-    compile_plain_linear()
+    use_compilable_linear()
     deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
     deepspeed.init_distributed(dist_init_required=False)
 
@@ -194,7 +194,7 @@ def build_optimizer(
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
             groups,
-            lr=optimizer.learning_rate or START,
+            lr=optimizer.learning_rate or PLACEHOLDER_RATE,
             betas=optimizer.betas,
             eps=optimizer.eps,
             adamw_mode=True,
@@ -217,7 +217,7 @@ class DeepSpeedBase(ABC):
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
         """Prepare, before any process group of the engine is made. Call `_groups.keep()` once it is built."""
         self.closing = ExitStack()
-        self._groups = EngineGroups()
+        self._groups = EngineProcessGroups()
         self.closing.callback(self._groups.destroy)
         self.device = job.device
         self.phases = Phases(time.perf_counter, job.device)
@@ -228,12 +228,12 @@ class DeepSpeedBase(ABC):
         self._skipped = torch.zeros((), device=self.device)
         self._own_loss_scale = 1.0
         self._search_before: Scalars = {}
-        self.replicas: Replicas | None = None
+        self.replicas: ReplicaDigests | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
         """Put DeepSpeed around the model and `_optimizer`. Collective."""
         # At stage 0 in half precision DeepSpeed allocates the optimizer's state by a step of zero gradients.
-        with phase(Phase.OPTIMIZER), at_rest(self._optimizer, self.device):
+        with phase(Phase.OPTIMIZER), suppress_steps(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,
@@ -241,28 +241,28 @@ class DeepSpeedBase(ABC):
                 mpu=mpu,
                 dist_init_required=False,
             )
-        self.closing.callback(forget_model, self._engine)
+        self.closing.callback(drop_model_references, self._engine)
         self.closing.callback(self._engine.destroy)
-        go_on_at_the_minimum(self._zero_optimizer)
+        continue_at_min_loss_scale(self._zero_optimizer)
         # Stage 3 steps on the device what an offload's `ratio` leaves there.
         other = getattr(self._zero_optimizer, "backup_optimizer", None)
         self._stepped = [self._optimizer, *([] if other is None else [other])]
         self._gate = StepGate(self.module, *self._stepped)
-        self._refusal = Refusal(self._job, self.module)
+        self._refusal = StepLimitGuard(self._job, self.module)
 
     def _compare_replicas(self, key: int, is_sharded: bool) -> None:
         """Have replicas compared; see Replicas."""
-        self.replicas = Replicas(
+        self.replicas = ReplicaDigests(
             key,
             self.module.parameters,
             self._optimizer,
             self.device,
             is_sharded=is_sharded,
-            rewritten=partial(rewritten_weights, self._zero_optimizer),
+            rewritten=partial(get_weights_copied_from_masters, self._zero_optimizer),
         )
 
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.divide. DeepSpeed reads these numbers where it counts to the next update."""
+    def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.set_batch_division. DeepSpeed reads these numbers where it counts to the next update."""
         engine = self._engine
         engine.set_train_micro_batch_size(micro_batch_size)
         engine.set_train_batch_size(micro_batch_size * gradient_accumulation_steps * engine.dp_world_size)
@@ -281,7 +281,7 @@ class DeepSpeedBase(ABC):
             norm = self._zero_optimizer._global_grad_norm
             self._refusal.before(optimizer, norm / self._own_loss_scale)
 
-    def _begin(self, limits: Limits | None) -> None:
+    def _begin(self, limits: StepLimits | None) -> None:
         """Prepare for a step's first forward."""
         self._refusal.begin(limits)
         self._search_before = self._search() if limits is not None else {}
@@ -322,7 +322,7 @@ class DeepSpeedBase(ABC):
         self.__dict__ = {"closing": self.closing}
 
     @abstractmethod
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         """Return what this rank holds."""
 
     @abstractmethod
@@ -337,9 +337,9 @@ class DeepSpeedBase(ABC):
         """See EngineState.scalars."""
         return self._state().scalars() | self._search()
 
-    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
-        """See Engine.gradients_shown_to."""
-        return gradients_shown(self._stepped, self._state, take)
+    def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+        """See Engine.observe_gradients."""
+        return observe_gradients(self._stepped, self._state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
@@ -348,7 +348,7 @@ class DeepSpeedBase(ABC):
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
         """See EngineState.restore. Where a run had no loss scale, the search stays at its beginning."""
-        restore(self._state(), source, self._names())
+        restore_state(self._state(), source, self._names())
         self._set_search(source.scalars)
 
     def _search(self) -> Scalars:

@@ -22,46 +22,51 @@ from pipeline.engine import clipping
 from pipeline.engine.deepspeed_base import (
     DeepSpeedBase,
     build_optimizer,
+    build_parallel_state,
+    drop_hpz_groups,
     fit_bucket,
-    forget_parameter_groups,
-    parallel_state,
 )
 from pipeline.engine.deepspeed_patches import (
     average_over_all_ranks,
+    get_missing_loss_scale,
     keep_autocast,
     keep_misaligned_gradients,
-    loss_scale_left_to_us,
 )
-from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.deepspeed_state import build_rank_state
 from pipeline.engine.interface import (
     DTYPES,
-    Limits,
+    StepLimits,
     StepResult,
+    add_document_bounds,
     backward_scale,
-    check_gradient,
-    count_and_flags,
     count_parameters,
+    require_gradient_graph,
+    stack_count_and_flags,
     to_device,
-    with_bounds,
 )
 from pipeline.engine.optim import parameter_groups
-from pipeline.engine.replicas import ChangingBuffers
+from pipeline.engine.replicas import BufferBroadcast
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.sequence_parallel import SequenceParallel
 from pipeline.engine.state import (
-    State,
-    kept_buffers,
-    names_of,
-    warn_of_unused,
+    RankState,
+    get_checkpoint_names,
+    get_persistent_buffers,
+    place_whole_parameters,
+    warn_of_unused_parameters,
     watch_gradients,
-    whole_parameters,
 )
-from pipeline.engine.tensor_parallel import cut_parameters, first_ranks, is_counted, sum_of_parts
+from pipeline.engine.tensor_parallel import (
+    broadcast_from_first_rank,
+    counts_in_norm,
+    place_cut_parameters,
+    sum_over_tensor_group,
+)
 from pipeline.engine.tensor_sharding import TensorSharding
 from pipeline.engine.zero3 import (
     Zero3Sharding,
     gather_by_block,
-    gathered_where_it_fits,
+    gather_if_it_fits,
     measure_gathers,
 )
 from pipeline.models.generation import GenerationSettings, generate
@@ -69,13 +74,13 @@ from pipeline.models.sharding import Placed, Sharding
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
 
 
-def sharding_for(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
+def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
     """Return how a model is held while it is made for a DeepSpeedEngine.
 
     Args:
         config: The DeepSpeed JSON, filled in.
     """
-    forget_parameter_groups()
+    drop_hpz_groups()
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
     dtype = DTYPES[split.precision]
@@ -110,13 +115,13 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._split = split
         self._float_dtype = DTYPES[self.precision]
         self._is_autocast = autocast
-        mpu = parallel_state(split)
+        mpu = build_parallel_state(split)
         if split.tensor_parallel > 1:
             cast(TensorSharding, sharding).cut(model)
         groups = parameter_groups(model.named_parameters(), optimizer)
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_optimizer(groups, optimizer, config, split)
-        self._own_guard = clipping.is_own(config, split, self._optimizer)
+        self._own_guard = clipping.take_over_clipping(config, split, self._optimizer)
         self._sequence: SequenceParallel | None = None
         if split.sequence_parallel > 1:
             self._sequence = SequenceParallel(model, split.sequence_parallel, self.device)
@@ -131,30 +136,32 @@ class DeepSpeedEngine(DeepSpeedBase):
         for buffer in self.module.buffers():  # zero.Init moves parameters only
             buffer.data = buffer.data.to(self.device)
         keep_misaligned_gradients(self._zero_optimizer)
-        self._places = (cut_parameters if split.tensor_parallel > 1 else whole_parameters)(self.module)
+        self._places = (place_cut_parameters if split.tensor_parallel > 1 else place_whole_parameters)(
+            self.module
+        )
         self._is_counted = [self._counts(p) for p in self._parameters]
         self._norm: Tensor | None = None
         self._guard_steps()
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
         # DeepSpeed trains on in silence where a parameter takes no part.
-        self._buffers = ChangingBuffers(self.module)
+        self._buffers = BufferBroadcast(self.module)
         self._end_watch: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
         self._groups.keep()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
             self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
-        """Replace those parts of DeepSpeed's step that the trainer does itself; see clipping.is_own."""
+        """Replace those parts of DeepSpeed's step that the trainer does itself; see clipping.take_over_clipping."""
         stage = self._split.zero_stage
         if self._own_guard and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if self._split.precision == "bf16":
-                clipping.step_on_device(self._zero_optimizer)
+                clipping.replace_bf16_step(self._zero_optimizer)
         if not self._own_guard:
             self._refuse_steps()
         if stage == 3 and self._split.tensor_parallel == 1:
-            clipping.one_norm_of_all(self._zero_optimizer, self._job.all_reduce_sum)
+            clipping.use_single_norm(self._zero_optimizer, self._job.all_reduce_sum)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See Generates.generate."""
@@ -162,8 +169,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._sequence.release()
         whole: AbstractContextManager[bool] = nullcontext(True)
         if self._split.zero_stage == 3:
-            whole = gathered_where_it_fits(self._zero_optimizer, self._job, settings.gather)
-        agree = first_ranks if self._split.tensor_parallel > 1 else None
+            whole = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
+        agree = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
         with self.phases.measured("generation"), self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
@@ -175,7 +182,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         objective: Objective,
         learning_rate: float,
         flags: int,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
@@ -183,11 +190,11 @@ class DeepSpeedEngine(DeepSpeedBase):
             engine.train()
         # Ranks that come late are waited for behind the forward, not before it.
         arrived = self._job.begin_sum(
-            count_and_flags(micro_batches, objective, flags, self.device, self._copies)
+            stack_count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
         self._begin(limits)
-        own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
+        own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast(), self.phases.measured("routing"):
@@ -200,7 +207,7 @@ class DeepSpeedEngine(DeepSpeedBase):
                 batch = self._part_on_device(cpu_batch, objective)
                 with self.phases.measured("forward"):
                     loss = objective(engine, batch)
-            check_gradient(loss)
+            require_gradient_graph(loss)
             if index == 0:
                 with self.phases.measured("communication"):
                     totals = arrived()
@@ -221,9 +228,9 @@ class DeepSpeedEngine(DeepSpeedBase):
                     self._clip_and_guard_partition()
                 engine.step()
         with self.phases.measured("communication"):
-            self._buffers.share()
+            self._buffers.broadcast()
         if self._end_watch is not None:
-            warn_of_unused(self._end_watch())
+            warn_of_unused_parameters(self._end_watch())
             self._end_watch = None
         grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
@@ -238,7 +245,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             loss_scale=scale_now,
             extras=extras,
             loss=mean,
-            searched=searched,
+            is_loss_scale_search=searched,
         )
 
     def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
@@ -265,16 +272,16 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._sequence is not None:
             self._sequence.use()
             batch = self._sequence.part(batch)
-        batch = with_bounds(batch)
+        batch = add_document_bounds(batch)
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)
 
     def _counts(self, parameter: Tensor) -> bool:
-        return self._split.tensor_parallel == 1 or is_counted(parameter)
+        return self._split.tensor_parallel == 1 or counts_in_norm(parameter)
 
     def _clip_and_guard(self, *_: Any) -> None:
         """Clip and guard before the inner optimizer's step at stage 0, where every rank has all gradients."""
-        sums = sum_of_parts if self._split.tensor_parallel > 1 else None
+        sums = sum_over_tensor_group if self._split.tensor_parallel > 1 else None
         self._norm, self._skipped = clipping.clip_and_guard(
             self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal
         )
@@ -299,10 +306,12 @@ class DeepSpeedEngine(DeepSpeedBase):
         extras = {key: value / alike for key, value in loss.extras.items()}
         return LossSum(loss.loss_sum / alike, count, extras)
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         ranks, degree = self._job.ranks, self._split.tensor_parallel
         sharers = (ranks.rank // degree, ranks.world_size // degree)
-        return state_of(self._zero_optimizer, self._places, kept_buffers(self.module), sharers)
+        return build_rank_state(
+            self._zero_optimizer, self._places, get_persistent_buffers(self.module), sharers
+        )
 
     def _names(self) -> list[str]:
-        return names_of(self.module)
+        return get_checkpoint_names(self.module)

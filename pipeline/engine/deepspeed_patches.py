@@ -41,7 +41,7 @@ def prepare_for_cpu() -> None:
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
-def compile_plain_linear() -> None:
+def use_compilable_linear() -> None:
     """Have zero.Init put `_linear` in the place of F.linear, where it puts DeepSpeed's own.
 
     The backward of DeepSpeed's looks for the weight's ds_id. torch makes a guard of it, so that each compiled
@@ -50,7 +50,7 @@ def compile_plain_linear() -> None:
     partition_parameters.zero3_linear_wrap = _linear
 
 
-def restore_plain_linear() -> None:
+def restore_torch_linear() -> None:
     """Put torch's F.linear back. DeepSpeed leaves its own there for the rest of the process."""
     patched = partition_parameters.InsertPostInitMethodToModuleSubClasses
     torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
@@ -68,7 +68,7 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return result
 
 
-def loss_scale_left_to_us(optimizer: Any, precision: str) -> float:
+def get_missing_loss_scale(optimizer: Any, precision: str) -> float:
     """Return what the loss must be multiplied by because DeepSpeed does not, else 1.
 
     At stage 0 in fp16 its step divides the gradients by the scale, but its backward does not multiply the
@@ -77,7 +77,7 @@ def loss_scale_left_to_us(optimizer: Any, precision: str) -> float:
     return 1.0 if precision != "fp16" or isinstance(optimizer, ZeROOptimizer) else float(optimizer.loss_scale)
 
 
-def go_on_at_the_minimum(optimizer: Any) -> None:
+def continue_at_min_loss_scale(optimizer: Any) -> None:
     """Skip a step that overflows at the smallest loss scale, where DeepSpeed raises a bare exception.
 
     The meters warn of such steps, and end a run of nothing else.
@@ -140,7 +140,7 @@ class TiedPipelineModule(PipelineModule):
         super()._synchronize_tied_weights()
 
 
-def have_a_norm_of_nothing(optimizer: Any, device: torch.device) -> None:
+def allow_norm_without_gradients(optimizer: Any, device: torch.device) -> None:
     """Give a stage in bf16 that counts no gradient the norm 0: DeepSpeed stacks the norms of nothing.
 
     Such a stage has nothing but frozen weights, or a tied copy alone.
@@ -159,7 +159,7 @@ def have_a_norm_of_nothing(optimizer: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def without_hooks(offload: Any) -> Iterator[None]:
+def disable_zero3_hooks(offload: Any) -> Iterator[None]:
     """Have forwards neither gather nor release: ZeRO 3's hooks would shard what they find whole."""
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
@@ -175,7 +175,7 @@ def without_hooks(offload: Any) -> Iterator[None]:
             table.update(before[key])  # in their order
 
 
-def forget_model(engine: Any) -> None:
+def drop_model_references(engine: Any) -> None:
     """Drop what still refers to the model after the engine's destroy.
 
     At ZeRO 3 these are a module variable and a cache around a method, with stages the last outputs.
@@ -187,11 +187,11 @@ def forget_model(engine: Any) -> None:
         # Decorated for tracing. Another engine's is computed again.
         released = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(released).nonlocals["func"].cache_clear()
-        restore_plain_linear()
+        restore_torch_linear()
     engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
 
 
-def check_configuration(config: dict[str, Any]) -> None:
+def check_with_deepspeed(config: dict[str, Any]) -> None:
     """Have the installed DeepSpeed look at every value: it may refuse what config/ does not know.
 
     Raises:

@@ -19,23 +19,23 @@ from torch import Tensor
 from pipeline.checkpoint.shards import GRADIENT, WEIGHT, Scalars, Shard, ShardSource
 from pipeline.engine.state import (
     ParameterState,
-    Place,
-    Places,
-    SavedState,
-    State,
+    Placements,
+    RankState,
+    SavedOptimizerState,
+    TensorPlacement,
     buffer_shards,
-    flat_numbers,
-    flat_tensors,
-    frozen,
-    set_numbers,
-    shared_out,
-    take_steps_again,
+    get_flat_state_tensors,
+    get_frozen_parameters,
+    merge_flat_scalars,
+    replay_step_count,
+    set_state_scalars,
+    split_among_ranks,
 )
 
 
-def state_of(
-    optimizer: Any, places: Places, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
-) -> State:
+def build_rank_state(
+    optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
+) -> RankState:
     """Return the state that fits what deepspeed.initialize made of the optimizer.
 
     Args:
@@ -56,7 +56,7 @@ def state_of(
     return ParameterState(places, buffers, optimizer, sharers, {})
 
 
-def rewritten_weights(optimizer: Any) -> Sequence[Tensor]:
+def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
     """Return the module's weights that each update copies from their masters.
 
     At ZeRO 1 and 2 these are the flat tensors that the parameters are views of.
@@ -74,7 +74,7 @@ class _FlatState(ABC):
     """Masters and moments in flat tensors of several parameters, which step together."""
 
     def __init__(
-        self, optimizer: Any, places: Places, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
+        self, optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
     ):
         self._optimizer = optimizer
         self._places = places
@@ -85,19 +85,19 @@ class _FlatState(ABC):
     def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
         """Yield this rank's flat tensors, each with the optimizer that steps it."""
 
-    def masters(self) -> Iterable[Tensor]:
-        """See State.masters."""
+    def get_masters(self) -> Iterable[Tensor]:
+        """See RankState.get_masters."""
         return [flat for _, flat in self._flats()]
 
     def scalars(self) -> Scalars:
-        """See State.scalars."""
-        return flat_numbers(self._flats())
+        """See RankState.scalars."""
+        return merge_flat_scalars(self._flats())
 
     def _settle_numbers(self, scalars: Mapping[str, Any]) -> None:
         for adam, flat in self._flats():
-            set_numbers(adam, flat, scalars)
+            set_state_scalars(adam, flat, scalars)
         for adam in dict.fromkeys(adam for adam, _ in self._flats()):
-            take_steps_again(adam, scalars)
+            replay_step_count(adam, scalars)
 
 
 class PartitionState(_FlatState):
@@ -110,29 +110,29 @@ class PartitionState(_FlatState):
             yield zero.optimizer, flat
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """See State.shards."""
+        """See RankState.shards."""
         to_fill, stretches = source is not None, list(self._stretches())
         if source is not None:
-            saved = SavedState(source)
+            saved = SavedOptimizerState(source)
             for index, (adam, flat) in enumerate(self._flats()):
                 saved.make(adam, flat, [place for place, group, *_ in stretches if group == index])
-        yield from shared_out(frozen(self._places), self._sharers, to_fill)
-        kinds = [{WEIGHT: flat, **flat_tensors(adam, flat)} for adam, flat in self._flats()]
+        yield from split_among_ranks(get_frozen_parameters(self._places), self._sharers, to_fill)
+        kinds = [{WEIGHT: flat, **get_flat_state_tensors(adam, flat)} for adam, flat in self._flats()]
         for place, group, offset, start, length in stretches:
             for kind, flat in kinds[group].items():
                 yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
-        """See State.gradients."""
+        """See RankState.gradients."""
         flats = [flat.grad if id(flat) in stepped else None for _, flat in self._flats()]
         for place, group, offset, start, length in self._stretches():
             flat = flats[group]
             if flat is not None:
                 yield from place.shards(GRADIENT, start, flat[offset : offset + length], to_fill=False)
 
-    def kept_gradients(self) -> Iterable[Any]:
-        """See State.kept_gradients."""
+    def get_stored_gradients(self) -> Iterable[Any]:
+        """See RankState.get_stored_gradients."""
         zero = self._optimizer
         own = [flat.grad for _, flat in self._flats()]
         if isinstance(zero, BF16_Optimizer):
@@ -141,7 +141,7 @@ class PartitionState(_FlatState):
         on_host = getattr(zero, "accumulated_grads_in_cpu", None)
         return [*own, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
-    def _stretches(self) -> Iterator[tuple[Place, int, int, int, int]]:
+    def _stretches(self) -> Iterator[tuple[TensorPlacement, int, int, int, int]]:
         """Yield (place, group, offset in this rank's flat tensor, start in the parameter, length).
 
         By where parameters lie in memory: DeepSpeed's own note of it, _hp_mapping, names others with
@@ -161,8 +161,8 @@ class PartitionState(_FlatState):
                 if begin < end and p in self._places:  # a stage of which all is frozen has stand-ins
                     yield self._places[p], index, begin - first, begin - at, end - begin
 
-    def settle(self, scalars: Mapping[str, Any]) -> None:
-        """See State.settle."""
+    def finish_restore(self, scalars: Mapping[str, Any]) -> None:
+        """See RankState.finish_restore."""
         self._settle_numbers(scalars)
         self._optimizer.update_lp_params()
 
@@ -171,8 +171,8 @@ class Zero3State(_FlatState):
     """Masters and moments in one flat tensor a sub-group; ranks have equal shares, the last ones padded."""
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """See State.shards. Of what lies on a disk one sub-group is in memory at a time."""
-        to_fill, saved = source is not None, None if source is None else SavedState(source)
+        """See RankState.shards. Of what lies on a disk one sub-group is in memory at a time."""
+        to_fill, saved = source is not None, None if source is None else SavedOptimizerState(source)
         if to_fill:
             # Parameters that stay gathered would keep old values, and shares on NVMe must be there to write.
             self._optimizer.checkpoint_event_prologue()
@@ -184,7 +184,7 @@ class Zero3State(_FlatState):
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
-        """See State.gradients."""
+        """See RankState.gradients."""
         zero = self._optimizer
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
             if id(flat) in stepped and flat.grad is not None:
@@ -194,18 +194,18 @@ class Zero3State(_FlatState):
                     mine = flat.grad[offset : offset + length]
                     yield from self._places[p].shards(GRADIENT, start, mine, to_fill=False)
 
-    def kept_gradients(self) -> Iterable[Any]:
-        """See State.kept_gradients."""
+    def get_stored_gradients(self) -> Iterable[Any]:
+        """See RankState.get_stored_gradients."""
         flats = self._optimizer.fp32_partitioned_groups_flat
         return [*(flat.grad for flat in flats), self._optimizer.grad_partitions_flat_buffer]
 
-    def _sub_group(self, index: int, saved: SavedState | None) -> Iterator[Shard]:
+    def _sub_group(self, index: int, saved: SavedOptimizerState | None) -> Iterator[Shard]:
         zero, to_fill = self._optimizer, saved is not None
         flat = zero.fp32_partitioned_groups_flat[index]
         with self._in_memory(index, to_fill) as is_swapped:
             if saved is not None:
                 saved.make(self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]])
-            kinds = {WEIGHT: flat, **flat_tensors(self._adam(index), flat)}
+            kinds = {WEIGHT: flat, **get_flat_state_tensors(self._adam(index), flat)}
             for p in zero.fp16_groups[index]:
                 offset = zero.grad_position[zero.get_param_id(p)][1]
                 start, length = self._share(p)
@@ -234,7 +234,7 @@ class Zero3State(_FlatState):
             elif is_swapped:
                 zero._release_swap_buffers(index)
 
-    def _frozen(self, p: Any, place: Place, to_fill: bool) -> Iterator[Shard]:
+    def _frozen(self, p: Any, place: TensorPlacement, to_fill: bool) -> Iterator[Shard]:
         """Yield this rank's share of a parameter without a master, in the run's precision."""
         start, length = self._share(p)
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
@@ -266,7 +266,7 @@ class Zero3State(_FlatState):
         for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
             yield self._adam(index), flat
 
-    def settle(self, scalars: Mapping[str, Any]) -> None:
-        """See State.settle."""
+    def finish_restore(self, scalars: Mapping[str, Any]) -> None:
+        """See RankState.finish_restore."""
         self._settle_numbers(scalars)
         self._optimizer.checkpoint_event_epilogue()

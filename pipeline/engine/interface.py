@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.checkpoint.shards import EngineState, Shard
 from pipeline.data.batches import LoadedBatch, moved, on_host
 from pipeline.distributed.phases import Phases
-from pipeline.engine.replicas import Replicas
+from pipeline.engine.replicas import ReplicaDigests
 from pipeline.errors import ModelError
 from pipeline.models.document_attention import BOUNDS, document_bounds
 from pipeline.models.generation import Generates
@@ -21,7 +21,7 @@ from pipeline.models.sharding import number_of
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
-def with_bounds(batch: Batch) -> Batch:
+def add_document_bounds(batch: Batch) -> Batch:
     """Return the batch with the bounds of its documents (see document_attention), if `position_ids` tell
     them.
 
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """What a step may not exceed, if it is to be taken; nor may it be infinite or NaN."""
 
     loss: float
@@ -72,11 +72,11 @@ class StepResult:
     """This rank's share of the objective's further sums, as `loss_sum` is."""
     loss: Tensor | None = None
     """Mean loss of the global batch; None: the step had no limits."""
-    searched: bool = False
+    is_loss_scale_search: bool = False
     """fp16, where the step had limits: it was skipped since the loss scale was too high, which has fallen."""
 
 
-class Evaluates(Protocol):
+class Evaluator(Protocol):
     """What can be evaluated. Collective: all ranks enter `eval_step` together."""
 
     device: torch.device
@@ -94,7 +94,7 @@ class Evaluates(Protocol):
         ...
 
 
-class Engine(Evaluates, Generates, EngineState, Protocol):
+class Engine(Evaluator, Generates, EngineState, Protocol):
     """Steps a model. Every method is collective: all ranks enter it together."""
 
     precision: str
@@ -104,7 +104,7 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
     """Of the whole model, wherever its parts lie."""
     phases: Phases
     """Timeline of the step's phases, from which the `time/` columns come."""
-    replicas: Replicas | None
+    replicas: ReplicaDigests | None
     """What other ranks hold the same of; None: nothing."""
 
     def train_step(
@@ -113,7 +113,7 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         objective: Objective,
         learning_rate: float,
         flags: int,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """Run forward and backward over the micro-batches, then one optimizer step.
 
@@ -123,11 +123,11 @@ class Engine(Evaluates, Generates, EngineState, Protocol):
         """
         ...
 
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+    def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Set how the next steps' batches are divided. Call it between two steps."""
         ...
 
-    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+    def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """Call `take` with the gradients of the step inside it, each value once over all ranks.
 
         They are averaged over the global batch, unscaled and clipped. A step that is not taken may show none.
@@ -161,7 +161,7 @@ def to_device(
     return moved(batch, move)
 
 
-def check_gradient(loss: LossSum) -> None:
+def require_gradient_graph(loss: LossSum) -> None:
     """Check that a backward has a graph to go through.
 
     Raises:
@@ -174,7 +174,7 @@ def check_gradient(loss: LossSum) -> None:
         )
 
 
-def count_and_flags(
+def stack_count_and_flags(
     micro_batches: Sequence[Batch],
     objective: Objective,
     flags: int,
@@ -213,7 +213,7 @@ def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
     return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
 
 
-def whole_loss(
+def compute_evaluation_loss(
     sums: Mapping[str, Tensor],
     means: Mapping[str, tuple[str, str]],
     weighted: Mapping[str, float],
@@ -231,7 +231,7 @@ def whole_loss(
     return float(loss)
 
 
-def further_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
+def compute_extra_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
     """Return an objective's further metrics from its further sums over all ranks; none without a count.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine.interface import Engine
-from pipeline.engine.state import State
+from pipeline.engine.state import RankState
 from pipeline.files import MIB
 
 _NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around them
@@ -29,10 +29,10 @@ class _Stateful(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def _state(self) -> State: ...
+    def _state(self) -> RankState: ...
 
 
-def states(engine: Engine, kind: str) -> dict[str, int]:
+def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
     """Return the bytes that an engine holds on `cuda` or `cpu`, by what they are.
 
     A storage that several tensors share counts once, as what it is found as first: parameters, gradients, the
@@ -55,8 +55,8 @@ def states(engine: Engine, kind: str) -> dict[str, int]:
     stepped = [(list(each.state.values()), each.param_groups) for each in optimizers.values()]
     return {
         "parameters": count([*parameters, *own.module.buffers(), *shares]),
-        "gradients": count([p.grad for p in parameters]) + count(list(state.kept_gradients())),
-        "optimizer": count(list(state.masters())) + count(stepped),
+        "gradients": count([p.grad for p in parameters]) + count(list(state.get_stored_gradients())),
+        "optimizer": count(list(state.get_masters())) + count(stepped),
         "engine's buffers": count(list(around.values())),
     }
 
@@ -89,7 +89,7 @@ M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
-def freed_at_once() -> Iterator[None]:
+def unmap_freed_tensors() -> Iterator[None]:
     """Have a tensor of 1 MiB or more go back to the system as it is freed. Also a decorator.
 
     glibc maps large blocks one by one, but the size from which on it does so grows with each one that is
@@ -100,7 +100,7 @@ def freed_at_once() -> Iterator[None]:
     Does nothing where there is no glibc on Linux, or where the environment says how malloc is to work. What
     another allocator is preloaded for is not glibc's to decide, and stays as it is.
     """
-    mallopt = None if chosen_by_user(os.environ) else _of_glibc("mallopt")
+    mallopt = None if is_malloc_tuned(os.environ) else _of_glibc("mallopt")
     trim = _of_glibc("malloc_trim")
     if mallopt is None or trim is None:
         yield
@@ -114,13 +114,13 @@ def freed_at_once() -> Iterator[None]:
         trim(0)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give freed memory that glibc's heap keeps back to the system. Does nothing without glibc."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
-def chosen_by_user(environment: Mapping[str, str]) -> bool:
+def is_malloc_tuned(environment: Mapping[str, str]) -> bool:
     """Return whether the environment tunes glibc's malloc: MALLOC_*, or glibc.malloc.* in GLIBC_TUNABLES."""
     is_set = any(name.startswith("MALLOC_") for name in environment)
     return is_set or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")

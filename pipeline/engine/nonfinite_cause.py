@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.data.batches import LoadedBatch, Reading, on_host, place_of, tensors
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Engine, Limits
+from pipeline.engine.interface import Engine, StepLimits
 from pipeline.models.batch_norm import is_synchronised
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 
@@ -24,7 +24,7 @@ LOSS = "the loss"
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-class Found(NamedTuple):
+class NonFiniteValue(NamedTuple):
     """The first of a rank. They sort: an input comes before all layers, and the cause is the smallest."""
 
     phase: int
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     is_narrowed: bool
     """Whether these samples alone have it; else they are all samples of the micro-batch."""
 
-    def told(self, rank: object) -> str:
+    def describe(self, rank: object) -> str:
         """Return what was found, where and in which samples.
 
         Args:
@@ -73,7 +73,7 @@ class FirstNonFinite:
         self._number = self._batch_number = -1
         self._order = 0
         self._is_input_finite = True
-        self.found: Found | None = None
+        self.found: NonFiniteValue | None = None
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class FirstNonFinite:
         number = self._number if number is None else number
         number = min(max(number, 0), len(self._micro_batches) - 1)
         samples, is_narrowed = _samples(value, on_host(self._micro_batches[number]))
-        self.found = Found(
+        self.found = NonFiniteValue(
             phase=phase,
             micro_batch=number,
             order=self._order,
@@ -273,10 +273,10 @@ def _is_spoilt(value: Any) -> bool:
     )
 
 
-REFUSED = Limits(-math.inf, -math.inf)  # nothing of such a step stays
+REFUSED = StepLimits(-math.inf, -math.inf)  # nothing of such a step stays
 
 
-class CauseSearch:
+class NonFiniteCauseSearch:
     """Repeats a step with the weights as they are, and changes nothing of the run.
 
     Args:
@@ -293,18 +293,18 @@ class CauseSearch:
         self._plan = plan
         self._seed = seed
 
-    def find(self, micro_batches: Sequence[Batch]) -> Found | None:
+    def find(self, micro_batches: Sequence[Batch]) -> NonFiniteValue | None:
         """Return the first infinite or NaN value over all ranks; None: all are finite. Collective."""
         found = [each for each in self._repeat(micro_batches) if each is not None]
         if not found:
             return None
-        cause: Found = min(found)
+        cause: NonFiniteValue = min(found)
         if cause.phase == INPUT or cause.is_narrowed:
             return cause
         samples = self._search_sample(micro_batches[cause.micro_batch], cause.rank)
         return cause._replace(samples=samples) if samples else cause
 
-    def _repeat(self, micro_batches: Sequence[Batch]) -> list[Found | None]:
+    def _repeat(self, micro_batches: Sequence[Batch]) -> list[NonFiniteValue | None]:
         """Return what each rank found in a step of these micro-batches."""
         first = FirstNonFinite(self._engine.module, micro_batches, self._job.ranks.rank)
         self._seed()
@@ -336,12 +336,12 @@ class CauseSearch:
                 for each, dp_rank in zip(found, dp_ranks, strict=True)
             )
 
-        self._engine.divide(self._plan.micro_batch_size, 1)
+        self._engine.set_batch_division(self._plan.micro_batch_size, 1)
         for _ in range((max(sizes) - 1).bit_length()):
             half = rows[: (len(rows) + 1) // 2]
             rows = half if is_among(half) else rows[len(half) :] or half
         name = sample_name(reading.indices[rows[0]], reading) if is_among(rows) and reading else None
-        self._engine.divide(self._plan.micro_batch_size, self._plan.gradient_accumulation_steps)
+        self._engine.set_batch_division(self._plan.micro_batch_size, self._plan.gradient_accumulation_steps)
         named = self._job.gather_object(name)[rank]
         return (named,) if named is not None else ()
 

@@ -29,7 +29,7 @@ RATE = 1e-2  # a run's own may be too low to tell two updates apart
 WHOLE = "plain PyTorch (--deepspeed ds_configs/torch_ddp.json) leaves parameters whole"
 
 
-def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimizer:
+def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) -> Optimizer:
     """Return the optimizer that `optimizer.kind` names, over the groups.
 
     Raises:
@@ -67,7 +67,7 @@ def build_own(groups: Groups, config: OptimizerConfig, split: Split) -> Optimize
     return optimizer
 
 
-def state_example(optimizer: Optimizer) -> dict[str, Any]:
+def get_state_example(optimizer: Optimizer) -> dict[str, Any]:
     """Return what a user's own optimizer keeps of one parameter; empty for torch's and DeepSpeed's."""
     return getattr(optimizer, "state_example", {})
 
@@ -216,7 +216,7 @@ class _Trial:
 
 
 ONE_PROCESS = Split(1, "fp32", "single")
-START = 0.0  # rate of an optimizer whose rate follows from the model
+PLACEHOLDER_RATE = 0.0  # rate of an optimizer whose rate follows from the model
 
 
 def parameter_groups(
@@ -229,17 +229,17 @@ def parameter_groups(
         ModelError: no parameter requires a gradient.
     """
     named = list(named)
-    return grouped(named, assigned(named, config), config)
+    return group_parameters(named, assign_groups(named, config), config)
 
 
-def assigned(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
+def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
     """Return name -> group of each trained parameter of a whole model; see `assign_parameter_groups`."""
     # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
     return assign_parameter_groups(trained, config)
 
 
-def grouped(
+def group_parameters(
     named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """Return the groups that a model, or a part of it, has parameters of. `lr_factor` multiplies their rate.
@@ -282,16 +282,16 @@ def build_torch_optimizer(
     for group in groups:
         members.setdefault(group.get("kind", config.kind), []).append(group)
     optimizers = [
-        OPTIMIZERS[kind](its, config) if kind in OPTIMIZERS else build_own(its, config, split)
+        OPTIMIZERS[kind](its, config) if kind in OPTIMIZERS else build_user_optimizer(its, config, split)
         for kind, its in members.items()
     ]
     if len(optimizers) == 1:
         return optimizers[0]
     made = {id(group["params"][0]): group for each in optimizers for group in each.param_groups}
-    return SeveralOptimizers([made[id(group["params"][0])] for group in groups], optimizers)
+    return CombinedOptimizer([made[id(group["params"][0])] for group in groups], optimizers)
 
 
-class SeveralOptimizers(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Optimizers that share the groups of a model, one to those who read groups and state or have it step."""
 
     def __init__(self, groups: list[dict[str, Any]], optimizers: list[Optimizer]):
@@ -309,7 +309,7 @@ class SeveralOptimizers(Optimizer):
         for each in self._optimizers:
             each.step()
 
-    def of(self, stepped: Tensor) -> Optimizer:
+    def optimizer_of(self, stepped: Tensor) -> Optimizer:
         """Return the optimizer that steps a tensor."""
         groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
         return next(each for each, parameters in groups if any(p is stepped for p in parameters))
@@ -324,7 +324,7 @@ def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
 
 def _rate(config: OptimizerConfig) -> float:
     """Return the rate to start from; `set_learning_rate` is called before each step."""
-    return config.learning_rate or START
+    return config.learning_rate or PLACEHOLDER_RATE
 
 
 def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:

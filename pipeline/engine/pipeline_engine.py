@@ -25,20 +25,20 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.clipping import clip_and_guard
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
-from pipeline.engine.deepspeed_patches import have_a_norm_of_nothing, loss_scale_left_to_us
-from pipeline.engine.deepspeed_state import state_of
+from pipeline.engine.deepspeed_patches import allow_norm_without_gradients, get_missing_loss_scale
+from pipeline.engine.deepspeed_state import build_rank_state
 from pipeline.engine.interface import (
-    Limits,
+    StepLimits,
     StepResult,
+    add_document_bounds,
     backward_scale,
-    count_and_flags,
+    stack_count_and_flags,
     to_device,
-    with_bounds,
 )
 from pipeline.engine.optim import build_torch_optimizer
 from pipeline.engine.schedule import set_learning_rate
-from pipeline.engine.stages import Stages, named, stage_groups
-from pipeline.engine.state import Place, State, kept_buffers
+from pipeline.engine.stages import StageModule, build_stage_groups, named_layer_parameters
+from pipeline.engine.state import RankState, TensorPlacement, get_persistent_buffers
 from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
 from pipeline.models.document_attention import BOUNDS
@@ -97,10 +97,10 @@ class PipelineEngine(DeepSpeedBase):
         config, self._own_norm = _for_stages(config, self.precision)
         self._last = _LastStage(HeadAlone(model.head, model_output))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
-            module = Stages(model, bounds, self._last)
+            module = StageModule(model, bounds, self._last)
         self._whole_names = model.names()
         self._words = model.layers[0].part
-        groups = stage_groups(model, module, optimizer)
+        groups = build_stage_groups(model, module, optimizer)
         # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
@@ -112,7 +112,7 @@ class PipelineEngine(DeepSpeedBase):
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         else:
             self._refuse_steps()
-        have_a_norm_of_nothing(self._zero_optimizer, self.device)
+        allow_norm_without_gradients(self._zero_optimizer, self.device)
         instructions = self._engine._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {
             kind: _measured(execute, self.phases, _PHASES.get(kind.__name__, "communication"))
@@ -132,9 +132,9 @@ class PipelineEngine(DeepSpeedBase):
         with self.phases.measured("generation"):
             return generate(self.module, prompts, settings, self.device)
 
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.divide."""
-        super().divide(micro_batch_size, gradient_accumulation_steps)
+    def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.set_batch_division."""
+        super().set_batch_division(micro_batch_size, gradient_accumulation_steps)
         self._engine.micro_batch_size = micro_batch_size
 
     @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
@@ -144,17 +144,17 @@ class PipelineEngine(DeepSpeedBase):
         objective: Objective,
         learning_rate: float,
         flags: int,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
-        micro_batches = [with_bounds(batch) for batch in micro_batches]
-        counts = count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
+        micro_batches = [add_document_bounds(batch) for batch in micro_batches]
+        counts = stack_count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
         with self.phases.measured("communication"):
             totals = self._job.all_reduce_sum(counts)
         # PipelineEngine divides by the accumulation steps and cannot be told not to.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
-        own_loss_scale = self._own_loss_scale = loss_scale_left_to_us(engine.optimizer, self.precision)
+        own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
         self._begin(limits)
         self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
         on_device = partial(to_device, device=self.device, float_dtype=None)
@@ -188,7 +188,7 @@ class PipelineEngine(DeepSpeedBase):
             loss_scale=scale_now,
             extras=total.extras,
             loss=self._refusal.loss,
-            searched=searched,
+            is_loss_scale_search=searched,
         )
 
     def _total(self, objective: Objective) -> LossSum:
@@ -247,30 +247,30 @@ class PipelineEngine(DeepSpeedBase):
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is all of it."""
         self._last.begin(objective, torch.ones((), device=self.device))
-        batch = with_bounds(batch)
+        batch = add_document_bounds(batch)
         self._expect([batch], objective)
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
         return added(self._last.losses, objective.means, self.device)
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         places = {
             # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
-            p: Place.all_of(
+            p: TensorPlacement.whole(
                 name,
                 p.shape,
                 is_written=not getattr(p, "ds_pipe_replicated", False),
                 is_frozen=not p.requires_grad,
             )
-            for name, p in named(self.module.modules())
+            for name, p in named_layer_parameters(self.module.modules())
             if not is_base(p)
         }
         buffers: dict[str, Tensor] = {}
         for layer in self.module.modules():
             if isinstance(layer, Layer):
-                buffers |= kept_buffers(layer.part, layer.name)
-        return state_of(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
+                buffers |= get_persistent_buffers(layer.part, layer.name)
+        return build_rank_state(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
     def _names(self) -> list[str]:
         return self._whole_names

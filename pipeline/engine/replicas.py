@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 
 from pipeline.models.batch_norm import is_synchronised
 
-KINDS = ("weights", "optimizer state", "gradients", "weights")
+DIGEST_KINDS = ("weights", "optimizer state", "gradients", "weights")
 """What each digest is of. The last one is of all steps since the last comparison."""
-HISTORY = len(KINDS) - 1
-SMALL = 2**16  # elements
+HISTORY_INDEX = len(DIGEST_KINDS) - 1
+SMALL_TENSOR_ELEMENTS = 2**16  # elements
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
-class Replicas:
+class ReplicaDigests:
     """Digests of one rank's replicated tensors. Ranks with equal `key` hold the same ones.
 
     Args:
@@ -95,7 +95,7 @@ class Replicas:
             return
         self._is_due = False
         if rewritten := self._rewritten():
-            self._next_history = mixed(self._history, digest(rewritten, self._device))
+            self._next_history = mix_digests(self._history, digest_tensors(rewritten, self._device))
         if not self._is_compared:
             return
         own = (
@@ -105,7 +105,7 @@ class Replicas:
         states = [self._optimizer.state.get(p, {}) for p in own]
         state = [each for of in states for _, each in sorted(of.items()) if isinstance(each, Tensor)]
         gradients = [p.grad for p in own if p.grad is not None]
-        self._digests = [digest(each, self._device) for each in (weights.values(), state, gradients)]
+        self._digests = [digest_tensors(each, self._device) for each in (weights.values(), state, gradients)]
 
 
 def _processor(device: torch.device) -> str:
@@ -115,7 +115,7 @@ def _processor(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def mixed(history: Tensor, new: Tensor) -> Tensor:
+def mix_digests(history: Tensor, new: Tensor) -> Tensor:
     """Return a digest of both. Two histories that once differ do not become equal by a digest that is equal.
 
     A sum would lose the highest bit that is flipped in an even number of steps.
@@ -125,13 +125,15 @@ def mixed(history: Tensor, new: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+def digest_tensors(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a sum of all bits, 0-dim, int64, which any single flipped bit changes. Waits for nothing."""
     large: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for each in tensors:  # all ranks have them in one order
         flat = each.detach().reshape(-1)
-        (large if flat.numel() > SMALL else small.setdefault((flat.dtype, flat.device), [])).append(flat)
+        (
+            large if flat.numel() > SMALL_TENSOR_ELEMENTS else small.setdefault((flat.dtype, flat.device), [])
+        ).append(flat)
     # A model has hundreds of small ones, each of which would be several launches.
     sums = [_bits(flat).to(device) for flat in [*large, *map(torch.cat, small.values())] if flat.numel()]
     if not sums:
@@ -165,7 +167,7 @@ SENT = {
 }  # fmt: skip
 
 
-class ChangingBuffers:
+class BufferBroadcast:
     """After a step rank 0's are everybody's, as DistributedDataParallel has it before the next one.
 
     So evaluation, checkpoint and a run that goes on see the same values. Synchronised batch normalisation has
@@ -182,7 +184,7 @@ class ChangingBuffers:
             if name not in layer._non_persistent_buffers_set
         ]
 
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Send rank 0's buffers to all ranks. Collective. No host sync."""
         buffers = [buffer for layer, name in self._places if (buffer := layer._buffers[name]) is not None]
         tensors = [

@@ -11,11 +11,11 @@ from pipeline.config.import_paths import check_signature, errors_in_one_line, im
 from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.errors import ConfigError
 
-MOST_TRIED = 1000
+MAX_TRIED_STEPS = 1000
 """Steps of the run at which a function of the user's own is called before the first one."""
 
 
-def remark(config: ScheduleConfig, max_steps: int) -> str | None:
+def describe_missed_peak(config: ScheduleConfig, max_steps: int) -> str | None:
     """Return one line if warm-up and decay do not fit into the run, as in a short trial, else `None`."""
     decay = _decay_steps(config, max_steps) if config.kind == "wsd" else 0
     warmup = config.warmup_steps(max_steps)
@@ -25,7 +25,7 @@ def remark(config: ScheduleConfig, max_steps: int) -> str | None:
     return f"{parts} is longer than the run of {max_steps} steps; the learning rate never reaches its peak"
 
 
-def multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
+def learning_rate_multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (0-based) over the peak: warm-up, then the shape.
 
     Warm-up reaches 1 at the step behind it; the last step (`max_steps - 1`) is one short of the minimum.
@@ -95,7 +95,7 @@ def _decay_steps(config: ScheduleConfig, max_steps: int) -> int:
     return config.decay_steps or max(1, max_steps // 5)
 
 
-def check_own(config: ScheduleConfig, max_steps: int) -> None:
+def check_user_schedule(config: ScheduleConfig, max_steps: int) -> None:
     """Call a schedule of the user's own twice for steps all over the run. Built-in shapes pass.
 
     Raises:
@@ -103,7 +103,7 @@ def check_own(config: ScheduleConfig, max_steps: int) -> None:
     """
     if config.kind in SCHEDULES:
         return
-    count = min(max_steps, MOST_TRIED)
+    count = min(max_steps, MAX_TRIED_STEPS)
     steps = sorted({max_steps * index // count for index in range(count)} | {max_steps - 1})
     factors = {step: _own_factor(config.kind, step, max_steps) for step in steps}
     for step in reversed(steps):

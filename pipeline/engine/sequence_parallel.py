@@ -16,7 +16,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
 from pipeline.data.batches import IGNORE_INDEX, on_host
-from pipeline.engine.interface import with_bounds
+from pipeline.engine.interface import add_document_bounds
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import AttentionFunction, attention_function, register_attention, unserved
 from pipeline.models.document_attention import BOUNDS, DocumentAttention, bounds_for
@@ -30,7 +30,7 @@ class SequenceParallel:
     """One model's attention over a sequence group, and this rank's part of a batch."""
 
     def __init__(self, model: Any, degree: int, device: torch.device):
-        """Have the model attend over this rank's sequence group, which parallel_state made.
+        """Have the model attend over this rank's sequence group, which build_parallel_state made.
 
         Raises:
             ModelError: the model's attention cannot be replaced, or its heads cannot be shared out.
@@ -118,7 +118,7 @@ class SequenceParallel:
         whole.setdefault("position_ids", counted)
         host = {key: on_host(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
         # Before the cut, from which nobody could tell where this rank's documents begin.
-        whole[BOUNDS] = self._bounds = with_bounds(host)[BOUNDS].to(self._device, non_blocking=True)
+        whole[BOUNDS] = self._bounds = add_document_bounds(host)[BOUNDS].to(self._device, non_blocking=True)
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
 

@@ -19,7 +19,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
-from pipeline.engine.optim import assigned, grouped
+from pipeline.engine.optim import assign_groups, group_parameters
 from pipeline.errors import ModelError
 from pipeline.models.sharding import give_memory, let_go
 from pipeline.models.staging import (
@@ -131,7 +131,7 @@ class StageSharding:
         return [0, *inner, len(model.layers)]
 
 
-class Stages(TiedPipelineModule):
+class StageModule(TiedPipelineModule):
     """This rank's stage of the model."""
 
     def __init__(self, model: LayeredModel, bounds: list[int], last: Callable[[Tensor], Tensor]):
@@ -144,7 +144,7 @@ class Stages(TiedPipelineModule):
         self.parts = bounds
         layers: list[Any] = list(model.layers)
         if model.is_tied:
-            layers[0] = layers[-1] = _Shared(layers[0])
+            layers[0] = layers[-1] = _TiedLayer(layers[0])
         super().__init__(layers, num_stages=len(bounds) - 1)
         self._layer_specs: list[Any] = []  # they hold the other stages' layers
         self._last = last
@@ -201,7 +201,7 @@ class Stages(TiedPipelineModule):
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
 
-class _Shared(TiedLayerSpec):
+class _TiedLayer(TiedLayerSpec):
     """A layer whose weight another stage holds too, already built. DeepSpeed adds up both gradients."""
 
     def __init__(self, module: nn.Module):
@@ -212,7 +212,9 @@ class _Shared(TiedLayerSpec):
         return self._module
 
 
-def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def build_stage_groups(
+    model: LayeredModel, stage: nn.Module, config: OptimizerConfig
+) -> list[dict[str, Any]]:
     """Return the parameter groups, as many on every stage: DeepSpeed adds norms up over stages group by
     group.
 
@@ -221,8 +223,12 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     Raises:
         ConfigError, ModelError: see optim.parameter_groups.
     """
-    own = {p for _, p in named(stage.modules())}
-    groups = grouped(named(model.layers), assigned(named(model.layers), config), config)
+    own = {p for _, p in named_layer_parameters(stage.modules())}
+    groups = group_parameters(
+        named_layer_parameters(model.layers),
+        assign_groups(named_layer_parameters(model.layers), config),
+        config,
+    )
     stage.stand_ins = nn.ParameterList()
     for group in groups:
         group["params"] = [p for p in group["params"] if p in own]
@@ -234,7 +240,7 @@ def stage_groups(model: LayeredModel, stage: nn.Module, config: OptimizerConfig)
     return groups
 
 
-def named(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_layer_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the layers' parameters under the names of the whole model, a tied one once."""
     seen = set()
     for layer in modules:

@@ -33,14 +33,14 @@ from pipeline.checkpoint.shards import (
     copy_runs,
     overlap,
 )
-from pipeline.engine.optim import SeveralOptimizers, state_example
+from pipeline.engine.optim import CombinedOptimizer, get_state_example
 from pipeline.errors import CheckpointError, format_names
 from pipeline.models.adapters import is_base
 
 log = logging.getLogger(__name__)
 
 
-def warn_of_unused(names: Sequence[str]) -> None:
+def warn_of_unused_parameters(names: Sequence[str]) -> None:
     """Warn in one line of the parameters that took no part, if there are any."""
     if names:
         log.warning(
@@ -52,7 +52,7 @@ def warn_of_unused(names: Sequence[str]) -> None:
         )
 
 
-def without_gradient(module: nn.Module) -> list[str]:
+def names_without_gradient(module: nn.Module) -> list[str]:
     """Return the names of the parameters that require a gradient and have none."""
     return [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
 
@@ -87,12 +87,12 @@ def _forget(unused: dict[str, None], name: str, _: Tensor) -> None:
 
 
 # The boxes of a parameter that is not cut.
-WHOLE: tuple[tuple[Box | None, Box | None], ...] = ((None, None),)
-MODEL = (WEIGHT, BUFFER)
+WHOLE_TENSOR: tuple[tuple[Box | None, Box | None], ...] = ((None, None),)
+MODEL_KINDS = (WEIGHT, BUFFER)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlacement:
     """Which values of the whole model a tensor of this rank has: a parameter or part of one, or a buffer."""
 
     name: str
@@ -100,20 +100,22 @@ class Place:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     own_shape: tuple[int, ...]
-    boxes: tuple[tuple[Box | None, Box | None], ...] = WHOLE
+    boxes: tuple[tuple[Box | None, Box | None], ...] = WHOLE_TENSOR
     """(box of the rank's own tensor, the box of the whole one that it is); together all of the own one."""
     is_written: bool = True
     """False: a copy that another rank writes."""
     is_frozen: bool = False
 
     @staticmethod
-    def all_of(name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False) -> Place:
+    def whole(
+        name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False
+    ) -> TensorPlacement:
         """Return the place of a tensor that the rank has whole."""
-        return Place(
+        return TensorPlacement(
             name=name,
             shape=tuple(shape),
             own_shape=tuple(shape),
-            boxes=WHOLE,
+            boxes=WHOLE_TENSOR,
             is_written=is_written,
             is_frozen=is_frozen,
         )
@@ -159,7 +161,7 @@ class Place:
                 yield Region(self.shape, whole, first, int(runs[:, 2].sum())), runs
 
 
-class State(Protocol):
+class RankState(Protocol):
     """A model and its optimizer, however they are divided."""
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
@@ -183,21 +185,21 @@ class State(Protocol):
         """Return `optimizer/<key>`, and `optimizer/<key>/<name>` of each parameter with another number."""
         ...
 
-    def masters(self) -> Iterable[Tensor]:
+    def get_masters(self) -> Iterable[Tensor]:
         """Return the tensors that an optimizer steps in the place of parameters."""
         ...
 
-    def kept_gradients(self) -> Iterable[Any]:
+    def get_stored_gradients(self) -> Iterable[Any]:
         """Return the gradients that lie elsewhere than in `grad` of a parameter, maybe in lists and dicts."""
         ...
 
-    def settle(self, scalars: Mapping[str, Any]) -> None:
+    def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """Set the scalars after filling, and the copies in half precision from the masters. Collective."""
         ...
 
 
-def shared_out(
-    tensors: list[tuple[Place, str, Tensor]], sharers: tuple[int, int], to_fill: bool
+def split_among_ranks(
+    tensors: list[tuple[TensorPlacement, str, Tensor]], sharers: tuple[int, int], to_fill: bool
 ) -> Iterator[Shard]:
     """Yield this rank's part of what several ranks hold alike: even parts, most tensors by one rank.
 
@@ -219,7 +221,7 @@ def shared_out(
             offset += size
 
 
-def restore(state: State, source: ShardSource, names: Iterable[str]) -> None:
+def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -> None:
     """See EngineState.restore.
 
     Args:
@@ -229,11 +231,11 @@ def restore(state: State, source: ShardSource, names: Iterable[str]) -> None:
         CheckpointError: the source has others, or other shapes.
     """
     saved = source.names()
-    _check_names({name for name, kind in saved if kind in MODEL}, set(names))
+    _check_names({name for name, kind in saved if kind in MODEL_KINDS}, set(names))
     for shard in state.shards(source):
         assert shard.values is not None
         shape = saved.get((shard.name, shard.kind))
-        if shape is None and shard.kind not in MODEL:  # frozen or unused until now
+        if shape is None and shard.kind not in MODEL_KINDS:  # frozen or unused until now
             shard.values.zero_()
             continue
         if shape != shard.region.shape:
@@ -243,7 +245,7 @@ def restore(state: State, source: ShardSource, names: Iterable[str]) -> None:
                 "trained"
             )
         source.read(shard.name, shard.kind, shard.region, shard.values)
-    state.settle(source.scalars)
+    state.finish_restore(source.scalars)
 
 
 def _check_names(there: set[str], expected: set[str]) -> None:
@@ -260,20 +262,22 @@ def _check_names(there: set[str], expected: set[str]) -> None:
     )
 
 
-PREFIX = "optimizer/"
+OPTIMIZER_PREFIX = "optimizer/"
 
 
-class SavedState:
+class SavedOptimizerState:
     """What a checkpoint has of an optimizer: its tensors' shapes by parameter, and its numbers."""
 
     def __init__(self, source: ShardSource):
         self._shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
         for (name, kind), shape in source.names().items():
-            if kind not in MODEL:
+            if kind not in MODEL_KINDS:
                 self._shapes[name][kind] = shape
-        self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(PREFIX)}
+        self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(OPTIMIZER_PREFIX)}
 
-    def make(self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[Place]) -> None:
+    def make(
+        self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[TensorPlacement]
+    ) -> None:
         """Make the state that the optimizer does not have yet, to be filled. Nothing if the checkpoint has
         none.
 
@@ -287,12 +291,12 @@ class SavedState:
             for kind, shape in self._shapes.get(place.name, {}).items()
         }
         own = _own(optimizer, stepped)
-        example = state_example(own)
+        example = get_state_example(own)
         counts_alone = bool(example) and not any(_is_tensor(key, example[key], stepped) for key in example)
         if not wanted and not counts_alone:
             return
         state = optimizer.state[stepped]
-        for key in self._keys - state.keys() if has_numbers(optimizer, stepped) else ():
+        for key in self._keys - state.keys() if has_scalar_state(optimizer, stepped) else ():
             state[key] = copy.deepcopy(example[key]) if key in example else _no_steps(own, stepped.device)
         # DeepSpeed's CPU Adam keeps fp32 of what it steps in half precision, where it is not told otherwise.
         is_fp32 = getattr(own, "fp32_optimizer_states", False)
@@ -306,13 +310,13 @@ class SavedState:
             )
 
 
-def has_numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> bool:
+def has_scalar_state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> bool:
     """Return whether the optimizer keeps numbers of a tensor, such as `step`; torch's SGD and Muon do not."""
     return not isinstance(_own(optimizer, stepped), torch.optim.SGD | torch.optim.Muon)
 
 
 def _own(optimizer: torch.optim.Optimizer, stepped: Tensor) -> torch.optim.Optimizer:
-    return optimizer.of(stepped) if isinstance(optimizer, SeveralOptimizers) else optimizer
+    return optimizer.optimizer_of(stepped) if isinstance(optimizer, CombinedOptimizer) else optimizer
 
 
 def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | int:
@@ -323,43 +327,43 @@ def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor 
     return torch.zeros((), device=device if on_device else "cpu")
 
 
-def tensors(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Tensor]:
+def get_state_tensors(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Tensor]:
     """Return kind -> tensor of the state of a stepped tensor, in an order that all ranks have."""
     state = optimizer.state.get(stepped, {})
     return {key: state[key] for key in sorted(state) if _is_tensor(key, state[key], stepped)}
 
 
-def whole_tensors(
-    optimizer: torch.optim.Optimizer, stepped: Tensor, place: Place
-) -> Iterable[tuple[Place, str, Tensor]]:
+def place_state_tensors(
+    optimizer: torch.optim.Optimizer, stepped: Tensor, place: TensorPlacement
+) -> Iterable[tuple[TensorPlacement, str, Tensor]]:
     """Yield one parameter's state and where it lies. A tensor of another shape than the parameter is whole.
 
     Raises:
         CheckpointError: the parameter is cut, and a tensor's part of the whole is not known.
     """
-    for kind, values in tensors(optimizer, stepped).items():
+    for kind, values in get_state_tensors(optimizer, stepped).items():
         if values.shape == stepped.shape:
             yield place, kind, values
         elif place.shape == place.own_shape:
-            yield Place.all_of(place.name, values.shape, place.is_written), kind, values
+            yield TensorPlacement.whole(place.name, values.shape, place.is_written), kind, values
         else:
-            raise unlike(kind, place.name)
+            raise build_shape_error(kind, place.name)
 
 
-def flat_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
+def get_flat_state_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
     """Return the same as `tensors` of a flat tensor with several parameters in it.
 
     Raises:
         CheckpointError: one is not shaped like the flat tensor: whose values it has is not known.
     """
-    found = tensors(optimizer, flat)
+    found = get_state_tensors(optimizer, flat)
     for kind, values in found.items():
         if values.shape != flat.shape:
-            raise unlike(kind, "parameters in one flat tensor")
+            raise build_shape_error(kind, "parameters in one flat tensor")
     return found
 
 
-def unlike(kind: str, name: str) -> CheckpointError:
+def build_shape_error(kind: str, name: str) -> CheckpointError:
     return CheckpointError(
         f"the optimizer keeps a {kind} of {name} that is not shaped like what it steps, "
         "which a checkpoint of a divided model cannot hold; use ZeRO stage 0 without tensor parallelism, or "
@@ -371,7 +375,7 @@ def _is_tensor(key: str, value: Any, stepped: Tensor) -> bool:
     return torch.is_tensor(value) and key != "step" and (value.dim() > 0 or stepped.dim() == 0)
 
 
-def numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
+def get_state_scalars(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
     """Return key -> number of a stepped tensor's state, such as `step`. Waits for the device."""
     state = optimizer.state.get(stepped, {})
     found: Scalars = {}
@@ -385,37 +389,39 @@ def numbers(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
     return found
 
 
-def common_numbers(by_name: Mapping[str, Scalars]) -> Scalars:
-    """Return the largest of each number, and by name the numbers that differ, as State.scalars has them."""
+def merge_scalars(by_name: Mapping[str, Scalars]) -> Scalars:
+    """Return the largest of each number, and by name the numbers that differ, as RankState.scalars has them."""
     scalars: Scalars = {}
     for key in sorted({key for each in by_name.values() for key in each}):
         most = max(each[key] for each in by_name.values() if key in each)
-        scalars[PREFIX + key] = most
+        scalars[OPTIMIZER_PREFIX + key] = most
         others = {name: each.get(key, 0) for name, each in by_name.items() if key in each or not each}
-        scalars |= {f"{PREFIX}{key}/{name}": number for name, number in others.items() if number != most}
+        scalars |= {
+            f"{OPTIMIZER_PREFIX}{key}/{name}": number for name, number in others.items() if number != most
+        }
     return scalars
 
 
-def flat_numbers(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) -> Scalars:
-    """Return the largest of each number of flat tensors and their optimizers, as State.scalars has them."""
+def merge_flat_scalars(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) -> Scalars:
+    """Return the largest of each number of flat tensors and their optimizers, as RankState.scalars has them."""
     scalars: Scalars = {}
     for optimizer, flat in flats:
-        for key, number in numbers(optimizer, flat).items():
-            scalars[PREFIX + key] = max(number, scalars.get(PREFIX + key, number))
+        for key, number in get_state_scalars(optimizer, flat).items():
+            scalars[OPTIMIZER_PREFIX + key] = max(number, scalars.get(OPTIMIZER_PREFIX + key, number))
     return scalars
 
 
-def set_numbers(
+def set_state_scalars(
     optimizer: torch.optim.Optimizer, stepped: Tensor, scalars: Mapping[str, Any], name: str | None = None
 ) -> None:
     """Set the numbers of a stepped tensor's state, if there is one; tensors in place, as graphs may hold
     them.
     """
     state = optimizer.state.get(stepped)
-    if not state or not has_numbers(optimizer, stepped):
+    if not state or not has_scalar_state(optimizer, stepped):
         return
-    for key in [key for key in scalars if key.startswith(PREFIX) and key.count("/") == 1]:
-        short = key.removeprefix(PREFIX)
+    for key in [key for key in scalars if key.startswith(OPTIMIZER_PREFIX) and key.count("/") == 1]:
+        short = key.removeprefix(OPTIMIZER_PREFIX)
         number = scalars.get(f"{key}/{name}", scalars[key])
         if _is_tensor(short, state.get(short), stepped):  # of a parameter of one value: it was filled
             continue
@@ -425,7 +431,7 @@ def set_numbers(
             state[short] = number
 
 
-def take_steps_again(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -> None:
+def replay_step_count(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -> None:
     """Bring what DeepSpeed's CPU Adam counts outside of its state to a checkpoint's number of steps.
 
     Other optimizers count nothing there.
@@ -436,28 +442,28 @@ def take_steps_again(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) ->
     kernel = getattr(adam, "ds_opt_adam", None)
     if kernel is None:
         return
-    steps = int(scalars.get(f"{PREFIX}step", 0))
+    steps = int(scalars.get(f"{OPTIMIZER_PREFIX}step", 0))
     beta1, beta2 = adam.param_groups[0]["betas"]
     nothing = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):  # tens of microseconds each
         kernel.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *nothing)  # type: ignore[attr-defined]
 
 
-Places = dict[nn.Parameter, Place]
+Placements = dict[nn.Parameter, TensorPlacement]
 
 
-def whole_parameters(module: nn.Module) -> Places:
+def place_whole_parameters(module: nn.Module) -> Placements:
     """Return the places on a rank that holds the whole model, without an adapter's base, which no checkpoint
     has.
     """
     return {
-        p: Place.all_of(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
+        p: TensorPlacement.whole(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
         for name, p in module.named_parameters()
         if not is_base(p)
     }
 
 
-def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+def get_persistent_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return by name the buffers that belong to the model's weights (BatchNorm's statistics)."""
     return {
         f"{path}.{name}" if path else name: buffer
@@ -467,19 +473,19 @@ def kept_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-def names_of(module: nn.Module) -> list[str]:
+def get_checkpoint_names(module: nn.Module) -> list[str]:
     """Return the names of all that a checkpoint keeps of a whole model."""
     parameters = (name for name, p in module.named_parameters() if not is_base(p))
-    return [*parameters, *kept_buffers(module)]
+    return [*parameters, *get_persistent_buffers(module)]
 
 
 def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:
     """Yield the shards of buffers, which lie whole on each rank. Where they differ, one rank's are kept."""
     for name, buffer in buffers.items():
-        yield from Place.all_of(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
+        yield from TensorPlacement.whole(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
 
 
-def frozen(places: Places) -> list[tuple[Place, str, Tensor]]:
+def get_frozen_parameters(places: Placements) -> list[tuple[TensorPlacement, str, Tensor]]:
     """Return the parameters that no optimizer steps, as `shared_out` takes them."""
     return [(place, WEIGHT, p) for p, place in places.items() if not p.requires_grad]
 
@@ -489,7 +495,7 @@ class ParameterState:
 
     def __init__(
         self,
-        places: Places,
+        places: Placements,
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         sharers: tuple[int, int],
@@ -507,56 +513,58 @@ class ParameterState:
         self._sharers = sharers
         self._masters = masters
 
-    def _stepped(self) -> Iterator[tuple[nn.Parameter, Place, Tensor]]:
+    def _stepped(self) -> Iterator[tuple[nn.Parameter, TensorPlacement, Tensor]]:
         for p, place in self._places.items():
             if p.requires_grad:
                 yield p, place, self._masters.get(p, p)
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """See State.shards."""
-        saved = None if source is None else SavedState(source)
-        held = frozen(self._places)
+        """See RankState.shards."""
+        saved = None if source is None else SavedOptimizerState(source)
+        held = get_frozen_parameters(self._places)
         for _, place, stepped in self._stepped():
             if saved is not None:
                 saved.make(self._optimizer, stepped, [place])
-            held += [(place, WEIGHT, stepped), *whole_tensors(self._optimizer, stepped, place)]
-        yield from shared_out(held, self._sharers, to_fill=saved is not None)
+            held += [(place, WEIGHT, stepped), *place_state_tensors(self._optimizer, stepped, place)]
+        yield from split_among_ranks(held, self._sharers, to_fill=saved is not None)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
-        """See State.gradients."""
+        """See RankState.gradients."""
         held = [
             (place, GRADIENT, each.grad)
             for _, place, each in self._stepped()
             if id(each) in stepped and each.grad is not None
         ]
-        yield from shared_out(held, self._sharers, to_fill=False)
+        yield from split_among_ranks(held, self._sharers, to_fill=False)
 
-    def masters(self) -> Iterable[Tensor]:
-        """See State.masters."""
+    def get_masters(self) -> Iterable[Tensor]:
+        """See RankState.get_masters."""
         return self._masters.values()
 
-    def kept_gradients(self) -> Iterable[Any]:
-        """See State.kept_gradients."""
+    def get_stored_gradients(self) -> Iterable[Any]:
+        """See RankState.get_stored_gradients."""
         return [master.grad for master in self._masters.values()]
 
     def scalars(self) -> Scalars:
-        """See State.scalars."""
-        counted = [each for each in self._stepped() if has_numbers(self._optimizer, each[2])]
-        return common_numbers({place.name: numbers(self._optimizer, tensor) for _, place, tensor in counted})
+        """See RankState.scalars."""
+        counted = [each for each in self._stepped() if has_scalar_state(self._optimizer, each[2])]
+        return merge_scalars(
+            {place.name: get_state_scalars(self._optimizer, tensor) for _, place, tensor in counted}
+        )
 
     @torch.no_grad()
-    def settle(self, scalars: Mapping[str, Any]) -> None:
-        """See State.settle."""
+    def finish_restore(self, scalars: Mapping[str, Any]) -> None:
+        """See RankState.finish_restore."""
         for p, place, stepped in self._stepped():
-            set_numbers(self._optimizer, stepped, scalars, place.name)
+            set_state_scalars(self._optimizer, stepped, scalars, place.name)
             if stepped is not p:
                 p.copy_(stepped)
 
 
 @contextmanager
-def gradients_shown(
-    optimizers: Iterable[Optimizer], state: Callable[[], State], take: Callable[[Shard], None]
+def observe_gradients(
+    optimizers: Iterable[Optimizer], state: Callable[[], RankState], take: Callable[[Shard], None]
 ) -> Iterator[None]:
     """Call `take` with what moves the weights in a step inside it: averaged over the batch, unscaled,
     clipped.

@@ -18,12 +18,12 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 from pipeline.checkpoint.shards import Box
-from pipeline.engine.tensor_parallel import part_of
+from pipeline.engine.tensor_parallel import locate_part
 from pipeline.models.adapters import NAME, adapted
 
 
 @contextmanager
-def adapters_aside(model: nn.Module) -> Iterator[None]:
+def detach_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters out of the model inside it, so that its own layers can be cut; then cut and put them
     back.
     """
@@ -81,7 +81,7 @@ def _keep_part(module: nn.Module, told: dict[str, Any]) -> None:
     part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
     setattr(part, DS_AUTOTP_UC_META, told)
     part.tensor_model_parallel = True  # type: ignore[attr-defined]
-    for own, there in part_of("", part, tuple(shape), rank, size).boxes:
+    for own, there in locate_part("", part, tuple(shape), rank, size).boxes:
         part[_slices(own)] = whole[_slices(there)]
     module.weight = part
     if isinstance(module, nn.Linear):

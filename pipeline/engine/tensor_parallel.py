@@ -22,7 +22,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from pipeline.checkpoint.shards import Box
-from pipeline.engine.state import WHOLE, Place, Places, whole_parameters
+from pipeline.engine.state import WHOLE_TENSOR, Placements, TensorPlacement, place_whole_parameters
 from pipeline.errors import ModelError
 from pipeline.models.transformers_facts import is_model
 from pipeline.objectives import VocabularyPart, note_part
@@ -95,18 +95,18 @@ def share_vocabulary(model: Any) -> None:
             note_part(embedding, part)
 
 
-def is_counted(parameter: Tensor) -> bool:
+def counts_in_norm(parameter: Tensor) -> bool:
     """Return whether this rank counts a parameter in a norm: each part, and whole parameters once."""
     return is_model_parallel_parameter(parameter) or groups.get_tensor_model_parallel_rank() == 0
 
 
-def sum_of_parts(square: Tensor) -> Tensor:
+def sum_over_tensor_group(square: Tensor) -> Tensor:
     """Sum over a tensor group, in place. Collective."""
     dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
     return square
 
 
-def first_ranks(scores: Tensor) -> Tensor:
+def broadcast_from_first_rank(scores: Tensor) -> Tensor:
     """Return the scores of a tensor group's first rank: after two different tokens its ranks would wait for
     ever.
     """
@@ -116,7 +116,7 @@ def first_ranks(scores: Tensor) -> Tensor:
     return scores
 
 
-def cut_parameters(module: nn.Module) -> Places:
+def place_cut_parameters(module: nn.Module) -> Placements:
     """Return the places of a tensor rank's parameters. One rank, in turn, writes those that lie whole on
     each.
 
@@ -125,14 +125,16 @@ def cut_parameters(module: nn.Module) -> Places:
     """
     rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
     places = {}
-    for index, (p, whole) in enumerate(whole_parameters(module).items()):
-        place = part_of(whole.name, p, whole.shape, rank, size)
-        is_written = place.boxes != WHOLE or index % size == rank
+    for index, (p, whole) in enumerate(place_whole_parameters(module).items()):
+        place = locate_part(whole.name, p, whole.shape, rank, size)
+        is_written = place.boxes != WHOLE_TENSOR or index % size == rank
         places[p] = replace(place, is_written=is_written, is_frozen=whole.is_frozen)
     return places
 
 
-def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int) -> Place:
+def locate_part(
+    name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int
+) -> TensorPlacement:
     """Return which part of the whole parameter this rank's, of shape `own`, is.
 
     Raises:
@@ -140,10 +142,10 @@ def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int,
     """
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None or told["replicated"]:
-        return Place.all_of(name, own)
+        return TensorPlacement.whole(name, own)
     whole, view, dim = tuple(told["original_shape"]), told["logical_shape"], told["partition_dim"]
     if dim is None and whole == own:
-        return Place.all_of(name, own)
+        return TensorPlacement.whole(name, own)
     # Each of several matrices in one is cut by itself: its rows a rank.
     widths = told["sub_param_shard_widths"] or [told["partition_sizes"]]
     if dim is None or widths == [None]:
@@ -162,7 +164,7 @@ def part_of(name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int,
             _boxes(whole, view, dim, first, width, sum(map(sum, widths))),
             strict=True,
         )
-    return Place(name, whole, own, tuple(boxes))
+    return TensorPlacement(name, whole, own, tuple(boxes))
 
 
 def _boxes(

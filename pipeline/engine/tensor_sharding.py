@@ -21,9 +21,9 @@ from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
 from torch import Tensor, nn
 
 from pipeline.config.split import Split
-from pipeline.engine.deepspeed_base import parallel_state
-from pipeline.engine.state import WHOLE, Place
-from pipeline.engine.tensor_parallel import complete_tensor_section, cut_parameters, share_vocabulary
+from pipeline.engine.deepspeed_base import build_parallel_state
+from pipeline.engine.state import WHOLE_TENSOR, TensorPlacement
+from pipeline.engine.tensor_parallel import complete_tensor_section, place_cut_parameters, share_vocabulary
 from pipeline.errors import ModelError, summarize_error
 from pipeline.models.adapters import has_adapter, is_base
 from pipeline.models.sharding import give_memory, give_values, let_go
@@ -33,7 +33,7 @@ from pipeline.objectives import refuse_router
 class _Part:
     """What this rank keeps of one parameter: of the shape that its own has once it is cut."""
 
-    def __init__(self, place: Place, dtype: torch.dtype):
+    def __init__(self, place: TensorPlacement, dtype: torch.dtype):
         """Allocate the memory at once, so that whole parameters leave no holes between the parts."""
         self.place = place
         self.values = torch.empty(place.own_shape, dtype=dtype)
@@ -104,7 +104,7 @@ class TensorSharding:
         self._is_made = True
         refuse_router(model, "tensor parallelism")
         complete_tensor_section(self._config, model)
-        parallel_state(self._split)
+        build_parallel_state(self._split)
         twin = _without_values(model)
         try:
             # What it prints, it prints again of the model itself. A new embedding draws before it is filled.
@@ -113,9 +113,9 @@ class TensorSharding:
         except (NotImplementedError, ValueError) as error:  # of how to cut, in DeepSpeed's words
             raise ModelError(f"tensor_parallel: {summarize_error(error)}") from None
         named = dict(model.named_parameters(remove_duplicate=False))
-        places = list(cut_parameters(twin).values())
+        places = list(place_cut_parameters(twin).values())
         # What is whole under one of its names has all values, from which AutoTP itself takes the parts.
-        whole = {named[place.name] for place in places if place.boxes == WHOLE}
+        whole = {named[place.name] for place in places if place.boxes == WHOLE_TENSOR}
         for place in places:
             if (parameter := named[place.name]) not in whole:
                 self._parts.setdefault(parameter, []).append(_Part(place, parameter.dtype))
@@ -152,9 +152,9 @@ class TensorSharding:
     def cut(self, model: nn.Module) -> None:
         """Make the model, with all its values, this rank's part of it. Collective; before an optimizer."""
         if has_adapter(model):
-            from pipeline.engine.tensor_adapters import adapters_aside  # imports peft, which takes seconds
+            from pipeline.engine.tensor_adapters import detach_adapters  # imports peft, which takes seconds
 
-            with adapters_aside(model):
+            with detach_adapters(model):
                 self._cut(model)
         else:
             self._cut(model)

@@ -23,29 +23,29 @@ from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.clipping import Refusal, StepGate, clip_and_guard
+from pipeline.engine.clipping import StepGate, StepLimitGuard, clip_and_guard
 from pipeline.engine.interface import (
-    Limits,
+    StepLimits,
     StepResult,
+    add_document_bounds,
     backward_scale,
-    check_gradient,
-    count_and_flags,
     count_parameters,
+    require_gradient_graph,
+    stack_count_and_flags,
     to_device,
-    with_bounds,
 )
 from pipeline.engine.optim import build_torch_optimizer, parameter_groups
-from pipeline.engine.replicas import ChangingBuffers, Replicas
+from pipeline.engine.replicas import BufferBroadcast, ReplicaDigests
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.engine.state import (
     ParameterState,
-    gradients_shown,
-    kept_buffers,
-    names_of,
-    restore,
-    warn_of_unused,
-    whole_parameters,
-    without_gradient,
+    get_checkpoint_names,
+    get_persistent_buffers,
+    names_without_gradient,
+    observe_gradients,
+    place_whole_parameters,
+    restore_state,
+    warn_of_unused_parameters,
 )
 from pipeline.errors import ModelError, format_names
 from pipeline.models.batch_norm import num_batch_norms
@@ -76,14 +76,14 @@ class TorchEngine:
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
         self._gate = StepGate(self.module, self._optimizer)
         self._ddp: _Reducing | None = None
-        self.replicas: Replicas | None = None
+        self.replicas: ReplicaDigests | None = None
         self._is_first_step = True
-        self._buffers = ChangingBuffers(self.module)
-        self._refusal = Refusal(job, self.module)
+        self._buffers = BufferBroadcast(self.module)
+        self._refusal = StepLimitGuard(job, self.module)
         self._replicas: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
             self._ddp = _Reducing(self.module, config, job)
-            self.replicas = Replicas(0, self.module.parameters, self._optimizer, job.device)
+            self.replicas = ReplicaDigests(0, self.module.parameters, self._optimizer, job.device)
         if split.parallel == "dp":
             self._replicas = _data_parallel(self.module, self.precision)
 
@@ -96,8 +96,8 @@ class TorchEngine:
         """See Engine.close."""
         self.__dict__ = {}
 
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.divide."""
+    def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+        """See Engine.set_batch_division."""
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -109,7 +109,7 @@ class TorchEngine:
         objective: Objective,
         learning_rate: float,
         flags: int,
-        limits: Limits | None = None,
+        limits: StepLimits | None = None,
     ) -> StepResult:
         """See Engine.train_step.
 
@@ -120,7 +120,7 @@ class TorchEngine:
         if not self.module.training:
             self._replicas.train()
         # Ranks that come late are waited for behind the forward, not before it.
-        arrived = self._job.begin_sum(count_and_flags(micro_batches, objective, flags, self.device))
+        arrived = self._job.begin_sum(stack_count_and_flags(micro_batches, objective, flags, self.device))
         self._optimizer.zero_grad(set_to_none=True)
         refusal = None if limits is None else self._refusal
         if refusal is not None:
@@ -138,7 +138,7 @@ class TorchEngine:
             with nullcontext() if ddp is None or is_last else ddp.wrapper.no_sync():
                 with self._autocast(), self.phases.measured("forward"):
                     loss = objective(self._replicas if ddp is None else ddp.wrapper, batch)
-                check_gradient(loss)
+                require_gradient_graph(loss)
                 if index == 0:
                     with nullcontext() if ddp is None else self.phases.measured("communication"):
                         totals = arrived()
@@ -149,10 +149,10 @@ class TorchEngine:
         if ddp is not None:
             ddp.check()
             with self.phases.measured("communication"):
-                self._buffers.share()
+                self._buffers.broadcast()
         if self._is_first_step:
             self._is_first_step = False
-            warn_of_unused(without_gradient(self.module))
+            warn_of_unused_parameters(names_without_gradient(self.module))
         total = added(losses, objective.means, self.device)
         with self.phases.measured("optimizer"):
             set_learning_rate(self._optimizer, learning_rate)
@@ -184,14 +184,14 @@ class TorchEngine:
 
     def _on_device(self, batch: Batch, objective: Objective) -> Batch:
         if not isinstance(self._replicas, nn.DataParallel):  # which would divide them as it does rows
-            batch = with_bounds(batch)
+            batch = add_document_bounds(batch)
         inputs = objective.inputs(self._replicas, batch)
         return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 
     def _state(self) -> ParameterState:
-        ranks, buffers = self._job.ranks, kept_buffers(self.module)
+        ranks, buffers = self._job.ranks, get_persistent_buffers(self.module)
         sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
-        return ParameterState(whole_parameters(self.module), buffers, self._optimizer, sharers, {})
+        return ParameterState(place_whole_parameters(self.module), buffers, self._optimizer, sharers, {})
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards. Under `ddp` the ranks share the writing out."""
@@ -201,9 +201,9 @@ class TorchEngine:
         """See EngineState.scalars."""
         return self._state().scalars()
 
-    def gradients_shown_to(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
-        """See Engine.gradients_shown_to."""
-        return gradients_shown([self._optimizer], self._state, take)
+    def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
+        """See Engine.observe_gradients."""
+        return observe_gradients([self._optimizer], self._state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
@@ -212,7 +212,7 @@ class TorchEngine:
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
         """See EngineState.restore."""
-        restore(self._state(), source, names_of(self.module))
+        restore_state(self._state(), source, get_checkpoint_names(self.module))
 
 
 # Newer releases warn of the older name.
@@ -234,7 +234,7 @@ class _Reducing:
         self._module = module
         self._may_be_unused = config.find_unused_parameters
         self.is_complete = False
-        # Before each forward, also those that never change; see ChangingBuffers.
+        # Before each forward, also those that never change; see BufferBroadcast.
         how: dict[str, Any] = {_BROADCAST: False}
         self.wrapper = DistributedDataParallel(
             module,
@@ -275,7 +275,7 @@ class _Reducing:
         is_complete, self.is_complete = self.is_complete, False
         if is_complete or self._may_be_unused:
             return
-        names = without_gradient(self._module)
+        names = names_without_gradient(self._module)
         what = format_names(names) if names else "some of the parameters, in a step's last micro-batch,"
         raise ModelError(
             f"model: {what} took no part in the loss, and ddp waits for every parameter; freeze or remove "

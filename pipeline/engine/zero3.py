@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
-from pipeline.engine.deepspeed_base import forget_parameter_groups
-from pipeline.engine.deepspeed_patches import restore_plain_linear, without_hooks
+from pipeline.engine.deepspeed_base import drop_hpz_groups
+from pipeline.engine.deepspeed_patches import disable_zero3_hooks, restore_torch_linear
 from pipeline.errors import ModelError
 from pipeline.models.blocks import sharded_as_one
 
 
-class _Revisited(TorchFunctionMode):
+class _GatherOnUse(TorchFunctionMode):
     """Makes a sharded parameter whole again where the code that makes the model comes back to it.
 
     A module that draws its children's weights (nn.MultiheadAttention, `self.apply(init)`) would draw into
@@ -83,7 +83,7 @@ def _sharded(parameters: list[Any]) -> list[Any]:
 class _InitOnCpu(deepspeed.zero.Init):
     """zero.Init without its tensor-constructor patches: what is made stays fp32 on the CPU until sharded."""
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, revisited: _Revisited):
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, revisited: _GatherOnUse):
         super().__init__(config_dict_or_path=config, dtype=dtype)
         self.dtype = dtype  # zero.Init takes fp16 for fp32 where the device has it
         self._revisited = revisited
@@ -138,10 +138,10 @@ class Zero3Sharding:
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
-        forget_parameter_groups()
-        revisited = _Revisited(self.whole)
+        drop_hpz_groups()
+        revisited = _GatherOnUse(self.whole)
         with ExitStack() as failed:
-            failed.callback(restore_plain_linear)
+            failed.callback(restore_torch_linear)
             with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
                 with revisited:
                     yield
@@ -173,7 +173,7 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
         for block in blocks:
             set_z3_leaf_module(block, True)
             if any(p.requires_grad for p in block.parameters()):
-                block.register_forward_pre_hook(_learning, with_kwargs=True)
+                block.register_forward_pre_hook(_require_input_gradient, with_kwargs=True)
 
 
 def measure_gathers(optimizer: Any, phases: Phases) -> None:
@@ -198,7 +198,7 @@ def measure_gathers(optimizer: Any, phases: Phases) -> None:
     coordinator.fetch_sub_module = measured
 
 
-def _learning(
+def _require_input_gradient(
     block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the inputs with hidden states by position, which require a gradient; `None` if they are so.
@@ -227,7 +227,7 @@ def _is_float(value: Any) -> bool:
 
 
 @contextmanager
-def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
+def gather_if_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
     """Gather ZeRO 3's parameters on every rank inside it, where they fit. Yields whether they do.
 
     Forwards then neither gather nor release. Where they do not fit, a forward gathers layer by layer, and all
@@ -240,7 +240,7 @@ def gathered_where_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[b
     if not (wanted and _fit(sharded, job)):
         yield False
         return
-    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)), without_hooks(offload):
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)), disable_zero3_hooks(offload):
         yield True
 
 

@@ -30,7 +30,7 @@ from pipeline.data.reference import with_reference
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.progress import Phase, phase
-from pipeline.engine.interface import DTYPES, to_device, with_bounds
+from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
 from pipeline.evaluation.samples import generate_text, uses_chat_template
@@ -76,7 +76,7 @@ class InferenceEngine:
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""
-        batch = with_bounds(batch)
+        batch = add_document_bounds(batch)
         inputs = objective.inputs(self.module, batch)
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))

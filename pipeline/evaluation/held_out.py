@@ -14,7 +14,7 @@ from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
-from pipeline.engine.interface import Evaluates, further_means, whole_loss
+from pipeline.engine.interface import Evaluator, compute_evaluation_loss, compute_extra_means
 from pipeline.errors import ConfigError
 from pipeline.models.embeddings import num_words
 from pipeline.objectives import Objective
@@ -22,7 +22,7 @@ from pipeline.objectives.interface import TwoPassObjective, further_sums
 
 
 def build_eval_loader(
-    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluates
+    config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluator
 ) -> EvalLoader | None:
     """Return this rank's share of all held-out data; `None` if there is none."""
     if not data.eval and not data.eval_sets:
@@ -43,7 +43,7 @@ def build_eval_loader(
 
 @phase(Phase.EVALUATION)
 def evaluate(
-    engine: Evaluates, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
+    engine: Evaluator, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:
     """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
     eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
@@ -114,8 +114,8 @@ def record_best_metric(
 
 
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
-    further = further_means(sums, objective.means)
-    means = {"loss": whole_loss(sums, objective.means, objective.weighted), **further}
+    further = compute_extra_means(sums, objective.means)
+    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **further}
     if not sums["count"]:  # no loss: 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

@@ -51,7 +51,7 @@ class HistogramMeter:
         if step % self._every:
             return nullcontext()
         gradients = self._gradients = self._none()
-        return self._engine.gradients_shown_to(lambda shard: self._add(gradients, shard))
+        return self._engine.observe_gradients(lambda shard: self._add(gradients, shard))
 
     def taken(self, step: int) -> Deferred[Histograms] | None:
         """Return the histograms after a step that counts; `None` if none are due."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import StepResult, further_means, mean_loss
+from pipeline.engine.interface import StepResult, compute_extra_means, mean_loss
 from pipeline.files import GIB, format_duration
 from pipeline.monitoring.alerts import Seen
 from pipeline.monitoring.events import TIME, Event
@@ -516,7 +516,9 @@ class Meters:
         losses = mean_loss(host["loss"], host["count"])
         row = {"train/loss": float(losses[-1])}
         sums = {key[4:]: value for key, value in host.items() if key.startswith("sum ")}
-        row |= {f"train/{name}": mean for name, mean in further_means(sums, self._workload.means).items()}
+        row |= {
+            f"train/{name}": mean for name, mean in compute_extra_means(sums, self._workload.means).items()
+        }
         norms = host["norm"].tolist() if "norm" in host else []
         if norms:
             row["train/grad_norm"] = norms[-1]

@@ -35,7 +35,7 @@ from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
-from pipeline.engine.memory import states
+from pipeline.engine.memory import count_tensor_bytes
 from pipeline.errors import DataError, ModelError, PipelineError
 from pipeline.evaluation import from_checkpoint
 from pipeline.evaluation.samples import TEMPERATURE, generate_text, sample_text, uses_chat_template
@@ -96,9 +96,9 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
     choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
     if deepspeed is not None:
         require_deepspeed()
-        from pipeline.engine.deepspeed_patches import check_configuration
+        from pipeline.engine.deepspeed_patches import check_with_deepspeed
 
-        check_configuration(deepspeed)
+        check_with_deepspeed(deepspeed)
     if ranks.is_main_process:
         check_trackers(settings.config)  # before hours go into the data
         import_callbacks(settings.config)
@@ -199,7 +199,7 @@ class Run:
             long_lived = stack.enter_context(GcFreezer())
             stack.enter_context(watch_memory(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
-            self._advice.states = partial(states, self._parts.engine)
+            self._advice.states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_auto:
                 resolved = self._settled(known)
             self._parts.meters.set_start_time(began)

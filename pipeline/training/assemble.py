@@ -33,8 +33,8 @@ from pipeline.data.reference import with_reference
 from pipeline.distributed.process_group import Job, allow_tf32
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
-from pipeline.engine.memory import freed_at_once
-from pipeline.engine.schedule import LearningRate, check_own
+from pipeline.engine.memory import unmap_freed_tensors
+from pipeline.engine.schedule import LearningRate, check_user_schedule
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ConfigError
 from pipeline.evaluation.held_out import build_eval_loader
@@ -145,7 +145,7 @@ def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None
 
 
 @phase(Phase.MODEL)
-@freed_at_once()
+@unmap_freed_tensors()
 def build_engine(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, *, resumes: bool = False
 ) -> Engine:
@@ -186,7 +186,7 @@ def build_engine(
             model_in(Placed(job.device, torch.float32)), config.optimizer, config.engine, split, job
         )
     from pipeline.engine.deepspeed_base import start_deepspeed
-    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, sharding_for
+    from pipeline.engine.deepspeed_engine import DeepSpeedEngine, build_sharding
     from pipeline.engine.native_ops import SwapFolder, prepare_native_ops
 
     start_deepspeed(job)
@@ -206,7 +206,7 @@ def build_engine(
             bounds=stages.bounds,
         )
     swap = SwapFolder(prepare_native_ops(resolved.deepspeed, job), job)
-    sharding = sharding_for(swap.config, split, job.device)
+    sharding = build_sharding(swap.config, split, job.device)
     model = model_in(sharding)
     swap.check_space(count_parameters(model))
     engine = DeepSpeedEngine(
@@ -415,12 +415,12 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     """Return when the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: see resolve_intervals and check_own.
+        ConfigError: see resolve_intervals and check_user_schedule.
         DataError: see check_same_curriculum.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     last = config.max_steps or math.ceil(samples / loader.global_batch_size)
-    check_own(config.schedule, last)
+    check_user_schedule(config.schedule, last)
     check_same_curriculum(job, data, last)
     every = resolve_intervals(config, loader.steps_per_epoch)
     return RunSchedule(
@@ -458,7 +458,7 @@ def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, direct
     return known
 
 
-@freed_at_once()
+@unmap_freed_tensors()
 def restore_progress(
     checkpoints: CheckpointStore,
     checkpoint: Manifest | None,

@@ -16,7 +16,7 @@ from pipeline.data.loader import TrainLoader
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
-from pipeline.engine.schedule import remark
+from pipeline.engine.schedule import describe_missed_peak
 from pipeline.files import format_bytes
 from pipeline.models.adapters import held_apart
 from pipeline.models.sharding import number_of
@@ -93,7 +93,9 @@ def warn_about_choices(
     device = describe_device(job.device)
     if (slow := resolved.slow_precision(device)) is not None:
         log.warning("%s", slow)
-    for line in filter(None, (remark(config.schedule, max_steps), describe_data_shortage(loader))):
+    for line in filter(
+        None, (describe_missed_peak(config.schedule, max_steps), describe_data_shortage(loader))
+    ):
         log.warning("%s", line)
 
 

@@ -31,8 +31,8 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.machine import available_memory, memory_now
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
-from pipeline.engine.interface import Engine, Limits
-from pipeline.engine.memory import give_back
+from pipeline.engine.interface import Engine, StepLimits
+from pipeline.engine.memory import trim_heap
 from pipeline.errors import ConfigError, Terminated
 from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_file
 from pipeline.models.blocks import compile_again
@@ -54,7 +54,7 @@ FAR = 4
 """From so many times the first one on, a prediction from it alone counts twice."""
 FOLDER = "micro_batch_sizes"
 PAGE = 4096
-NOTHING_STAYS = Limits(-torch.inf, -torch.inf)
+NOTHING_STAYS = StepLimits(-torch.inf, -torch.inf)
 LOOKED_AT = 8
 """Groups of a user's own data, whose rows may differ in length; the largest is tried."""
 
@@ -172,7 +172,7 @@ class PeakMemory:
         if self._cuda is not None:
             torch.cuda.empty_cache()
         else:
-            give_back()
+            trim_heap()
         self.read_and_reset()
 
     def read_and_reset(self) -> int:
@@ -289,7 +289,7 @@ class MicroBatchSearch:
             return self.resolved
         size = self.find() if len(plan.candidates) > 1 else plan.candidates[0]
         found = self.resolved.with_micro_batch_size(size)
-        self.engine.divide(size, found.batch_plan.gradient_accumulation_steps)
+        self.engine.set_batch_division(size, found.batch_plan.gradient_accumulation_steps)
         return found
 
     def find(self) -> int:
@@ -339,7 +339,7 @@ class MicroBatchSearch:
         # The second one finds the gradients of the first; stages are filled by as many as there are.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches = self._batches(replace(plan, gradient_accumulation_steps=count))
-        engine.divide(size, count)
+        engine.set_batch_division(size, count)
         seed_step(self.config.seed, 0, engine.seed_rank)
         if self.resolved.compile:  # which takes memory of its own, once
             compile_again(engine.module)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.config.schema import WatchConfig
 from pipeline.distributed.process_group import Job
-from pipeline.engine.replicas import HISTORY, KINDS, Replicas
+from pipeline.engine.replicas import DIGEST_KINDS, HISTORY_INDEX, ReplicaDigests
 from pipeline.monitoring.events import CORRUPTION, Event
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ReplicaCheck:
         start: Where the run begins, on what was read from verified files.
     """
 
-    def __init__(self, job: Job, replicas: Replicas | None, watch: WatchConfig, start: int):
+    def __init__(self, job: Job, replicas: ReplicaDigests | None, watch: WatchConfig, start: int):
         self._job = job
         self._replicas = replicas
         every = watch.compare_every
@@ -87,7 +87,7 @@ class ReplicaCheck:
         own = self._replicas.end() if self._every and self._replicas is not None else None
         if self._is_compared:
             table = torch.zeros(
-                self._job.ranks.world_size, len(KINDS), dtype=torch.int64, device=self._job.device
+                self._job.ranks.world_size, len(DIGEST_KINDS), dtype=torch.int64, device=self._job.device
             )
             if own is not None:
                 table[self._job.ranks.rank] = own
@@ -116,11 +116,11 @@ class ReplicaCheck:
             arrived.synchronize()
         table = host.tolist()
         for group in self._groups:
-            for number, kind in enumerate(KINDS):
+            for number, kind in enumerate(DIGEST_KINDS):
                 values = [table[rank][number] for rank in group]
                 if len(set(values)) > 1:
                     when = f"of step {step + 1 if kind == 'gradients' else step}"
-                    if number == HISTORY:
+                    if number == HISTORY_INDEX:
                         when = f"between steps {self.good_until} and {step}"
                     return self._event(f"{kind} {when}", kind, group, values)
         self.good_until = step

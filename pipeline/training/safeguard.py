@@ -21,8 +21,8 @@ from pipeline.data.batches import Batch, LoadedBatch
 from pipeline.data.loader import BatchSource, Replayable
 from pipeline.data.random_numbers import seed_step, token_keys
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import Engine, Limits, StepResult
-from pipeline.engine.nonfinite_cause import CauseSearch
+from pipeline.engine.interface import Engine, StepLimits, StepResult
+from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
 from pipeline.errors import DeviceFailedError, NonFiniteLossError, StoppedError
 from pipeline.models.embeddings import KEYS
 from pipeline.monitoring.alerts import Alert, RollbackRequested, Tell, restore
@@ -77,13 +77,13 @@ class Safeguard:
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> StepLimits | None:
         """Of the next step; None: it is taken, if its gradient is finite."""
         if not self.reads_steps:
             return None
         if self._watch.on_spike != "skip":
-            return Limits(math.inf, math.inf)
-        return Limits(self._detectors["loss"].limit, self._detectors["gradient norm"].limit)
+            return StepLimits(math.inf, math.inf)
+        return StepLimits(self._detectors["loss"].limit, self._detectors["gradient norm"].limit)
 
     def accepts_step(
         self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
@@ -111,7 +111,7 @@ class Safeguard:
             # In fp16 the gradient of a loss that is much too high is more than a number can be.
             is_finite |= math.isfinite(loss) and loss > self._detectors["loss"].limit
         action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
-        action = "log" if result.searched else action
+        action = "log" if result.is_loss_scale_search else action
         spikes = [name for name, detector in self._detectors.items() if seen[name] > detector.limit]
         if self._watch.on_spike == "skip" and (is_finite or action == "skip"):
             for name, detector in self._detectors.items():
@@ -334,7 +334,7 @@ class Recovery:
             )
 
     def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
-        """Tell what was infinite or NaN first in a step, see CauseSearch."""
+        """Tell what was infinite or NaN first in a step, see NonFiniteCauseSearch."""
         if self._examined == MOST_EXAMINED or self._replayable is None:
             return
         self._examined += 1
@@ -342,14 +342,14 @@ class Recovery:
         if self.adds_noise:
             micro_batches = add_noise_keys(micro_batches, self.seed, step - 1)
         seed = partial(seed_step, self.seed, step - 1, self.engine.seed_rank)
-        search = CauseSearch(self.engine, self.objective, self.job, self.plan, seed)
+        search = NonFiniteCauseSearch(self.engine, self.objective, self.job, self.plan, seed)
         cause = search.find(micro_batches)
         if cause is None:
             message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
             self.trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
         rank = self.job.everyone[cause.rank] if self.job.everyone else "this process"
-        message = f"step {step}: the first that is infinite or NaN is {cause.told(rank)}"
+        message = f"step {step}: the first that is infinite or NaN is {cause.describe(rank)}"
         self.trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 
 

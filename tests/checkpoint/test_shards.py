@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.shards import Region, copy_runs, overlap
-from pipeline.engine.state import Place, shared_out
-from pipeline.engine.tensor_parallel import part_of
+from pipeline.engine.state import TensorPlacement, split_among_ranks
+from pipeline.engine.tensor_parallel import locate_part
 
 
 @st.composite
@@ -88,7 +88,7 @@ def test_what_a_cut_holds_is_written_once(data):
             boxes.append(tuple((at, rest) if dim == 0 else (rest, at) for at in limits))
             own_start, start = own_start + width, start + sum(each)
         own = torch.cat(picks, dim)
-        place = Place("w", shape, tuple(own.shape), tuple(boxes))
+        place = TensorPlacement("w", shape, tuple(own.shape), tuple(boxes))
         cut = data.draw(st.integers(0, own.numel()))
         for begin, end in ((0, cut), (cut, own.numel())):
             for shard in place.shards("weight", begin, own.flatten()[begin:end], to_fill=False):
@@ -104,9 +104,11 @@ def test_what_a_cut_holds_is_written_once(data):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_copies_are_shared_out_evenly(sizes, count):
-    held = [(Place.all_of(str(i), (n,)), "weight", torch.arange(float(n))) for i, n in enumerate(sizes)]
+    held = [
+        (TensorPlacement.whole(str(i), (n,)), "weight", torch.arange(float(n))) for i, n in enumerate(sizes)
+    ]
     written = [
-        sum(shard.region.length for shard in shared_out(held, (rank, count), to_fill=False))
+        sum(shard.region.length for shard in split_among_ranks(held, (rank, count), to_fill=False))
         for rank in range(count)
     ]
     assert sum(written) == sum(sizes)
@@ -143,7 +145,7 @@ def test_a_cut_is_deepspeeds(shape, view, dim, sizes):
             partition_sizes=None if sizes else widths[0],
         )
         setattr(parameter, DS_AUTOTP_UC_META, told)
-        place = part_of("w", parameter, tuple(own.shape), rank, 3)
+        place = locate_part("w", parameter, tuple(own.shape), rank, 3)
         for shard in place.shards("weight", 0, own, to_fill=False):
             assert torch.equal(shard.values, values_of(shard.region))
             seen[shard.values] += 1

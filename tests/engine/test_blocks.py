@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipeline.distributed.process_group import Job
-from pipeline.engine.zero3 import _learning
+from pipeline.engine.zero3 import _require_input_gradient
 from pipeline.errors import ModelError
 from pipeline.models.blocks import compile_blocks, sharded_as_one
 from pipeline.training import assemble
@@ -92,19 +92,19 @@ def test_a_block_has_hidden_states_by_position_that_require_a_gradient():
 
     x, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
     block, learns = Block(), torch.ones(2, requires_grad=True)
-    assert _learning(block, (learns,), {"mask": mask}) is None
-    (given, beside), named = _learning(block, (x, mask), {})
+    assert _require_input_gradient(block, (learns,), {"mask": mask}) is None
+    (given, beside), named = _require_input_gradient(block, (x, mask), {})
     assert (given.requires_grad, x.requires_grad, beside is mask, named) == (True, False, True, {})
     for hidden in (learns, x):
-        (given,), named = _learning(block, (), {"hidden": hidden, "mask": mask})
+        (given,), named = _require_input_gradient(block, (), {"hidden": hidden, "mask": mask})
         assert given.requires_grad
         assert (given is learns) == (hidden is learns)
         assert list(named) == ["mask"]
     for wrong in (((mask,), {}), ((), {"mask": mask})):
         with pytest.raises(ModelError, match="the first input of Block is no floating-point tensor"):
-            _learning(block, *wrong)
+            _require_input_gradient(block, *wrong)
     with torch.no_grad():
-        assert _learning(block, (x,), {}) is None
+        assert _require_input_gradient(block, (x,), {}) is None
 
 
 @pytest.mark.slow

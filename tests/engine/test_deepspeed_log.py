@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils import set_log_level_from_string
 
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.deepspeed_base import is_wanted, quiet_deepspeed
+from pipeline.engine.deepspeed_base import is_record_shown, quiet_deepspeed
 from pipeline.monitoring.logs import log_to_console
 
 
@@ -25,7 +25,7 @@ def shown():
     logger.addHandler(handler)
     yield lines
     logger.removeHandler(handler)
-    logger.removeFilter(is_wanted)
+    logger.removeFilter(is_record_shown)
     set_log_level_from_string(logging.getLevelName(level))
     pipeline = logging.getLogger("pipeline")
     pipeline.handlers.clear()

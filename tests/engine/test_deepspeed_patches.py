@@ -24,7 +24,7 @@ from pipeline.data.batches import collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine import deepspeed_patches as patches
-from pipeline.engine.deepspeed_patches import check_configuration
+from pipeline.engine.deepspeed_patches import check_with_deepspeed
 from pipeline.objectives import CausalLM
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_the_installation_pins_the_version():
     assert pin in project["dependencies"]
     assert pin in (ROOT / "constraints.txt").read_text().split()
     assert f'"{pin}"' in (ROOT / "benchmarks" / "gpu.sh").read_text()
-    check_configuration({"train_micro_batch_size_per_gpu": 1})
+    check_with_deepspeed({"train_micro_batch_size_per_gpu": 1})
 
 
 def linear_nodes(graph):
@@ -97,7 +97,7 @@ def test_compiled_code_at_zero_3_has_torchs_linear_and_no_guard_of_a_parameters_
 @contextmanager
 def in_place_of_torchs_linear():
     """Have F.linear be what zero.Init puts in its place once DeepSpeed has been started."""
-    patches.compile_plain_linear()
+    patches.use_compilable_linear()
     before = F.linear
     F.linear = patches.partition_parameters.zero3_linear_wrap
     try:

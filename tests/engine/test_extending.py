@@ -22,8 +22,8 @@ from support.tiny import recipe
 
 from pipeline.cli.train import main as train
 from pipeline.distributed.process_group import Job
-from pipeline.engine.interface import further_means
-from pipeline.engine.schedule import multiplier
+from pipeline.engine.interface import compute_extra_means
+from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.evaluation.held_out import evaluate
 from pipeline.training.assemble import build_eval_loader
 
@@ -73,13 +73,13 @@ def curve(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> Curve:
     def watched(*arguments: Any) -> Any:
         result = step(*arguments)
         sums = {key: job.all_reduce_sum(each.double()) for key, each in result.extras.items()}
-        metrics.append(further_means(sums, run.objective.means))
+        metrics.append(compute_extra_means(sums, run.objective.means))
         return result
 
     run.engine.train_step = watched
     losses = run.train(0, STEPS)
     loader = build_eval_loader(run.config, run.resolved.batch_plan, run.data, run.engine)
-    rates = [multiplier(run.config.schedule, at, STEPS) for at in range(STEPS)]
+    rates = [learning_rate_multiplier(run.config.schedule, at, STEPS) for at in range(STEPS)]
     return Curve(losses, metrics, evaluate(run.engine, run.objective, loader, job), rates)
 
 

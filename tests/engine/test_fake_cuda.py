@@ -31,7 +31,7 @@ from pipeline.checkpoint.shards import Region, Shard
 from pipeline.checkpoint.store import CHUNK, Snapshot
 from pipeline.config.batch_plan import plan_batch
 from pipeline.distributed.process_group import Job
-from pipeline.engine.replicas import Replicas
+from pipeline.engine.replicas import ReplicaDigests
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
 from pipeline.models.batch_norm import synchronise_batch_norm
@@ -124,7 +124,11 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
 
 
 # Of the batch as it lies on the host.
-ON_HOST = ("interface.py:with_bounds", "document_attention.py:document_bounds", "model_call.py:wrong_label")
+ON_HOST = (
+    "interface.py:add_document_bounds",
+    "document_attention.py:document_bounds",
+    "model_call.py:wrong_label",
+)
 BF16 = {**SINGLE, "bf16": {"enabled": True}}
 CASES = {
     "plain": (BF16, {}),
@@ -277,7 +281,7 @@ def compared(job: Job) -> tuple[str, torch.device]:
         model = synchronise_batch_norm(model, None, DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         weights = list(model.parameters())
-        replicas = Replicas(0, model.parameters, optimizer, DEVICE, rewritten=lambda: weights)
+        replicas = ReplicaDigests(0, model.parameters, optimizer, DEVICE, rewritten=lambda: weights)
         card.may_read = False
         replicas.begin(is_compared=True)
         for parameter in model.parameters():

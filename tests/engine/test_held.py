@@ -8,7 +8,7 @@ import pytest
 from parity.test_memory import TREE, start, zero
 from support.memory import held_bytes
 
-from pipeline.engine.memory import states
+from pipeline.engine.memory import count_tensor_bytes
 from pipeline.objectives import CausalLM
 
 # Bytes a parameter of weights, gradients and the optimizer on each of N ranks, in half precision.
@@ -29,13 +29,13 @@ def in_the_second_step(job, deepspeed):
 
     def look(*arguments):
         gc.collect()
-        found.append((states(engine, "cpu"), held_bytes() - before))
+        found.append((count_tensor_bytes(engine, "cpu"), held_bytes() - before))
         return take_step(*arguments)
 
     holder.step = look
     for _ in range(2):
         engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
-    assert not any(states(engine, "cuda").values())
+    assert not any(count_tensor_bytes(engine, "cuda").values())
     return *found[len(found) // 2], engine.num_parameters  # after the first micro-batch that follows a step
 
 

@@ -15,7 +15,7 @@ from support.tiny import make_engine, recipe, token_bundle
 from support.weights import SIZES
 
 from pipeline.distributed.process_group import Job
-from pipeline.engine.memory import chosen_by_user
+from pipeline.engine.memory import is_malloc_tuned
 from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_stage_is_all_that_a_rank_ever_has(ranks):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(chosen_by_user(os.environ), reason="the environment says how malloc is to work")
+@pytest.mark.skipif(is_malloc_tuned(os.environ), reason="the environment says how malloc is to work")
 @pytest.mark.parametrize(
     ("half", "most"), [({}, 2.3), ({"bf16": {"enabled": True}}, 1.9)], ids=["fp32", "bf16"]
 )

@@ -12,7 +12,7 @@ import pytest
 # after which glibc left alone takes 2 MiB from its heap.
 PROGRAM = """
 import ctypes
-from pipeline.engine.memory import freed_at_once
+from pipeline.engine.memory import unmap_freed_tensors
 
 class Counts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks a b c d e f".split()]
@@ -30,7 +30,7 @@ def is_mapped():
     return bool(mapped)
 
 libc.free(libc.malloc(8 << 20))
-with freed_at_once():
+with unmap_freed_tensors():
     print(is_mapped())
 print(is_mapped())
 """

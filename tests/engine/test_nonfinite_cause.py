@@ -11,7 +11,7 @@ from support.spoilt import NOW, bundle
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.data.random_numbers import seed_step
-from pipeline.engine.nonfinite_cause import CauseSearch
+from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
@@ -65,11 +65,14 @@ def searched(job, deepspeed, spoilt_rank, cases):
         for case in cases if with_searches else ():
             indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].reading.indices))
             NOW.case, NOW.sample = case, indices[spoilt_rank][ROW]
-            search = CauseSearch(
+            search = NonFiniteCauseSearch(
                 engine, objective, job, resolved.batch_plan, lambda: seed_step(0, 9, engine.seed_rank)
             )
             cause = search.find(loader.read_again(16))
-            found[case] = (f"train {NOW.sample}", None if cause is None else cause.told(f"rank {cause.rank}"))
+            found[case] = (
+                f"train {NOW.sample}",
+                None if cause is None else cause.describe(f"rank {cause.rank}"),
+            )
         NOW.case = ""
         step(1)
         result = kept(engine)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
-from pipeline.engine.clipping import at_rest, clip_and_guard
+from pipeline.engine.clipping import clip_and_guard, suppress_steps
 from pipeline.engine.optim import build_torch_optimizer, parameter_groups
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.errors import ConfigError, ModelError
@@ -221,7 +221,7 @@ def test_an_optimizer_is_at_rest_inside_and_steps_again_after_an_error(kind):
             p.grad = torch.full_like(p, 0.1)
         optimizer.step()
 
-    with suppress(KeyError), at_rest(optimizer, torch.device("cpu")):
+    with suppress(KeyError), suppress_steps(optimizer, torch.device("cpu")):
         step_once()
         assert all(map(torch.equal, model.parameters(), before))
         raise KeyError

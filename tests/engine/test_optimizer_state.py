@@ -14,11 +14,11 @@ from torch import nn
 from pipeline.checkpoint.shards import Region, Shard
 from pipeline.engine.state import (
     ParameterState,
-    Place,
-    flat_tensors,
-    restore,
-    whole_parameters,
-    whole_tensors,
+    TensorPlacement,
+    get_flat_state_tensors,
+    place_state_tensors,
+    place_whole_parameters,
+    restore_state,
 )
 from pipeline.errors import CheckpointError
 
@@ -58,7 +58,7 @@ class Trained:
         self.model.append(nn.ParameterList([nn.Parameter(torch.tensor(2.0))]))
         self.optimizer = OPTIMIZERS[kind](self.model)
         self.names = [name for name, _ in self.model.named_parameters()]
-        self.state = ParameterState(whole_parameters(self.model), {}, self.optimizer, (0, 1), {})
+        self.state = ParameterState(place_whole_parameters(self.model), {}, self.optimizer, (0, 1), {})
 
     def train(self, first: int, last: int) -> list[float]:
         losses = []
@@ -90,7 +90,7 @@ def test_another_one_goes_on_bit_for_bit(kind, before):
     resumed = Trained(kind)
     resumed.train(0, before)
     with torch.no_grad():
-        restore(resumed.state, kept, resumed.names)
+        restore_state(resumed.state, kept, resumed.names)
     assert resumed.state.scalars() == kept.scalars
     assert resumed.train(3, 7) == expected
 
@@ -108,8 +108,8 @@ def test_what_is_not_shaped_like_its_parameter_cannot_be_cut():
     trained = Trained("Adafactor")
     trained.train(0, 1)
     parameter = trained.model[0].weight
-    cut = Place("0.weight", (10, 6), (5, 6), ((None, ((0, 5), (0, 6))),))
+    cut = TensorPlacement("0.weight", (10, 6), (5, 6), ((None, ((0, 5), (0, 6))),))
     with pytest.raises(CheckpointError, match=r"a col_var of 0.weight .* use ZeRO stage 0"):
-        list(whole_tensors(trained.optimizer, parameter, cut))
+        list(place_state_tensors(trained.optimizer, parameter, cut))
     with pytest.raises(CheckpointError, match="not shaped like what it steps"):
-        flat_tensors(trained.optimizer, parameter)
+        get_flat_state_tensors(trained.optimizer, parameter)

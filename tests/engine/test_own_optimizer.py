@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
-from pipeline.engine.optim import SeveralOptimizers, build_torch_optimizer, parameter_groups
+from pipeline.engine.optim import CombinedOptimizer, build_torch_optimizer, parameter_groups
 from pipeline.engine.schedule import set_learning_rate
 from pipeline.errors import ConfigError
 
@@ -235,7 +235,7 @@ def test_one_stands_beside_muon():
     module = model()
     groups = [{"patterns": ["0.weight"], "kind": "muon"}]
     optimizer = built("Signed", module=module, learning_rate=1.0, groups=groups)
-    assert isinstance(optimizer, SeveralOptimizers)
+    assert isinstance(optimizer, CombinedOptimizer)
     set_learning_rate(optimizer, 0.5)
     before = module[2].weight.detach().clone()
     for p in module.parameters():

@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.clipping import Refusal
-from pipeline.engine.interface import Engine, Limits
+from pipeline.engine.clipping import StepLimitGuard
+from pipeline.engine.interface import Engine, StepLimits
 from pipeline.objectives import CausalLM, LossSum
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -62,7 +62,7 @@ def state(engine: Engine) -> tuple[list[torch.Tensor], Any]:
     return [shard.values.detach().clone() for shard in engine.shards()], engine.scalars()
 
 
-def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]]):
+def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, StepLimits]]):
     """Train with bad steps and without them.
 
     Returns:
@@ -82,7 +82,7 @@ def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]])
                 for m in (0, width)
             ]
 
-        def step(first: int, factor: float = 1.0, limits: Limits | None = None):
+        def step(first: int, factor: float = 1.0, limits: StepLimits | None = None):
             group = batches(first)
             objective.factor = factor
             objective.poisoned = group[1]["input_ids"][0, 0] if engine.dp_rank == 0 else -1
@@ -94,14 +94,14 @@ def with_and_without(job: Job, tree, deepspeed, bad: list[tuple[float, Limits]])
             if with_bad:
                 result = step(32, factor, limits)[2]
                 said.append((float(result.skipped), float(result.loss)))
-            result = step(8 + 8 * at, limits=Limits(100.0, 100.0))
+            result = step(8 + 8 * at, limits=StepLimits(100.0, 100.0))
             curve.append(result[:2])
             assert float(result[2].skipped) == 0
             assert math.isclose(
                 float(result[2].loss), result[0] / float(result[2].global_count), rel_tol=1e-6
             )
         if with_bad:
-            step(32, limits=Limits(-math.inf, -math.inf))  # as one that is done again to find a cause
+            step(32, limits=StepLimits(-math.inf, -math.inf))  # as one that is done again to find a cause
         curve.append(step(24)[:2])  # no limits any more
         kept = state(engine)
         engine.close()
@@ -119,7 +119,11 @@ def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, spl
     """A loss that is NaN, one too high, and a gradient that is too long, each on one rank alone."""
     world_size, deepspeed, changes = SPLITS[split]
     tree = recipe(batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **changes)
-    bad = [(math.nan, Limits(100.0, 100.0)), (50.0, Limits(12.0, math.inf)), (1.0, Limits(math.inf, 1e-6))]
+    bad = [
+        (math.nan, StepLimits(100.0, 100.0)),
+        (50.0, StepLimits(12.0, math.inf)),
+        (1.0, StepLimits(math.inf, 1e-6)),
+    ]
     if split == "single":
         answers = [with_and_without(ALONE, tree, deepspeed, bad)]
     else:
@@ -133,7 +137,7 @@ def test_what_follows_a_refused_step_is_bit_equal_to_a_run_without_it(ranks, spl
     assert all(said[1:] == answers[0][2][1:] for _, _, said in answers), "ranks were told different losses"
 
 
-def searching(job: Job, stage: int, lowest_power: int, factors: list[float], limits: Limits | None):
+def searching(job: Job, stage: int, lowest_power: int, factors: list[float], limits: StepLimits | None):
     """Train from a loss scale of 2**24, which is too high for all steps.
 
     Returns:
@@ -149,7 +153,7 @@ def searching(job: Job, stage: int, lowest_power: int, factors: list[float], lim
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         objective.poisoned = batch["input_ids"][0, 0]
         result = engine.train_step([batch], objective, 1e-2, 0, limits)
-        said.append((float(result.skipped), result.searched))
+        said.append((float(result.skipped), result.is_loss_scale_search))
     kept = state(engine)
     engine.close()
     return kept, said
@@ -164,7 +168,7 @@ def test_a_step_that_finds_the_loss_scale_is_no_refused_one(ranks, stage):
     Refused steps leave the scale: a loss that is too high, whose gradient is not finite either, and any such
     gradient if the scale cannot fall.
     """
-    pool, limits = ranks(2), Limits(12.0, math.inf)
+    pool, limits = ranks(2), StepLimits(12.0, math.inf)
     searched = pool.run(searching, stage, 0, [1.0] * 12, limits)
     as_ever = pool.run(searching, stage, 0, [1.0] * 12, None)
     for (kept, said), (expected, without) in zip(searched, as_ever, strict=True):
@@ -200,8 +204,8 @@ def test_buffers_of_a_refused_step_are_those_before_it(is_refused):
     module = Counting()
     module(torch.randn(4, 3))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    refusal = Refusal(ALONE, module)
-    refusal.begin(Limits(1.0, 1.0))
+    refusal = StepLimitGuard(ALONE, module)
+    refusal.begin(StepLimits(1.0, 1.0))
     module(torch.full((4, 3), math.nan if is_refused else 1.0))
     refusal.look(torch.tensor(4 * (math.nan if is_refused else 0.5)), torch.tensor(4.0))
     assert bool(refusal(torch.tensor(0.5))) is is_refused
@@ -215,7 +219,7 @@ def test_buffers_of_a_refused_step_are_those_before_it(is_refused):
 
 
 def test_a_step_without_limits_keeps_and_reads_nothing():
-    refusal = Refusal(ALONE, Counting())
+    refusal = StepLimitGuard(ALONE, Counting())
     refusal.begin(None)
     refusal.look(torch.ones(()), torch.ones(()))
     assert refusal(torch.tensor(math.nan)) is None

@@ -18,7 +18,13 @@ from torch import nn
 from pipeline.config.schema import WatchConfig
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.engine.replicas import HISTORY, ChangingBuffers, Replicas, digest, mixed
+from pipeline.engine.replicas import (
+    HISTORY_INDEX,
+    BufferBroadcast,
+    ReplicaDigests,
+    digest_tensors,
+    mix_digests,
+)
 from pipeline.errors import DeviceFailedError
 from pipeline.objectives import CausalLM
 from pipeline.training.replica_check import ReplicaCheck
@@ -53,19 +59,19 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 def test_no_flipped_bit_leaves_a_digest_as_it_was(dtype, offset, length):
     torch.manual_seed(length)
     tensor = (torch.randn(offset + length) * 50).to(dtype)[offset:]
-    before = int(digest([tensor], CPU))
+    before = int(digest_tensors([tensor], CPU))
     for bit in range(0, 8 * tensor.element_size() * length, 3):
         flip(tensor, bit)
-        assert int(digest([tensor], CPU)) != before
+        assert int(digest_tensors([tensor], CPU)) != before
         flip(tensor, bit)
-        assert int(digest([tensor], CPU)) == before
+        assert int(digest_tensors([tensor], CPU)) == before
 
 
 def test_what_changes_places_shows(monkeypatch):
-    monkeypatch.setattr("pipeline.engine.replicas.SMALL", 4)
+    monkeypatch.setattr("pipeline.engine.replicas.SMALL_TENSOR_ELEMENTS", 4)
     a, b = torch.randn(16), torch.randn(16)
-    assert int(digest([a, b], CPU)) != int(digest([b, a], CPU))
-    assert int(digest([], CPU)) == 0
+    assert int(digest_tensors([a, b], CPU)) != int(digest_tensors([b, a], CPU))
+    assert int(digest_tensors([], CPU)) == 0
 
 
 def test_a_step_without_an_update_is_read_too():
@@ -74,7 +80,9 @@ def test_a_step_without_an_update_is_read_too():
     def digests(bit: int | None) -> list[int]:
         weight = torch.ones(8)
         optimizer = torch.optim.SGD([weight])
-        replicas = Replicas(0, lambda: [weight], optimizer, CPU, is_sharded=True, rewritten=lambda: [weight])
+        replicas = ReplicaDigests(
+            0, lambda: [weight], optimizer, CPU, is_sharded=True, rewritten=lambda: [weight]
+        )
         replicas.begin(is_compared=False)
         if bit is not None:
             flip(weight, bit)
@@ -85,8 +93,8 @@ def test_a_step_without_an_update_is_read_too():
         return replicas.end().tolist()
 
     right, wrong = digests(None), digests(40)
-    assert right[:HISTORY] == wrong[:HISTORY]
-    assert right[HISTORY] != wrong[HISTORY]
+    assert right[:HISTORY_INDEX] == wrong[:HISTORY_INDEX]
+    assert right[HISTORY_INDEX] != wrong[HISTORY_INDEX]
 
 
 def test_a_bit_that_stays_flipped_for_any_number_of_steps_shows():
@@ -94,8 +102,8 @@ def test_a_bit_that_stays_flipped_for_any_number_of_steps_shows():
         right = wrong = torch.zeros((), dtype=torch.int64)
         flipped = torch.tensor(1).bitwise_left_shift(bit)
         for step in range(16):
-            right = mixed(right, torch.tensor(7 * step))
-            wrong = mixed(wrong, torch.tensor(7 * step) ^ flipped)
+            right = mix_digests(right, torch.tensor(7 * step))
+            wrong = mix_digests(wrong, torch.tensor(7 * step) ^ flipped)
             assert int(right) != int(wrong)
 
 
@@ -364,7 +372,7 @@ def test_other_kinds_of_processors_are_no_corruption(tmp_path):
 def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     module = nn.Module()
     module.register_buffer("values", torch.full(shape, 3 + job.ranks.rank).to(dtype))
-    ChangingBuffers(module).share()
+    BufferBroadcast(module).broadcast()
     return torch.equal(module.values.float(), torch.full(shape, 3.0))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.optimizer_schema import ScheduleConfig
-from pipeline.engine.schedule import check_own, multiplier, remark
+from pipeline.engine.schedule import check_user_schedule, describe_missed_peak, learning_rate_multiplier
 from pipeline.errors import ConfigError
 
 KINDS = ("cosine", "linear", "constant", "wsd")
@@ -30,7 +30,7 @@ def runs(draw):
 
 
 def curve(config, max_steps):
-    return [multiplier(config, step, max_steps) for step in range(max_steps + 1)]
+    return [learning_rate_multiplier(config, step, max_steps) for step in range(max_steps + 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,16 +38,16 @@ def test_warm_up_rises_by_equal_steps_from_above_zero_to_the_peak(kind):
     config = ScheduleConfig(kind=kind, warmup=4)
     rates = curve(config, 100)
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert multiplier(ScheduleConfig(kind=kind), 0, 10) == 1.0, "the first step without warm-up"
+    assert learning_rate_multiplier(ScheduleConfig(kind=kind), 0, 10) == 1.0, "the first step without warm-up"
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("low", [0.0, 0.1, 1.0])
 def test_the_end_of_the_run_is_the_minimum(kind, low):
     config = ScheduleConfig(kind=kind, warmup=10, min_learning_rate_ratio=low)
-    assert multiplier(config, 100, 100) == pytest.approx(low)
-    assert multiplier(config, 99, 100) == pytest.approx(low, abs=0.06)
-    assert multiplier(config, 1000, 100) == pytest.approx(low), "past the end it stays there"
+    assert learning_rate_multiplier(config, 100, 100) == pytest.approx(low)
+    assert learning_rate_multiplier(config, 99, 100) == pytest.approx(low, abs=0.06)
+    assert learning_rate_multiplier(config, 1000, 100) == pytest.approx(low), "past the end it stays there"
 
 
 def test_constant_stays_at_the_peak():
@@ -58,8 +58,10 @@ def test_cosine_is_a_cosine_and_linear_a_line():
     cosine = ScheduleConfig(kind="cosine", min_learning_rate_ratio=0.0)
     line = ScheduleConfig(kind="linear", min_learning_rate_ratio=0.0)
     for step in range(101):
-        assert multiplier(cosine, step, 100) == pytest.approx(0.5 * (1 + math.cos(math.pi * step / 100)))
-        assert multiplier(line, step, 100) == pytest.approx(1 - step / 100)
+        assert learning_rate_multiplier(cosine, step, 100) == pytest.approx(
+            0.5 * (1 + math.cos(math.pi * step / 100))
+        )
+        assert learning_rate_multiplier(line, step, 100) == pytest.approx(1 - step / 100)
 
 
 def test_wsd_is_stable_and_then_decays_over_its_last_steps():
@@ -88,7 +90,9 @@ def test_no_step_leaves_the_range_or_jumps(run):
     jumps = [abs(b - a) for a, b in pairwise(rates)]
     assert max(jumps) <= steepest + 1e-9
     assert rates[config.warmup] == 1.0
-    assert rates[::-1] == [multiplier(config, step, max_steps) for step in range(max_steps, -1, -1)]
+    assert rates[::-1] == [
+        learning_rate_multiplier(config, step, max_steps) for step in range(max_steps, -1, -1)
+    ]
 
 
 @settings(deadline=None)
@@ -99,7 +103,7 @@ def test_a_run_shorter_than_its_schedule_is_remarked_and_has_a_rate_for_every_st
     config = ScheduleConfig(kind=kind, warmup=warmup, decay_steps=decay)
     assert all(0.0 < rate <= 1.0 for rate in curve(config, max_steps)[:-1])
     needed = warmup + ((decay or max(1, max_steps // 5)) if kind == "wsd" else 0)
-    line = remark(config, max_steps)
+    line = describe_missed_peak(config, max_steps)
     assert (line is not None) == (needed > max_steps)
     if line is not None:
         assert f"warmup {warmup}" in line
@@ -141,16 +145,16 @@ def own(name):
 
 
 def test_an_own_function_decides_the_whole_curve_and_hears_of_another_length():
-    check_own(own("halved"), 100)
+    check_user_schedule(own("halved"), 100)
     assert curve(own("halved"), 4) == [1.0, 0.875, 0.75, 0.625, 0.5]
-    assert multiplier(own("halved"), 4, 8) == 0.75
-    assert remark(own("halved"), 4) is None
+    assert learning_rate_multiplier(own("halved"), 4, 8) == 0.75
+    assert describe_missed_peak(own("halved"), 4) is None
 
 
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 999, 1000, 1001, 123_457])
 def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
     with pytest.raises(ConfigError, match=f"gave -0.1 for step {max_steps - 1} of {max_steps};"):
-        check_own(own("late_negative"), max_steps)
+        check_user_schedule(own("late_negative"), max_steps)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +169,14 @@ def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
 )
 def test_an_own_function_that_is_no_schedule_is_one_line(name, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        check_own(own(name), 100)
+        check_user_schedule(own(name), 100)
     assert "test_schedule:" in str(caught.value)
 
 
 def test_a_step_of_the_run_is_held_to_the_same():
     with pytest.raises(ConfigError, match="for step 7 of 100 raised ZeroDivisionError"):
-        multiplier(own("dividing"), 7, 100)
+        learning_rate_multiplier(own("dividing"), 7, 100)
 
 
 def test_built_in_shapes_are_not_tried():
-    check_own(ScheduleConfig(), 10)
+    check_user_schedule(ScheduleConfig(), 10)

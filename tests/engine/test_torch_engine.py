@@ -18,7 +18,7 @@ from pipeline.config.split import Split
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.engine.state import format_names, watch_gradients, without_gradient
+from pipeline.engine.state import format_names, names_without_gradient, watch_gradients
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import ModelError
 from pipeline.objectives import Classification
@@ -168,7 +168,7 @@ def test_frozen_parameters_are_not_missed():
     model = two()
     model.second.requires_grad_(False)
     model(batch_of(0, False)["inputs"]).sum().backward()
-    assert without_gradient(model) == []
+    assert names_without_gradient(model) == []
     assert watch_gradients(model.named_parameters())() == [
         "trunk.weight",
         "trunk.bias",

@@ -61,7 +61,7 @@ PROGRAM = """
 import gc, torch
 from pathlib import Path
 from pipeline.config.model_schema import CausalLMConfig
-from pipeline.engine.memory import freed_at_once
+from pipeline.engine.memory import unmap_freed_tensors
 from pipeline.models import build_model
 from pipeline.models.sharding import ModelRequest, Placed
 
@@ -73,7 +73,7 @@ def made(sizes):
     placed = Placed(torch.device("meta"), torch.bfloat16)  # it has no host memory, as a GPU has none
     return build_model(CausalLMConfig(**sizes), ModelRequest(placed, vocab_size=257), 0)
 
-with freed_at_once():
+with unmap_freed_tensors():
     made({small})  # what is imported and allocated once
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the kernel's mark of the most starts again

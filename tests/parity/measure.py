@@ -18,7 +18,7 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import mean_loss
-from pipeline.engine.schedule import multiplier
+from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
@@ -54,7 +54,7 @@ def train(
     losses, norms, samples, seconds = [], [], [], 0.0
     for step in range(steps):
         seed_step(config.seed, step, engine.seed_rank)
-        rate = config.optimizer.learning_rate * multiplier(config.schedule, step, STEPS)
+        rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, STEPS)
         group = loader.next_group()
         samples.append([index for batch in group for index in data.train.find(batch["input_ids"])])
         start = time.perf_counter()

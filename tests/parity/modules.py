@@ -17,7 +17,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import mean_loss
-from pipeline.engine.state import kept_buffers
+from pipeline.engine.state import get_persistent_buffers
 from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_eval_loader, build_loader
@@ -221,5 +221,8 @@ def train_module(job: Job, name: str, split: dict[str, Any] | None) -> Curve:
     held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
     row = evaluate(engine, objective, held_out, job)
     return Curve(
-        losses, norms, row["eval/loss"], {k: v.clone() for k, v in kept_buffers(engine.module).items()}
+        losses,
+        norms,
+        row["eval/loss"],
+        {k: v.clone() for k, v in get_persistent_buffers(engine.module).items()},
     )

@@ -17,7 +17,7 @@ from support.tiny import ALONE
 from torch import Tensor, nn
 
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
-from pipeline.engine.interface import with_bounds
+from pipeline.engine.interface import add_document_bounds
 from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks, repeated_blocks
 from pipeline.models.sharding import ModelRequest, Placed, Sharding
@@ -143,7 +143,7 @@ def batch_of(case: Case, sizes: Sizes, device: torch.device) -> dict[str, Any]:
     if case.apart:
         half = sizes.length // 2
         batch["position_ids"] = torch.arange(half).repeat(2).expand(sizes.rows, -1).contiguous()
-        batch = with_bounds(batch)
+        batch = add_document_bounds(batch)
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 

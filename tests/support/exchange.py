@@ -19,7 +19,7 @@ from pipeline.checkpoint.shards import Region, copy_runs, overlap
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import mean_loss
-from pipeline.engine.schedule import multiplier
+from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.errors import CheckpointError
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
@@ -87,7 +87,9 @@ class Run:
         losses = []
         for step in range(first, last):
             seed_step(0, step, self.engine.seed_rank)
-            rate = self.config.optimizer.learning_rate * multiplier(self.config.schedule, step, STEPS)
+            rate = self.config.optimizer.learning_rate * learning_rate_multiplier(
+                self.config.schedule, step, STEPS
+            )
             result = self.engine.train_step(self.loader.next_group(), self.objective, rate, False)
             total = self.job.all_reduce_sum(result.loss_sum.to(torch.float64))
             losses.append(float(mean_loss(total, result.global_count)))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from support.forked import context
 
 if TYPE_CHECKING:
-    from pipeline.engine.deepspeed_base import EngineGroups
+    from pipeline.engine.deepspeed_base import EngineProcessGroups
 
 
 def free_port() -> int:
@@ -116,7 +116,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
 
     from pipeline.distributed.process_group import start_job
     from pipeline.distributed.ranks import read_ranks
-    from pipeline.engine.deepspeed_base import EngineGroups, start_deepspeed
+    from pipeline.engine.deepspeed_base import EngineProcessGroups, start_deepspeed
 
     endings = _endings_of_engines()
     job = start_job(read_ranks(os.environ), distributed=True)
@@ -129,7 +129,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        made = EngineGroups()
+        made = EngineProcessGroups()
         try:
             pipe.send((True, function(job, *arguments)))
         except BaseException:
@@ -154,12 +154,12 @@ def _endings_of_engines() -> list[ExitStack]:
     return endings
 
 
-def _close_engines(groups: EngineGroups, endings: list[ExitStack]) -> None:
+def _close_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -> None:
     """Those that a function left open: the threads of their groups wake a hundred times a second each."""
     from deepspeed import DeepSpeedEngine
 
-    from pipeline.engine.deepspeed_base import EngineGroups
-    from pipeline.engine.deepspeed_patches import forget_model
+    from pipeline.engine.deepspeed_base import EngineProcessGroups
+    from pipeline.engine.deepspeed_patches import drop_model_references
 
     while endings:
         endings.pop().close()
@@ -167,8 +167,8 @@ def _close_engines(groups: EngineGroups, endings: list[ExitStack]) -> None:
     for each in gc.get_objects():
         if isinstance(each, DeepSpeedEngine):
             each.destroy()
-            forget_model(each)
-    EngineGroups._open.clear()
+            drop_model_references(each)
+    EngineProcessGroups._open.clear()
     groups.keep()
     groups.destroy()
     gc.collect()

@@ -22,7 +22,7 @@ from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine, mean_loss
-from pipeline.engine.schedule import multiplier
+from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
@@ -143,7 +143,7 @@ def curve_of(job: Job, chosen: Settings, steps: int) -> list[tuple[float, float]
     curve = []
     for step in range(steps):
         seed_step(config.seed, step, engine.seed_rank)
-        rate = config.optimizer.learning_rate * multiplier(config.schedule, step, steps)
+        rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, steps)
         result = engine.train_step(loader.next_group(), objective, rate, False)
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
         norm = result.grad_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipeline.engine.clipping import at_rest
+from pipeline.engine.clipping import suppress_steps
 from pipeline.monitoring.metrics import resident_now
 from pipeline.training.micro_batch import PeakMemory, allocate_optimizer_states
 
@@ -30,7 +30,7 @@ def test_states_of_a_refused_step_are_in_memory_and_unchanged():
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW([p], fused=True)
     before = resident_now()
-    with allocate_optimizer_states() as unmade, at_rest(optimizer, p.device):
+    with allocate_optimizer_states() as unmade, suppress_steps(optimizer, p.device):
         optimizer.step()
     assert resident_now() - before > 120 * MIB  # two states of 64 MiB
     state = optimizer.state[p]
@@ -43,7 +43,7 @@ def test_states_that_a_refused_step_does_not_make_are_counted():
     p.grad = torch.ones_like(p)
     muon = torch.optim.Muon([p])
     for expected in (8 * 4 * 4, 0):
-        with allocate_optimizer_states() as unmade, at_rest(muon, p.device):
+        with allocate_optimizer_states() as unmade, suppress_steps(muon, p.device):
             muon.step()
         assert unmade == [expected]
         p.grad = torch.ones_like(p)

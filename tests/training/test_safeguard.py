@@ -213,7 +213,7 @@ def test_in_fp16_a_gradient_that_overflows_is_what_its_loss_is(
     for step in range(40):
         for detector, value in zip(safeguard.detectors, (2.0 + 0.01 * (step % 3), 1.0), strict=True):
             detector.add(value)
-    bad = replace(result(loss, math.inf, 1.0), loss_scale=256.0, searched=searched)
+    bad = replace(result(loss, math.inf, 1.0), loss_scale=256.0, is_loss_scale_search=searched)
     assert safeguard.accepts_step(41, bad, (0, 8), lambda first, last: "wiki 7") is counts
 
 

@@ -25,7 +25,7 @@ from pipeline.config.settings import ResolvedSettings
 from pipeline.distributed.diagnosis import RankProcess
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
-from pipeline.engine.memory import freed_at_once
+from pipeline.engine.memory import unmap_freed_tensors
 from pipeline.errors import NonFiniteLossError, format_names, format_ranges
 from pipeline.monitoring.alerts import CROWDED, Alert, Seen, Stop, restore
 from pipeline.monitoring.events import NO_TARGETS, Event
@@ -1048,7 +1048,7 @@ ALERTS = {
 (`callbacks` of the recipe), whose answer can alert."""
 
 
-@freed_at_once()  # checksums of all weights
+@unmap_freed_tensors()  # checksums of all weights
 def build_alerts(
     config: RunConfig,
     resolved: ResolvedSettings,
