@@ -1,7 +1,7 @@
 """Bytes of a micro-batch: what the blocks of a language model and its loss keep, and need, on one rank.
 
 Blocks go by coefficients of products of sizes, one row a family and way to compute (activations.json, written
-by benchmarks/activations.py from traced allocations).
+by tests/planner/measure_activations.py from traced allocations).
 """
 
 from __future__ import annotations

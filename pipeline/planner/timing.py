@@ -1,6 +1,7 @@
 """Seconds of a training step by part: arithmetic from sizes and rates.
 
-docs/performance.md has the formulas with their sources; benchmarks/published.py holds them to runs of others.
+docs/performance.md has the formulas with their sources; tests/planner/published_speeds.py compares them with published
+runs.
 """
 
 from __future__ import annotations

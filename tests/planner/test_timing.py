@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from statistics import mean
 
 import pytest
-from support.benchmarks import imported
+from planner import published_speeds as published
 from support.launch import ROOT
 from support.tiny import recipe, resolve
 
@@ -26,7 +26,6 @@ from pipeline.planner.timing import (
     step_time,
 )
 
-published = imported("published")
 H100 = rates_of(find_gpu("h100"), 5e10)
 JOB = Job(8.03e9, 6.98e9, 32, 4096, 8192, vocabulary=128256)
 

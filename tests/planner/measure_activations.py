@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from planner.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402

@@ -1,4 +1,4 @@
-"""Compares published speeds of others' runs with the planner's: `python benchmarks/published.py`.
+"""Compares published speeds of others' runs with the planner's: `python tests/planner/published_speeds.py`.
 
 Prints the table of docs/performance.md. published_speeds.jsonl has the runs. Constants of
 pipeline/planner/timing.py were set by those marked `fit`; those marked `test` set none.
