@@ -1,7 +1,7 @@
 """Seconds of a training step by part: arithmetic from sizes and rates.
 
-docs/performance.md has the formulas with their sources; tests/planner/published_speeds.py compares them with published
-runs.
+docs/performance.md has the formulas with their sources; tests/planner/published_speeds.py compares them
+with published runs.
 """
 
 from __future__ import annotations
