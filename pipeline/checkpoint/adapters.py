@@ -35,7 +35,7 @@ from pipeline.files import format_bytes
 from pipeline.models.adapters import NAME, adapted, of_peft
 from pipeline.models.transformers_facts import auto_class_for
 from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
-from pipeline.planner.rank import EMBEDDINGS, WORDS
+from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES
 
 STATE_KEY = "adapter"  # in the state of a checkpoint
 BASE, FILES = "base", "base_files"  # inside it
@@ -224,7 +224,7 @@ def map_peft_names(manifest: Manifest) -> dict[str, str]:
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {of_peft(name): name for name in names}
     if _described(manifest).get("tie_word_embeddings"):
-        embedding = next((name for name in names if name.endswith(WORDS)), None)
+        embedding = next((name for name in names if name.endswith(INPUT_EMBEDDING_NAMES)), None)
         if embedding is not None:
             found[of_peft("lm_head.weight")] = embedding
     return found
@@ -259,7 +259,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
     # peft warns if it is asked to tie weights that the adapter leaves alone.
-    trains_words = any(f"{name}.weight".endswith(EMBEDDINGS) for name in whole)
+    trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
     (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.find import find_checkpoint, find_run_directory
-from pipeline.cli.inputs import reading_a_run
+from pipeline.cli.inputs import report_file_errors
 from pipeline.errors import CheckpointError
 from pipeline.files import format_bytes
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     """Run the command; raise a CheckpointError also if a checkpoint is damaged."""
     match arguments.what:

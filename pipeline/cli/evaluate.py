@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, report_file_errors
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, "recipe keys of data, eval, loader and batch")
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.cli.inputs import add_checkpoint_arguments, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, report_file_errors
 
 HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     from pipeline.checkpoint.adapters import STATE_KEY, dtype_of
     from pipeline.checkpoint.export import export

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline.checkpoint.find import find_checkpoint
-from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, reading_a_run
+from pipeline.cli.inputs import add_checkpoint_arguments, add_overrides, report_file_errors
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, escape_unprintable
 from pipeline.monitoring.logs import log_to_console
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser, argparse.SUPPRESS)
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     log_to_console(Ranks(0, 0, 1, 1))
     if arguments.max_new_tokens < 1:

@@ -42,7 +42,7 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 
 @contextmanager
-def reading_a_run() -> Iterator[None]:
+def report_file_errors() -> Iterator[None]:
     """Around a command that looks at a run: files that cannot be read, or named, are bad input there."""
     try:
         yield

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from pipeline.cli.screen import Screen, percent
+from pipeline.cli.screen import Screen, format_percent
 from pipeline.data.batches import IGNORE_INDEX, Batch
 from pipeline.data.preference_layouts import CHOSEN, KIND_NAMES, MISMATCHED, REJECTED
 from pipeline.errors import escape_unprintable
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
 
 
-def lengths_of(stores: Iterable[TokenStore]) -> NDArray[np.int64]:
+def read_lengths(stores: Iterable[TokenStore]) -> NDArray[np.int64]:
     """Return the length in tokens of each document of the stores."""
     parts = [np.diff(np.asarray(part.ends), prepend=0) for store in stores for part in store.parts]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def hashes_of(stores: Iterable[TokenStore]) -> NDArray[np.uint64]:
+def read_hashes(stores: Iterable[TokenStore]) -> NDArray[np.uint64]:
     """Return the hash of each document, sorted; equal documents have equal hashes."""
     parts = [np.array(part.hashes) for store in stores for part in store.parts]  # copies: none stays mapped
     hashes = np.concatenate([np.empty(0, np.uint64), *parts])
@@ -80,14 +80,14 @@ def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
     """Show the number and the lengths of the documents of each source."""
     rows = []
     for source in sources:
-        lengths = lengths_of([source.train, source.eval])
-        held_out = len(lengths_of([source.eval]))
+        lengths = read_lengths([source.train, source.eval])
+        held_out = len(read_lengths([source.eval]))
         shares = (50, 95, 100) if len(lengths) else ()
         cells = [
             source.name,
             f"{len(lengths):,}",
             f"{lengths.sum():,}",
-            f"{held_out:,} ({percent(held_out, len(lengths))})",
+            f"{held_out:,} ({format_percent(held_out, len(lengths))})",
             f"{lengths.mean() if len(lengths) else 0:,.0f}",
         ]
         rows.append(cells + [f"{np.percentile(lengths, share, method='inverted_cdf'):,}" for share in shares])
@@ -104,20 +104,20 @@ def show_copies(screen: Screen, sources: Sequence[PreparedSource], eval_sets: Se
     screen.title("Exact copies")
     everything = []
     for source in sources:
-        hashes = hashes_of([source.train, source.eval])
+        hashes = read_hashes([source.train, source.eval])
         everything.append(hashes)
         copies = count_copies(hashes)
         screen.line(
-            f"{source.name}: {copies:,} of {len(hashes):,} documents ({percent(copies, len(hashes))})"
+            f"{source.name}: {copies:,} of {len(hashes):,} documents ({format_percent(copies, len(hashes))})"
         )
     if len(sources) > 1:
         hashes = np.sort(np.concatenate(everything))
         copies = count_copies(hashes)
         del everything
-        screen.line(f"all together: {copies:,} of {len(hashes):,} ({percent(copies, len(hashes))})")
-    trained = hashes_of([source.train for source in sources])
+        screen.line(f"all together: {copies:,} of {len(hashes):,} ({format_percent(copies, len(hashes))})")
+    trained = read_hashes([source.train for source in sources])
     for source in sources:
-        held_out = hashes_of([source.eval])
+        held_out = read_hashes([source.eval])
         shared = count_shared(held_out, trained)
         if source.name in eval_sets or shared:
             screen.line(
@@ -132,10 +132,10 @@ def show_rows(screen: Screen, datasets: Mapping[str, PackedDataset], sequence_le
         for name, rows in datasets.items():
             places = len(rows) * rows.sequence_length
             padded = round(rows.padding_share * places)
-            in_loss = percent(count_targets(rows, advance), places - padded)
+            in_loss = format_percent(count_targets(rows, advance), places - padded)
             is_cut_anywhere = rows.documents_cut is None
             documents_cut = "wherever a row is full" if is_cut_anywhere else f"{rows.documents_cut:,}"
-            table.append([name, f"{len(rows):,}", percent(padded, places), in_loss, documents_cut])
+            table.append([name, f"{len(rows):,}", format_percent(padded, places), in_loss, documents_cut])
     screen.title(f"Training rows of {sequence_length:,} tokens")
     screen.table(["source", "rows", "padding", "in the loss, of what is not padding", "documents cut"], table)
 
@@ -144,7 +144,7 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
     """Show rows as the model gets them, tokens in the loss marked; without `pad_id` nothing is padded."""
     screen.title("The first rows of the run")
     kinds, margins = batch.get("segment_kinds"), batch.get("margins")
-    screen.line(caption(screen.is_coloured, kinds is not None))
+    screen.line(format_caption(screen.is_coloured, kinds is not None))
     positions = batch.get("position_ids")
     for row, (input_ids, labels) in enumerate(
         zip(batch["input_ids"].numpy(), batch["shift_labels"].numpy(), strict=True)
@@ -157,11 +157,11 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
         if kinds is not None:
             better = [0.0] * kinds.shape[1] if margins is None else margins[row].tolist()
             answers = list(zip(kinds[row].tolist(), better, strict=True))
-        screen.line(show_row(runs, padding, tokenizer, screen.is_coloured, answers))
+        screen.line(format_row(runs, padding, tokenizer, screen.is_coloured, answers))
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Neighbouring tokens of one document that all count in the loss, or all do not."""
 
     ids: list[int]
@@ -175,7 +175,7 @@ def split_row(
     position_ids: NDArray[np.int64] | None,
     end_id: int | None,
     pad_id: int | None,
-) -> tuple[list[Run], int]:
+) -> tuple[list[TokenRun], int]:
     """Return a row (T,) as runs, and how many places of it are padding.
 
     The target of the last place is no input of this row, and ends the last run where it counts in the loss.
@@ -205,14 +205,14 @@ def split_row(
     documents = np.cumsum(starts[:size])
     marked = zip(ids[:size].tolist(), in_loss[:size].tolist(), documents.tolist(), strict=True)
     runs = [
-        Run([token for token, _, _ in group], bool(key[0]), int(key[1]))
+        TokenRun([token for token, _, _ in group], bool(key[0]), int(key[1]))
         for key, group in groupby(marked, key=lambda entry: entry[1:])
     ]
     return runs, padding
 
 
-def show_row(
-    runs: list[Run],
+def format_row(
+    runs: list[TokenRun],
     padding: int,
     tokenizer: Any,
     is_coloured: bool,
@@ -248,7 +248,7 @@ def show_row(
     return text
 
 
-def caption(is_coloured: bool, are_answers: bool = False) -> Text:
+def format_caption(is_coloured: bool, are_answers: bool = False) -> Text:
     """Return how to read `show_row`."""
     if is_coloured and are_answers:
         named = [part for kind, name in KIND_NAMES.items() for part in ((name, OF_KIND[kind]), ", ")]
@@ -263,7 +263,7 @@ MOST_CLASSES = 30  # shown one by one
 
 def show_classes(screen: Screen, train: Any, held_out: Sequence[Any]) -> None:
     """Show the number of images of each class, by the `labels` (N,) of the data sets."""
-    names = class_names(train)
+    names = read_class_names(train)
     counts = _counts(train.labels, len(names))
     others = sum((_counts(dataset.labels, len(names)) for dataset in held_out), np.zeros_like(counts))
     screen.title(f"{counts.sum():,} training images, {others.sum():,} held out, {len(names):,} classes")
@@ -283,7 +283,7 @@ def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) 
         screen.line(f"{name}: {shared:,} of {len(hashes):,} held-out images are also trained on")
 
 
-def class_names(dataset: Any) -> tuple[str, ...]:
+def read_class_names(dataset: Any) -> tuple[str, ...]:
     """Return the names of the classes, or their numbers if they have none."""
     names = getattr(dataset, "class_names", None)
     return names or tuple(str(number) for number in range(int(np.asarray(dataset.labels).max()) + 1))

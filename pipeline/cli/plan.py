@@ -16,27 +16,27 @@ from pipeline.config.settings import Settings, load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE, LAUNCH
 from pipeline.files import GIB, format_duration
 from pipeline.planner.changes import (
-    Change,
-    Limit,
-    for_memory,
-    largest_micro_batch,
-    largest_model,
-    longest_sequence,
-    priced,
-    suggest,
+    ConfigChange,
+    SearchResult,
+    find_largest_micro_batch,
+    find_largest_model,
+    find_longest_sequence,
+    price_changes,
+    sort_by_memory_gain,
+    suggest_split,
 )
-from pipeline.planner.forecast import Forecast, forecast, largest_that_fits
-from pipeline.planner.hardware import Place, place_of
-from pipeline.planner.model import Model
-from pipeline.planner.shapes import model_of
-from pipeline.planner.timing import RANGE
+from pipeline.planner.forecast import Forecast, choose_auto_micro_batch, forecast
+from pipeline.planner.hardware import PlannedHardware, resolve_hardware
+from pipeline.planner.model import ModelSpec
+from pipeline.planner.shapes import read_model_spec
+from pipeline.planner.timing import TIME_TOLERANCE
 
 MOST_CHANGES = 12
 
 
-def summary(found: Forecast) -> Iterator[str]:
+def format_summary(found: Forecast) -> Iterator[str]:
     """Yield what is planned, and where."""
-    model, resolved, place = found.model, found.resolved, found.place
+    model, resolved, place = found.model, found.resolved, found.hardware
     trained = "" if model.trained == model.numel else f", {model.trained / model.numel:.2%} of them trained"
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
     yield f"split   {resolved.split}; {place}"
@@ -50,56 +50,67 @@ def summary(found: Forecast) -> Iterator[str]:
     one, together = found.checkpoint_bytes / GIB, found.disk_bytes / GIB
     yield f"disk    {one:.1f} GiB a checkpoint, {together:.1f} GiB in all{swapped}"
     if found.hours is not None:
-        low, high = (format_duration(found.hours * 3600 * part) for part in (1 - RANGE, 1 + RANGE))
+        low, high = (
+            format_duration(found.hours * 3600 * part) for part in (1 - TIME_TOLERANCE, 1 + TIME_TOLERANCE)
+        )
         money = "" if found.cost is None else f", costs about {found.cost:,.2f}"
         yield f"run     {found.config.max_steps:,} steps in {low} to {high}{money}"
 
 
-def memory_rows(found: Forecast) -> Iterator[str]:
+def format_memory_rows(found: Forecast) -> Iterator[str]:
     """Yield a line a part, each at its own most, and the peak against what there is."""
     memory = found.memory
     for name, num_bytes in memory.parts.items():
         if num_bytes:
             yield f"  {name:<28}{num_bytes / GIB:9.2f} GiB"
-    yield f"  {f'peak, in the {memory.at}':<28}{found.peak / GIB:9.2f} GiB"
+    yield f"  {f'peak, in the {memory.peak_phase}':<28}{found.peak / GIB:9.2f} GiB"
     sign = "fits" if found.fits else "whether it fits is not known"
     if lacking := found.lacking:
         sign = "does not fit" if lacking == "memory" else f"does not fit: {lacking}"
-    there = found.place.memory
+    there = found.hardware.memory
     yield f"  {'there is':<28}{there / GIB:9.2f} GiB  {found.peak / there:.0%}: {sign}"
 
 
-def as_range(value: float) -> str:
+def format_range(value: float) -> str:
     """Write a time or a speed as the range in which it is expected."""
     digits = 0 if value >= 100 else 2 if value >= 1 else 4
-    return f"{value * (1 - RANGE):,.{digits}f} to {value * (1 + RANGE):,.{digits}f}"
+    return f"{value * (1 - TIME_TOLERANCE):,.{digits}f} to {value * (1 + TIME_TOLERANCE):,.{digits}f}"
 
 
-def time_rows(found: Forecast) -> list[tuple[str, str]]:
+def format_time_rows(found: Forecast) -> list[tuple[str, str]]:
     """Return name and seconds of each part of a step, then what comes of it."""
     time = found.time
     assert time is not None
     rows = [(name, f"{seconds:.3f}") for name, seconds in time.parts.items() if seconds > 5e-4]
-    rows.append(("a step", as_range(time.seconds)))
-    rows.append(("tokens a second", as_range(time.tokens_per_second)))
+    rows.append(("a step", format_range(time.seconds)))
+    rows.append(("tokens a second", format_range(time.tokens_per_second)))
     if found.mfu is not None:
-        rows.append(("MFU", f"{100 * found.mfu * (1 - RANGE):.0f} to {100 * found.mfu * (1 + RANGE):.0f} %"))
+        rows.append(
+            (
+                "MFU",
+                f"{100 * found.mfu * (1 - TIME_TOLERANCE):.0f} to {100 * found.mfu * (1 + TIME_TOLERANCE):.0f} %",
+            )
+        )
     return rows
 
 
-def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
+def convert_to_json(found: Forecast, changes: Sequence[ConfigChange] = ()) -> dict[str, Any]:
     """Return a plan with bytes and seconds as numbers."""
     time, batch, memory = found.time, found.resolved.batch_plan, found.memory
     return {
         "model": {"name": found.model.name, "parameters": found.model.numel},
         "split": str(found.resolved.split),
         "batch": asdict(batch) | {"global_batch_size": batch.global_batch_size},
-        "place": str(found.place),
-        "memory": {"parts_bytes": memory.parts, "peak_bytes": found.peak, "there_bytes": found.place.memory},
+        "place": str(found.hardware),
+        "memory": {
+            "parts_bytes": memory.parts,
+            "peak_bytes": found.peak,
+            "there_bytes": found.hardware.memory,
+        },
         "fits": found.fits,
         "lacking": found.lacking,
         "host_bytes": found.host_bytes,
-        "host_there_bytes": found.place.host_memory,
+        "host_there_bytes": found.hardware.host_memory,
         "checkpoint_bytes": found.checkpoint_bytes,
         "disk_bytes": found.disk_bytes,
         "time": time
@@ -107,7 +118,7 @@ def as_json(found: Forecast, changes: Sequence[Change] = ()) -> dict[str, Any]:
             "parts_seconds": time.parts,
             "seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
-            "may_be_off_by": RANGE,
+            "may_be_off_by": TIME_TOLERANCE,
             "mfu": found.mfu,
         },
         "run": {"hours": found.hours, "cost": found.cost},
@@ -161,10 +172,10 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    settings, place = inputs(arguments)
+    settings, place = read_inputs(arguments)
     model = _model(settings)
     if arguments.longest or arguments.largest:
-        reached = limits(settings, model, place, arguments.longest)
+        reached = find_limits(settings, model, place, arguments.longest)
         if arguments.json:
             print(json.dumps({name: _limit_as_json(limit) for name, limit in reached.items()}, indent=2))
             return
@@ -172,41 +183,41 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name:<20}  {_limit_as_text(limit, place)}")
         return
     told: dict[str, Any] = {}
-    changes: list[Change] = []
+    changes: list[ConfigChange] = []
     if arguments.suggest:
-        suggestion = suggest(settings, model, place)
-        assert suggestion.found is not None
-        found = suggestion.found
-        told = {"overrides": suggestion.words, "command": command_of(settings, place, suggestion)}
+        suggestion = suggest_split(settings, model, place)
+        assert suggestion.forecast is not None
+        found = suggestion.forecast
+        told = {"overrides": suggestion.words, "command": format_command(settings, place, suggestion)}
     else:
-        found, changes = plan(settings, model, place)
+        found, changes = plan_run(settings, model, place)
     if arguments.json:
-        print(json.dumps(as_json(found, changes) | told, indent=2))
+        print(json.dumps(convert_to_json(found, changes) | told, indent=2))
         return
     _show(found, changes, arguments.no_color)
     if arguments.suggest:
         print(f"\nThe simplest split that fits. To train with it: {told['command']}")
 
 
-def _show(found: Forecast, changes: Sequence[Change], no_color: bool) -> None:
+def _show(found: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> None:
     from pipeline.cli.screen import Screen
 
     screen = Screen(no_color)
-    for line in summary(found):
+    for line in format_summary(found):
         screen.line(line)
     screen.title("Memory of the fullest rank")
-    for line in (*memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
+    for line in (*format_memory_rows(found), *(f"  {remark}" for remark in found.remarks())):
         screen.line(line)
     if found.time is not None:
         screen.title("A step")
-        screen.table(("", "seconds"), time_rows(found))
+        screen.table(("", "seconds"), format_time_rows(found))
     if changes:
         screen.title("What to change: words for the command line")
         for change in changes:
             screen.line(f"  {change}")
 
 
-def inputs(arguments: argparse.Namespace) -> tuple[Settings, Place]:
+def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardware]:
     """Return what the command line asks to plan, and where."""
     settings = load_settings(
         arguments.config,
@@ -214,7 +225,7 @@ def inputs(arguments: argparse.Namespace) -> tuple[Settings, Place]:
         arguments.overrides,
         import_paths=not arguments.no_import_paths,
     )
-    place = place_of(
+    place = resolve_hardware(
         arguments.gpu,
         arguments.gpu_memory,
         per_node=arguments.gpus,
@@ -226,8 +237,8 @@ def inputs(arguments: argparse.Namespace) -> tuple[Settings, Place]:
     return settings, place
 
 
-def _model(settings: Settings) -> Model:
-    model = model_of(settings.config)
+def _model(settings: Settings) -> ModelSpec:
+    model = read_model_spec(settings.config)
     if model is None:  # it has to be built
         from pipeline.models.sizes import count
 
@@ -235,7 +246,9 @@ def _model(settings: Settings) -> Model:
     return model
 
 
-def plan(settings: Settings, model: Model, place: Place) -> tuple[Forecast, list[Change]]:
+def plan_run(
+    settings: Settings, model: ModelSpec, place: PlannedHardware
+) -> tuple[Forecast, list[ConfigChange]]:
     """Return the forecast of a run and, if it does not fit, what to change."""
     settings = _with_a_micro_batch(settings, model, place)
     found = forecast(settings, model, place)
@@ -248,21 +261,21 @@ def plan(settings: Settings, model: Model, place: Place) -> tuple[Forecast, list
 
     if found.fits is not False:
         return found, []
-    changes = for_memory(priced(settings, found, at), found)
+    changes = sort_by_memory_gain(price_changes(settings, found, at), found)
     if found.lacking.startswith("host memory"):  # of which a GPU's gain frees nothing
         changes = [each for each in changes if each.fits]
     return found, changes[:MOST_CHANGES]
 
 
-def _with_a_micro_batch(settings: Settings, model: Model, place: Place) -> Settings:
+def _with_a_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Settings:
     """Put the largest micro-batch that is expected to fit in place of `auto`."""
     resolved = settings.resolve(place.ranks, place.device)
     if not resolved.batch_plan.is_auto:
         return settings
-    return settings.with_micro_batch_size(largest_that_fits(settings.config, resolved, model, place))
+    return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, place))
 
 
-def command_of(settings: Settings, place: Place, suggestion: Limit) -> str:
+def format_command(settings: Settings, place: PlannedHardware, suggestion: SearchResult) -> str:
     """Return the command that trains with what is suggested."""
     # The last of two words for one key counts, so what is suggested follows what was typed.
     typed = [each for each in settings.overrides if not each.startswith("ds.")]
@@ -273,28 +286,30 @@ def command_of(settings: Settings, place: Place, suggestion: Limit) -> str:
     return format_train_command(place.per_node, *words)
 
 
-def limits(settings: Settings, model: Model, place: Place, longest: bool) -> dict[str, Limit]:
+def find_limits(
+    settings: Settings, model: ModelSpec, place: PlannedHardware, longest: bool
+) -> dict[str, SearchResult]:
     """Return how far a run could go: with `--longest`, else with `--largest`."""
     if longest:
-        return {"longest sequence": longest_sequence(settings, model, place)}
+        return {"longest sequence": find_longest_sequence(settings, model, place)}
     return {
-        "largest micro-batch": largest_micro_batch(settings, model, place),
-        "largest model": largest_model(settings, model, place),
+        "largest micro-batch": find_largest_micro_batch(settings, model, place),
+        "largest model": find_largest_model(settings, model, place),
     }
 
 
-def _limit_as_json(limit: Limit) -> dict[str, Any]:
+def _limit_as_json(limit: SearchResult) -> dict[str, Any]:
     return {
         "overrides": limit.words,
-        "stops": limit.stops,
-        "plan": None if limit.found is None else as_json(limit.found),
+        "stops": limit.stop_reason,
+        "plan": None if limit.forecast is None else convert_to_json(limit.forecast),
     }
 
 
-def _limit_as_text(limit: Limit, place: Place) -> str:
-    found = limit.found
+def _limit_as_text(limit: SearchResult, place: PlannedHardware) -> str:
+    found = limit.forecast
     if found is None:
-        return f"none fits on {place}" if limit.stops == "memory" else f"none: {limit.stops}"
+        return f"none fits on {place}" if limit.stop_reason == "memory" else f"none: {limit.stop_reason}"
     size = f"{found.model.numel:,} parameters, {found.peak / GIB:.1f} GiB"
-    stops = "" if limit.stops == "memory" else f"; {limit.stops}"
+    stops = "" if limit.stop_reason == "memory" else f"; {limit.stop_reason}"
     return f"{shlex.join(limit.words)}   ({size}{stops})"

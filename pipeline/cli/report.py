@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.cli.inputs import reading_a_run
+from pipeline.cli.inputs import report_file_errors
 from pipeline.errors import ConfigError
 from pipeline.files import replace_file
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html, or ./report.html")
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     """Write the page and print its path.
 

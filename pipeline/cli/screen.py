@@ -72,7 +72,7 @@ class Screen:
             yield lambda amount: progress.advance(task, amount)
 
 
-def percent(part: float, whole: float) -> str:
+def format_percent(part: float, whole: float) -> str:
     """`3.1 %`; of nothing it is nothing."""
     share = 100 * part / whole if whole else 0.0
     return f"{share:.1f} %" if share >= 0.1 or part == 0 else "< 0.1 %"

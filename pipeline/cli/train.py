@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
                 print(f"note: {shorten_message(line)}", file=sys.stderr)
         if arguments.dry_run:
             if ranks.is_main_process:
-                print(describe(settings, arguments.world_size or ranks.world_size))
+                print(format_dry_run(settings, arguments.world_size or ranks.world_size))
             return 0
         planned = settings.resolve_before_torch(ranks.world_size)
         check_pretrained(settings.config)
@@ -177,7 +177,7 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
     return error.exit_code
 
 
-def describe(settings: Settings, world_size: int) -> str:
+def format_dry_run(settings: Settings, world_size: int) -> str:
     """What --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
     resolved = settings.resolve(world_size, Device.probe())
     plan, config = resolved.batch_plan, settings.config

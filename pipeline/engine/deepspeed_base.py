@@ -48,7 +48,7 @@ from pipeline.engine.interface import StepLimits
 from pipeline.engine.optim import PLACEHOLDER_RATE, build_torch_optimizer
 from pipeline.engine.replicas import ReplicaDigests
 from pipeline.engine.state import RankState, observe_gradients, restore_state
-from pipeline.planner.states import fitted_bucket
+from pipeline.planner.states import fit_bucket_size
 
 
 class EngineProcessGroups:
@@ -206,7 +206,7 @@ def build_optimizer(
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
     """Make the bucket for gradients no larger than all of them, in place."""
     zero = config["zero_optimization"]
-    zero["reduce_bucket_size"] = fitted_bucket(zero.get("reduce_bucket_size"), num_parameters)
+    zero["reduce_bucket_size"] = fit_bucket_size(zero.get("reduce_bucket_size"), num_parameters)
 
 
 class DeepSpeedBase(ABC):

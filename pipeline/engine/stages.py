@@ -29,7 +29,7 @@ from pipeline.models.staging import (
     cut_into_layers,
     without_values,
 )
-from pipeline.planner.rank import balanced, uniform
+from pipeline.planner.rank import split_balanced, split_uniformly
 
 
 class StageSharding:
@@ -123,10 +123,10 @@ class StageSharding:
                 f"without one has nothing to do; ask for {model.num_blocks} stages at most"
             )
         if how == "uniform":
-            units = uniform(model.num_blocks, stages)
+            units = split_uniformly(model.num_blocks, stages)
         else:
             sizes: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-            units = balanced(_by_block(sizes, model), stages)
+            units = split_balanced(_by_block(sizes, model), stages)
         inner = [model.first_block + unit for unit in units[1:-1]]
         return [0, *inner, len(model.layers)]
 

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.errors import ModelError
-from pipeline.planner.model import QUERIES
+from pipeline.planner.model import QUERIES_PER_BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: Scores) -> Ten
     query, key, value = _autocast(heads)
     rows, _, length, _ = query.shape
     first = _first_keys(bounds, rows, length, scores.window, query.device)
-    starts = range(0, length, QUERIES)
+    starts = range(0, length, QUERIES_PER_BLOCK)
     if query.device.type == "cpu":
-        begins = first[:, ::QUERIES].amin(0).tolist()
+        begins = first[:, ::QUERIES_PER_BLOCK].amin(0).tolist()
     else:
         begins = [0 if scores.window is None else max(0, start - scores.window + 1) for start in starts]
     blocks = [
-        _Block(start, min(start + QUERIES, length), begin)
+        _Block(start, min(start + QUERIES_PER_BLOCK, length), begin)
         for start, begin in zip(starts, begins, strict=True)
     ]
     sinks, scores = scores.sinks, replace(scores, sinks=None)
@@ -223,7 +223,7 @@ def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
     query, _, value = heads
     if scores.is_bounded or longest > (scores.window or longest):
         return False
-    return longest <= QUERIES or _is_fused_on_cpu(query, value, scores)
+    return longest <= QUERIES_PER_BLOCK or _is_fused_on_cpu(query, value, scores)
 
 
 def _is_fused_on_cpu(query: Tensor, value: Tensor, scores: Scores) -> bool:

@@ -17,8 +17,8 @@ from pipeline.models import build_model
 from pipeline.models.frozen_base import is_transposed, linears
 from pipeline.models.sharding import ModelRequest, Whole
 from pipeline.models.transformers_facts import is_config
-from pipeline.planner.model import Dimensions, Model, Parameter
-from pipeline.planner.shapes import needed_words, trained_parts
+from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
+from pipeline.planner.shapes import mark_trained, read_vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,7 +28,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
-def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> Model:
+def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> ModelSpec:
     """Return the sizes of a model, whole if ZeRO 3 holds it in shards; of a part that was cut, that part.
 
     Args:
@@ -39,10 +39,11 @@ def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None
     head = getattr(module, "get_output_embeddings", lambda: None)()
     layers = {f"{name}.weight": module.get_submodule(name) for name in linears(module)}
     found = tuple(
-        Parameter(name, _shape(p), p.requires_grad, _layer(layers.get(name), head)) for name, p in parameters
+        ParameterSpec(name, _shape(p), p.requires_grad, _layer(layers.get(name), head))
+        for name, p in parameters
     )
     name = str(getattr(config, "model_type", type(module).__name__))
-    return Model(name, found, _dimensions(config))
+    return ModelSpec(name, found, _dimensions(config))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ def _layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
     return "transposed" if is_transposed(layer) else "linear"
 
 
-def _dimensions(config: Any) -> Dimensions | None:
+def _dimensions(config: Any) -> DecoderDimensions | None:
     """Return the dimensions of a language model of transformers."""
     if not is_config(config):
         return None
@@ -72,7 +73,7 @@ def _dimensions(config: Any) -> Dimensions | None:
     intermediate = next(filter(None, given), 4 * hidden)
     if experts:
         intermediate = getattr(text, "moe_intermediate_size", None) or intermediate
-    return Dimensions(
+    return DecoderDimensions(
         family=str(config.model_type),
         layers=layers,
         hidden=hidden,
@@ -99,7 +100,7 @@ class Unfilled(Whole):
         return torch.device("meta")
 
 
-def count(config: RunConfig) -> Model:
+def count(config: RunConfig) -> ModelSpec:
     """Return names and shapes of the parameters of what a recipe trains.
 
     Raises:
@@ -118,11 +119,11 @@ def count(config: RunConfig) -> Model:
         ) from None
     language = asked.language_model
     name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
-    return trained_parts(replace(model_of(module), name=name), asked.freeze, config.adapter)
+    return mark_trained(replace(model_of(module), name=name), asked.freeze, config.adapter)
 
 
 def _make(config: RunConfig) -> nn.Module:
-    asked, words = config.model, needed_words(config)
+    asked, words = config.model, read_vocabulary_size(config)
     if asked.custom is not None:
         with torch.device("meta"):
             module = import_object(asked.kind, ModelError)(**asked.custom.args)

@@ -24,7 +24,7 @@ from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
 from pipeline.models.attention import small_model
 from pipeline.models.document_attention import WholeRows, bounds_for
-from pipeline.planner.rank import NORMS
+from pipeline.planner.rank import FINAL_NORM_NAMES
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
 # and the bounds of documents (see document_attention).
@@ -224,7 +224,7 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             blocks = child
-        elif name in NORMS:
+        elif name in FINAL_NORM_NAMES:
             after.append(OneInput(names[child], child))
         elif name in ROTARY:
             rotary = child

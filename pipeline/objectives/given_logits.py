@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.blocks import reason
-from pipeline.planner.model import block_of_rows
+from pipeline.planner.model import choose_block_rows
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,6 @@ def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> 
 
 def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
     """Yield the rows that are worked on in fp32 at once."""
-    rows = block_of_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
+    rows = choose_block_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)

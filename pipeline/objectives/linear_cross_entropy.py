@@ -34,7 +34,12 @@ from pipeline.models.transformers_facts import is_model
 from pipeline.objectives.given_logits import FusedKernels, blocks_of
 from pipeline.objectives.interface import VocabularyPart, part_of_vocabulary
 from pipeline.objectives.model_call import unwrapped
-from pipeline.planner.model import CPU_PART, block_of_rows, chunk_of_tokens, filled_up
+from pipeline.planner.model import (
+    CPU_GRADIENT_ELEMENTS,
+    choose_block_rows,
+    choose_chunk_tokens,
+    pad_vocabulary,
+)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -45,7 +50,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_PART // b.shape[1])):
+    elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_GRADIENT_ELEMENTS // b.shape[1])):
         half, whole = (b.new_empty(size, b.shape[1], dtype=dtype) for dtype in (b.dtype, total.dtype))
         for part, rows in zip(total.split(size), a.split(size), strict=True):
             product = torch.mm(rows, b, out=half[: len(rows)])
@@ -189,7 +194,7 @@ def _counted(labels_N: Tensor) -> Tensor | None:
 
 def _filled_up(of_words: Tensor) -> Tensor:
     """Append rows of zeros up to a width that products are fast at; no label is one of them."""
-    further = filled_up(len(of_words), of_words.device.type) - len(of_words)
+    further = pad_vocabulary(len(of_words), of_words.device.type) - len(of_words)
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 
@@ -223,7 +228,7 @@ class Sums:
     def add(self, labels_N: Tensor) -> None:
         tokens, words = len(labels_N), len(self._weight_VD)
         on_cpu = labels_N.device.type == "cpu"
-        size = chunk_of_tokens(tokens, self._most_words(), self._x_ND.element_size(), on_cpu)
+        size = choose_chunk_tokens(tokens, self._most_words(), self._x_ND.element_size(), on_cpu)
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
@@ -263,7 +268,7 @@ class Sums:
         if fused_C1 is not None:
             return fused_C1
         on_cpu = labels_C.device.type == "cpu"
-        size = min(len(labels_C), block_of_rows(logits_CV.shape[1], on_cpu))
+        size = min(len(labels_C), choose_block_rows(logits_CV.shape[1], on_cpu))
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
         label_C1 = labels_C.clamp(min=0)[:, None]
         own_C1 = logits_CV.gather(1, label_C1).to(self._dtype)

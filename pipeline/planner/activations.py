@@ -17,20 +17,20 @@ from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
 from pipeline.planner.model import (
-    CPU_PART,
-    QUERIES,
-    Dimensions,
-    Model,
-    block_of_rows,
-    chunk_of_tokens,
-    filled_up,
+    CPU_GRADIENT_ELEMENTS,
+    QUERIES_PER_BLOCK,
+    DecoderDimensions,
+    ModelSpec,
+    choose_block_rows,
+    choose_chunk_tokens,
+    pad_vocabulary,
 )
 
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputePolicy:
     """Which blocks recompute in the backward, and what of them."""
 
     mode: str = "none"
@@ -41,7 +41,7 @@ class Recompute:
     """Whether the inputs of blocks that recompute wait in host memory."""
 
     @classmethod
-    def of(cls, model: CausalLMConfig) -> Recompute:
+    def from_model(cls, model: CausalLMConfig) -> RecomputePolicy:
         """Read it from a recipe's model."""
         mode = model.activation_checkpointing
         if mode == "none":
@@ -51,7 +51,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class AdapterShape:
     """An adapter's matrices in a block of a rank, as AutoTP has cut them; widths are sums over its layers."""
 
     rank: int
@@ -68,7 +68,7 @@ class LowRank:
     """Whether that is held in 4 bits, and made whole to be multiplied with."""
 
 
-def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
+def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterShape | None:
     """Return the adapter of a rank's part; `None` if the run has none."""
     if adapter is None:
         return None
@@ -76,7 +76,7 @@ def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
     inner = [p for p in own.parameters if p.name.endswith(".lora_A.default.weight")]
     outer = [p for p in own.parameters if p.name.endswith(".lora_B.default.weight")]
     beside = [p for p in own.parameters if p.layer is not None]
-    return LowRank(
+    return AdapterShape(
         rank=inner[0].shape[0] if inner else 0,
         inputs=sum(p.shape[1] for p in inner) / layers,
         outputs=sum(p.shape[0] for p in outer) / layers,
@@ -89,7 +89,7 @@ def low_rank(own: Model, adapter: AdapterConfig | None) -> LowRank | None:
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroBatchSpec:
     """One rank's micro-batch."""
 
     family: str
@@ -97,7 +97,7 @@ class Work:
     """`cpu` or `cuda`."""
     precision: str
     """`fp32`, `autocast` (fp32 weights, products in bf16) or `half` (weights of 2 bytes)."""
-    rows: int
+    read_coefficients: int
     length: int
     """Tokens of a row, before sequence parallelism cuts it."""
     blocks: int
@@ -108,7 +108,7 @@ class Work:
     """Number in a step."""
     apart: bool = False
     """Whether rows hold documents that do not see each other."""
-    recompute: Recompute = Recompute()
+    recompute: RecomputePolicy = RecomputePolicy()
     compiled: bool = False
     grouped: bool = False
     """Whether several heads share keys and values."""
@@ -119,7 +119,7 @@ class Work:
     stages: int = 1
     stage: int = 0
     """The rank's pipeline stage, the first one 0."""
-    adapter: LowRank | None = None
+    adapter: AdapterShape | None = None
     """`None`: the weights themselves are trained."""
 
     @property
@@ -158,9 +158,9 @@ class Work:
         return 2 if self.precision == "half" else 4
 
     @classmethod
-    def of(
-        cls, config: RunConfig, resolved: ResolvedSettings, own: Model, kind: str, stage: int = 0
-    ) -> Work | None:
+    def from_run(
+        cls, config: RunConfig, resolved: ResolvedSettings, own: ModelSpec, kind: str, stage: int = 0
+    ) -> MicroBatchSpec | None:
         """Return a rank's work; `None` if it is no language model over rows of equal length.
 
         Args:
@@ -188,7 +188,7 @@ class Work:
             first=dimensions.first,
             micro_batches=resolved.batch_plan.gradient_accumulation_steps,
             apart=documents is not None and documents.separate_documents,
-            recompute=Recompute.of(model),
+            recompute=RecomputePolicy.from_model(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,
             loss=_loss(config.objective.kind),
@@ -196,7 +196,7 @@ class Work:
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
             stage=stage,
-            adapter=low_rank(own, config.adapter),
+            adapter=measure_adapter(own, config.adapter),
         )
 
 
@@ -224,7 +224,7 @@ class LossBytes:
     """The most in its backward, what was kept included."""
 
 
-def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> LossBytes:
+def count_loss_bytes(work: MicroBatchSpec, hidden: int, words: int, trained: bool = True) -> LossBytes:
     """Return the bytes of one micro-batch.
 
     Args:
@@ -234,13 +234,13 @@ def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> Los
     if work.loss == "scores":
         return LossBytes(0.0, 0.0, 0.0)
     on_cpu, size, tokens = work.device == "cpu", work.computes_in, work.tokens
-    full = filled_up(words, work.device)
+    full = pad_vocabulary(words, work.device)
     copied = work.precision == "autocast" or full > words
     cast = full * hidden * size if copied else 0
-    block = block_of_rows(full, on_cpu)
-    chunk = chunk_of_tokens(tokens, words, size, on_cpu)
+    block = choose_block_rows(full, on_cpu)
+    chunk = choose_chunk_tokens(tokens, words, size, on_cpu)
     works = 2 * min(chunk, block) * full * 4
-    added = min(full * hidden, max(256 * hidden, CPU_PART)) * 6 if on_cpu and size == 2 else 0
+    added = min(full * hidden, max(256 * hidden, CPU_GRADIENT_ELEMENTS)) * 6 if on_cpu and size == 2 else 0
     # Hidden states, their copy in half precision, and a copy of those alone that count.
     copies = tokens * hidden * (2 if work.precision == "half" else 4)
     copies += tokens * hidden * size * ((work.precision == "autocast") + (work.apart and on_cpu))
@@ -252,23 +252,23 @@ def loss_bytes(work: Work, hidden: int, words: int, trained: bool = True) -> Los
     return LossBytes(most + gradient, gradient, gradient + given)
 
 
-FILE = Path(__file__).with_name("activations.json")
+COEFFICIENTS_FILE = Path(__file__).with_name("activations.json")
 # Products without a number of tokens: what of a block are its weights.
-OF_WEIGHTS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
-OF_TOKENS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
-PAIRS = (*OF_TOKENS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
+WEIGHT_TERMS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
+TOKEN_TERMS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
+PAIRS = (*TOKEN_TERMS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
 # Families whose blocks compute as another's, as far as memory can tell.
 ALIKE = {"mistral": "llama", "smollm3": "llama"}
 
 
-def row_name(way: Any) -> str:
+def format_row_name(way: Any) -> str:
     """Return the name in activations.json of a way to compute: Work, or whatever has these attributes."""
     family = ALIKE.get(way.family, way.family)
     words = [word for word in ("selective", "apart", "grouped", "adapted") if getattr(way, word)]
     return " ".join((family, way.device, way.precision, *words))
 
 
-def terms(
+def compute_terms(
     of: Any, rows: int, length: int, rank: int = 0, tensor: int = 1, sequence: int = 1
 ) -> dict[str, float]:
     """Return the products that bytes are sums of.
@@ -296,11 +296,11 @@ def terms(
     found |= {"H": h, "G": g, "W": of.head_dim, "E": of.experts, "A": of.experts_per_token, "R": rank}
     found |= {name: found[name[0]] * found[name[1]] for name in PAIRS}
     found |= {"NAD": n * found["A"] * of.hidden, "NAI": n * found["A"] * i, "EDI": found["ED"] * i}
-    return found | {"NTH": n * h * min(length, QUERIES)}
+    return found | {"NTH": n * h * min(length, QUERIES_PER_BLOCK)}
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockBytes:
     """Bytes of one block."""
 
     kept: float
@@ -314,10 +314,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationBytes:
     """Bytes of one micro-batch, of a rank's blocks and of what comes before and after them."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockBytes, ...]
     start: float
     """The most before the first block."""
     before: float
@@ -330,18 +330,18 @@ class Activations:
     """What exists beside the blocks' own when a block begins its backward."""
     host: float = 0.0
     """Inputs of blocks that wait in host memory."""
-    upper: str = ""
+    overestimate: str = ""
     """Why it is more than will be taken; empty if it is not."""
 
 
-def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
+def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) -> ActivationBytes | None:
     """Return the activations of a rank; `None` if no model of this family was traced computing so."""
     found = _traced(work)
     if found is None:
         return None
-    row = rows()[row_name(found)]
+    row = read_coefficients()[format_row_name(found)]
     rank = 0 if work.adapter is None else work.adapter.rank
-    values = terms(dimensions, work.rows, work.length, rank, work.tensor, work.sequence)
+    values = compute_terms(dimensions, work.rows, work.length, rank, work.tensor, work.sequence)
 
     def value(form: Mapping[str, float], among: Iterable[str] | None = None) -> float:
         return sum(f * values[name] for name, f in form.items() if among is None or name in among)
@@ -349,18 +349,20 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
     def most(name: str) -> float:
         return max(0.0, *(value(form) for form in row[name]))
 
-    casts = value(row["kept"], OF_WEIGHTS)
+    casts = value(row["kept"], WEIGHT_TERMS)
     kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
     if work.adapted and not found.adapted:  # a frozen base is in the precision of products: nothing is cast
         kept -= casts
-        kept_backward -= value(row["kept_backward"], OF_WEIGHTS)
+        kept_backward -= value(row["kept_backward"], WEIGHT_TERMS)
         casts = 0.0
     more, works = _of_adapter(work, dimensions)
-    block = Block(kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works)
+    block = BlockBytes(
+        kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works
+    )
     taken = values["ND"] * work.holds_in
     blocks = _blocks(work, block, taken, casts)
     offloads = [b.recomputes or work.selective for b in blocks] if work.recompute.offload else []
-    return Activations(
+    return ActivationBytes(
         blocks=blocks,
         start=most("start"),
         before=value(row["before"]),
@@ -368,18 +370,18 @@ def activations_of(work: Work, dimensions: Dimensions) -> Activations | None:
         of_loss=value(row["loss"]),
         carried=value(row["left"]) - value(row["kept_backward"]),
         host=taken * sum(offloads),
-        upper=_why_more(work),
+        overestimate=_why_more(work),
     )
 
 
-def _traced(work: Work) -> Work | None:
+def _traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
     """Return the same work, or what comes closest to it among what was traced."""
     bare = replace(work, adapter=None)
     others = [replace(each, grouped=g) for each in (work, bare) for g in (work.grouped, not work.grouped)]
-    return next((each for each in others if row_name(each) in rows()), None)
+    return next((each for each in others if format_row_name(each) in read_coefficients()), None)
 
 
-def _why_more(work: Work) -> str:
+def _why_more(work: MicroBatchSpec) -> str:
     reasons = []
     if work.compiled:
         reasons.append("blocks as they are without compilation, which keeps less")
@@ -388,7 +390,7 @@ def _why_more(work: Work) -> str:
     return "; ".join(reasons)
 
 
-def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
+def _of_adapter(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
     """Return what dropout and DoRA keep of a block beside its row, and what they need while a layer computes.
 
     Under AutoTP layers that are cut by outputs have whole inputs, those cut by inputs give whole outputs.
@@ -413,7 +415,7 @@ def _of_adapter(work: Work, dimensions: Dimensions) -> tuple[float, float]:
     return kept, works
 
 
-def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block, ...]:
+def _blocks(work: MicroBatchSpec, block: BlockBytes, taken: float, casts: float) -> tuple[BlockBytes, ...]:
     """Return each block, the first one first.
 
     Args:
@@ -427,12 +429,12 @@ def _blocks(work: Work, block: Block, taken: float, casts: float) -> tuple[Block
     kept = 0.0 if how.offload and work.device == "cuda" else taken
     # The forward once more, then its backward with all that it kept.
     again = max(block.forward, own + block.backward) + taken - kept
-    full = Block(kept + casts, kept, block.forward, again, recomputes=True)
+    full = BlockBytes(kept + casts, kept, block.forward, again, recomputes=True)
     return tuple(full if (work.first + index) % how.every == 0 else block for index in range(layers))
 
 
 @cache
-def rows() -> Mapping[str, Any]:
+def read_coefficients() -> Mapping[str, Any]:
     """Return activations.json."""
-    found: dict[str, Any] = json.loads(FILE.read_text())
+    found: dict[str, Any] = json.loads(COEFFICIENTS_FILE.read_text())
     return found

@@ -18,22 +18,22 @@ from pipeline.config.split import Device
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.files import format_bytes
 from pipeline.planner.forecast import Forecast, forecast
-from pipeline.planner.hardware import Place
-from pipeline.planner.model import Model
-from pipeline.planner.shapes import model_of, read_config, standard_words
+from pipeline.planner.hardware import PlannedHardware
+from pipeline.planner.model import ModelSpec
+from pipeline.planner.shapes import read_model_spec, read_pretrained_config, standardize_keys
 
 LEAST = 0.01
 """Share of the peak from which on a gain counts as a change."""
 BATCH, RECOMPUTATION, OTHER_CURVE = "batch", "recomputation", "other curve"
-ZERO, OFFLOAD, BACK = "ZeRO", "offload", "back on the GPU"
-ACTIVATIONS = (BATCH, RECOMPUTATION, OTHER_CURVE)
+ZERO, OFFLOAD, BACK_TO_DEVICE = "ZeRO", "offload", "back on the GPU"
+ACTIVATION_KINDS = (BATCH, RECOMPUTATION, OTHER_CURVE)
 """Kinds of change that make activations smaller."""
 
 Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """One thing that takes less memory, everything else staying as it is."""
 
     name: str
@@ -57,7 +57,7 @@ class Change:
         return f"{' '.join(self.overrides)} ({', '.join([*gain, *price, self.name])})"
 
 
-def candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -> Iterator[Change]:
+def list_candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -> Iterator[ConfigChange]:
     """Yield what could be changed, in the order in which it is tried first; not yet whether it can."""
     on_cpu = device.kind == "cpu"  # whose memory is the host's: an offload frees nothing
     plan, model = resolved.batch_plan, settings.config.model.language_model
@@ -66,12 +66,14 @@ def candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -
         smaller = [size // n for n in (2, 3, 5, 4, 8) if size % n == 0]
         for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
             parts = size // micro
-            yield Change(f"the same step in {parts} times as many parts", BATCH, _batch(micro, steps * parts))
+            yield ConfigChange(
+                f"the same step in {parts} times as many parts", BATCH, _batch(micro, steps * parts)
+            )
     if model is not None and model.activation_checkpointing != "full":
         key = "model.activation_checkpointing"
-        yield Change("blocks are computed again in the backward", RECOMPUTATION, (f"{key}=full",))
+        yield ConfigChange("blocks are computed again in the backward", RECOMPUTATION, (f"{key}=full",))
         if model.activation_checkpointing == "none":
-            yield Change("blocks keep matrix products alone", RECOMPUTATION, (f"{key}=selective",))
+            yield ConfigChange("blocks keep matrix products alone", RECOMPUTATION, (f"{key}=selective",))
     for change in _of_states(settings, resolved):
         if change.kind == ZERO or not on_cpu:
             yield change
@@ -79,7 +81,7 @@ def candidates(settings: Settings, resolved: ResolvedSettings, device: Device) -
         words: Words = ("model.activation_offload=true",)
         if model.activation_checkpointing != "full":
             words = ("model.activation_checkpointing=full", *words)
-        yield Change("the inputs of blocks wait in host memory", RECOMPUTATION, words)
+        yield ConfigChange("the inputs of blocks wait in host memory", RECOMPUTATION, words)
     yield from _of_other_curves(settings, resolved)
 
 
@@ -87,19 +89,19 @@ def _batch(micro: int, steps: int) -> Words:
     return (f"batch.micro_batch_size={micro}", f"batch.gradient_accumulation_steps={steps}")
 
 
-def _of_states(settings: Settings, resolved: ResolvedSettings) -> Iterator[Change]:
+def _of_states(settings: Settings, resolved: ResolvedSettings) -> Iterator[ConfigChange]:
     """Yield where weights, gradients and optimizer states could be."""
     tree, now, section = settings.deepspeed, resolved.split.zero_stage, "ds.zero_optimization"
     shares = resolved.split.dp_world_size * resolved.split.sequence_parallel > 1
     if tree is None:
         for stage in (3, 2, 1) if shares else ():
-            yield Change(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"))
+            yield ConfigChange(f"ZeRO {stage}", ZERO, ("--deepspeed", f"zero{stage}"))
         for stage in (2, 3):
-            yield Change(f"ZeRO {stage} on the host", OFFLOAD, ("--deepspeed", f"zero{stage}_offload"))
+            yield ConfigChange(f"ZeRO {stage} on the host", OFFLOAD, ("--deepspeed", f"zero{stage}_offload"))
         return
     for stage in (3, 2, 1) if shares else ():
         if stage > now:
-            yield Change(f"ZeRO {now} -> {stage}", ZERO, (f"{section}.stage={stage}",))
+            yield ConfigChange(f"ZeRO {now} -> {stage}", ZERO, (f"{section}.stage={stage}",))
     at = {
         what: get_dotted(tree, f"zero_optimization.offload_{what}.device") or "none"
         for what in ("optimizer", "param")
@@ -107,37 +109,39 @@ def _of_states(settings: Settings, resolved: ResolvedSettings) -> Iterator[Chang
     keys = {what: f"{section}.offload_{what}.device" for what in at}
     if at["optimizer"] == "none":
         words = (f"{keys['optimizer']}=cpu",) if now else (f"{section}.stage=2", f"{keys['optimizer']}=cpu")
-        yield Change("the optimizer on the host", OFFLOAD, words)
+        yield ConfigChange("the optimizer on the host", OFFLOAD, words)
     if at["param"] == "none":
         moved = [f"{key}=cpu" for what, key in keys.items() if at[what] == "none"]
-        yield Change("weights and optimizer on the host", OFFLOAD, (f"{section}.stage=3", *moved))
+        yield ConfigChange("weights and optimizer on the host", OFFLOAD, (f"{section}.stage=3", *moved))
     if back := [f"{key}=none" for what, key in keys.items() if at[what] != "none"]:
-        yield Change("nothing on the host", BACK, tuple(back))
+        yield ConfigChange("nothing on the host", BACK_TO_DEVICE, tuple(back))
 
 
-def _of_other_curves(settings: Settings, resolved: ResolvedSettings) -> Iterator[Change]:
+def _of_other_curves(settings: Settings, resolved: ResolvedSettings) -> Iterator[ConfigChange]:
     config = settings.config
     if resolved.split.precision == "fp32":
         key = "engine.precision=bf16" if settings.deepspeed_file is None else "ds.bf16.enabled=true"
-        yield Change("the curve of bf16", OTHER_CURVE, (key,))
+        yield ConfigChange("the curve of bf16", OTHER_CURVE, (key,))
     if (tokens := config.data.tokens_per_row) is not None and tokens > 1:
         name = f"rows are {tokens} tokens now: other rows, another curve"
-        yield Change(name, OTHER_CURVE, (f"data.sequence_length={tokens // 2}",))
+        yield ConfigChange(name, OTHER_CURVE, (f"data.sequence_length={tokens // 2}",))
     if config.adapter is None and config.model.pretrained_from is not None:
         name = "an adapter: another curve, and another learning rate"
-        yield Change(name, OTHER_CURVE, ("adapter.kind=lora",))
+        yield ConfigChange(name, OTHER_CURVE, ("adapter.kind=lora",))
     elif config.adapter is not None and config.adapter.quantize is None:
-        yield Change("the base in 4 bits: another curve", OTHER_CURVE, ("adapter.quantize=nf4",))
+        yield ConfigChange("the base in 4 bits: another curve", OTHER_CURVE, ("adapter.quantize=nf4",))
 
 
-def priced(settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]) -> list[Change]:
+def price_changes(
+    settings: Settings, now: Forecast, forecast: Callable[[Settings], Forecast]
+) -> list[ConfigChange]:
     """Return the changes that the settings accept, with gain and price.
 
     Args:
         forecast: Forecasts a run with changed settings; a PipelineError: they cannot be run.
     """
     found = []
-    for change in candidates(settings, now.resolved, now.place.device):
+    for change in list_candidates(settings, now.resolved, now.hardware.device):
         with suppress(PipelineError):
             after = forecast(settings.with_arguments(change.overrides))
             slower = after.time.seconds / now.time.seconds if after.time and now.time else None
@@ -145,7 +149,7 @@ def priced(settings: Settings, now: Forecast, forecast: Callable[[Settings], For
     return found
 
 
-def for_memory(found: list[Change], now: Forecast, missing: int = 0) -> list[Change]:
+def sort_by_memory_gain(found: list[ConfigChange], now: Forecast, missing: int = 0) -> list[ConfigChange]:
     """Return what takes less memory.
 
     First comes what is enough by itself, the fastest of it at the front; then the others by their gain. Of
@@ -155,7 +159,7 @@ def for_memory(found: list[Change], now: Forecast, missing: int = 0) -> list[Cha
         missing: Bytes that have to go at least, whatever the formulas say.
     """
 
-    def key(change: Change) -> tuple[bool, bool, float]:
+    def key(change: ConfigChange) -> tuple[bool, bool, float]:
         is_enough = bool(change.fits) and (not missing or (change.gain or 0) >= missing)
         price = (change.slower or inf) if is_enough else -float(change.gain or 0)
         return not is_enough, change.kind == OTHER_CURVE, price
@@ -182,19 +186,19 @@ LADDER: tuple[tuple[str, Words, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Limit:
+class SearchResult:
     """The run that a search ended with."""
 
-    found: Forecast | None
+    forecast: Forecast | None
     """`None`: not even the smallest fits."""
     words: Words
     """Words behind the command that make the run that was planned; of `suggest` in place of its `--deepspeed
     FILE` and its `ds.` words."""
-    stops: str = "memory"
+    stop_reason: str = "memory"
     """What ends the search."""
 
 
-def suggest(settings: Settings, model: Model, place: Place) -> Limit:
+def suggest_split(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
     """Find the first rung of the ladder that fits, with the largest micro-batch for the global batch.
 
     Raises:
@@ -217,7 +221,7 @@ def suggest(settings: Settings, model: Model, place: Place) -> Limit:
             if not found.fits:
                 lacking = found.lacking
                 break
-            best = Limit(found, (*words, *batch))
+            best = SearchResult(found, (*words, *batch))
         if best is not None:
             return best
     if not is_known:
@@ -247,7 +251,7 @@ def _recomputing(settings: Settings, mode: str) -> Words:
     return words
 
 
-def _by_rows(settings: Settings, place: Place, cut: int) -> Iterator[Words]:
+def _by_rows(settings: Settings, place: PlannedHardware, cut: int) -> Iterator[Words]:
     """Yield words for the recipe's global batch in micro-batches, ascending.
 
     Args:
@@ -271,7 +275,7 @@ MOST_SUGGESTED_ROWS = 64
 NO_MORE = "more is not tried"
 
 
-def longest_sequence(settings: Settings, model: Model, place: Place) -> Limit:
+def find_longest_sequence(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
     """Find the longest rows that fit, with a micro-batch of one.
 
     Raises:
@@ -284,7 +288,7 @@ def longest_sequence(settings: Settings, model: Model, place: Place) -> Limit:
             f"--longest: what a row of {model.name} takes is known of the recipe's length alone"
         )
     if (given := section.pretrained_from) is not None:
-        stated = standard_words(model.dimensions.family, read_config(given))
+        stated = standardize_keys(model.dimensions.family, read_pretrained_config(given))
         if (positions := stated.get("max_position_embeddings") or most) < most:
             most, stops = positions, f"{given} has no more positions"
     stated_positions = section.language_model.max_sequence_length if section.language_model else None
@@ -299,17 +303,17 @@ def longest_sequence(settings: Settings, model: Model, place: Place) -> Limit:
     return _furthest(settings, model, place, at, -(-most // STEP), stops)
 
 
-def largest_micro_batch(settings: Settings, model: Model, place: Place) -> Limit:
+def find_largest_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
     """Find the most rows of a micro-batch that fit, one micro-batch a step, whatever the global batch."""
     return _furthest(settings, model, place, lambda rows: _one_micro_batch(settings, rows), MOST_ROWS)
 
 
-def largest_model(settings: Settings, model: Model, place: Place) -> Limit:
+def find_largest_model(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:
     """Find the most blocks of this width that fit, with a micro-batch of one row."""
     if model.dimensions is None:
-        return Limit(None, (), f"how {model.name} would grow is not known")
+        return SearchResult(None, (), f"how {model.name} would grow is not known")
     if settings.config.model.pretrained_from is not None:
-        return Limit(None, (), "pretrained weights have one size")
+        return SearchResult(None, (), "pretrained weights have one size")
     batch = _one_micro_batch(settings, 1)
     return _furthest(
         settings, model, place, lambda layers: (f"model.num_layers={layers}", *batch), MOST_LAYERS
@@ -327,12 +331,12 @@ def _one_micro_batch(settings: Settings, rows: int) -> Words:
 
 def _furthest(
     settings: Settings,
-    model: Model,
-    place: Place,
+    model: ModelSpec,
+    place: PlannedHardware,
     at: Callable[[int], Words],
     most: int,
     stops: str = NO_MORE,
-) -> Limit:
+) -> SearchResult:
     """Find the largest number whose words fit, of those below which all fit.
 
     Args:
@@ -346,7 +350,7 @@ def _furthest(
     def is_too_large(number: int) -> bool:
         try:
             changed = settings.with_arguments(at(number))
-            found[number] = forecast(changed, model_of(changed.config) or model, place)
+            found[number] = forecast(changed, read_model_spec(changed.config) or model, place)
         except PipelineError as error:
             refused[number] = str(error)
             return True
@@ -359,5 +363,5 @@ def _furthest(
 
     best = bisect_left(range(1, most + 1), True, key=is_too_large)
     if best == most:
-        return Limit(found[best], at(best), stops)
-    return Limit(found.get(best), at(best) if best else (), refused.get(best + 1, "memory"))
+        return SearchResult(found[best], at(best), stops)
+    return SearchResult(found.get(best), at(best) if best else (), refused.get(best + 1, "memory"))

@@ -9,22 +9,30 @@ from functools import cached_property
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.files import GIB, format_bytes
-from pipeline.planner.hardware import Place
-from pipeline.planner.memory import Memory, memory_of
-from pipeline.planner.model import Model
-from pipeline.planner.states import checkpoint_bytes
-from pipeline.planner.timing import DOCUMENT, Job, StepTime, packs, rates_of, step_time, untimed
+from pipeline.planner.hardware import PlannedHardware
+from pipeline.planner.memory import RankMemory, estimate_memory
+from pipeline.planner.model import ModelSpec
+from pipeline.planner.states import count_checkpoint_bytes
+from pipeline.planner.timing import (
+    DEFAULT_DOCUMENT_TOKENS,
+    StepSpec,
+    StepTime,
+    estimate_rates,
+    estimate_step_time,
+    find_untimed_feature,
+    packs_documents,
+)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What one run takes at one place."""
 
-    model: Model
+    model: ModelSpec
     config: RunConfig
     resolved: ResolvedSettings
-    place: Place
-    memory: Memory
+    hardware: PlannedHardware
+    memory: RankMemory
     time: StepTime | None
     """`None`: not known of this model or this device."""
 
@@ -43,13 +51,15 @@ class Forecast:
     @property
     def lacking(self) -> str:
         """What there is too little of; empty if it fits."""
-        there, share, needed = self.place.memory, self.memory.share, self.peak
+        there, share, needed = self.hardware.memory, self.memory.usable_share, self.peak
         if needed > there:
             return "memory"
-        if needed + self.memory.spare > share * there:
-            reason = f"{format_bytes(self.memory.spare)} should be free besides, for what is freed in pieces"
+        if needed + self.memory.spare_bytes > share * there:
+            reason = (
+                f"{format_bytes(self.memory.spare_bytes)} should be free besides, for what is freed in pieces"
+            )
             return reason + (f", and a rank can be sure of {share:.0%} alone" if share < 1 else "")
-        limit = self.place.host_memory
+        limit = self.hardware.host_memory
         if limit is not None and self.host_bytes > limit:
             return f"host memory, {self.host_bytes / GIB:,.0f} of {limit / GIB:,.0f} GiB a machine"
         return ""
@@ -57,7 +67,7 @@ class Forecast:
     @property
     def ranks_per_node(self) -> int:
         """Number of ranks on a machine."""
-        return min(self.place.per_node, self.resolved.split.world_size)
+        return min(self.hardware.per_node, self.resolved.split.world_size)
 
     @property
     def host_bytes(self) -> int:
@@ -67,13 +77,13 @@ class Forecast:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs over the peak of the data sheet."""
-        peak = self.place.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
+        peak = self.hardware.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
         return None if self.time is None or peak is None else self.time.mfu(peak)
 
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint."""
-        return checkpoint_bytes(self.model, self.config, self.resolved)
+        return count_checkpoint_bytes(self.model, self.config, self.resolved)
 
     @property
     def disk_bytes(self) -> int:
@@ -101,37 +111,43 @@ class Forecast:
             yield f"{self.config.optimizer.kind} is taken to keep as much as AdamW: two numbers a parameter"
         if not self.memory.is_complete:
             yield "what activations take is not known of this model: the peak is without them"
-        elif self.memory.upper:
-            yield self.memory.upper
-        there = self.place.host_memory
-        if self.place.assumes_host and there is not None and self.host_bytes > there / 2:
+        elif self.memory.overestimate:
+            yield self.memory.overestimate
+        there = self.hardware.host_memory
+        if self.hardware.assumes_host and there is not None and self.host_bytes > there / 2:
             yield f"{there / GIB:,.0f} GiB of host memory a machine are assumed; give --host-memory GIB"
         if self.time is None:
-            if what := untimed(self.config, self.resolved):
+            if what := find_untimed_feature(self.config, self.resolved):
                 yield f"the time of {what} is not known: no published run was compared"
             return
         if self.model.dimensions is not None and self.model.dimensions.experts:
             yield "times of mixtures of experts are not verified: no published run was compared"
         row = self.config.data.tokens_per_row or 0
-        if self.place.document_tokens is None and packs(self.config) and row > DOCUMENT:
+        if (
+            self.hardware.document_tokens is None
+            and packs_documents(self.config)
+            and row > DEFAULT_DOCUMENT_TOKENS
+        ):
             yield (
-                f"attention is priced for documents of {DOCUMENT:,} tokens; say how long yours are with "
+                f"attention is priced for documents of {DEFAULT_DOCUMENT_TOKENS:,} tokens; say how long yours are with "
                 "--document-tokens N"
             )
 
 
-def forecast(settings: Settings, model: Model, place: Place) -> Forecast:
+def forecast(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Forecast:
     """Forecast a run with these settings.
 
     Raises:
         ConfigError: It cannot be split so over the ranks of the place.
     """
-    return forecast_of(settings.config, settings.resolve(place.ranks, place.device), model, place)
+    return forecast_resolved(settings.config, settings.resolve(place.ranks, place.device), model, place)
 
 
-def forecast_of(config: RunConfig, resolved: ResolvedSettings, model: Model, place: Place) -> Forecast:
+def forecast_resolved(
+    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
+) -> Forecast:
     """Forecast a run whose settings are resolved for the place."""
-    rates = rates_of(
+    rates = estimate_rates(
         place.gpu,
         place.network,
         per_node=place.per_node,
@@ -139,19 +155,23 @@ def forecast_of(config: RunConfig, resolved: ResolvedSettings, model: Model, pla
         precision=resolved.split.precision,
         tf32=resolved.tf32,
     )
-    job = Job.of(model, config, resolved, place.document_tokens)
+    job = StepSpec.from_run(model, config, resolved, place.document_tokens)
     return Forecast(
         model=model,
         config=config,
         resolved=resolved,
-        place=place,
-        memory=memory_of(model, config, resolved, place.device.kind),
-        time=None if rates is None or job is None else step_time(job, rates),
+        hardware=place,
+        memory=estimate_memory(model, config, resolved, place.device.kind),
+        time=None if rates is None or job is None else estimate_step_time(job, rates),
     )
 
 
-def largest_that_fits(config: RunConfig, resolved: ResolvedSettings, model: Model, place: Place) -> int:
+def choose_auto_micro_batch(
+    config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
+) -> int:
     """Return the largest micro-batch that `auto` may become and that fits; the smallest if none does."""
     sizes = resolved.batch_plan.candidates
-    fits = [n for n in sizes if forecast_of(config, resolved.with_micro_batch_size(n), model, place).fits]
+    fits = [
+        n for n in sizes if forecast_resolved(config, resolved.with_micro_batch_size(n), model, place).fits
+    ]
     return max(fits, default=sizes[0])

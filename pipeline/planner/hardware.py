@@ -160,7 +160,7 @@ SHARED_NETWORK = 100
 """Gbit/s of a whole node, of cards that no maker puts into nodes with a network card each."""
 
 
-def network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
+def choose_network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
     """Return the bytes a second between nodes of one GPU.
 
     Args:
@@ -178,7 +178,7 @@ def network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlannedHardware:
     """Devices, machines and network that a run is planned for, with the length of its documents."""
 
     gpu: Gpu
@@ -210,7 +210,7 @@ class Place:
         return f"{self.ranks} x {self.gpu.name}, {self.memory / GIB:.1f} GiB{machines}"
 
 
-def place_of(
+def resolve_hardware(
     name: str | None,
     memory_gib: float | None = None,
     per_node: int = 1,
@@ -218,7 +218,7 @@ def place_of(
     network: float | None = None,
     host_memory_gib: float | None = None,
     document_tokens: int | None = None,
-) -> Place:
+) -> PlannedHardware:
     """Return what the command line asks for; without a name and a memory, what this machine has.
 
     Raises:
@@ -226,7 +226,7 @@ def place_of(
     """
     host = None if host_memory_gib is None else _in_bytes("--host-memory", host_memory_gib)
     if name is None and memory_gib is None:
-        return replace(here(per_node, nodes, network, host), document_tokens=document_tokens)
+        return replace(detect_hardware(per_node, nodes, network, host), document_tokens=document_tokens)
     gpu = Gpu("GPU", 0) if name is None else find_gpu(name)
     if memory_gib is not None:
         gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
@@ -235,30 +235,32 @@ def place_of(
     has_bf16, has_fp8 = gpu.bf16 > 0, FP8.match(gpu.name) is not None
     if name is None:  # it is not said what it cannot do
         has_bf16 = has_fp8 = True
-    return Place(
+    return PlannedHardware(
         gpu=gpu,
         device=Device("cuda", bf16=has_bf16, fp16=True, fp8=has_fp8),
         per_node=per_node,
         nodes=nodes,
-        network=network_rate(network, gpu, per_node),
+        network=choose_network_rate(network, gpu, per_node),
         host_memory=host or gpu.host * per_node,
         assumes_host=host is None,
         document_tokens=document_tokens,
     )
 
 
-def here(per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None) -> Place:
+def detect_hardware(
+    per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None
+) -> PlannedHardware:
     """Return this machine's GPUs, or its processors, shared among the ranks."""
     device, limit = Device.probe(), host or memory_now().limit
     if device.kind == "cuda" and (found := _driver_says()) is not None:
-        return on_gpus(*found, device, per_node=per_node, nodes=nodes, network=network, host=limit)
+        return build_gpu_hardware(*found, device, per_node=per_node, nodes=nodes, network=network, host=limit)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = max(1, cores // per_node)
     cpu = Gpu(f"{cores} CPU core{'s' * (cores > 1)}", limit // per_node)
-    return Place(cpu, Device.cpu(), per_node, nodes, network_rate(network, cpu, per_node))
+    return PlannedHardware(cpu, Device.cpu(), per_node, nodes, choose_network_rate(network, cpu, per_node))
 
 
-def on_gpus(
+def build_gpu_hardware(
     name: str,
     memory: int,
     device: Device,
@@ -267,15 +269,15 @@ def on_gpus(
     nodes: int,
     network: float | None = None,
     host: int | None = None,
-) -> Place:
+) -> PlannedHardware:
     """Return GPUs that are there; of one that is not in the list only the memory is known."""
     gpu = replace(_find_device(name) or Gpu(name, memory), memory=memory)
-    return Place(
+    return PlannedHardware(
         gpu=gpu,
         device=device,
         per_node=per_node,
         nodes=nodes,
-        network=network_rate(network, gpu, per_node),
+        network=choose_network_rate(network, gpu, per_node),
         host_memory=host or memory_now().limit,
     )
 

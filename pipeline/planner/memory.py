@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
 from pipeline.files import GIB, MIB
-from pipeline.planner.activations import Activations, LossBytes, Work, activations_of, loss_bytes
-from pipeline.planner.model import Dimensions, Model
-from pipeline.planner.rank import EMBEDDINGS, WORDS, Rank
-from pipeline.planner.states import Buffers, States, buffers, states_of
+from pipeline.planner.activations import (
+    ActivationBytes,
+    LossBytes,
+    MicroBatchSpec,
+    count_loss_bytes,
+    estimate_activations,
+)
+from pipeline.planner.model import DecoderDimensions, ModelSpec
+from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES, RankSlice
+from pipeline.planner.states import EngineBuffers, RankStates, count_buffers, count_states
 
 # What a process takes before there is a model: Python with torch, DeepSpeed and transformers on the host; a
 # CUDA context with its libraries on a GPU.
@@ -20,14 +26,14 @@ NCCL = 300 * MIB  # of a rank on a GPU that has peers
 # Of what comes and goes in a step, what the allocator holds more (published runs, docs/planning.md). The
 # second: with which none of those that ran out of memory would have fitted; then of runs that are cut by
 # tensors or stages, and the share of a GPU that these may take.
-RESERVED, FRAGMENTS, CUT_FRAGMENTS, CUT_SHARE = 0.11, 0.165, 0.25, 0.91
+RESERVED_SHARE, FRAGMENT_SHARE, CUT_FRAGMENT_SHARE, CUT_USABLE_SHARE = 0.11, 0.165, 0.25, 0.91
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank."""
 
-    states: States
+    states: RankStates
     parts: dict[str, float]
     """Bytes by name, each at its own most: together more than the peak."""
     phases: dict[str, float]
@@ -38,11 +44,11 @@ class Memory:
     """Bytes in the machine's memory; on a CPU all of it."""
     is_complete: bool
     """Whether the bytes of activations are known."""
-    spare: float = 0.0
+    spare_bytes: float = 0.0
     """Bytes that have to be free besides: freed pieces of memory do not always fit together."""
-    share: float = 1.0
+    usable_share: float = 1.0
     """Share of the device that the run may take."""
-    upper: str = ""
+    overestimate: str = ""
     """Why activations are more than will be taken; empty if they are not."""
     stage: int = 0
     """The pipeline stage whose ranks these are."""
@@ -53,12 +59,14 @@ class Memory:
         return max(self.phases.values())
 
     @property
-    def at(self) -> str:
+    def peak_phase(self) -> str:
         """The phase of the peak."""
         return max(self.phases, key=self.phases.__getitem__)
 
 
-def peak_by_phase(work: Work, own: Model, states: States, beside: Buffers) -> dict[str, float]:
+def compute_phase_peaks(
+    work: MicroBatchSpec, own: ModelSpec, states: RankStates, beside: EngineBuffers
+) -> dict[str, float]:
     """Return the most bytes of tensors on the rank's device in each phase.
 
     Args:
@@ -66,12 +74,12 @@ def peak_by_phase(work: Work, own: Model, states: States, beside: Buffers) -> di
         beside: The engine's buffers.
     """
     dimensions, held = own.dimensions, states.device
-    fixed = float(held.weights + held.masters + held.moments + beside.always + batch_bytes(work))
+    fixed = float(held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work))
     fixed += handed_bytes(work, dimensions)
     phases = {"step": fixed + held.gradients + beside.step}
-    if dimensions is None or (found := activations_of(work, dimensions)) is None:
+    if dimensions is None or (found := estimate_activations(work, dimensions)) is None:
         return phases
-    loss = loss_of(work, own, dimensions)
+    loss = count_rank_loss_bytes(work, own, dimensions)
     # Micro-batches that wait for their backward.
     fixed += (work.in_flight - 1) * sum(block.kept_backward for block in found.blocks)
     before = fixed + beside.forward + (held.gradients if beside.keeps_gradients else 0)
@@ -87,13 +95,13 @@ def peak_by_phase(work: Work, own: Model, states: States, beside: Buffers) -> di
     return phases
 
 
-def batch_bytes(work: Work) -> int:
+def count_batch_bytes(work: MicroBatchSpec) -> int:
     """Return the bytes of a step's ids, labels and positions; on a GPU with the next step's."""
     entries = 3 if work.apart else 2
     return 8 * entries * work.rows * work.length * work.micro_batches * (2 if work.device == "cuda" else 1)
 
 
-def handed_bytes(work: Work, dimensions: Dimensions | None) -> int:
+def handed_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions | None) -> int:
     """Return the bytes of what pipeline stages hand on.
 
     Hidden states from the stage before of every micro-batch on its way, the gradient of one, and what both
@@ -105,20 +113,25 @@ def handed_bytes(work: Work, dimensions: Dimensions | None) -> int:
     return work.computes_in * work.tokens * dimensions.hidden * (of_before + (2 if work.is_last else 1))
 
 
-def loss_of(work: Work, own: Model, dimensions: Dimensions) -> LossBytes:
+def count_rank_loss_bytes(work: MicroBatchSpec, own: ModelSpec, dimensions: DecoderDimensions) -> LossBytes:
     """Return what the output layer takes, on a rank that has it."""
-    ends = [p for p in own.parameters if p.name.endswith(EMBEDDINGS)]
+    ends = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
     trained = not ends or ends[-1].trains  # a tied one is listed once
-    return loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
+    return count_loss_bytes(work, dimensions.hidden, dimensions.vocabulary // work.tensor, trained)
 
 
 def _backward(
-    work: Work, own: Model, gradients: int, beside: Buffers, found: Activations, loss: LossBytes
+    work: MicroBatchSpec,
+    own: ModelSpec,
+    gradients: int,
+    beside: EngineBuffers,
+    found: ActivationBytes,
+    loss: LossBytes,
 ) -> float:
     """Return the most bytes of activations and gradients in a backward."""
     from_start = beside.keeps_gradients  # whether gradients exist when it begins
-    ends = [p for p in own.parameters if p.name.endswith(EMBEDDINGS)]
-    first = [p for p in ends if p.name.endswith(WORDS) and work.stage == 0]
+    ends = [p for p in own.parameters if p.name.endswith(EMBEDDING_NAMES)]
+    first = [p for p in ends if p.name.endswith(INPUT_EMBEDDING_NAMES) and work.stage == 0]
     is_tied = own.dimensions is not None and own.dimensions.tied and work.stages == 1
     is_tied = is_tied and any(p.trains for p in first)
     # A tied weight that a last stage has is its output layer.
@@ -146,7 +159,7 @@ def _backward(
     return max(most, gradients + added + found.carried)
 
 
-def memory_of(model: Model, config: RunConfig, resolved: ResolvedSettings, kind: str) -> Memory:
+def estimate_memory(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings, kind: str) -> RankMemory:
     """Return the memory of the fullest rank.
 
     Args:
@@ -160,17 +173,19 @@ def memory_of(model: Model, config: RunConfig, resolved: ResolvedSettings, kind:
     apart = resolved.split.world_size // stages
     # No rank of a stage has more than its first.
     every = [
-        _of_rank(Rank.of(model, config, resolved, stage * apart, on_cpu=kind == "cpu"), kind, stage)
+        _of_rank(
+            RankSlice.from_run(model, config, resolved, stage * apart, on_cpu=kind == "cpu"), kind, stage
+        )
         for stage in range(stages)
     ]
-    fullest = max(every, key=lambda each: each.peak + each.spare)
+    fullest = max(every, key=lambda each: each.peak + each.spare_bytes)
     return replace(fullest, host=max(each.host for each in every))
 
 
-def _of_rank(rank: Rank, kind: str, stage: int) -> Memory:
-    own, beside, states, split = rank.own, buffers(rank), states_of(rank), rank.split
+def _of_rank(rank: RankSlice, kind: str, stage: int) -> RankMemory:
+    own, beside, states, split = rank.own, count_buffers(rank), count_states(rank), rank.split
     held = states.device
-    work = Work.of(rank.config, rank.resolved, own, kind, stage)
+    work = MicroBatchSpec.from_run(rank.config, rank.resolved, own, kind, stage)
     parts = {
         "parameters": float(held.weights),
         "gradients": float(held.gradients),
@@ -181,15 +196,15 @@ def _of_rank(rank: Rank, kind: str, stage: int) -> Memory:
     phases = {"step": float(held.total + beside.always + beside.step)}
     found, offloaded = None, 0.0
     if work is not None and own.dimensions is not None:
-        phases = peak_by_phase(work, own, states, beside)
+        phases = compute_phase_peaks(work, own, states, beside)
         parts["buckets, gathered weights"] += handed_bytes(work, own.dimensions)
-        found = activations_of(work, own.dimensions)
+        found = estimate_activations(work, own.dimensions)
         if found is not None:
-            parts |= _named(work, found, loss_of(work, own, own.dimensions))
+            parts |= _named(work, found, count_rank_loss_bytes(work, own, own.dimensions))
             offloaded = work.in_flight * found.host
     moving = max(phases.values()) - held.weights - held.masters - held.moments
     is_cut, on_cpu = split.tensor_parallel * split.pipeline_stages > 1, kind == "cpu"
-    framework = PROCESS[kind] + RESERVED * moving
+    framework = PROCESS[kind] + RESERVED_SHARE * moving
     host, spare = states.host.total + beside.host + offloaded, 0.0
     if on_cpu:
         framework += DEEPSPEED * (rank.resolved.deepspeed is not None)
@@ -197,29 +212,29 @@ def _of_rank(rank: Rank, kind: str, stage: int) -> Memory:
         host = max(phases.values()) + framework
     else:
         framework += NCCL * (split.world_size > 1)
-        spare = ((CUT_FRAGMENTS if is_cut else FRAGMENTS) - RESERVED) * moving
+        spare = ((CUT_FRAGMENT_SHARE if is_cut else FRAGMENT_SHARE) - RESERVED_SHARE) * moving
         host += PROCESS["host"]
     parts["framework and allocator"] = framework
-    return Memory(
+    return RankMemory(
         states=states,
         parts=parts,
         phases={name: size + framework for name, size in phases.items()},
         framework=framework,
         host=host,
         is_complete=found is not None,
-        spare=spare,
-        share=CUT_SHARE if is_cut and not on_cpu else 1.0,
-        upper="" if found is None else found.upper,
+        spare_bytes=spare,
+        usable_share=CUT_USABLE_SHARE if is_cut and not on_cpu else 1.0,
+        overestimate="" if found is None else found.overestimate,
         stage=stage,
     )
 
 
-def _named(work: Work, found: Activations, loss: LossBytes) -> dict[str, float]:
+def _named(work: MicroBatchSpec, found: ActivationBytes, loss: LossBytes) -> dict[str, float]:
     """Return activations and loss, each at its own most."""
     parts = {
         "activations kept": found.before + work.in_flight * sum(block.kept for block in found.blocks),
         "inside of one block": max(max(block.forward, block.backward) for block in found.blocks),
-        "batch": float(batch_bytes(work)),
+        "batch": float(count_batch_bytes(work)),
     }
     return parts | (
         {"logits and loss": found.of_loss + max(loss.forward, loss.backward)} if work.is_last else {}

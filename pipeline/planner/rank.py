@@ -19,31 +19,31 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
 from pipeline.config.split import Split
 from pipeline.errors import ConfigError
-from pipeline.planner.model import Model, Parameter
+from pipeline.planner.model import ModelSpec, ParameterSpec
 
 # Names under which decoders keep the norm after their last block.
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+FINAL_NORM_NAMES = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
 _BLOCK_NAME = re.compile(r"^((?:.+\.)?)[^.]+\.(\d+)\.")
 # Names of the vectors of words, by the family: of the input, and of an output layer of its own.
-WORDS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+INPUT_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _HEADS = ("lm_head", "embed_out")
-EMBEDDINGS = (*WORDS, *(f"{name}.weight" for name in _HEADS))
+EMBEDDING_NAMES = (*INPUT_EMBEDDING_NAMES, *(f"{name}.weight" for name in _HEADS))
 _MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
+def select_stage(model: ModelSpec, stages: int, how: str, stage: int) -> ModelSpec:
     """Return one pipeline stage; its dimensions are of its own blocks.
 
     Raises:
         ConfigError: Its layers are not known, or too few.
     """
-    layers = _Layers.of(model)
+    layers = _Layers.from_model(model)
     sizes = [sum(p.numel for p in block) for block in layers.blocks]
     if len(sizes) < stages:
         raise ConfigError(f"pipeline.stages is {stages}, but the model has {len(sizes)} blocks")
     sizes[0] += sum(p.numel for p in layers.before)
     sizes[-1] += sum(p.numel for p in (*layers.after, *layers.tied))
-    bounds = uniform(len(sizes), stages) if how == "uniform" else _balanced(tuple(sizes), stages)
+    bounds = split_uniformly(len(sizes), stages) if how == "uniform" else _balanced(tuple(sizes), stages)
     blocks = layers.blocks[bounds[stage] : bounds[stage + 1]]
     own = [p for block in blocks for p in block]
     if stage == 0:
@@ -58,47 +58,47 @@ def stage_of(model: Model, stages: int, how: str, stage: int) -> Model:
 
 @dataclass(frozen=True)
 class _Layers:
-    before: list[Parameter]
-    blocks: list[list[Parameter]]
-    after: list[Parameter]
-    tied: list[Parameter]
+    before: list[ParameterSpec]
+    blocks: list[list[ParameterSpec]]
+    after: list[ParameterSpec]
+    tied: list[ParameterSpec]
     """The input embedding, if the output layer is the same."""
 
     @classmethod
-    def of(cls, model: Model) -> _Layers:
+    def from_model(cls, model: ModelSpec) -> _Layers:
         found = [(p, _BLOCK_NAME.match(p.name)) for p in model.parameters]
         prefix = next((match[1] for _, match in found if match), None)
         if prefix is None:
             raise ConfigError(f"pipeline.stages: {model.name} has no repeated blocks to divide")
-        blocks: dict[int, list[Parameter]] = {}
+        blocks: dict[int, list[ParameterSpec]] = {}
         before, after = [], []
         for p, match in found:
             if match:
                 blocks.setdefault(int(match[2]), []).append(p)
-            elif p.name.startswith(prefix) and p.name.split(".")[-2] not in NORMS and prefix:
+            elif p.name.startswith(prefix) and p.name.split(".")[-2] not in FINAL_NORM_NAMES and prefix:
                 before.append(p)
             else:
                 after.append(p)
         after.sort(key=lambda p: not p.name.startswith(prefix))  # the norm, then the head
-        words = [p for p in before if p.name.endswith(WORDS)]
+        words = [p for p in before if p.name.endswith(INPUT_EMBEDDING_NAMES)]
         is_tied = not any(not p.name.startswith(prefix) for p in after)
         return cls(before, [blocks[index] for index in sorted(blocks)], after, words[:1] if is_tied else [])
 
 
-def uniform(items: int, parts: int) -> list[int]:
+def split_uniformly(items: int, parts: int) -> list[int]:
     """Return the bounds of parts with as many items each; the first ones take what is left."""
     each, left = divmod(items, parts)
     return [0, *accumulate(each + (part < left) for part in range(parts))]
 
 
-def balanced(weights: Sequence[float], parts: int) -> list[int]:
+def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Return the bounds of parts of a row whose largest and smallest sum differ least.
 
     DeepSpeed's PipelineModule finds the same (the linear partition problem, by dynamic programming).
     """
     number = len(weights)
     if number <= parts:
-        return uniform(number, parts)
+        return split_uniformly(number, parts)
     sums = [0, *accumulate(weights)]
     # Of the first i items in j parts: (largest less smallest, largest, smallest, where the last one begins).
     best = [[(inf, inf, inf, 0)] * (parts + 1) for _ in range(number + 1)]
@@ -117,10 +117,10 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
-_balanced = cache(balanced)  # of each stage of a model the same
+_balanced = cache(split_balanced)  # of each stage of a model the same
 
 
-def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> Model:
+def cut_for_tensor_parallel(model: ModelSpec, json: dict[str, Any], size: int, rank: int) -> ModelSpec:
     """Return a tensor rank's part, cut by transformers' plan.
 
     Raises:
@@ -141,7 +141,7 @@ def cut_by_tensors(model: Model, json: dict[str, Any], size: int, rank: int) -> 
         plain = re.sub(r"\.(base_layer|lora_[AB]\.\w+|lora_magnitude_vector\.\w+)\.", ".", p.name)
         place = plain.rpartition(".")[0] + ".weight"
         rule = next((rule for rule in rules if rule.pattern.match(place)), None)
-        if rule is None and is_tied and p.name.endswith(WORDS):
+        if rule is None and is_tied and p.name.endswith(INPUT_EMBEDDING_NAMES):
             rule = _Cut(re.compile(""), 0, name="lm_head")
         own.append(p if rule is None else replace(p, shape=_shape(p, rule, model, size, rank)))
     return replace(model, parameters=tuple(own))
@@ -155,7 +155,7 @@ class _Cut:
     name: str | None = None
 
 
-def _shape(p: Parameter, rule: _Cut, model: Model, size: int, rank: int) -> tuple[int, ...]:
+def _shape(p: ParameterSpec, rule: _Cut, model: ModelSpec, size: int, rank: int) -> tuple[int, ...]:
     dim = rule.dim
     if ".lora_A." in p.name or ".lora_B." in p.name:
         if (".lora_B." in p.name) == (dim == 1):
@@ -167,7 +167,7 @@ def _shape(p: Parameter, rule: _Cut, model: Model, size: int, rank: int) -> tupl
     return (*p.shape[:dim], own, *p.shape[dim + 1 :])
 
 
-def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
+def _share(total: int, size: int, rank: int, name: str, model: ModelSpec) -> int:
     """Return a rank's share of a dimension: whole heads if it holds some (DeepSpeed's tp_shard.py)."""
     heads = model.dimensions.key_value_heads if model.dimensions is not None else None
     units = total
@@ -176,9 +176,9 @@ def _share(total: int, size: int, rank: int, name: str, model: Model) -> int:
     return total // units * (units // size + (rank < units % size))
 
 
-def _planned(model: Model) -> Iterator[_Cut]:
+def _planned(model: ModelSpec) -> Iterator[_Cut]:
     family = model.dimensions.family if model.dimensions is not None else ""
-    for pattern, style in tensor_plan(family).items():
+    for pattern, style in read_tensor_plan(family).items():
         if (dim := {"colwise": 0, "rowwise": 1}.get(style.split("_")[0])) is not None:
             place = pattern.replace(".", r"\.").replace("*", ".*")
             name = pattern if pattern in _HEADS else None
@@ -186,7 +186,7 @@ def _planned(model: Model) -> Iterator[_Cut]:
 
 
 @cache
-def tensor_plan(family: str) -> dict[str, str]:
+def read_tensor_plan(family: str) -> dict[str, str]:
     """Read transformers' plan of a family from its sources, which take seconds to import.
 
     Returns:
@@ -218,12 +218,12 @@ _BLOCK, _BLOCKS = 64, 256  # bitsandbytes: values that share a scale, scales tha
 _TABLES = 16 * 4 + 256 * 4  # bytes: of values, and of scales
 
 
-def is_held_apart(p: Parameter) -> bool:
+def is_frozen_base(p: ParameterSpec) -> bool:
     """Return whether an adapter holds it in half precision or 4 bits: a frozen linear layer's weight."""
     return p.layer is not None and not p.trains and ".lora_" not in p.name
 
 
-def bytes_in_4_bits(shape: tuple[int, ...]) -> int:
+def count_nf4_bytes(shape: tuple[int, ...]) -> int:
     """Return the bytes of a matrix in NF4: codes, scales of blocks, scales of those, a mean, two tables."""
     values = prod(shape)
     blocks = ceil(values / _BLOCK)
@@ -234,12 +234,12 @@ STAND_IN = "stand-in"  # see engine/stages.py; it never gets a gradient
 
 
 @dataclass(frozen=True)
-class Group:
+class OptimizerGroup:
     """Parameters of a rank that are stepped together."""
 
     kind: str
     """The optimizer's."""
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ParameterSpec, ...]
 
     @property
     def numel(self) -> int:
@@ -248,12 +248,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankSlice:
     """One rank's part of a run."""
 
-    own: Model
+    own: ModelSpec
     """Its part of the model before ZeRO divides it."""
-    groups: tuple[Group, ...]
+    groups: tuple[OptimizerGroup, ...]
     config: RunConfig
     resolved: ResolvedSettings
     whole: int
@@ -263,9 +263,14 @@ class Rank:
     """Whether it computes on a CPU."""
 
     @classmethod
-    def of(
-        cls, model: Model, config: RunConfig, resolved: ResolvedSettings, rank: int = 0, on_cpu: bool = False
-    ) -> Rank:
+    def from_run(
+        cls,
+        model: ModelSpec,
+        config: RunConfig,
+        resolved: ResolvedSettings,
+        rank: int = 0,
+        on_cpu: bool = False,
+    ) -> RankSlice:
         """Return a rank of a job that trains the whole `model`.
 
         Raises:
@@ -273,21 +278,21 @@ class Rank:
         """
         split, json, own = resolved.split, resolved.deepspeed or {}, model
         if split.tensor_parallel > 1:
-            own = cut_by_tensors(model, json, split.tensor_parallel, rank % split.tensor_parallel)
+            own = cut_for_tensor_parallel(model, json, split.tensor_parallel, rank % split.tensor_parallel)
         elif split.pipeline_stages > 1:
             stage = rank // (split.world_size // split.pipeline_stages)
             how = json["pipeline"].get("partition", "parameters")
-            own = stage_of(model, split.pipeline_stages, how, stage)
+            own = select_stage(model, split.pipeline_stages, how, stage)
         names = {p.name: len(p.shape) for p in model.parameters if p.trains}
         keys = assign_parameter_groups(names, config.optimizer)
         groups = []
         for key in sorted(set(keys.values())):
             members = tuple(p for p in own.parameters if keys.get(p.name) == key)
             if not members and split.pipeline_stages > 1:
-                members = (Parameter(STAND_IN, (1,)),)  # DeepSpeed drops an empty group
+                members = (ParameterSpec(STAND_IN, (1,)),)  # DeepSpeed drops an empty group
                 own = replace(own, parameters=(*own.parameters, *members))
             if members:
-                groups.append(Group(get_optimizer_kind(key, config.optimizer), members))
+                groups.append(OptimizerGroup(get_optimizer_kind(key, config.optimizer), members))
         return cls(
             own=own,
             groups=tuple(groups),
@@ -356,12 +361,12 @@ class Rank:
         device = self.zero(f"offload_{what}.device")
         return None if device == "none" else device
 
-    def bytes_of(self, p: Parameter) -> int:
+    def bytes_of(self, p: ParameterSpec) -> int:
         """Return the bytes of a whole parameter as it is computed with."""
         adapter = self.config.adapter
-        if adapter is not None and is_held_apart(p):
+        if adapter is not None and is_frozen_base(p):
             if adapter.quantize is not None:
-                return bytes_in_4_bits(p.shape)
+                return count_nf4_bytes(p.shape)
             if self.split.precision == "bf16":
                 return 2 * p.numel
         return self.size * p.numel

@@ -25,7 +25,7 @@ from pipeline.config.patterns import match_modules, match_parameters
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, summarize_error
 from pipeline.files import DESCRIPTION_LIMIT, is_path, read_regular_file
-from pipeline.planner.model import Dimensions, Model, Parameter
+from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 
 TEMPLATES = Path(__file__).with_name("families.yaml")
 OUTPUT_LAYER = "lm_head."
@@ -34,20 +34,20 @@ MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_siz
 
 
 @cache
-def families() -> Mapping[str, Mapping[str, Any]]:
+def read_families() -> Mapping[str, Mapping[str, Any]]:
     """Return families.yaml: model_type -> its lines."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found: Mapping[str, Mapping[str, Any]] = yaml.load(TEMPLATES.read_text("utf-8"), loader)
     return found
 
 
-def standard_words(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def standardize_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in the words that most families share: `n_embd` is `hidden_size`."""
-    words = families()[family].get("words", {})
+    words = read_families()[family].get("words", {})
     return {words.get(key, key): value for key, value in config.items()}
 
 
-def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) -> Model | None:
+def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool = False) -> ModelSpec | None:
     """Return the model of a config; `None` if families.yaml does not know the family or its shapes.
 
     Args:
@@ -57,10 +57,10 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
     Raises:
         ModelError: A number of it cannot be.
     """
-    template = families().get(family)
+    template = read_families().get(family)
     if template is None:
         return None
-    config = dict(template["defaults"]) | standard_words(family, stated)
+    config = dict(template["defaults"]) | standardize_keys(family, stated)
     dimensions = _dimensions(family, config, gives_scores)
     sizes = {
         "V": dimensions.vocabulary,
@@ -82,15 +82,15 @@ def build(family: str, stated: Mapping[str, Any], gives_scores: bool = False) ->
         and not (gives_scores and each.name.startswith(OUTPUT_LAYER))
     ]
     if gives_scores:
-        outside.append(Parameter("score.weight", (1, dimensions.hidden)))
+        outside.append(ParameterSpec("score.weight", (1, dimensions.hidden)))
     layer = "transposed" if family == "gpt2" else "linear"
     block = list(_parameters(template["block"], config, sizes, layer))
     blocks = [
-        Parameter(f"{template['prefix']}{number}.{each.name}", each.shape, layer=each.layer)
+        ParameterSpec(f"{template['prefix']}{number}.{each.name}", each.shape, layer=each.layer)
         for number in range(dimensions.layers)
         for each in block
     ]
-    return Model(family, (*outside[:1], *blocks, *outside[1:]), dimensions)
+    return ModelSpec(family, (*outside[:1], *blocks, *outside[1:]), dimensions)
 
 
 def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -107,7 +107,7 @@ def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -
     return default
 
 
-def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> Dimensions:
+def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> DecoderDimensions:
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     key_value_heads = _whole(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
@@ -117,7 +117,7 @@ def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> D
     if experts:
         intermediate = _whole(config, "moe_intermediate_size", default=intermediate)
     has_window = config.get("use_sliding_window", "layer_types" not in config) and family == "mistral"
-    return Dimensions(
+    return DecoderDimensions(
         family=family,
         layers=_whole(config, "num_hidden_layers"),
         hidden=hidden,
@@ -135,7 +135,7 @@ def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> D
 
 def _parameters(
     lines: str, config: Mapping[str, Any], sizes: Mapping[str, int], layer: Any = None
-) -> Iterator[Parameter]:
+) -> Iterator[ParameterSpec]:
     for line in lines.splitlines():
         what, _, field = line.partition(" ? ")
         if field and not config.get(field):
@@ -143,7 +143,7 @@ def _parameters(
         name, *dimensions = what.split()
         shape = tuple(_size(text, sizes) for text in dimensions)
         is_linear = len(shape) == 2 and not name.startswith("mlp.gate.")  # a router is no linear layer
-        yield Parameter(name, shape, layer=layer if is_linear else None)
+        yield ParameterSpec(name, shape, layer=layer if is_linear else None)
 
 
 def _size(text: str, sizes: Mapping[str, int]) -> int:
@@ -158,7 +158,7 @@ def _size(text: str, sizes: Mapping[str, int]) -> int:
 TIED = "lm_head.weight"
 
 
-def model_of(config: RunConfig) -> Model | None:
+def read_model_spec(config: RunConfig) -> ModelSpec | None:
     """Return the model that a recipe trains, with its adapter, and with what is frozen marked.
 
     Returns:
@@ -170,25 +170,25 @@ def model_of(config: RunConfig) -> Model | None:
     model = config.model.language_model
     if model is None:
         return None
-    words = needed_words(config)
+    words = read_vocabulary_size(config)
     scores = config.objective.kind == "reward"
     if model.pretrained is not None:
-        stated = read_config(model.pretrained)
+        stated = read_pretrained_config(model.pretrained)
         if stated.get("quantization_config"):
             raise ModelError(f"model.pretrained: {model.pretrained!r}: its weights are quantised already")
         family = str(stated.get("model_type"))
-        if family not in families():
+        if family not in read_families():
             return None
-        stated = standard_words(family, stated)
+        stated = standardize_keys(family, stated)
         if model.grow_vocabulary:
             stated["vocab_size"] = max(words or 0, stated.get("vocab_size", 0))
     else:
         family = model.architecture or ""
-        if family not in families():
+        if family not in read_families():
             return None
         stated = _new(model, family, words, config.data.tokens_per_row)
     try:
-        found = build(family, stated, scores)
+        found = build_model_spec(family, stated, scores)
     except ModelError as error:
         given = model.pretrained
         whose = "model" if given is None else f"model.pretrained: {given!r}: config.json"
@@ -196,10 +196,10 @@ def model_of(config: RunConfig) -> Model | None:
     if found is None:
         return None
     found = replace(found, name=model.pretrained or model.architecture or family)
-    return trained_parts(found, model.freeze, config.adapter)
+    return mark_trained(found, model.freeze, config.adapter)
 
 
-def trained_parts(model: Model, freeze: list[str] | None, adapter: AdapterConfig | None) -> Model:
+def mark_trained(model: ModelSpec, freeze: list[str] | None, adapter: AdapterConfig | None) -> ModelSpec:
     """Return the same model, with what stays frozen marked and an adapter's matrices added.
 
     Raises:
@@ -217,7 +217,7 @@ def trained_parts(model: Model, freeze: list[str] | None, adapter: AdapterConfig
     return model if adapter is None else _with_adapter(model, adapter)
 
 
-def _names(parameter: Parameter, model: Model) -> tuple[str, ...]:
+def _names(parameter: ParameterSpec, model: ModelSpec) -> tuple[str, ...]:
     """Return a parameter's names: a tied embedding is the output layer's weight, too."""
     is_tied = model.dimensions is not None and model.dimensions.tied and parameter is model.parameters[0]
     return (parameter.name, TIED) if is_tied else (parameter.name,)
@@ -227,8 +227,8 @@ def _new(
     model: CausalLMConfig, family: str, words: int | None, sequence_length: int | None
 ) -> dict[str, Any]:
     """Return the config of a new model: what the recipe says, and what follows from it and from the data."""
-    defaults = families()[family]["defaults"]
-    fields = standard_words(family, model.extra)
+    defaults = read_families()[family]["defaults"]
+    fields = standardize_keys(family, model.extra)
     for ours, theirs in TRANSFORMERS_FIELDS.items():
         if (value := getattr(model, ours)) is not None:
             fields[theirs] = value
@@ -242,7 +242,7 @@ def _new(
     return fields
 
 
-def needed_words(config: RunConfig) -> int | None:
+def read_vocabulary_size(config: RunConfig) -> int | None:
     """Return the entries of the data's tokenizer; `None` if there is none, or they are not known.
 
     A tokenizer that a run trains may have fewer if the text is short.
@@ -269,10 +269,10 @@ def check_pretrained(config: RunConfig) -> None:
         ModelError: As `read_config`.
     """
     if config.model.pretrained_from is not None:
-        read_config(config.model.pretrained_from)
+        read_pretrained_config(config.model.pretrained_from)
 
 
-def read_config(given: str) -> dict[str, Any]:
+def read_pretrained_config(given: str) -> dict[str, Any]:
     """Read config.json of a model's folder, or of a name on the hub.
 
     Raises:
@@ -320,7 +320,7 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
         ) from None
 
 
-def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
+def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     adapter = _completed(adapter)
     rank = adapter.rank or DEFAULT_ADAPTER_RANK
     layers = {_owner(each.name): each for each in model.parameters if each.layer is not None}
@@ -337,7 +337,7 @@ def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
         for pattern in adapter.modules_to_save or ()
         for name in match_modules(pattern, modules, "adapter.modules_to_save", "module")
     }
-    parameters: list[Parameter] = []
+    parameters: list[ParameterSpec] = []
     for each in model.parameters:
         layer, _, last = each.name.rpartition(".")
         around = {part for name in _names(each, model) for part in _around(_owner(name))}
@@ -347,10 +347,10 @@ def _with_adapter(model: Model, adapter: AdapterConfig) -> Model:
         if layer not in targets or each.layer is None:
             continue
         outputs, inputs = each.shape if each.layer == "linear" else each.shape[::-1]
-        parameters.append(Parameter(f"{layer}.lora_A.default.weight", (rank, inputs)))
-        parameters.append(Parameter(f"{layer}.lora_B.default.weight", (outputs, rank)))
+        parameters.append(ParameterSpec(f"{layer}.lora_A.default.weight", (rank, inputs)))
+        parameters.append(ParameterSpec(f"{layer}.lora_B.default.weight", (outputs, rank)))
         if adapter.kind == "dora":
-            parameters.append(Parameter(f"{layer}.lora_magnitude_vector.default.weight", (outputs,)))
+            parameters.append(ParameterSpec(f"{layer}.lora_magnitude_vector.default.weight", (outputs,)))
     return replace(model, parameters=tuple(parameters))
 
 

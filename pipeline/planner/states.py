@@ -15,11 +15,11 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import assign_parameter_groups, get_optimizer_kind
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
-from pipeline.planner.model import Model, Parameter
-from pipeline.planner.rank import STAND_IN, Group, Rank
+from pipeline.planner.model import ModelSpec, ParameterSpec
+from pipeline.planner.rank import STAND_IN, OptimizerGroup, RankSlice
 
 
-def checkpoint_bytes(model: Model, config: RunConfig, resolved: ResolvedSettings) -> int:
+def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings) -> int:
     """Return the bytes of one checkpoint, in which all is as it is held.
 
     It has the weights that the optimizer steps and what it keeps of them, and what is frozen in the run's
@@ -33,7 +33,7 @@ def checkpoint_bytes(model: Model, config: RunConfig, resolved: ResolvedSettings
     for p in model.parameters:
         if p.trains:
             kind = get_optimizer_kind(keys[p.name], optimizer)
-            total += stepped * p.numel + moments(optimizer, kind, p.shape, kept)
+            total += stepped * p.numel + count_moment_bytes(optimizer, kind, p.shape, kept)
         elif not has_base:
             total += frozen * p.numel
     return total
@@ -46,7 +46,7 @@ _SWAPPED = 1 << 20  # bytes; what is smaller does not go to disk
 
 
 @dataclass(frozen=True)
-class Held:
+class StateBytes:
     """Bytes in one kind of memory."""
 
     weights: int = 0
@@ -55,7 +55,7 @@ class Held:
     """Right before a step."""
     masters: int = 0
     """The copies that the optimizer steps, if those are not the weights."""
-    moments: int = 0
+    count_moment_bytes: int = 0
     """What the optimizer keeps of each: means, squares, its count of steps."""
 
     @property
@@ -63,8 +63,8 @@ class Held:
         """All of it."""
         return self.weights + self.gradients + self.masters + self.moments
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
             self.weights + other.weights,
             self.gradients + other.gradients,
             self.masters + other.masters,
@@ -73,18 +73,18 @@ class Held:
 
 
 @dataclass(frozen=True)
-class States:
+class RankStates:
     """Bytes that one rank holds, from its first step on."""
 
-    device: Held = field(default_factory=Held)
+    device: StateBytes = field(default_factory=StateBytes)
     """On the GPU, or in the memory that a rank on a CPU computes in."""
-    host: Held = field(default_factory=Held)
+    host: StateBytes = field(default_factory=StateBytes)
     """In the machine's memory, by an offload to `cpu`."""
-    disk: Held = field(default_factory=Held)
+    disk: StateBytes = field(default_factory=StateBytes)
     """By an offload to `nvme`."""
 
 
-def states_of(rank: Rank) -> States:
+def count_states(rank: RankSlice) -> RankStates:
     """Return what a rank holds between two steps, and of gradients right before one."""
     if rank.resolved.deepspeed is None or rank.stage == 0:
         return _whole(rank)
@@ -93,21 +93,21 @@ def states_of(rank: Rank) -> States:
     return _partitioned(rank)
 
 
-def _whole(rank: Rank) -> States:
+def _whole(rank: RankSlice) -> RankStates:
     """Return the states of plain PyTorch and ZeRO 0: each parameter by itself."""
     weights = sum(map(rank.bytes_of, rank.own.parameters))
     trained = sum(group.numel for group in rank.groups)
     masters = 4 * trained if rank.size == 2 else 0
     optimizer = rank.config.optimizer
     kept = sum(
-        moments(optimizer, group.kind, p.shape, counts=True)
+        count_moment_bytes(optimizer, group.kind, p.shape, counts=True)
         for group in rank.groups
         for p in group.parameters
     )
-    return States(Held(weights, rank.size * trained, masters, kept))
+    return RankStates(StateBytes(weights, rank.size * trained, masters, kept))
 
 
-def moments(
+def count_moment_bytes(
     optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = False
 ) -> int:
     """Return the bytes that an optimizer keeps of a tensor.
@@ -129,7 +129,7 @@ def moments(
 
 
 @dataclass(frozen=True)
-class Part:
+class ZeroPartition:
     """This rank's stretch of a flat group of ZeRO 1 or 2."""
 
     own: int
@@ -142,7 +142,7 @@ class Part:
     """Elements of it that no parameter has."""
 
     @classmethod
-    def of(cls, group: Group, sharers: int, place: int, aligned: int) -> Part:
+    def from_group(cls, group: OptimizerGroup, sharers: int, place: int, aligned: int) -> ZeroPartition:
         """Return the stretch of one of the ranks that share a group.
 
         Args:
@@ -161,36 +161,36 @@ class Part:
         return cls(own, own * sharers, sum(end - start for start, end in inside), own - filled)
 
 
-def parts_of(rank: Rank) -> list[Part]:
+def partition_groups(rank: RankSlice) -> list[ZeroPartition]:
     """Return the stretches of each group, at ZeRO 1 and 2."""
     aligned = 16 // rank.size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
-    return [Part.of(group, rank.sharers, rank.place, aligned) for group in rank.groups]
+    return [ZeroPartition.from_group(group, rank.sharers, rank.place, aligned) for group in rank.groups]
 
 
-def _partitioned(rank: Rank) -> States:
+def _partitioned(rank: RankSlice) -> RankStates:
     """Return the states of ZeRO 1 and 2: flat groups of parameters, of which a rank steps a stretch."""
-    parts = parts_of(rank)
+    parts = partition_groups(rank)
     frozen = sum(rank.bytes_of(p) for p in rank.own.parameters if not p.trains)
     weights = frozen + rank.size * sum(part.whole for part in parts)
     own = sum(part.own for part in parts)
     if rank.adds_in_fp32:
         trained = sum(group.numel for group in rank.groups)
         gradients = rank.size * trained + rank.summed * sum(part.whole for part in parts)
-        return States(Held(weights, gradients, 4 * own, _flat_moments(rank, parts)))
+        return RankStates(StateBytes(weights, gradients, 4 * own, _flat_moments(rank, parts)))
     master = 2 if has_16bit_master_weights(rank.json) else 4
     is_compact = rank.summed == 4 and rank.size == 2  # DeepSpeed adds up in a flat stretch
     gradients = rank.summed * own if is_compact else _kept_gradients(rank, parts)
     if rank.offloads("optimizer") is None:
-        return States(Held(weights, gradients, master * own, _flat_moments(rank, parts)))
+        return RankStates(StateBytes(weights, gradients, master * own, _flat_moments(rank, parts)))
     waiting = 0
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.stage == 2 and accumulates and not is_compact and master == 4:
         waiting = rank.size * sum(part.touched for part in parts)
-    host = Held(0, master * own + waiting, master * own, _flat_moments(rank, parts))
-    return States(Held(weights, gradients if is_compact else 0), host)
+    host = StateBytes(0, master * own + waiting, master * own, _flat_moments(rank, parts))
+    return RankStates(StateBytes(weights, gradients if is_compact else 0), host)
 
 
-def _kept_gradients(rank: Rank, parts: Sequence[Part]) -> int:
+def _kept_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
     """Return all gradients that reach into this rank's stretches, and zeros for what those lack."""
     zeros = sum(part.missing for part in parts)
     for group, part in zip(rank.groups, parts, strict=True):
@@ -199,11 +199,11 @@ def _kept_gradients(rank: Rank, parts: Sequence[Part]) -> int:
     return rank.size * sum(part.touched for part in parts) + rank.summed * zeros
 
 
-def _flat_moments(rank: Rank, parts: Sequence[Part]) -> int:
+def _flat_moments(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
     return sum(_stepped(rank, group.kind, part.own) for group, part in zip(rank.groups, parts, strict=True))
 
 
-def _stepped(rank: Rank, kind: str, number: int, on_host: bool = True) -> int:
+def _stepped(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> int:
     """Return the bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number.
 
     Args:
@@ -211,10 +211,10 @@ def _stepped(rank: Rank, kind: str, number: int, on_host: bool = True) -> int:
     """
     is_own = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
     size = 2 if has_16bit_optimizer_states(rank.json) else 4
-    return moments(rank.config.optimizer, kind, (number,), size, counts=not is_own)
+    return count_moment_bytes(rank.config.optimizer, kind, (number,), size, counts=not is_own)
 
 
-def sub_groups(rank: Rank) -> list[tuple[str, int]]:
+def sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
     """Return what ZeRO 3 steps at a time: (kind of optimizer, elements of this rank's shards).
 
     Parameters follow each other until they hold `sub_group_size` elements of a rank.
@@ -235,12 +235,12 @@ def sub_groups(rank: Rank) -> list[tuple[str, int]]:
     return found
 
 
-def shard_of(p: Parameter, sharers: int) -> int:
+def shard_of(p: ParameterSpec, sharers: int) -> int:
     """Return the elements of a rank's shard."""
     return -(-p.numel // sharers)
 
 
-def kept_whole(rank: Rank) -> list[Parameter]:
+def kept_whole(rank: RankSlice) -> list[ParameterSpec]:
     """Return what ZeRO 3 gathers once for all."""
     limit = int(rank.zero("stage3_param_persistence_threshold", _PERSISTENCE))
     most = int(rank.zero("stage3_model_persistence_threshold", 1 << 62))
@@ -252,7 +252,7 @@ def kept_whole(rank: Rank) -> list[Parameter]:
     return found
 
 
-def _sharded(rank: Rank) -> States:
+def _sharded(rank: RankSlice) -> RankStates:
     """Return the states of ZeRO 3: each parameter in equal shards, padded."""
     shards = rank.size * sum(shard_of(p, rank.sharers) for p in rank.own.parameters)
     whole = kept_whole(rank)
@@ -264,30 +264,30 @@ def _sharded(rank: Rank) -> States:
     if (few := int(rank.zero("zero_hpz_partition_size", 1))) > 1:
         others = [p for p in rank.own.parameters if p.name not in apart]
         gathered += sum(rank.size * rank.sharers * shard_of(p, rank.sharers) // few for p in others)
-    device = Held(gathered + (0 if there else shards))
-    host = Held(shards if there else 0)
+    device = StateBytes(gathered + (0 if there else shards))
+    host = StateBytes(shards if there else 0)
     offload = rank.offloads("optimizer")
     master = 2 if has_16bit_master_weights(rank.json) else 4
-    disk, gradients = Held(), 0
+    disk, gradients = StateBytes(), 0
     groups = sub_groups(rank)
     # DeepSpeed counts sub-groups, not elements, and steps the first of them on the GPU, if there is one.
     ratio = 1.0 if rank.on_cpu else rank.zero("offload_optimizer.ratio", 1.0)
     staying = int((1 - ratio) * len(groups))
     for index, (kind, own) in enumerate(groups):
         stays = index < staying
-        held = Held(0, 0, master * own, _stepped(rank, kind, own, on_host=not stays))
+        held = StateBytes(0, 0, master * own, _stepped(rank, kind, own, on_host=not stays))
         gradients += rank.summed * own
         if offload is None:
             device += held
         elif offload == "nvme" and master * own >= _SWAPPED:
-            disk += held + Held(0, master * own)
+            disk += held + StateBytes(0, master * own)
         elif stays:
-            device += held + Held(0, master * own)
+            device += held + StateBytes(0, master * own)
         else:
-            host += held + Held(0, master * own)
+            host += held + StateBytes(0, master * own)
     if offload is None:
-        return States(device + Held(0, gradients), host)
-    return States(device, host + Held(0, gradients), disk)
+        return RankStates(device + StateBytes(0, gradients), host)
+    return RankStates(device, host + StateBytes(0, gradients), disk)
 
 
 # Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
@@ -299,7 +299,7 @@ _NORM = 8  # bytes of an element in whose precision DeepSpeed takes an offloaded
 
 
 @dataclass(frozen=True)
-class Buffers:
+class EngineBuffers:
     """Bytes of one rank's engine beside the states. A phase's number is its most beside `always`."""
 
     always: int = 0
@@ -315,7 +315,7 @@ class Buffers:
     """Whether gradients exist while forwards run: of micro-batches before, or in a buffer that stays."""
 
 
-def fitted_bucket(stated: Any, num_parameters: int) -> int:
+def fit_bucket_size(stated: Any, num_parameters: int) -> int:
     """Return the elements of the bucket in which gradients are reduced: no more than there are.
 
     DeepSpeed's, of half a billion elements, is allocated whole in each step, twice with overlap_comm, and a
@@ -328,7 +328,7 @@ def fitted_bucket(stated: Any, num_parameters: int) -> int:
     return min(int(chosen if stated is None else stated), max(1, num_parameters))
 
 
-def buffers(rank: Rank) -> Buffers:
+def count_buffers(rank: RankSlice) -> EngineBuffers:
     """Return what a rank's engine takes on a device beside the states."""
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.resolved.deepspeed is not None and rank.stage == 3:
@@ -340,32 +340,32 @@ def buffers(rank: Rank) -> Buffers:
     unfused = 3 * 4 * _largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
     if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat fp32 copy, as it is sent
         step = (rank.summed + rank.size) * min(trained, _FLATTENED)
-        return Buffers(step=step, keeps_gradients=True)
+        return EngineBuffers(step=step, keeps_gradients=True)
     if rank.resolved.deepspeed is not None:  # ZeRO 0: reduced from a flat copy, stepped in fp32
         in_fp32 = 4 * trained if rank.size == 2 else 0
         step = max(rank.size * min(trained, _FLATTENED), in_fp32 + unfused)
-        return Buffers(step=step, keeps_gradients=accumulates)
+        return EngineBuffers(step=step, keeps_gradients=accumulates)
     if rank.split.parallel != "ddp":
-        return Buffers(step=unfused, keeps_gradients=accumulates)
+        return EngineBuffers(step=unfused, keeps_gradients=accumulates)
     # Gradients lie in DDP's buckets for good; those of earlier micro-batches beside them, until the last.
     apart = 4 * trained if accumulates else 0
     backward = apart + 4 * _largest(rank)
-    return Buffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
+    return EngineBuffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
 
 
-def _largest(rank: Rank) -> int:
+def _largest(rank: RankSlice) -> int:
     return max((p.numel for group in rank.groups for p in group.parameters), default=0)
 
 
-def _bucket(rank: Rank) -> int:
+def _bucket(rank: RankSlice) -> int:
     staged = rank.split.pipeline_stages > 1
     number = sum(group.numel for group in rank.groups) if staged else rank.whole
-    return fitted_bucket(rank.zero("reduce_bucket_size"), number)
+    return fit_bucket_size(rank.zero("reduce_bucket_size"), number)
 
 
-def _buffers_of_partitioned(rank: Rank, accumulates: bool) -> Buffers:
+def _buffers_of_partitioned(rank: RankSlice, accumulates: bool) -> EngineBuffers:
     """Return those of ZeRO 1 and 2."""
-    parts, size = parts_of(rank), rank.size
+    parts, size = partition_groups(rank), rank.size
     trained, largest = size * sum(group.numel for group in rank.groups), size * _largest(rank)
     kept = size * sum(part.touched for part in parts)
     is_compact = rank.summed == 4 and size == 2
@@ -383,7 +383,7 @@ def _buffers_of_partitioned(rank: Rank, accumulates: bool) -> Buffers:
     elif accumulates and not is_compact and offload is None:
         backward += kept  # this micro-batch's, before they are added
     if offload is not None:
-        return Buffers(
+        return EngineBuffers(
             always=largest,
             forward=forward,
             backward=backward + _NORM * _largest(rank),
@@ -393,10 +393,12 @@ def _buffers_of_partitioned(rank: Rank, accumulates: bool) -> Buffers:
         )
     # A group's flat copy, and that in fp32.
     copied = 0 if is_compact else (size + 4 if size == 2 else 4) * max(part.own for part in parts)
-    return Buffers(forward=forward, backward=backward, step=max(step, copied), keeps_gradients=accumulates)
+    return EngineBuffers(
+        forward=forward, backward=backward, step=max(step, copied), keeps_gradients=accumulates
+    )
 
 
-def _by_block(parameters: Iterable[Parameter], sharers: int = 1) -> list[int]:
+def _by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list[int]:
     """Return the elements, padded, of each block and of each parameter outside of the blocks."""
     units: dict[str, int] = {}
     for p in parameters:
@@ -407,7 +409,7 @@ def _by_block(parameters: Iterable[Parameter], sharers: int = 1) -> list[int]:
     return list(units.values()) or [0]
 
 
-def _buffers_of_sharded(rank: Rank) -> Buffers:
+def _buffers_of_sharded(rank: RankSlice) -> EngineBuffers:
     """Return those of ZeRO 3, which gathers a block, or a parameter outside of the blocks, at a time."""
     size, apart = rank.size, {p.name for p in kept_whole(rank)}
     units = _by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
@@ -430,7 +432,7 @@ def _buffers_of_sharded(rank: Rank) -> Buffers:
         halves = size == 2 and has_16bit_master_weights(rank.json)
         each = rank.summed + (4 if rank.summed == 2 and not halves else 0)
         step = each * max((own for _, own in sub_groups(rank)), default=0)
-    return Buffers(
+    return EngineBuffers(
         always=sent * bucket,
         forward=gathered + copied + size * prefetched,
         backward=gathered + size * trained + reduced,
@@ -440,7 +442,7 @@ def _buffers_of_sharded(rank: Rank) -> Buffers:
     )
 
 
-def _swapped(rank: Rank) -> int:
+def _swapped(rank: RankSlice) -> int:
     """Return the pinned memory through which goes what lies on a disk."""
     host = 0
     if rank.offloads("param") == "nvme":

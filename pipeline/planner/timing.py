@@ -12,16 +12,16 @@ from math import ceil
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
 from pipeline.planner.hardware import Gpu
-from pipeline.planner.model import Model, Parameter
+from pipeline.planner.model import ModelSpec, ParameterSpec
 
-RANGE = 0.2
+TIME_TOLERANCE = 0.2
 """Share by which a time may be off, up and down: half of the sources that set no constant are within it."""
-DOCUMENT = 2048
+DEFAULT_DOCUMENT_TOKENS = 2048
 """Tokens of the document that a token is in, where rows are packed and nobody says more."""
 
 
 @dataclass(frozen=True)
-class Job:
+class StepSpec:
     """Sizes and split of one step."""
 
     parameters: float
@@ -59,16 +59,20 @@ class Job:
     """Bytes of a parameter, and of its gradient, in collectives."""
 
     @classmethod
-    def of(
-        cls, model: Model, config: RunConfig, resolved: ResolvedSettings, document_tokens: int | None = None
-    ) -> Job | None:
+    def from_run(
+        cls,
+        model: ModelSpec,
+        config: RunConfig,
+        resolved: ResolvedSettings,
+        document_tokens: int | None = None,
+    ) -> StepSpec | None:
         """Return the job of a run; `None` if its time is not known.
 
         Args:
             document_tokens: Tokens of an average document; `None`: not stated.
         """
         of, length = model.dimensions, config.data.tokens_per_row
-        if of is None or length is None or untimed(config, resolved):
+        if of is None or length is None or find_untimed_feature(config, resolved):
             return None
         chosen = of.experts_per_token / of.experts if of.experts else 1.0
         matrices = [
@@ -79,7 +83,7 @@ class Job:
         elements = sum(number for number, _ in matrices)
         trained = sum(number for number, trains in matrices if trains)
         split, plan = resolved.split, resolved.batch_plan
-        document = (document_tokens or DOCUMENT) if packs(config) else length
+        document = (document_tokens or DEFAULT_DOCUMENT_TOKENS) if packs_documents(config) else length
         return cls(
             parameters=model.numel,
             blocks=elements,
@@ -128,13 +132,13 @@ class Job:
         return (6 if self.weight_gradients else 4) * matrices + attention
 
 
-def _multiplies(parameter: Parameter) -> bool:
+def _multiplies(parameter: ParameterSpec) -> bool:
     """Whether it is a matrix of a block (`model.layers.3.`), and not one that an adapter adds."""
     in_block = any(part.isdecimal() for part in parameter.name.split("."))
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
-def untimed(config: RunConfig, resolved: ResolvedSettings) -> str:
+def find_untimed_feature(config: RunConfig, resolved: ResolvedSettings) -> str:
     """Return which feature of a run has no time here, as no published run was compared; empty if none."""
     language, zero = config.model.language_model, (resolved.deepspeed or {}).get("zero_optimization", {})
     offloads = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
@@ -143,7 +147,7 @@ def untimed(config: RunConfig, resolved: ResolvedSettings) -> str:
     return "offloading" if any(each.get("device", "none") != "none" for each in offloads) else ""
 
 
-def packs(config: RunConfig) -> bool:
+def packs_documents(config: RunConfig) -> bool:
     """Return whether rows hold several documents that do not see each other."""
     data = config.data
     documents = data.text or data.chat or data.preferences
@@ -157,7 +161,7 @@ def _recomputed(config: RunConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
+class HardwareRates:
     """What a GPU and what connects it reach in training. FLOP/s, bytes a second, seconds."""
 
     products: float
@@ -204,14 +208,14 @@ DEQUANTISE_BYTES = 16
 """Of a parameter and pass, of a base in 4 bits."""
 
 
-def rates_of(
+def estimate_rates(
     gpu: Gpu,
     network: float,
     per_node: int = 8,
     compiled: bool = True,
     precision: str = "bf16",
     tf32: bool = False,
-) -> Rates | None:
+) -> HardwareRates | None:
     """Return what this GPU reaches; `None` if its peak or its memory's rate is not known.
 
     Args:
@@ -226,7 +230,7 @@ def rates_of(
         return None
     like, how = int(gpu.name.startswith(LIKE_H100)), "compiled" if compiled else "eager"
     wide = 2 if precision == "fp32" else 1
-    return Rates(
+    return HardwareRates(
         products=PRODUCTS[like] * peak,
         attention=ATTENTION[like] * peak,
         memory=gpu.bandwidth,
@@ -264,7 +268,7 @@ class StepTime:
         return self.model_flops / self.gpus / self.seconds / peak
 
 
-def step_time(job: Job, rates: Rates) -> StepTime:
+def estimate_step_time(job: StepSpec, rates: HardwareRates) -> StepTime:
     """Return the time of one optimizer step of all GPUs."""
     tokens = job.rows * job.length / job.sequence
     parts = _compute(job, rates, tokens)
@@ -272,9 +276,15 @@ def step_time(job: Job, rates: Rates) -> StepTime:
     # Four all-reduces a layer and pass, two each way (Megatron-LM), with nothing to do meanwhile.
     layers, passes = max(1, job.layers // job.pipeline), 2 + job.recompute
     activation = tokens * job.hidden * job.weight_bytes
-    cut = 4 * passes * layers * ring(activation, job.tensor, 1, rates) * rates.tensor_waiting
+    cut = 4 * passes * layers * estimate_ring_seconds(activation, job.tensor, 1, rates) * rates.tensor_waiting
     # Ulysses: queries, keys, values and outputs change hands, each way.
-    cut += 4 * passes * layers * ring(activation, job.sequence, job.tensor, rates) / job.sequence
+    cut += (
+        4
+        * passes
+        * layers
+        * estimate_ring_seconds(activation, job.sequence, job.tensor, rates)
+        / job.sequence
+    )
     if job.pipeline > 1:
         cut += 2 * activation / min(rates.link, rates.network)
     parts = {name: job.micro_batches * seconds for name, seconds in parts.items()} | {
@@ -286,7 +296,7 @@ def step_time(job: Job, rates: Rates) -> StepTime:
     return StepTime(parts, job.tokens, job.gpus, job.tokens * job.flops_per_token())
 
 
-def _compute(job: Job, rates: Rates, tokens: float) -> dict[str, float]:
+def _compute(job: StepSpec, rates: HardwareRates, tokens: float) -> dict[str, float]:
     """Return seconds of one micro-batch on a GPU of the stage with the most blocks."""
     blocks = ceil(job.layers / job.pipeline)
     share = blocks / job.layers / job.tensor
@@ -315,7 +325,7 @@ def _compute(job: Job, rates: Rates, tokens: float) -> dict[str, float]:
     return found
 
 
-def ring(num_bytes: float, ranks: int, inner: int, rates: Rates) -> float:
+def estimate_ring_seconds(num_bytes: float, ranks: int, inner: int, rates: HardwareRates) -> float:
     """Return seconds of an all-gather or a reduce-scatter (an all-reduce is both).
 
     Args:
@@ -326,7 +336,7 @@ def ring(num_bytes: float, ranks: int, inner: int, rates: Rates) -> float:
     return (ranks - 1) / ranks * num_bytes / _ring_rate(ranks, inner, rates)
 
 
-def _ring_rate(ranks: int, inner: int, rates: Rates) -> float:
+def _ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
     on_node = max(1, min(ranks, rates.per_node // inner))
     nodes = ceil(ranks / on_node)
     if nodes == 1:
@@ -334,7 +344,7 @@ def _ring_rate(ranks: int, inner: int, rates: Rates) -> float:
     return min(rates.link, on_node * rates.network) / (1 + nodes / HALF_NETWORK)
 
 
-def exposed(transfer: float, beside: float, disturbance: float) -> float:
+def compute_exposed_seconds(transfer: float, beside: float, disturbance: float) -> float:
     """Return the seconds of a transfer that `beside` seconds of computation do not hide.
 
     Args:
@@ -343,7 +353,7 @@ def exposed(transfer: float, beside: float, disturbance: float) -> float:
     return transfer - (1 - disturbance) * min(transfer, beside)
 
 
-def _data(job: Job, rates: Rates, once: float) -> float:
+def _data(job: StepSpec, rates: HardwareRates, once: float) -> float:
     """Return seconds a step waits for weights and gradients of the data-parallel (and sequence) ranks."""
     units = 3 + job.recompute
     forward, backward = (once * share / units for share in (1, units - 1))
@@ -351,18 +361,18 @@ def _data(job: Job, rates: Rates, once: float) -> float:
     kept = job.parameters / job.tensor / job.pipeline
     # A slow link disturbs longer, but less.
     disturbance = min(1.0, _ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
-    reduced = ring(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
-    gathered = ring(kept * job.weight_bytes, ranks, job.tensor, rates)
+    reduced = estimate_ring_seconds(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
+    gathered = estimate_ring_seconds(kept * job.weight_bytes, ranks, job.tensor, rates)
     if job.stage == 0:
-        return exposed(2 * reduced, backward, disturbance)
+        return compute_exposed_seconds(2 * reduced, backward, disturbance)
     if job.stage < 3:
         times = job.micro_batches if job.stage == 2 else 1
-        return times * exposed(reduced, backward, disturbance) + gathered * job.trained
-    waits = exposed(gathered, forward, disturbance)
-    return job.micro_batches * (waits + exposed(gathered + reduced, backward, disturbance))
+        return times * compute_exposed_seconds(reduced, backward, disturbance) + gathered * job.trained
+    waits = compute_exposed_seconds(gathered, forward, disturbance)
+    return job.micro_batches * (waits + compute_exposed_seconds(gathered + reduced, backward, disturbance))
 
 
-def _update(job: Job, rates: Rates) -> float:
+def _update(job: StepSpec, rates: HardwareRates) -> float:
     """Return seconds of the optimizer's step."""
     kept = job.parameters / job.tensor / job.pipeline
     shard = kept / (job.data * job.sequence) if job.stage else kept

@@ -25,7 +25,14 @@ from pipeline.distributed.progress import LOADING, Phase, phase_of
 from pipeline.distributed.watchdog import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, summarize_error
 from pipeline.files import GIB, format_bytes
-from pipeline.planner.changes import ACTIVATIONS, BACK, Change, candidates, for_memory, priced
+from pipeline.planner.changes import (
+    ACTIVATION_KINDS,
+    BACK_TO_DEVICE,
+    ConfigChange,
+    list_candidates,
+    price_changes,
+    sort_by_memory_gain,
+)
 from pipeline.planner.forecast import Forecast
 
 MOST = 3
@@ -74,7 +81,7 @@ class TrainingAdvice:
 
     def __call__(self, shortage: MemoryShortage) -> MemoryAdvice:
         """Return what helps."""
-        facts, doing, found = [], "", list[Change]()
+        facts, doing, found = [], "", list[ConfigChange]()
         if (held := self._held(shortage)) is not None:
             facts.append(f"held: {held}")
         if self.job is not None:
@@ -86,7 +93,7 @@ class TrainingAdvice:
                     said, found = self._planned(shortage) or ("", list(self._accepted()))
                     facts += [said] if said else []
         if shortage.phase in LOADING:
-            found = [each for each in found if each.kind not in ACTIVATIONS]
+            found = [each for each in found if each.kind not in ACTIVATION_KINDS]
         best = {each.kind: each for each in reversed(found)}
         told = [str(each) for each in found if best[each.kind] is each]
         if shortage.kind == "cpu":
@@ -101,7 +108,7 @@ class TrainingAdvice:
             return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[Change]] | None:
+    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
         """Return what the plan had said and the changes that take less; `None` if no plan is known."""
         if self.plan is None:
             return None
@@ -110,19 +117,19 @@ class TrainingAdvice:
             if not now.memory.is_complete:
                 return None
             # What was refused is only the first of what the step still needs.
-            missing = max(shortage.missing, now.peak // 10, now.peak - now.place.memory)
-            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.place.memory)}"
-            return said, for_memory(priced(self.settings, now, self.plan), now, missing)
+            missing = max(shortage.missing, now.peak // 10, now.peak - now.hardware.memory)
+            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.hardware.memory)}"
+            return said, sort_by_memory_gain(price_changes(self.settings, now, self.plan), now, missing)
         except Exception:  # of a formula, or for want of memory: the plan is not the news
             log.debug("no plan beside what ran out of memory", exc_info=True)
             return None
 
-    def _accepted(self) -> Iterator[Change]:
+    def _accepted(self) -> Iterator[ConfigChange]:
         """Yield changes of a run that no formula knows, whose gain is not known."""
         assert self.job is not None
         device, ranks = describe_device(self.job.device), self.job.ranks.world_size
-        for change in candidates(self.settings, self.settings.resolve(ranks, device), device):
-            if change.kind == BACK:
+        for change in list_candidates(self.settings, self.settings.resolve(ranks, device), device):
+            if change.kind == BACK_TO_DEVICE:
                 continue
             with suppress(PipelineError, OSError):
                 self.settings.with_arguments(change.overrides).resolve(ranks, device)

@@ -22,10 +22,10 @@ from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.monitoring.events import PLAN, Event
 from pipeline.monitoring.metrics import process_peak
-from pipeline.planner.forecast import Forecast, forecast_of, largest_that_fits
-from pipeline.planner.hardware import Place, here, on_gpus
-from pipeline.planner.shapes import model_of
-from pipeline.planner.timing import RANGE
+from pipeline.planner.forecast import Forecast, choose_auto_micro_batch, forecast_resolved
+from pipeline.planner.hardware import PlannedHardware, build_gpu_hardware, detect_hardware
+from pipeline.planner.shapes import read_model_spec
+from pipeline.planner.timing import TIME_TOLERANCE
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Expectation:
             " on disk": found.memory.states.disk,
         }
         held = ", ".join(f"{each.total / GIB:.2f}{where}" for where, each in states.items() if each.total)
-        line = f"{least}{found.peak / GIB:.2f} GiB of {found.place.memory / GIB:.2f} expected"
+        line = f"{least}{found.peak / GIB:.2f} GiB of {found.hardware.memory / GIB:.2f} expected"
         line += f" (weights, gradients and optimizer states {held})"
         return f"{line}, which does not fit" if found.fits is False else line
 
@@ -67,7 +67,7 @@ class Expectation:
         """What is expected of speed."""
         if self.found is None or self.found.time is None:
             return None
-        low, high = ((1 + sign * RANGE) * self.found.time.tokens_per_second for sign in (-1, 1))
+        low, high = ((1 + sign * TIME_TOLERANCE) * self.found.time.tokens_per_second for sign in (-1, 1))
         return f"{low:,.0f} to {high:,.0f} tokens/s expected"
 
     def conclusion(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
@@ -84,7 +84,7 @@ class Expectation:
         told: list[str] = []
         expected = found.peak / GIB
         # The system knows a process's peak alone, and a notebook's may have held more before.
-        is_hidden = found.place.device.kind == "cpu" and self._before >= expected
+        is_hidden = found.hardware.device.kind == "cpu" and self._before >= expected
         if peak_gib and not is_hidden:
             fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
             told.append(f"memory {peak_gib:.2f} GiB of {expected:.2f} expected")
@@ -106,9 +106,11 @@ def build_expectation(
     length = config.data.tokens_per_row
     is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
     with _unless_unknown():
-        model = model_of(_with_words(config, data.vocab_size)) or (None if is_cut else sizes.model_of(module))
+        model = read_model_spec(_with_words(config, data.vocab_size)) or (
+            None if is_cut else sizes.model_of(module)
+        )
         if model is not None:
-            found = forecast_of(config, resolved, model, _place(job))
+            found = forecast_resolved(config, resolved, model, _place(job))
             return Expectation(found, length, process_peak() / GIB)
     return Expectation(None, length)
 
@@ -120,8 +122,8 @@ def guess_micro_batch(
     found: int | None = None
     if job.ranks.is_main_process:  # whose machine may be another than a peer's
         with _unless_unknown():
-            if (model := model_of(_with_words(config, data.vocab_size))) is not None:
-                found = largest_that_fits(config, resolved, model, _place(job))
+            if (model := read_model_spec(_with_words(config, data.vocab_size))) is not None:
+                found = choose_auto_micro_batch(config, resolved, model, _place(job))
     found = job.broadcast_object(found)
     return found
 
@@ -133,13 +135,13 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
         PipelineError: Its model is not known, or it cannot be split so.
     """
     config, place = _with_words(settings.config, data.vocab_size), _place(job)
-    model = model_of(config)
+    model = read_model_spec(config)
     if model is None:
         raise ModelError("the model has to be built to be known")
     resolved = settings.resolve(job.ranks.world_size, place.device)
     if resolved.batch_plan.is_auto:
-        resolved = resolved.with_micro_batch_size(largest_that_fits(config, resolved, model, place))
-    return forecast_of(config, resolved, model, place)
+        resolved = resolved.with_micro_batch_size(choose_auto_micro_batch(config, resolved, model, place))
+    return forecast_resolved(config, resolved, model, place)
 
 
 @contextmanager
@@ -163,11 +165,13 @@ def _with_words(config: RunConfig, words: int | None) -> RunConfig:
     return config.model_copy(update={"model": model.model_copy(update={"vocab_size": words})})
 
 
-def _place(job: Job) -> Place:
+def _place(job: Job) -> PlannedHardware:
     ranks = job.ranks
     nodes = max(1, ranks.world_size // ranks.local_world_size)
     if job.device.type != "cuda":
-        return here(ranks.local_world_size, nodes)
+        return detect_hardware(ranks.local_world_size, nodes)
     card = torch.cuda.get_device_properties(job.device)
     device = describe_device(job.device)
-    return on_gpus(card.name, card.total_memory, device, per_node=ranks.local_world_size, nodes=nodes)
+    return build_gpu_hardware(
+        card.name, card.total_memory, device, per_node=ranks.local_world_size, nodes=nodes
+    )

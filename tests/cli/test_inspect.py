@@ -19,12 +19,12 @@ from pipeline.cli.inspect_view import (
     count_copies,
     count_shared,
     count_targets,
-    hashes_of,
-    lengths_of,
-    show_row,
+    format_row,
+    read_hashes,
+    read_lengths,
     split_row,
 )
-from pipeline.cli.screen import Screen, percent
+from pipeline.cli.screen import Screen, format_percent
 from pipeline.data.packing import pack
 
 END, PAD = 1, 2
@@ -76,11 +76,11 @@ class Words:
 @settings(deadline=None)
 def test_lengths_and_copies_are_exact(first, second):
     ours, theirs = ([length for part in parts for length in part] for parts in (first, second))
-    lengths = lengths_of([store(first), store(second)])
+    lengths = read_lengths([store(first), store(second)])
     assert lengths.tolist() == ours + theirs
-    hashes, others = hashes_of([store(first)]), hashes_of([store(second)])
+    hashes, others = read_hashes([store(first)]), read_hashes([store(second)])
     assert count_copies(hashes) == len(ours) - len(set(ours))
-    both = hashes_of([store(first), store(second)])
+    both = read_hashes([store(first), store(second)])
     assert count_copies(both) == len(ours + theirs) - len({*ours, *theirs})
     assert count_shared(hashes, others) == sum(length in theirs for length in ours)
 
@@ -136,9 +136,9 @@ def placed(rows, index):
 def test_a_row_reads_with_and_without_colours():
     labels = np.array([7, -100, 8, END, -100, -100])
     runs, padding = split_row(np.array([5, 7, 6, 8, END, PAD]), labels, None, END, PAD)
-    plain = show_row(runs, padding, Words(), is_coloured=False).plain
+    plain = format_row(runs, padding, Words(), is_coloured=False).plain
     assert plain == "5⟦7⟧6⟦8 1⟧\n--- padding: 1 of the row's places ---"
-    coloured = show_row(runs, padding, Words(), is_coloured=True)
+    coloured = format_row(runs, padding, Words(), is_coloured=True)
     assert "⟦" not in coloured.plain
     buffer = io.StringIO()
     Console(file=buffer, force_terminal=True, color_system="standard").print(coloured)
@@ -146,11 +146,11 @@ def test_a_row_reads_with_and_without_colours():
     joined, _ = split_row(
         np.array([5, END, 6, 7]), np.array([END, -100, 7, 9]), np.array([0, 1, 0, 1]), END, None
     )
-    assert show_row(joined, 0, Words(), is_coloured=False).plain == "5⟦1⟧\n--- next document ---\n6⟦7 9⟧"
+    assert format_row(joined, 0, Words(), is_coloured=False).plain == "5⟦1⟧\n--- next document ---\n6⟦7 9⟧"
 
 
 def test_shares():
-    shares = [percent(0, 5), percent(1, 5), percent(1, 10**6), percent(0, 0)]
+    shares = [format_percent(0, 5), format_percent(1, 5), format_percent(1, 10**6), format_percent(0, 0)]
     assert shares == ["0.0 %", "20.0 %", "< 0.1 %", "0.0 %"]
 
 

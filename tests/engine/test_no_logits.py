@@ -45,7 +45,7 @@ def most_rows(job: Job, splits) -> dict[str, int]:
         loader = build_loader(config, resolved.batch_plan, data, engine)
         group = loader.next_group()
         chunk = ROWS * VOCABULARY * (4 if resolved.split.precision == "fp32" else 2)
-        with patch.object(chunks, "CPU_CHUNK", (chunk, 1)), Rows() as rows:
+        with patch.object(chunks, "CPU_LOGITS_CHUNK", (chunk, 1)), Rows() as rows:
             engine.train_step(group, objective, 1e-3, 0)
             engine.eval_step(group[0], objective)
         found[name] = rows.most
@@ -74,7 +74,7 @@ def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
         config, resolved = resolve(tree, split, job.ranks.world_size)
         engine, objective = build_engine(config, resolved, job, data), build_objective(config)
         group = group_of(data.train, 0, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
-        with patch.object(chunks, "CPU_CHUNK", (ROWS * VOCABULARY * 2, 1)), Rows() as rows:
+        with patch.object(chunks, "CPU_LOGITS_CHUNK", (ROWS * VOCABULARY * 2, 1)), Rows() as rows:
             engine.train_step(group, objective, 1e-3, 0)
             engine.eval_step(group[0], objective)
         found[name] = rows.most

@@ -52,9 +52,9 @@ def cut(job: Job, cases):
     """(loss, gradients of the hidden states, of this rank's rows and of their biases) of each."""
     own, found = (slice(0, 20), slice(20, WORDS))[job.ranks.rank], []
     with (
-        patch.object(chunks, "CPU_CHUNK", (16 * 20 * 2, 1)),
-        patch.object(chunks, "CPU_BLOCK", 3 * 20),
-        patch.dict(chunks.MULTIPLE, cpu=8),  # rows are filled up as on a GPU
+        patch.object(chunks, "CPU_LOGITS_CHUNK", (16 * 20 * 2, 1)),
+        patch.object(chunks, "CPU_SOFTMAX_ELEMENTS", 3 * 20),
+        patch.dict(chunks.VOCABULARY_MULTIPLES, cpu=8),  # rows are filled up as on a GPU
     ):
         for case in cases:
             hidden, weight, bias, labels = inputs(*case)

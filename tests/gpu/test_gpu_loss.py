@@ -38,8 +38,8 @@ def test_it_equals_torchs_own_without_a_sync(dtype, rounding, part, is_fused):
     labels[::3] = -100
     kernels = FusedKernels() if is_fused else None
     with (
-        patch.object(chunks, "GPU_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
-        patch.object(chunks, "GPU_BLOCK", 50 * 1000),
+        patch.object(chunks, "GPU_LOGITS_CHUNK", (128 * 1000 * dtype.itemsize, 1)),
+        patch.object(chunks, "GPU_SOFTMAX_ELEMENTS", 50 * 1000),
     ):
         if kernels is not None:  # compiled before the look for syncs
             linear.linear_cross_entropy_sum(hidden, weight, None, labels, dtype, part, kernels)

@@ -42,7 +42,7 @@ MODELS = {
 @pytest.fixture
 def small_blocks(monkeypatch):
     """So that short rows are several."""
-    monkeypatch.setattr(document_attention, "QUERIES", 8)
+    monkeypatch.setattr(document_attention, "QUERIES_PER_BLOCK", 8)
 
 
 def make_windowed(architecture: str, attention: str | None = "auto"):
@@ -98,7 +98,7 @@ def test_backward_drops_what_forward_dropped():
     ids=str,
 )
 def test_memory_grows_with_the_row_and_not_with_its_square(asked, size, monkeypatch):
-    monkeypatch.setattr(document_attention, "QUERIES", 32)
+    monkeypatch.setattr(document_attention, "QUERIES_PER_BLOCK", 32)
     found = []
     for length in (512, 1024):
         positions = (torch.arange(length) % size)[None]
@@ -118,7 +118,7 @@ def test_keys_and_values_of_two_widths_make_no_square_either():
     with Largest() as largest:
         output, _ = DocumentAttention()(nn.Identity(), query, key, value, None)
         output.sum().backward()
-    assert largest.elements <= 4 * document_attention.QUERIES * 1024
+    assert largest.elements <= 4 * document_attention.QUERIES_PER_BLOCK * 1024
     expected = oracle(*(each.double() for each in (query, key, value)), torch.arange(1024)[None])
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -99,7 +99,7 @@ def of_linear(dtype, kernels, tokens=130, bias=False, of_tokens=False):
     labels = torch.randint(0, WORDS, (tokens,), generator=generator)
     labels[::3] = IGNORE_INDEX
     loss = linear_token_losses if of_tokens else linear_cross_entropy_sum
-    with patch.object(chunks, "CPU_CHUNK", (1, 50)):
+    with patch.object(chunks, "CPU_LOGITS_CHUNK", (1, 50)):
         found = loss(*leaves, offset, labels, dtype, None, kernels)
         (found * torch.linspace(0.5, 1, tokens) if of_tokens else found * 0.37).sum().backward()
     return [found.detach(), *(leaf.grad for leaf in (*leaves, offset) if leaf is not None)]

@@ -82,8 +82,8 @@ def test_it_equals_torchs_own(tokens, words, dtype, with_bias, ignored, spread, 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("tokens", [15, 16, 17, 50])
 def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype, tokens):
-    monkeypatch.setattr(chunks, "CPU_CHUNK", (16 * 70 * dtype.itemsize, 1))
-    monkeypatch.setattr(chunks, "CPU_BLOCK", 3 * 70)
+    monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (16 * 70 * dtype.itemsize, 1))
+    monkeypatch.setattr(chunks, "CPU_SOFTMAX_ELEMENTS", 3 * 70)
     compare(*make(tokens, 70, dtype, ignored=0.2), scale=1e-3)
 
 
@@ -92,8 +92,8 @@ def test_it_equals_torchs_own_over_several_chunks_and_blocks(monkeypatch, dtype,
 @pytest.mark.parametrize("words", [1, 97, 128])
 def test_words_that_fill_up_a_layer_are_nobodys(monkeypatch, dtype, words):
     """Widths are filled up as on a GPU."""
-    monkeypatch.setitem(chunks.MULTIPLE, "cpu", 64)
-    monkeypatch.setattr(chunks, "CPU_CHUNK", (8 * words * dtype.itemsize, 1))
+    monkeypatch.setitem(chunks.VOCABULARY_MULTIPLES, "cpu", 64)
+    monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (8 * words * dtype.itemsize, 1))
     compare(*make(20, words, dtype, ignored=0.2))
 
 
@@ -143,9 +143,9 @@ def test_a_large_logit_is_exact_and_one_that_is_no_number_reaches_the_loss(logit
 @pytest.mark.slow
 def test_besides_the_gradients_only_a_chunk_of_logits_and_pieces_are_allocated(monkeypatch, tmp_path):
     tokens, words, mib = 192, 1 << 15, 1 << 20
-    monkeypatch.setattr(chunks, "CPU_CHUNK", (64 * words * 2, 1))
-    monkeypatch.setattr(chunks, "CPU_BLOCK", words)
-    monkeypatch.setattr(linear, "CPU_PART", 1 << 12)
+    monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (64 * words * 2, 1))
+    monkeypatch.setattr(chunks, "CPU_SOFTMAX_ELEMENTS", words)
+    monkeypatch.setattr(linear, "CPU_GRADIENT_ELEMENTS", 1 << 12)
     hidden, weight = torch.randn(tokens, 32).bfloat16(), torch.randn(words, 32).bfloat16()
     labels = torch.randint(0, words, (tokens,))
     cpu = torch.profiler.ProfilerActivity.CPU
@@ -286,7 +286,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_training", [True, False])
 def test_no_tensor_of_all_logits_is_made(monkeypatch, is_training):
-    monkeypatch.setattr(chunks, "CPU_CHUNK", (8 * 1000 * 4, 1))
+    monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (8 * 1000 * 4, 1))
     model = small("llama", vocab_size=1000)
     batch = {key: value.repeat(40, 1) for key, value in tokens().items()}  # 1,200 of them
     with Largest() as largest, torch.set_grad_enabled(is_training):

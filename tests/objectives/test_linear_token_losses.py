@@ -23,9 +23,9 @@ def leaves_of(*parts):
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("filled", [1, 64], ids=["as it is", "filled up"])
 def test_it_equals_torchs_own(monkeypatch, dtype, ignored, filled):
-    monkeypatch.setattr(chunks, "CPU_CHUNK", (16 * 70 * dtype.itemsize, 1))
-    monkeypatch.setattr(chunks, "CPU_BLOCK", 3 * 70)
-    monkeypatch.setitem(chunks.MULTIPLE, "cpu", filled)
+    monkeypatch.setattr(chunks, "CPU_LOGITS_CHUNK", (16 * 70 * dtype.itemsize, 1))
+    monkeypatch.setattr(chunks, "CPU_SOFTMAX_ELEMENTS", 3 * 70)
+    monkeypatch.setitem(chunks.VOCABULARY_MULTIPLES, "cpu", filled)
     *parts, labels = make(50, 70, dtype, ignored=ignored)
     incoming = torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found, expected = leaves_of(*parts), leaves_of(*(part.double() for part in parts))

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from planner.traced_blocks import LAYERS, Case, Sizes, trace  # noqa: E402
 
-from pipeline.planner.activations import FILE, OF_WEIGHTS, row_name, terms  # noqa: E402
+from pipeline.planner.activations import COEFFICIENTS_FILE, WEIGHT_TERMS, compute_terms, format_row_name  # noqa: E402
 
 # Of a block's products those that most families have; and what others have besides.
 BASE = ("ND", "NI", "NQ", "NK", "NH", "NW", "N", "T", "DI", "DQ", "DK", "D", "TW", "1")
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", default=["cpu", "cuda"])
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--adapted", action="store_true", help="train low-rank matrices alone")
-    parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--output", type=Path, default=COEFFICIENTS_FILE)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.adapted:
@@ -61,13 +61,21 @@ def main() -> None:
                 try:
                     found, error = solved(case, there)
                 except Exception as problem:  # an operator has no meta function: the other rows have theirs
-                    print(row_name(case), "FAILED", type(problem).__name__, str(problem)[:200], flush=True)
+                    print(
+                        format_row_name(case),
+                        "FAILED",
+                        type(problem).__name__,
+                        str(problem)[:200],
+                        flush=True,
+                    )
                     continue
                 if error > 0.01:
-                    print(row_name(case), f"FAILED other sizes take {error:.0%} more or less", flush=True)
+                    print(
+                        format_row_name(case), f"FAILED other sizes take {error:.0%} more or less", flush=True
+                    )
                     continue
-                _write(given.output, row_name(case), found)
-                print(row_name(case), f"worst {error:.4%}", flush=True)
+                _write(given.output, format_row_name(case), found)
+                print(format_row_name(case), f"worst {error:.4%}", flush=True)
 
 
 FAMILIES: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -180,8 +188,8 @@ def solved(case: Case, device: torch.device) -> tuple[dict[str, Any], float]:
     before = live("forward 0")
     left = solve(live("backward 1") - live("backward 0"))
     # What a model's variables hold for a while is no block's: in a forward autocast's weights alone are more.
-    cast = {n: f for n, f in solve(live("forward 1") - before).items() if n in OF_WEIGHTS}
-    kept = {n: f for n, f in left.items() if n not in OF_WEIGHTS} | cast
+    cast = {n: f for n, f in solve(live("forward 1") - before).items() if n in WEIGHT_TERMS}
+    kept = {n: f for n, f in left.items() if n not in WEIGHT_TERMS} | cast
     of_block = rows @ np.array([kept.get(name, 0.0) for name in names])
     behind = before + LAYERS * of_block
     found: dict[str, Any] = {
@@ -223,7 +231,7 @@ def _envelope(events: list[Any], solve: Any) -> list[dict[str, float]]:
 
 def _table(sizes: list[Sizes], names: list[str]) -> Any:
     return np.array(
-        [[terms(each, each.rows, each.length, each.rank)[name] for name in names] for each in sizes],
+        [[compute_terms(each, each.rows, each.length, each.rank)[name] for name in names] for each in sizes],
         dtype=float,
     )
 

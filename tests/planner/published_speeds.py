@@ -14,7 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from pipeline.planner.hardware import Gpu, find_gpu
-from pipeline.planner.timing import Job, Rates, rates_of, step_time
+from pipeline.planner.timing import HardwareRates, StepSpec, estimate_rates, estimate_step_time
 
 SPEEDS = Path(__file__).with_name("published_speeds.jsonl")
 # torchtitan's H100s have slower memory, and half the watts of others.
@@ -49,7 +49,7 @@ class Speed:
     gpu: str
     kernels: str
     use: str
-    job: Job
+    job: StepSpec
     tokens_per_second: float
 
     @property
@@ -65,22 +65,22 @@ def gpu_of(name: str) -> Gpu:
 
 def load() -> list[Speed]:
     """Return every run of the file."""
-    known = {field.name for field in fields(Job)}
+    known = {field.name for field in fields(StepSpec)}
     found = []
     for line in SPEEDS.read_text().splitlines():
         row = json.loads(line)
-        job = Job(**{key: value for key, value in row.items() if key in known})
+        job = StepSpec(**{key: value for key, value in row.items() if key in known})
         told = (row[key] for key in ("source", "model", "gpu", "kernels", "use"))
         found.append(Speed(*told, job, row["tokens_per_second"]))
     return found
 
 
-def rates_for(speed: Speed) -> Rates:
+def rates_for(speed: Speed) -> HardwareRates:
     """Return the rates of the run's card and software."""
     gpu = gpu_of(speed.gpu)
     # Where nobody says what the network is: what makers' nodes have; it was slower in Aleph Alpha's.
     network = 1.25e10 if speed.source == "Aleph Alpha" else gpu.network
-    found = rates_of(gpu, network, compiled=speed.kernels in ("compiled", "fused"))
+    found = estimate_rates(gpu, network, compiled=speed.kernels in ("compiled", "fused"))
     assert found is not None
     changed = dict(OTHERS.get(speed.kernels, {}))
     if "attention" in changed:
@@ -90,7 +90,7 @@ def rates_for(speed: Speed) -> Rates:
 
 def error(speed: Speed) -> float:
     """Return predicted seconds over published ones, minus 1."""
-    reached = step_time(speed.job, rates_for(speed)).tokens_per_second / speed.job.gpus
+    reached = estimate_step_time(speed.job, rates_for(speed)).tokens_per_second / speed.job.gpus
     return speed.tokens_per_second / reached - 1
 
 

@@ -18,9 +18,9 @@ from support.ranks import RankPool
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.distributed.process_group import Job
-from pipeline.planner.model import Model
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import buffers, fitted_bucket, states_of
+from pipeline.planner.model import ModelSpec
+from pipeline.planner.rank import RankSlice
+from pipeline.planner.states import count_buffers, count_states, fit_bucket_size
 
 MODEL = {
     "kind": "causal_lm",
@@ -86,8 +86,8 @@ def expected(name: str, micro_batches: int, world_size: int, on_gpu: bool) -> fl
     """The most that a step allocates."""
     tree = tree_of(micro_batches)
     config, resolved = resolve(tree, WAYS[name], world_size)
-    rank = Rank.of(whole_of(tree), config, resolved, 0, on_cpu=not on_gpu)
-    found, gradients = buffers(rank), states_of(rank).device.gradients
+    rank = RankSlice.from_run(whole_of(tree), config, resolved, 0, on_cpu=not on_gpu)
+    found, gradients = count_buffers(rank), count_states(rank).device.gradients
     if name.startswith(STAYS):
         gradients = 0
     if rank.adds_in_fp32:
@@ -152,7 +152,7 @@ STEPS = [
 ]
 
 
-def counted_on_card(job: Job, run: Run) -> tuple[int, Model]:
+def counted_on_card(job: Job, run: Run) -> tuple[int, ModelSpec]:
     with hopper():
         return counted(replace(job, device=DEVICE), run, "cuda", block=512)
 
@@ -169,7 +169,7 @@ def test_the_peak_of_a_step_on_a_card(card, run):
 
 
 def test_a_bucket_is_no_larger_than_the_model():
-    assert fitted_bucket(None, 10**6) == 10**6
-    assert fitted_bucket(None, 10**9) == 125_000_000
-    assert fitted_bucket(None, 10**11) == 500_000_000
-    assert fitted_bucket(2e5, 10**9) == 200_000
+    assert fit_bucket_size(None, 10**6) == 10**6
+    assert fit_bucket_size(None, 10**9) == 125_000_000
+    assert fit_bucket_size(None, 10**11) == 500_000_000
+    assert fit_bucket_size(2e5, 10**9) == 200_000

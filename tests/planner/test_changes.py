@@ -8,13 +8,22 @@ import shlex
 import pytest
 import yaml
 
-from pipeline.cli.plan import command_of
+from pipeline.cli.plan import format_command
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
-from pipeline.planner.changes import BACK, BATCH, OTHER_CURVE, ZERO, Change, for_memory, priced, suggest
+from pipeline.planner.changes import (
+    BACK_TO_DEVICE,
+    BATCH,
+    OTHER_CURVE,
+    ZERO,
+    ConfigChange,
+    price_changes,
+    sort_by_memory_gain,
+    suggest_split,
+)
 from pipeline.planner.forecast import Forecast, forecast
-from pipeline.planner.hardware import place_of
-from pipeline.planner.shapes import model_of
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.shapes import read_model_spec
 
 SIZES = {
     "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_layers": 32, "num_heads": 32},
@@ -53,13 +62,16 @@ def test_the_first_rung_that_fits_is_suggested(
 ):
     """Its words make the run that was planned, with the recipe's global batch and as many rows as fit."""
     settings = settings_of(tmp_path, size, rows, length)
-    place, model = place_of(gpu, None, gpus, nodes), model_of(settings.config)
-    found = suggest(settings, model, place)
+    place, model = resolve_hardware(gpu, None, gpus, nodes), read_model_spec(settings.config)
+    found = suggest_split(settings, model, place)
     assert found.words[:2] == ("--deepspeed", file)
     assert f"model.activation_checkpointing={recomputes}" in found.words
     again = forecast(settings.with_arguments(found.words), model, place)
     assert again.fits
-    assert (again.peak, again.resolved.batch_plan) == (found.found.peak, found.found.resolved.batch_plan)
+    assert (again.peak, again.resolved.batch_plan) == (
+        found.forecast.peak,
+        found.forecast.resolved.batch_plan,
+    )
     assert again.resolved.batch_plan.global_batch_size == rows
     batch = again.resolved.batch_plan
     if batch.gradient_accumulation_steps % 2 == 0 and batch.micro_batch_size < 64:
@@ -77,28 +89,29 @@ def test_the_command_that_is_told_makes_the_run_that_was_planned(tmp_path):
     )
     typed = ["run_dir=my run", "model.activation_checkpointing=full", "ds.gradient_clipping=0.25"]
     typed += ["ds.gradient_accumulation_steps=4"]
-    settings, place = load_settings(recipe, own, typed), place_of("h100", None, 8)
-    suggestion = suggest(settings, model_of(settings.config), place)
-    command = shlex.split(command_of(settings, place, suggestion).partition(" train ")[2])
+    settings, place = load_settings(recipe, own, typed), resolve_hardware("h100", None, 8)
+    suggestion = suggest_split(settings, read_model_spec(settings.config), place)
+    command = shlex.split(format_command(settings, place, suggestion).partition(" train ")[2])
     assert command[0::2][:2] == ["--config", "--deepspeed"]
     again = load_settings(command[1], command[3], command[4:])
     optimizer, config = again.config.optimizer, again.config
     assert (optimizer.learning_rate, optimizer.betas, optimizer.max_grad_norm) == (7e-5, (0.9, 0.99), 0.25)
     assert (config.run_dir, config.model.activation_checkpointing) == ("my run", "none")
-    found = forecast(again, model_of(config), place)
-    assert found.peak == suggestion.found.peak
+    found = forecast(again, read_model_spec(config), place)
+    assert found.peak == suggestion.forecast.peak
     assert (
-        found.resolved.batch_plan.global_batch_size == suggestion.found.resolved.batch_plan.global_batch_size
+        found.resolved.batch_plan.global_batch_size
+        == suggestion.forecast.resolved.batch_plan.global_batch_size
     )
 
 
 def test_what_no_machine_has_in_host_memory_is_not_suggested(tmp_path):
     """405 billion parameters on 8 cards of 80 GB need terabytes beside them."""
     settings = settings_of(tmp_path, "405B")
-    place, model = place_of("h100", None, 8), model_of(settings.config)
-    found = suggest(settings, model, place)
+    place, model = resolve_hardware("h100", None, 8), read_model_spec(settings.config)
+    found = suggest_split(settings, model, place)
     assert found.words[1] == "zero3_nvme"
-    assert found.found.memory.states.disk.total > 2**40 / 8
+    assert found.forecast.memory.states.disk.total > 2**40 / 8
     words = (
         "--deepspeed",
         "zero3_offload",
@@ -118,20 +131,20 @@ def test_why_nothing_can_be_suggested_is_told(tmp_path):
     with pytest.raises(
         ConfigError, match=r"no split of llama \(40\d,.*fits on .*the last one lacks host memory, "
     ):
-        suggest(large, model_of(large.config), place_of("h100"))
+        suggest_split(large, read_model_spec(large.config), resolve_hardware("h100"))
     settings = settings_of(tmp_path, "7B", 128, 4096, "engine.precision=bf16")
     with pytest.raises(ConfigError, match=r"--suggest: .*engine"):
-        suggest(settings, model_of(settings.config), place_of("h100", None, 8))
+        suggest_split(settings, read_model_spec(settings.config), resolve_hardware("h100", None, 8))
 
 
 def test_a_change_is_told_by_its_words_its_gain_and_its_price():
     words = ("batch.micro_batch_size=4",)
-    plain = Change("the same step in 2 times as many parts", BATCH, words, gain=2**30, slower=1.23456)
+    plain = ConfigChange("the same step in 2 times as many parts", BATCH, words, gain=2**30, slower=1.23456)
     told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step in 2 times as many parts)"
     assert str(plain) == told
-    back = Change("nothing on the host", BACK, ("ds.x=none",), gain=-(2**30), slower=1.001)
+    back = ConfigChange("nothing on the host", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), slower=1.001)
     assert str(back) == "ds.x=none (+1.00 GiB, nothing on the host)"
-    other = Change("shorter rows, another curve", OTHER_CURVE, ("data.sequence_length=64",))
+    other = ConfigChange("shorter rows, another curve", OTHER_CURVE, ("data.sequence_length=64",))
     assert str(other) == "data.sequence_length=64 (shorter rows, another curve)"
 
 
@@ -144,7 +157,7 @@ class Peak:
 
 def test_what_is_enough_is_first_the_cheapest_of_it_at_the_front():
     def change(name, gain, slower, fits, kind=ZERO):
-        return Change(name, kind, (name,), gain=gain, slower=slower, fits=fits)
+        return ConfigChange(name, kind, (name,), gain=gain, slower=slower, fits=fits)
 
     found = [
         change("unknown", None, None, None),
@@ -156,10 +169,10 @@ def test_what_is_enough_is_first_the_cheapest_of_it_at_the_front():
         change("fast", 8, 1.1, True),
         change("more memory", -5, 0.5, True),
     ]
-    names = [each.name for each in for_memory(found, Peak())]
+    names = [each.name for each in sort_by_memory_gain(found, Peak())]
     unknown = "who knows how slow"
     assert names == ["fast", "slow", unknown, "another curve", "little", "less, another curve"]
-    enough = [each.name for each in for_memory(found, Peak(), missing=9)][:4]
+    enough = [each.name for each in sort_by_memory_gain(found, Peak(), missing=9)][:4]
     assert enough == ["slow", unknown, "another curve", "fast"]
 
 
@@ -171,13 +184,13 @@ def test_what_frees_the_hosts_memory_helps_where_that_is_lacking(tmp_path):
         "batch.micro_batch_size=1",
     )
     settings = settings_of(tmp_path, "7B").with_arguments(words)
-    place, model = place_of("h100", None, 8, host_memory_gib=64), model_of(settings.config)
+    place, model = resolve_hardware("h100", None, 8, host_memory_gib=64), read_model_spec(settings.config)
 
     def at(changed) -> Forecast:
         return forecast(changed, model, place)
 
     now = at(settings)
     assert now.lacking.startswith("host memory")
-    found = for_memory(priced(settings, now, at), now)
+    found = sort_by_memory_gain(price_changes(settings, now, at), now)
     assert found[0].fits
     assert any("device=none" in word for each in found for word in each.overrides)

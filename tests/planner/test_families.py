@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.planner.shapes import build, families
+from pipeline.planner.shapes import build_model_spec, read_families
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -29,21 +29,21 @@ def parameters(config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", read_families())
 def test_every_family_has_the_parameters_of_transformers(family):
     groups = {} if family == "gpt2" else {"num_key_value_heads": 2}
     for stated in ({"num_hidden_layers": 2}, SMALL | groups | EXTRA.get(family, {})):
         theirs = parameters(AutoConfig.for_model(family, **stated))
-        ours = build(family, stated)
+        ours = build_model_spec(family, stated)
         assert ours is not None
         assert {p.name: p.shape for p in ours.parameters} == theirs
         assert len(ours.parameters) == len(theirs)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", read_families())
 def test_the_defaults_are_transformers_own(family):
     default = AutoConfig.for_model(family)
-    template = families()[family]
+    template = read_families()[family]
     theirs = {ours: own for own, ours in template.get("words", {}).items()}
     for key, value in template["defaults"].items():
         name = theirs.get(key, key)
@@ -52,6 +52,6 @@ def test_the_defaults_are_transformers_own(family):
 
 
 def test_what_changes_shapes_unknown_here_is_not_guessed():
-    assert build("gpt2", {"add_cross_attention": True}) is None
-    assert build("qwen3_moe", {"decoder_sparse_step": 2}) is None
-    assert build("deepseek_v3", {}) is None
+    assert build_model_spec("gpt2", {"add_cross_attention": True}) is None
+    assert build_model_spec("qwen3_moe", {"decoder_sparse_step": 2}) is None
+    assert build_model_spec("deepseek_v3", {}) is None

@@ -9,12 +9,18 @@ from planner.test_states import whole_of
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.files import GIB
-from pipeline.planner.activations import Work
-from pipeline.planner.forecast import Forecast, forecast_of
-from pipeline.planner.hardware import place_of
-from pipeline.planner.memory import CUT_FRAGMENTS, CUT_SHARE, FRAGMENTS, RESERVED, peak_by_phase
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import buffers, states_of
+from pipeline.planner.activations import MicroBatchSpec
+from pipeline.planner.forecast import Forecast, forecast_resolved
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.memory import (
+    CUT_FRAGMENT_SHARE,
+    CUT_USABLE_SHARE,
+    FRAGMENT_SHARE,
+    RESERVED_SHARE,
+    compute_phase_peaks,
+)
+from pipeline.planner.rank import RankSlice
+from pipeline.planner.states import count_buffers, count_states
 
 LLAMA = {
     "kind": "causal_lm",
@@ -38,7 +44,7 @@ IN_STAGES = deepspeed_json(1, "bf16") | {"pipeline": {"stages": STAGES}}
 
 def forecast(split, ranks):
     config, resolved = resolve(TREE, split, ranks)
-    return forecast_of(config, resolved, whole_of(TREE), place_of("h100", None, ranks))
+    return forecast_resolved(config, resolved, whole_of(TREE), resolve_hardware("h100", None, ranks))
 
 
 def test_the_fullest_stage_is_told_with_what_it_has_itself():
@@ -46,10 +52,12 @@ def test_the_fullest_stage_is_told_with_what_it_has_itself():
     found = forecast(IN_STAGES, STAGES)
     peaks, blocks = [], []
     for stage in range(STAGES):
-        rank = Rank.of(found.model, found.config, found.resolved, stage)
-        work = Work.of(found.config, found.resolved, rank.own, "cuda", stage)
+        rank = RankSlice.from_run(found.model, found.config, found.resolved, stage)
+        work = MicroBatchSpec.from_run(found.config, found.resolved, rank.own, "cuda", stage)
         assert work is not None
-        peaks.append(max(peak_by_phase(work, rank.own, states_of(rank), buffers(rank)).values()))
+        peaks.append(
+            max(compute_phase_peaks(work, rank.own, count_states(rank), count_buffers(rank)).values())
+        )
         blocks.append(work.blocks)
     assert sum(blocks) == 22
     assert max(peaks) not in (peaks[0], peaks[-1])
@@ -60,22 +68,27 @@ def test_the_fullest_stage_is_told_with_what_it_has_itself():
 @pytest.mark.parametrize(
     ("split", "ranks", "apart", "share"),
     [
-        (deepspeed_json(2, "bf16"), 2, FRAGMENTS, 1.0),
-        (IN_STAGES, STAGES, CUT_FRAGMENTS, CUT_SHARE),
-        (deepspeed_json(1, "bf16") | {"tensor_parallel": {"autotp_size": 2}}, 2, CUT_FRAGMENTS, CUT_SHARE),
+        (deepspeed_json(2, "bf16"), 2, FRAGMENT_SHARE, 1.0),
+        (IN_STAGES, STAGES, CUT_FRAGMENT_SHARE, CUT_USABLE_SHARE),
+        (
+            deepspeed_json(1, "bf16") | {"tensor_parallel": {"autotp_size": 2}},
+            2,
+            CUT_FRAGMENT_SHARE,
+            CUT_USABLE_SHARE,
+        ),
     ],
 )
 def test_it_fits_with_as_much_free_as_pieces_take(split, ranks, apart, share):
     found = forecast(split, ranks)
     held = found.memory.states.device
     moving = found.memory.peak - found.memory.framework - held.weights - held.masters - held.moments
-    assert found.memory.spare == pytest.approx((apart - RESERVED) * moving)
-    assert found.memory.share == share
-    needed = (found.memory.peak + found.memory.spare) / share
+    assert found.memory.spare_bytes == pytest.approx((apart - RESERVED_SHARE) * moving)
+    assert found.memory.usable_share == share
+    needed = (found.memory.peak + found.memory.spare_bytes) / share
 
     def on(size: float) -> Forecast:
-        gpu = replace(found.place.gpu, memory=int(size))
-        return replace(found, place=replace(found.place, gpu=gpu))
+        gpu = replace(found.hardware.gpu, memory=int(size))
+        return replace(found, hardware=replace(found.hardware, gpu=gpu))
 
     assert on(needed + 2).fits
     assert not on(needed - 2).fits
@@ -87,14 +100,16 @@ def test_it_fits_with_as_much_free_as_pieces_take(split, ranks, apart, share):
 def test_too_little_host_memory_is_named():
     split = deepspeed_json(2, "bf16", offload_optimizer={"device": "cpu"})
     config, resolved = resolve(TREE, split, 2)
-    found = forecast_of(config, resolved, whole_of(TREE), place_of("h100", None, 2, host_memory_gib=10))
+    found = forecast_resolved(
+        config, resolved, whole_of(TREE), resolve_hardware("h100", None, 2, host_memory_gib=10)
+    )
     assert found.lacking == f"host memory, {found.host_bytes / GIB:,.0f} of 10 GiB a machine"
 
 
 def test_times_of_experts_are_said_not_to_be_verified():
     tree = TREE | {"model": LLAMA | {"architecture": "mixtral"}}
     config, resolved = resolve(tree, deepspeed_json(3, "bf16"), 2)
-    found = forecast_of(config, resolved, whole_of(tree), place_of("h100", None, 2))
+    found = forecast_resolved(config, resolved, whole_of(tree), resolve_hardware("h100", None, 2))
     assert found.time is not None
     assert any("mixtures of experts are not verified" in line for line in found.remarks())
     assert not any("experts" in line for line in forecast(deepspeed_json(3, "bf16"), 2).remarks())
@@ -105,5 +120,5 @@ def test_a_stage_of_which_nothing_is_trained_is_planned():
     first = ["*.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(8))]
     config, resolved = resolve(TREE | {"model": LLAMA | {"freeze": first}}, IN_STAGES, STAGES)
     model = whole_of(TREE | {"model": LLAMA | {"freeze": first}})
-    found = forecast_of(config, resolved, model, place_of("h100", None, STAGES))
+    found = forecast_resolved(config, resolved, model, resolve_hardware("h100", None, STAGES))
     assert found.memory.stage > 0

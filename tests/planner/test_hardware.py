@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.files import GIB
-from pipeline.planner.hardware import GPUS, Gpu, find_gpu, network_rate, peak_flops, place_of
-from pipeline.planner.timing import rates_of
+from pipeline.planner.hardware import GPUS, Gpu, choose_network_rate, find_gpu, peak_flops, resolve_hardware
+from pipeline.planner.timing import estimate_rates
 
 
 @pytest.mark.parametrize(
@@ -99,26 +99,26 @@ def test_products_in_fp8_raise_the_peak():
 
 
 def test_a_memory_alone_is_a_card_of_that_size_and_a_wrong_one_is_refused():
-    assert place_of(None, 60, 8).memory == 60 * GIB
-    assert place_of("h100", 60, 8).memory == 60 * GIB
-    assert place_of(None, 24).host_memory == find_gpu("rtx 4090").host
-    assert rates_of(Gpu("a GPU of 80 GiB", 80 * GIB), 1e9) is None
+    assert resolve_hardware(None, 60, 8).memory == 60 * GIB
+    assert resolve_hardware("h100", 60, 8).memory == 60 * GIB
+    assert resolve_hardware(None, 24).host_memory == find_gpu("rtx 4090").host
+    assert estimate_rates(Gpu("a GPU of 80 GiB", 80 * GIB), 1e9) is None
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="--gpu-memory"):
-            place_of(None, wrong)
+            resolve_hardware(None, wrong)
 
 
 def test_host_memory_is_assumed_by_the_machine_until_it_is_stated():
-    assumed = place_of("h100", None, 8, 2)
+    assumed = resolve_hardware("h100", None, 8, 2)
     assert (assumed.host_memory, assumed.assumes_host) == (2048 * GIB, True)
-    stated = place_of("h100", None, 8, 2, host_memory_gib=512)
+    stated = resolve_hardware("h100", None, 8, 2, host_memory_gib=512)
     assert (stated.host_memory, stated.assumes_host) == (512 * GIB, False)
 
 
 def test_a_network_is_of_a_gpu():
     gpu = find_gpu("h100")
-    assert network_rate(400, gpu, 8) == network_rate(None, gpu, 8) == 5e10
-    assert network_rate(None, find_gpu("l4"), 4) == 100e9 / 8 / 4
+    assert choose_network_rate(400, gpu, 8) == choose_network_rate(None, gpu, 8) == 5e10
+    assert choose_network_rate(None, find_gpu("l4"), 4) == 100e9 / 8 / 4
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="--network"):
-            network_rate(wrong, gpu, 8)
+            choose_network_rate(wrong, gpu, 8)

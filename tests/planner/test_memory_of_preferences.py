@@ -19,10 +19,10 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
-from pipeline.planner.activations import Work
-from pipeline.planner.memory import batch_bytes, peak_by_phase
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import buffers, states_of
+from pipeline.planner.activations import MicroBatchSpec
+from pipeline.planner.memory import compute_phase_peaks, count_batch_bytes
+from pipeline.planner.rank import RankSlice
+from pipeline.planner.states import count_buffers, count_states
 from pipeline.training.assemble import build_engine
 
 ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
@@ -58,14 +58,14 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
         engine.train_step(batches, objective, 1e-3, False)
     model = model_of(engine.module)
     engine.close()
-    work = Work.of(config, resolved, model, "cpu")
+    work = MicroBatchSpec.from_run(config, resolved, model, "cpu")
     assert work is not None
     work = replace(work, apart=True)
-    rank = Rank.of(model, config, resolved, on_cpu=True)
-    states, beside = states_of(rank), buffers(rank)
+    rank = RankSlice.from_run(model, config, resolved, on_cpu=True)
+    states, beside = count_states(rank), count_buffers(rank)
     held = states.device
-    before = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
-    return before + made.most, max(peak_by_phase(work, model, states, beside).values())
+    before = held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work)
+    return before + made.most, max(compute_phase_peaks(work, model, states, beside).values())
 
 
 def group(rows: Answers, step: int, resolved: ResolvedSettings) -> Any:

@@ -17,11 +17,11 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.sizes import model_of
 from pipeline.objectives import build_objective
-from pipeline.planner.activations import Work
-from pipeline.planner.memory import batch_bytes, memory_of, peak_by_phase
-from pipeline.planner.model import Dimensions, Model, Parameter
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import buffers, states_of
+from pipeline.planner.activations import MicroBatchSpec
+from pipeline.planner.memory import compute_phase_peaks, count_batch_bytes, estimate_memory
+from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
+from pipeline.planner.rank import RankSlice
+from pipeline.planner.states import count_buffers, count_states
 from pipeline.training.assemble import build_loader
 
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
@@ -97,7 +97,7 @@ class Run:
         return DataBundle(rows, {"tiny": rows}, collate_items, None, WORDS, None, "tiny")
 
 
-def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model]:
+def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, ModelSpec]:
     """The most bytes that a step makes, after one that makes the optimizer's states; and the model."""
     data = run.data()
     config, resolved = resolve(run.tree, run.split, job.ranks.world_size)
@@ -116,23 +116,23 @@ def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model
         engine.close()
 
 
-def formula(run: Run, model: Model, device: str, number: int = 0, ranks: int = 1) -> tuple[float, int]:
+def formula(run: Run, model: ModelSpec, device: str, number: int = 0, ranks: int = 1) -> tuple[float, int]:
     """The peak of a rank, and what is there before the step."""
     config, resolved = resolve(run.tree, run.split, ranks)
     assert model.dimensions is not None
-    rank = Rank.of(model, config, resolved, number, on_cpu=device == "cpu")
+    rank = RankSlice.from_run(model, config, resolved, number, on_cpu=device == "cpu")
     stage = number * resolved.split.pipeline_stages // ranks
-    work = Work.of(config, resolved, rank.own, device, stage)
+    work = MicroBatchSpec.from_run(config, resolved, rank.own, device, stage)
     assert work is not None
     work = replace(work, apart=run.apart)
-    states, beside = states_of(rank), buffers(rank)
+    states, beside = count_states(rank), count_buffers(rank)
     held = states.device
-    kept = held.weights + held.masters + held.moments + beside.always + batch_bytes(work)
+    kept = held.weights + held.masters + held.moments + beside.always + count_batch_bytes(work)
     received = (stage > 0) + (stage < work.stages - 1)  # into memory that stays
     kept += received * work.tokens * model.dimensions.hidden * work.computes_in
     if run.stage == 3:  # whose gradients have a place of their own for good
         kept += held.gradients
-    return max(peak_by_phase(work, rank.own, states, beside).values()), kept
+    return max(compute_phase_peaks(work, rank.own, states, beside).values()), kept
 
 
 RUNS = [
@@ -191,10 +191,10 @@ def test_parts_and_phases_of_a_recipe():
     sizes = (4096, 14336, 32, 8, 128, 128256)
     names = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
     shapes = ((128256, 4096), (14336, 4096), (128256, 4096))
-    parameters = tuple(Parameter(n, s) for n, s in zip(names, shapes, strict=True))
-    model = Model("8b", parameters, Dimensions("llama", 32, *sizes, tied=False))
-    found = memory_of(model, config, resolved, "cuda")
+    parameters = tuple(ParameterSpec(n, s) for n, s in zip(names, shapes, strict=True))
+    model = ModelSpec("8b", parameters, DecoderDimensions("llama", 32, *sizes, tied=False))
+    found = estimate_memory(model, config, resolved, "cuda")
     assert found.is_complete
-    assert found.peak == max(found.phases.values()) == found.phases[found.at]
+    assert found.peak == max(found.phases.values()) == found.phases[found.peak_phase]
     assert {"parameters", "optimizer states", "activations kept", "logits and loss"} <= set(found.parts)
-    assert not memory_of(replace(model, dimensions=None), config, resolved, "cuda").is_complete
+    assert not estimate_memory(replace(model, dimensions=None), config, resolved, "cuda").is_complete

@@ -36,18 +36,18 @@ def parsed(words):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = parser.parse_args(words)
-    settings, place = command.inputs(arguments)
+    settings, place = command.read_inputs(arguments)
     return arguments, (settings, command._model(settings), place)
 
 
 def planned(*words):
     """The forecast, and what to change."""
-    return command.plan(*parsed(words)[1])
+    return command.plan_run(*parsed(words)[1])
 
 
 def limits(*words):
     arguments, asked = parsed(words)
-    return command.limits(*asked, arguments.longest)
+    return command.find_limits(*asked, arguments.longest)
 
 
 @pytest.mark.slow
@@ -172,10 +172,10 @@ def test_as_much_as_is_told_fits_by_its_words_and_more_does_not(capsys, option, 
     given += ["--gpus", "8", "batch.global_batch_size=128", "ds.train_batch_size=128"]
     limit = limits(*given, option)[name]
     found, _ = planned(*given, *limit.words)
-    assert found.peak == limit.found.peak
+    assert found.peak == limit.forecast.peak
     assert found.fits is True
     assert found.resolved.batch_plan.gradient_accumulation_steps == 1
-    assert limit.stops == "memory"
+    assert limit.stop_reason == "memory"
     assert planned(*given, *with_number(limit.words, key, step))[0].fits is False
     if split == "zero3":
         (line,) = (line for line in plan(capsys, *given, option).splitlines() if line.startswith(name))
@@ -187,7 +187,7 @@ def test_what_ends_a_search_in_place_of_memory_is_told(capsys, tmp_path):
     tiny = [*LLAMA_8B, "--gpu", "b200", "--gpus", "8", "--nodes", "1000", *ZERO3, "model.hidden_size=64"]
     tiny += ["model.intermediate_size=128", "model.num_heads=2", "model.num_key_value_heads=2"]
     found = limits(*tiny, "data.sequence_length=2", "--largest")
-    assert found["largest micro-batch"].stops == "more is not tried"
+    assert found["largest micro-batch"].stop_reason == "more is not tried"
     cnn = ["--config", CNN, "--gpu", "a100"]
     with pytest.raises(ConfigError, match="what activations take is not known of cnn"):
         limits(*cnn, "--largest")
@@ -195,8 +195,8 @@ def test_what_ends_a_search_in_place_of_memory_is_told(capsys, tmp_path):
     given = ["--config", str(pretrained(tmp_path, config)), "--gpu", "h100", "engine.precision=bf16"]
     limit = limits(*given, "--longest")["longest sequence"]
     assert limit.words[0] == "data.sequence_length=2000"
-    assert limit.stops == f"{tmp_path} has no more positions"
-    assert planned(*given, *limit.words)[0].peak == limit.found.peak
+    assert limit.stop_reason == f"{tmp_path} has no more positions"
+    assert planned(*given, *limit.words)[0].peak == limit.forecast.peak
     assert "none: pretrained weights have one size" in plan(capsys, *given, "--largest")
 
 
@@ -212,7 +212,7 @@ def test_words_for_the_largest_model_make_it(tmp_path, family):
     given = ["--config", str(recipe), "--gpu", "h100", "--gpu-memory", "2", "engine.precision=fp32"]
     limit = limits(*given, "--largest")["largest model"]
     changed = load_settings(recipe, None, ["engine.precision=fp32", *limit.words])
-    assert count(changed.config).numel == limit.found.model.numel > 10**7
+    assert count(changed.config).numel == limit.forecast.model.numel > 10**7
 
 
 def pretrained(folder, config):
@@ -228,7 +228,7 @@ def pretrained(folder, config):
 def test_what_is_not_known_is_not_said_to_fit(capsys):
     """The peak without activations is far below the memory there is."""
     found, changes = planned(*ON_8, *GEMMA, "data.sequence_length=8192")
-    assert found.peak < found.place.memory / 2
+    assert found.peak < found.hardware.memory / 2
     assert (found.fits, changes) == (None, [])
     assert "whether it fits is not known" in plan(capsys, *ON_8, *GEMMA)
 
@@ -237,7 +237,7 @@ def test_a_cpu_has_no_times_and_is_its_own_host(capsys):
     stdlib = str(ROOT / "launch" / "recipes" / "python_stdlib.yaml")
     given = ["--config", stdlib, "--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
     found, _ = planned(*given)
-    assert (found.time, found.place.host_memory) == (None, None)
+    assert (found.time, found.hardware.host_memory) == (None, None)
     _, changes = planned(*given, "--host-memory", "0.5")
     assert changes
     assert not [each for each in changes if any("offload" in word for word in each.overrides)]

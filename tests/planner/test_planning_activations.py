@@ -11,15 +11,15 @@ import torch
 from planner.traced_blocks import LAYERS, Case, Sizes, trace
 
 from pipeline.planner.activations import (
-    Activations,
-    LowRank,
-    Recompute,
-    Work,
-    activations_of,
-    row_name,
-    rows,
+    ActivationBytes,
+    AdapterShape,
+    MicroBatchSpec,
+    RecomputePolicy,
+    estimate_activations,
+    format_row_name,
+    read_coefficients,
 )
-from pipeline.planner.model import Dimensions
+from pipeline.planner.model import DecoderDimensions
 
 GPT2 = (("resid_pdrop", 0.0), ("embd_pdrop", 0.0), ("attn_pdrop", 0.0))
 CASES = [
@@ -43,9 +43,9 @@ CASES = [
 SIZES = Sizes(1, 316, 336, 504, 6, 3, 56, rank=8)
 
 
-def table_of(case: Case, sizes: Sizes) -> Activations:
-    recompute = Recompute("selective" if case.selective else "none")
-    work = Work(
+def table_of(case: Case, sizes: Sizes) -> ActivationBytes:
+    recompute = RecomputePolicy("selective" if case.selective else "none")
+    work = MicroBatchSpec(
         case.family,
         case.device,
         case.precision,
@@ -55,12 +55,12 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
         apart=case.apart,
         recompute=recompute,
         grouped=case.grouped,
-        adapter=LowRank(sizes.rank, 0.0, 0.0, everywhere=True) if case.adapted else None,
+        adapter=AdapterShape(sizes.rank, 0.0, 0.0, everywhere=True) if case.adapted else None,
     )
     groups = sizes.key_value_heads if case.grouped else sizes.heads
     wide = (sizes.hidden, sizes.intermediate, sizes.heads, groups, sizes.head_dim)
     experts = (sizes.experts, sizes.experts_per_token)
-    found = activations_of(work, Dimensions(case.family, LAYERS, *wide, 61, False, *experts))
+    found = estimate_activations(work, DecoderDimensions(case.family, LAYERS, *wide, 61, False, *experts))
     assert found is not None
     return found
 
@@ -72,7 +72,7 @@ def table_of(case: Case, sizes: Sizes) -> Activations:
     "gpt2 cpu autocast selective",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=row_name)
+@pytest.mark.parametrize("case", CASES, ids=format_row_name)
 def test_a_block_keeps_and_needs_what_the_table_says(case):
     groups = SIZES.key_value_heads if case.grouped else SIZES.heads
     given = replace(SIZES, experts=6, experts_per_token=3) if case.family == "mixtral" else SIZES
@@ -103,19 +103,19 @@ def test_a_block_keeps_and_needs_what_the_table_says(case):
 
 
 def test_a_family_that_nobody_traced_is_told_as_unknown():
-    work = Work("newfound", "cpu", "fp32", 1, 8, 2)
-    assert activations_of(work, Dimensions("newfound", 2, 8, 8, 1, 1, 8, 16, tied=False)) is None
+    work = MicroBatchSpec("newfound", "cpu", "fp32", 1, 8, 2)
+    assert estimate_activations(work, DecoderDimensions("newfound", 2, 8, 8, 1, 1, 8, 16, tied=False)) is None
 
 
 def test_why_it_is_more_is_told_with_all_reasons():
-    wide = Dimensions("llama", 2, 64, 128, 4, 2, 16, 61, tied=False)
-    some = LowRank(4, 64.0, 64.0, everywhere=False)
-    work = Work("llama", "cuda", "half", 1, 64, 2, grouped=True, compiled=True, adapter=some)
+    wide = DecoderDimensions("llama", 2, 64, 128, 4, 2, 16, 61, tied=False)
+    some = AdapterShape(4, 64.0, 64.0, everywhere=False)
+    work = MicroBatchSpec("llama", "cuda", "half", 1, 64, 2, grouped=True, compiled=True, adapter=some)
 
-    def why(work: Work) -> str:
-        found = activations_of(work, wide)
+    def why(work: MicroBatchSpec) -> str:
+        found = estimate_activations(work, wide)
         assert found is not None
-        return found.upper
+        return found.overestimate
 
     assert why(replace(work, compiled=False, adapter=replace(some, everywhere=True))) == ""
     compiled = why(replace(work, adapter=replace(some, everywhere=True)))
@@ -125,22 +125,22 @@ def test_why_it_is_more_is_told_with_all_reasons():
 
 
 def test_every_nth_block_recomputes():
-    wide = Dimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
-    work = Work("llama", "cpu", "fp32", 1, 64, 4, grouped=True)
+    wide = DecoderDimensions("llama", 4, 64, 128, 4, 2, 16, 61, tied=False)
+    work = MicroBatchSpec("llama", "cpu", "fp32", 1, 64, 4, grouped=True)
 
-    def kept(recompute: Recompute) -> list[float]:
-        found = activations_of(Work(**vars(work) | {"recompute": recompute}), wide)
+    def kept(recompute: RecomputePolicy) -> list[float]:
+        found = estimate_activations(MicroBatchSpec(**vars(work) | {"recompute": recompute}), wide)
         assert found is not None
         return [block.kept for block in found.blocks]
 
-    whole, least = kept(Recompute())[0], kept(Recompute("full"))[0]
+    whole, least = kept(RecomputePolicy())[0], kept(RecomputePolicy("full"))[0]
     assert least == 64 * 64 * 4 < whole
-    assert kept(Recompute("full", 2)) == [least, whole, least, whole]
+    assert kept(RecomputePolicy("full", 2)) == [least, whole, least, whole]
 
 
 def test_the_table_has_whole_numbers():
     """Bytes of a product: a fraction says that a size is missing among them."""
-    for name, row in rows().items():
+    for name, row in read_coefficients().items():
         for form in [row["kept"], row["kept_backward"], *row["forward"], *row["backward"]]:
             assert all(value == round(value) for value in form.values()), name
-    assert {"llama", "gpt2", "qwen2"} <= {name.split()[0] for name in rows()}
+    assert {"llama", "gpt2", "qwen2"} <= {name.split()[0] for name in read_coefficients()}

@@ -12,7 +12,7 @@ from support.tiny import make_engine, recipe, resolve, token_bundle
 from pipeline.checkpoint.shards import BUFFER
 from pipeline.distributed.process_group import Job
 from pipeline.objectives import build_objective
-from pipeline.planner.states import checkpoint_bytes
+from pipeline.planner.states import count_checkpoint_bytes
 from pipeline.training.assemble import build_loader
 
 FIRST = frozen("model.layers.0.*")
@@ -46,5 +46,5 @@ def written(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> int:
 def test_a_checkpoint_has_as_many_bytes(ranks, name):
     model, split, changes = CASES[name]
     tree = recipe(model=model, **changes)
-    expected = checkpoint_bytes(whole_of(tree), *resolve(tree, split, 2))
+    expected = count_checkpoint_bytes(whole_of(tree), *resolve(tree, split, 2))
     assert sum(ranks(2).run(written, tree, split)) == expected

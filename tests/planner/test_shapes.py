@@ -9,7 +9,7 @@ from parity.measure import ALONE
 from support.tiny import make_engine, recipe, settings, token_bundle
 
 from pipeline.errors import ConfigError, ModelError
-from pipeline.planner.shapes import model_of, read_config
+from pipeline.planner.shapes import read_model_spec, read_pretrained_config
 
 PLAIN = {"torch": {"parallel": "single"}}
 LLAMA = recipe()["model"]
@@ -36,7 +36,7 @@ def test_it_has_the_parameters_that_a_run_has(case):
     tree = recipe(**case)
     tree["model"] = {**tree["model"], "vocab_size": 257}
     module = make_engine(ALONE, tree, PLAIN, token_bundle()).module
-    model = model_of(settings(tree, PLAIN).config)
+    model = read_model_spec(settings(tree, PLAIN).config)
     assert model is not None
     ours = {p.name: (p.shape, p.trains) for p in model.parameters}
     assert ours == {n: (tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()}
@@ -55,25 +55,25 @@ def test_it_has_the_parameters_that_a_run_has(case):
 )
 def test_a_pattern_that_matches_nothing_is_told_before_the_run(case, words):
     with pytest.raises(ConfigError, match=words):
-        model_of(settings(recipe(**case), PLAIN).config)
+        read_model_spec(settings(recipe(**case), PLAIN).config)
 
 
 def test_a_folder_needs_a_config_and_no_weights(tmp_path):
     stated = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     tree = recipe(model={"kind": "causal_lm", "pretrained": str(tmp_path)})
-    model = model_of(settings(tree, PLAIN).config)
+    model = read_model_spec(settings(tree, PLAIN).config)
     assert model is not None
     assert model.dimensions.layers == 3
     for text, words in (("{", "is no JSON"), ("[]", "no JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=words):
-            read_config(str(tmp_path))
+            read_pretrained_config(str(tmp_path))
     with pytest.raises(ModelError, match="there is no such folder"):
-        read_config("./nowhere")
+        read_pretrained_config("./nowhere")
 
 
 def test_what_has_to_be_built_is_not_guessed():
-    assert model_of(settings(recipe(model={"kind": "cnn"}), PLAIN).config) is None
+    assert read_model_spec(settings(recipe(model={"kind": "cnn"}), PLAIN).config) is None
     other = LLAMA | {"architecture": "deepseek_v3"}
-    assert model_of(settings(recipe(model=other), PLAIN).config) is None
+    assert read_model_spec(settings(recipe(model=other), PLAIN).config) is None

@@ -23,19 +23,19 @@ from planner.counting import counted
 from support.tiny import VOCABULARY, recipe, resolve
 
 from pipeline.errors import ConfigError
-from pipeline.planner.model import Model
-from pipeline.planner.rank import Rank, cut_by_tensors
-from pipeline.planner.shapes import model_of
-from pipeline.planner.states import States, states_of
+from pipeline.planner.model import ModelSpec
+from pipeline.planner.rank import RankSlice, cut_for_tensor_parallel
+from pipeline.planner.shapes import read_model_spec
+from pipeline.planner.states import RankStates, count_states
 
 PATIENCE = 900.0
 
 
-def whole_of(tree: dict[str, Any]) -> Model:
+def whole_of(tree: dict[str, Any]) -> ModelSpec:
     """States of a recipe, as a plan computes them."""
     config, _ = resolve(tree | {"batch": {"micro_batch_size": 1}}, {"torch": {"parallel": "single"}}, 1)
     words = config.model.vocab_size or VOCABULARY
-    model = model_of(
+    model = read_model_spec(
         config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": words})})
     )
     assert model is not None
@@ -44,7 +44,7 @@ def whole_of(tree: dict[str, Any]) -> Model:
 
 def formula(tree: dict[str, Any], split: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
     config, resolved = resolve(tree, split, world_size)
-    found = states_of(Rank.of(whole_of(tree), config, resolved, rank, on_cpu=True))
+    found = count_states(RankSlice.from_run(whole_of(tree), config, resolved, rank, on_cpu=True))
     return vars(found.device + found.host)  # what lies on a disk is no tensor
 
 
@@ -172,9 +172,9 @@ def test_a_ratio_leaves_the_first_sub_groups_on_the_gpu():
     tree = recipe(model=LLAMA)
     model = whole_of(tree)
 
-    def held(ratio: float) -> States:
+    def held(ratio: float) -> RankStates:
         split = zero(3, sub_group_size=model.numel // 2, offload_optimizer=CPU | {"ratio": ratio}) | BF16
-        return states_of(Rank.of(model, *resolve(tree, split, 1)))
+        return count_states(RankSlice.from_run(model, *resolve(tree, split, 1)))
 
     all_there, half = held(1.0), held(0.5)
     assert all_there.device.masters == 0
@@ -189,4 +189,4 @@ def test_cuts_that_the_json_states_are_not_guessed(key):
     resolved = resolve(tree, zero(1) | {"tensor_parallel": {"autotp_size": 2}}, 2)[1]
     json = (resolved.deepspeed or {}) | {"tensor_parallel": section}
     with pytest.raises(ConfigError, match=f"tensor_parallel.{key}: what it takes is not known"):
-        cut_by_tensors(whole_of(tree), json, 2, 0)
+        cut_for_tensor_parallel(whole_of(tree), json, 2, 0)

@@ -19,8 +19,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import DeviceFailedError, DeviceMemoryError
 from pipeline.files import format_bytes
 from pipeline.planner.forecast import forecast
-from pipeline.planner.hardware import place_of
-from pipeline.planner.shapes import model_of
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.shapes import read_model_spec
 from pipeline.training import device_failures
 from pipeline.training.device_failures import MemoryShortage, TrainingAdvice, explain_failure
 
@@ -82,7 +82,7 @@ def test_what_was_held_what_was_planned_and_changes_with_their_gains():
     recipe, gib = ROOT / "launch" / "recipes" / "python_stdlib.yaml", 2**30
     words = ["batch.micro_batch_size=64", "batch.global_batch_size=128"]
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2.json", words)
-    place, model = place_of("h100", 2, 2), model_of(settings.config)
+    place, model = resolve_hardware("h100", 2, 2), read_model_spec(settings.config)
     held = {"parameters": 10 * gib, "gradients": 5 * gib, "optimizer": 20 * gib, "engine's buffers": gib}
     job = Job(Ranks(0, 0, 2, 2), torch.device("cpu"))
     advice = TrainingAdvice(

@@ -11,18 +11,18 @@ from support.tiny import recipe, resolve, settings
 
 from pipeline.data.bundle import DataBundle
 from pipeline.planner.forecast import forecast
-from pipeline.planner.hardware import place_of
-from pipeline.planner.shapes import model_of
+from pipeline.planner.hardware import resolve_hardware
+from pipeline.planner.shapes import read_model_spec
 from pipeline.training.expectation import Expectation, build_expectation, guess_micro_batch
 
-GPU = place_of("h100")
+GPU = resolve_hardware("h100")
 
 
 @pytest.fixture
 def found():
     tree = recipe(data={"kind": "text", "paths": ["python_stdlib"], "sequence_length": 64})
     chosen = settings(tree, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
-    return forecast(chosen, model_of(chosen.config), GPU)
+    return forecast(chosen, read_model_spec(chosen.config), GPU)
 
 
 @pytest.mark.parametrize(("memory", "speed"), [(1.05, 0.9), (1.0, 0.7), (1.3, 1.3)])
@@ -43,7 +43,9 @@ def test_a_speed_is_expected_as_a_range(found):
 
 
 def test_a_process_on_a_cpu_that_held_more_before_is_not_judged(found):
-    on_cpu = replace(found, place=replace(found.place, device=replace(found.place.device, kind="cpu")))
+    on_cpu = replace(
+        found, hardware=replace(found.hardware, device=replace(found.hardware.device, kind="cpu"))
+    )
     for before, is_judged in ((0.0, True), (100.0, False)):
         expectation = Expectation(on_cpu, 64, before)
         told = expectation.conclusion(100.0, [])

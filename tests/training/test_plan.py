@@ -17,9 +17,9 @@ from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.logs import log_to_console
 from pipeline.monitoring.report.runs import summary_lines
-from pipeline.planner.model import Model, Parameter
-from pipeline.planner.rank import Rank
-from pipeline.planner.states import states_of
+from pipeline.planner.model import ModelSpec, ParameterSpec
+from pipeline.planner.rank import RankSlice
+from pipeline.planner.states import count_states
 
 HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 BF16 = {"bf16": {"enabled": True}}
@@ -32,7 +32,7 @@ def zero(stage: int, more: dict[str, Any] | None = None, **section: Any) -> dict
 
 
 # A model of a million parameters in many matrices, as blocks have them.
-MANY = Model("many", tuple(Parameter(f"layers.{n}.weight", (100, 100)) for n in range(100)))
+MANY = ModelSpec("many", tuple(ParameterSpec(f"layers.{n}.weight", (100, 100)) for n in range(100)))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ MANY = Model("many", tuple(Parameter(f"layers.{n}.weight", (100, 100)) for n in 
 def test_memory_is_what_performance_md_says(json, ranks, expected):
     """And tests/planner/test_states.py counts."""
     config, resolved = resolve(recipe(batch={"global_batch_size": 8}), json, ranks)
-    found = states_of(Rank.of(MANY, config, resolved)).device.total / MANY.numel
+    found = count_states(RankSlice.from_run(MANY, config, resolved)).device.total / MANY.numel
     assert found == pytest.approx(expected, rel=1e-3)
 
 

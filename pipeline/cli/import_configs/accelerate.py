@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from pipeline.cli.import_configs.conversions import rows, text, whole
-from pipeline.cli.import_configs.mapping import Draft, Tool
+from pipeline.cli.import_configs.conversions import parse_table, to_int, to_text
+from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 
 
-def settle(draft: Draft) -> None:
+def import_accelerate(draft: ImportDraft) -> None:
     """Make the DeepSpeed JSON: the stage, what is offloaded, and the precision."""
     draft.has_recipe = False
-    kind = draft.given("distributed_type", text)
-    stages = {"DEEPSPEED": draft.given("deepspeed_config.zero_stage", whole), "FSDP": 3}
+    kind = draft.read_value("distributed_type", to_text)
+    stages = {"DEEPSPEED": draft.read_value("deepspeed_config.zero_stage", to_int), "FSDP": 3}
     if kind not in (*stages, "NO", "MULTI_GPU", "MULTI_CPU"):
-        raise draft.refused(
+        raise draft.make_error(
             "distributed_type", f"{kind} is not built here; {', '.join(stages)}, MULTI_GPU are"
         )
-    draft.base = draft.given("deepspeed_config.deepspeed_config_file", text) or {"zero_optimization": {}}
+    draft.base = draft.read_value("deepspeed_config.deepspeed_config_file", to_text) or {
+        "zero_optimization": {}
+    }
     if isinstance(draft.base, dict):
         draft.json["zero_optimization.stage"] = stages.get(kind, 0)
-    precision = draft.given("mixed_precision") or "no"
+    precision = draft.read_value("mixed_precision") or "no"
     if precision not in ("no", "fp16", "bf16"):
-        raise draft.refused(
+        raise draft.make_error(
             "mixed_precision", f"{precision}: no, fp16 or bf16; fp8 is model.fp8 of the recipe"
         )
     draft.json |= {f"{name}.enabled": precision == name for name in ("bf16", "fp16")}
-    draft.gpus = draft.given("num_processes", whole) or draft.gpus
+    draft.gpus = draft.read_value("num_processes", to_int) or draft.gpus
 
 
-TOOL = Tool(
+TOOL = TrainerTable(
     title="accelerate",
-    rows=rows("""
+    rows=parse_table("""
 JSON: zero_optimization.stage: distributed_type deepspeed_config.zero_stage
 JSON: zero_optimization: deepspeed_config.deepspeed_config_file
 JSON: zero_optimization.offload_optimizer as device: deepspeed_config.offload_optimizer_device
@@ -37,6 +39,6 @@ JSON: zero_optimization.offload_param as device: deepspeed_config.offload_param_
 JSON: bf16.enabled: mixed_precision
 JSON: train_batch_size: num_processes
 """),
-    rule=settle,
+    import_values=import_accelerate,
     defaults={"distributed_type": "NO", "deepspeed_config.zero_stage": 2},
 )

@@ -6,8 +6,16 @@ Conversations that a chat template writes and plain text are taken; the text of 
 from __future__ import annotations
 
 from pipeline.cli.import_configs import training_arguments as common
-from pipeline.cli.import_configs.conversions import flag, rows, text, whole
-from pipeline.cli.import_configs.mapping import FILES, FILL_IN, Draft, Source, Tool, find_source, put_sources
+from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
+from pipeline.cli.import_configs.mapping import (
+    FILES,
+    FILL_IN,
+    ImportDraft,
+    Source,
+    TrainerTable,
+    find_source,
+    put_sources,
+)
 from pipeline.errors import ConfigError
 
 OBJECTIVES = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "reward": "reward"}
@@ -31,7 +39,7 @@ NAMES = {
     "use_rslora": "peft_use_rslora",
     "use_dora": "peft_use_dora",
 }
-OWN = rows("""
+OWN = parse_table("""
 data.tokenizer: tokenizer_config
 adapter.kind: adapter
 adapter.targets: lora_target_linear
@@ -66,37 +74,37 @@ wandb.entity as text: wandb_entity
 """)
 
 
-def settle(draft: Draft) -> None:
+def import_axolotl(draft: ImportDraft) -> None:
     """Take data, objective and adapter; what Axolotl itself asks for is missed here too."""
-    rl = "reward" if draft.given("reward_model", flag) else draft.given("rl", text)
+    rl = "reward" if draft.read_value("reward_model", to_bool) else draft.read_value("rl", to_text)
     if rl is not None:
         _settle_objective(draft, rl)
     _settle_data(draft, rl)
-    common.settle_arguments(draft, common.held_out(draft, "val_set_size"))
+    common.put_arguments(draft, common.put_held_out(draft, "val_set_size"))
     if isinstance(draft.recipe["schedule.warmup"], float):
         draft.left_open["warmup_ratio"] = "rounded up; there down, and by default to 100 steps at most"
-    logs = "auto" if draft.said("wandb_project") else "disabled"
-    draft.put("wandb.mode", draft.given("wandb_mode", text) or logs)
-    if tokenizer := draft.given("tokenizer_config", text):
+    logs = "auto" if draft.stated("wandb_project") else "disabled"
+    draft.put("wandb.mode", draft.read_value("wandb_mode", to_text) or logs)
+    if tokenizer := draft.read_value("tokenizer_config", to_text):
         draft.put("data.tokenizer", {"pretrained": tokenizer})
     needed = ["base_model", "learning_rate"]
-    if (kind := draft.given("adapter", text)) is not None:
+    if (kind := draft.read_value("adapter", to_text)) is not None:
         if kind not in ("lora", "qlora"):
-            raise draft.refused("adapter", f"{kind} is not built here; lora and qlora are")
-        common.settle_adapter(draft)
+            raise draft.make_error("adapter", f"{kind} is not built here; lora and qlora are")
+        common.put_adapter(draft)
         needed += ["lora_r", "lora_alpha"] if "adapter.weights" not in draft.recipe else []
-        if draft.given("lora_target_linear", flag):
-            draft.take_out("adapter.targets", "lora_target_linear takes all linear layers")
+        if draft.read_value("lora_target_linear", to_bool):
+            draft.discard("adapter.targets", "lora_target_linear takes all linear layers")
         else:
             common.ask_for_targets(draft)
     for key in needed:
-        if draft.said(key) is None:
+        if draft.stated(key) is None:
             raise ConfigError(f"{draft.file.path}: {key} is missing, which Axolotl has no default of; add it")
 
 
-def _settle_objective(draft: Draft, rl: str) -> None:
+def _settle_objective(draft: ImportDraft, rl: str) -> None:
     if rl not in OBJECTIVES:
-        raise draft.refused("rl", f"{rl}: no objective here; {', '.join(OBJECTIVES)} have one")
+        raise draft.make_error("rl", f"{rl}: no objective here; {', '.join(OBJECTIVES)} have one")
     draft.put("objective.kind", OBJECTIVES[rl])
     if rl == "simpo":  # TRL's CPOConfig
         draft.recipe = {"objective.gamma": 0.5, "objective.sft_weight": 1.0} | draft.recipe
@@ -106,14 +114,14 @@ def _settle_objective(draft: Draft, rl: str) -> None:
         draft.put("objective.loss_type", "ipo" if rl == "ipo" else "sigmoid")
 
 
-def _settle_data(draft: Draft, rl: str | None) -> None:
-    streams = draft.entries("pretraining_dataset")
-    entries = draft.entries("datasets") + streams
-    types = {str(draft.given(f"{at}.type") or "pretrain") for at in entries}
+def _settle_data(draft: ImportDraft, rl: str | None) -> None:
+    streams = draft.list_entries("pretraining_dataset")
+    entries = draft.list_entries("datasets") + streams
+    types = {str(draft.read_value(f"{at}.type") or "pretrain") for at in entries}
     is_text = bool(types) and rl is None and types <= {"completion", "pretrain"}
     kind = "preference" if rl else "text" if is_text else "chat"
     put_sources(draft, kind, [_find_source(draft, at, kind) for at in entries])
-    length, packs = draft.given("sequence_len", whole), draft.given("sample_packing", flag)
+    length, packs = draft.read_value("sequence_len", to_int), draft.read_value("sample_packing", to_bool)
     draft.put("data.sequence_length", length)
     draft.put("data.packing", "concatenate" if streams else "best_fit" if packs else "none")
     if is_text:
@@ -121,13 +129,13 @@ def _settle_data(draft: Draft, rl: str | None) -> None:
         return
     if rl:
         common.put_preferences(draft, length)
-    too_long = draft.given("excess_length_strategy", text)
+    too_long = draft.read_value("excess_length_strategy", to_text)
     draft.put("data.too_long", "error" if too_long == "raise" else "drop")
     if too_long not in (None, "drop", "raise"):
         draft.leave_open("excess_length_strategy", f"{too_long}: a longer row is left out here")
     draft.put("data.append_eos", False)
     draft.put("data.learn_from", "content", "and the tokenizer's end behind it, as there")
-    if draft.given("train_on_inputs", flag):
+    if draft.read_value("train_on_inputs", to_bool):
         draft.leave_open(
             "train_on_inputs", "the content of every turn counts there, here the assistant's alone"
         )
@@ -144,9 +152,12 @@ def _settle_data(draft: Draft, rl: str | None) -> None:
         draft.left_open["eos_token"] = "TRL adds and learns it behind another end of a turn"
 
 
-def _settle_template(draft: Draft) -> None:
-    given, jinja = draft.given("chat_template", text), draft.given("chat_template_jinja", text)
-    found = draft.found(jinja) if jinja and "{" not in jinja else None
+def _settle_template(draft: ImportDraft) -> None:
+    given, jinja = (
+        draft.read_value("chat_template", to_text),
+        draft.read_value("chat_template_jinja", to_text),
+    )
+    found = draft.find_path(jinja) if jinja and "{" not in jinja else None
     if found is not None and given in (None, "jinja"):
         draft.put("data.chat_template", str(found))
     elif given == "chatml":
@@ -156,21 +167,21 @@ def _settle_template(draft: Draft) -> None:
         draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 
-def _find_source(draft: Draft, at: str, kind: str) -> Source:
+def _find_source(draft: ImportDraft, at: str, kind: str) -> Source:
     source = find_source(draft, {name: f"{at}.{name}" for name in FILES})
     if kind == "text":
-        return source | {"text_field": draft.given(f"{at}.field", text) or "text"}
-    named = {name: draft.given(f"{at}.field_{name}", text) or name for name in FIELDS}
+        return source | {"text_field": draft.read_value(f"{at}.field", to_text) or "text"}
+    named = {name: draft.read_value(f"{at}.field_{name}", to_text) or name for name in FIELDS}
     if kind == "chat":
         named["conversations"] = named.pop("messages")
     fields = {ours: theirs for ours, theirs in named.items() if ours != theirs}
     return source | ({"fields": fields} if fields else {})
 
 
-TOOL = Tool(
+TOOL = TrainerTable(
     title="Axolotl",
-    rows=common.renamed(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
-    rule=settle,
+    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
+    import_values=import_axolotl,
     names=NAMES,
     defaults={key: common.DEFAULTS[key] for key in ("weight_decay", "adam_beta1", "adam_beta2", "seed")}
     | {"max_grad_norm": 1.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1.0}

@@ -16,7 +16,7 @@ class LeftOpenError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyMapping:
     """What becomes of a key of theirs."""
 
     ours: str
@@ -25,7 +25,7 @@ class Row:
     """`None`: the tool's rule reads the key together with others."""
 
 
-def reasons(table: str) -> dict[str, str]:
+def parse_reasons(table: str) -> dict[str, str]:
     """Read lines `reason: key key` as key -> reason; an indented line goes on."""
     found: dict[str, str] = {}
     for line in table.strip().replace("\n  ", " ").splitlines():
@@ -34,16 +34,16 @@ def reasons(table: str) -> dict[str, str]:
     return found
 
 
-def rows(table: str) -> dict[str, Row]:
+def parse_table(table: str) -> dict[str, KeyMapping]:
     """Read lines `ours as conversion: key key` as key -> row; without a conversion a rule reads the keys."""
     found = {}
-    for key, words in reasons(table).items():
+    for key, words in parse_reasons(table).items():
         ours, _, name = words.partition(" as ")
-        found[key] = Row(ours, CONVERSIONS[name] if name else None)
+        found[key] = KeyMapping(ours, CONVERSIONS[name] if name else None)
     return found
 
 
-def number(value: Any) -> float | int:
+def to_number(value: Any) -> float | int:
     """Return a number, also one that YAML reads as a text."""
     try:
         value = float(value) if isinstance(value, str) else value
@@ -54,29 +54,29 @@ def number(value: Any) -> float | int:
     return value
 
 
-def whole(value: Any) -> int:
+def to_int(value: Any) -> int:
     """Return a whole number."""
-    given = number(value)
+    given = to_number(value)
     if not float(given).is_integer():
         raise TypeError("a whole number")
     return int(given)
 
 
-def flag(value: Any) -> bool:
+def to_bool(value: Any) -> bool:
     """Return true or false."""
     if not isinstance(value, bool):
         raise TypeError("true or false")
     return value
 
 
-def text(value: Any) -> str:
+def to_text(value: Any) -> str:
     """Return a text."""
     if not isinstance(value, str):
         raise TypeError("a text")
     return value
 
 
-def names(value: Any) -> list[str]:
+def to_names(value: Any) -> list[str]:
     """Return a list of names, or names with commas between them."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
@@ -86,7 +86,7 @@ def names(value: Any) -> list[str]:
 
 
 def _optimizer(value: Any) -> str:
-    name = text(value).lower()
+    name = to_text(value).lower()
     if name in ("adafactor", "sgd"):
         return name
     if re.fullmatch(r"adamw(_torch|_torch_fused|_hf|_apex_fused|_anyprecision)?", name):
@@ -97,7 +97,7 @@ def _optimizer(value: Any) -> str:
 def _recomputing(value: Any) -> str:
     if value == "offload":
         raise LeftOpenError("write model.activation_checkpointing: full and model.activation_offload: true")
-    return "full" if flag(value) else "none"
+    return "full" if to_bool(value) else "none"
 
 
 def _four_bits(value: Any) -> str | None:
@@ -107,32 +107,32 @@ def _four_bits(value: Any) -> str | None:
 
 
 def _targets(value: Any) -> list[str] | None:
-    given = names(value)
+    given = to_names(value)
     return None if {"all", "all-linear"} & set(given) else given
 
 
 def _one_adapter(value: Any) -> str:
-    given = names(value)
+    given = to_names(value)
     if len(given) != 1:
         raise TypeError("one adapter (merge the others into the model first)")
     return given[0]
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    "number": number,
-    "whole": whole,
-    "flag": flag,
-    "text": text,
-    "names": names,
+    "number": to_number,
+    "whole": to_int,
+    "flag": to_bool,
+    "text": to_text,
+    "names": to_names,
     "optimizer": _optimizer,
-    "switch": lambda value: value if value == "auto" else flag(value),
-    "name": lambda value: re.sub(r"[^\w.-]+", "-", text(value))[:128],
+    "switch": lambda value: value if value == "auto" else to_bool(value),
+    "name": lambda value: re.sub(r"[^\w.-]+", "-", to_text(value))[:128],
     "recomputing": _recomputing,
-    "recomputing unless": lambda value: _recomputing(not flag(value)),
+    "recomputing unless": lambda value: _recomputing(not to_bool(value)),
     "attention": lambda value: "eager" if value in ("eager", "disabled", False) else "auto",
-    "device": lambda value: None if value in (None, "none", False) else {"device": text(value)},
+    "device": lambda value: None if value in (None, "none", False) else {"device": to_text(value)},
     "4 bits": _four_bits,
     "targets": _targets,
     "one adapter": _one_adapter,
-    "LoRA+": lambda value: [{"patterns": ["*.lora_B.*"], "learning_rate_factor": number(value)}],
+    "LoRA+": lambda value: [{"patterns": ["*.lora_B.*"], "learning_rate_factor": to_number(value)}],
 }

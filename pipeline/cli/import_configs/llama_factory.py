@@ -8,8 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.cli.import_configs import training_arguments as common
-from pipeline.cli.import_configs.conversions import flag, names, rows, text, whole
-from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Source, Tool, local, put_sources
+from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_text
+from pipeline.cli.import_configs.mapping import (
+    FILL_IN,
+    ImportDraft,
+    Source,
+    TrainerTable,
+    locate_file,
+    put_sources,
+)
 from pipeline.config.loading import read_json
 
 KINDS = {"pt": "text", "sft": "chat", "rm": "preference", "dpo": "preference", "kto": "preference"}
@@ -27,7 +34,7 @@ NAMES = {
     "lora_modules_to_save": "additional_target",
     "gradient_checkpointing": "disable_gradient_checkpointing",
 }
-OWN = rows("""
+OWN = parse_table("""
 data.kind, objective.kind: stage
 adapter.kind, model.freeze: finetuning_type
 adapter.weights as one adapter: adapter_name_or_path
@@ -53,50 +60,50 @@ JSON: bf16.enabled: pure_bf16
 """)
 
 
-def settle(draft: Draft) -> None:
+def import_llama_factory(draft: ImportDraft) -> None:
     """Take data, objective and adapter, by stage and finetuning_type."""
-    stage = draft.given("stage", text)
+    stage = draft.read_value("stage", to_text)
     if stage not in KINDS:
-        raise draft.refused("stage", f"{stage}: no objective here; {', '.join(KINDS)} have one")
+        raise draft.make_error("stage", f"{stage}: no objective here; {', '.join(KINDS)} have one")
     if stage == "rm":
         draft.put("objective.kind", "reward")
         draft.put("objective.margin_weight", 0.0, "no margins, as there")
     elif KINDS[stage] == "preference":
-        _settle_objective(draft, draft.given("pref_loss", text) if stage == "dpo" else "kto_pair")
+        _settle_objective(draft, draft.read_value("pref_loss", to_text) if stage == "dpo" else "kto_pair")
     _settle_data(draft, KINDS[stage])
-    common.settle_arguments(draft, common.held_out(draft, "val_size"))
-    if draft.given("pure_bf16", flag):
+    common.put_arguments(draft, common.put_held_out(draft, "val_size"))
+    if draft.read_value("pure_bf16", to_bool):
         draft.json["bf16.enabled"] = True
-    how = draft.given("finetuning_type", text)
+    how = draft.read_value("finetuning_type", to_text)
     if how == "lora":
-        if draft.said("lora_alpha") is None:
+        if draft.stated("lora_alpha") is None:
             draft.put("adapter.alpha", 2 * draft.recipe["adapter.rank"], "LLaMA-Factory's default: 2 x rank")
-        common.settle_adapter(draft)
+        common.put_adapter(draft)
     elif how == "freeze":
         draft.ask("model.freeze", [FILL_IN], "patterns of the parameters that stay, as model.layers.[0-9].*")
     elif how != "full":
-        raise draft.refused("finetuning_type", f"{how} is not built here; lora, freeze and full are")
+        raise draft.make_error("finetuning_type", f"{how} is not built here; lora, freeze and full are")
 
 
-def _settle_objective(draft: Draft, given: str) -> None:
+def _settle_objective(draft: ImportDraft, given: str) -> None:
     if given not in LOSSES:
-        raise draft.refused("pref_loss", f"{given} is not built here; {', '.join(LOSSES)} are")
+        raise draft.make_error("pref_loss", f"{given} is not built here; {', '.join(LOSSES)} are")
     kind, loss = LOSSES[given]
     draft.put("objective.kind", kind)
     if loss is not None:
         draft.put("objective.loss_type", loss)
 
 
-def _settle_data(draft: Draft, kind: str) -> None:
-    limit, streams = draft.given("max_samples", whole), draft.given("streaming", flag)
-    sources = [_find_dataset(draft, name) for name in draft.given("dataset", names) or []]
+def _settle_data(draft: ImportDraft, kind: str) -> None:
+    limit, streams = draft.read_value("max_samples", to_int), draft.read_value("streaming", to_bool)
+    sources = [_find_dataset(draft, name) for name in draft.read_value("dataset", to_names) or []]
     for source in sources:
         if limit:
             source["max_documents"] = limit
         if streams and "dataset" in source:
             source["streaming"] = True
     put_sources(draft, kind, sources)
-    length, packs = draft.given("cutoff_len", whole), draft.given("packing", flag)
+    length, packs = draft.read_value("cutoff_len", to_int), draft.read_value("packing", to_bool)
     draft.put("data.sequence_length", length)
     if kind == "text":
         draft.put("data.packing", "none" if packs is False else "concatenate")
@@ -106,20 +113,20 @@ def _settle_data(draft: Draft, kind: str) -> None:
     if kind == "preference":
         common.put_preferences(draft, length)
     else:
-        neat = draft.given("neat_packing", flag)
+        neat = draft.read_value("neat_packing", to_bool)
         draft.put("data.packing", "best_fit" if packs or neat else "none")
         draft.put("data.too_long", "drop", "LLaMA-Factory cuts a longer row off")
-        draft.put("data.learn_from", "all" if draft.given("train_on_prompt", flag) else "assistant")
+        draft.put("data.learn_from", "all" if draft.read_value("train_on_prompt", to_bool) else "assistant")
         if packs and not neat:
             draft.leave_open("packing", "conversations of a row see each other there, and never do here")
-    what = f"a Jinja file that writes what LLaMA-Factory's template {draft.given('template', text)} writes; "
+    what = f"a Jinja file that writes what LLaMA-Factory's template {draft.read_value('template', to_text)} writes; "
     what += "delete the line where that is the tokenizer's own"
     draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 
-def _find_dataset(draft: Draft, name: str) -> Source:
+def _find_dataset(draft: ImportDraft, name: str) -> Source:
     """Return the source of a data set of dataset_info.json, and leave open what its entry says besides."""
-    folder = Path(draft.given("dataset_dir", text))
+    folder = Path(draft.read_value("dataset_dir", to_text))
     places = (folder, draft.file.path.parent / folder, draft.file.path.parent)
     folder = next((place for place in places if (place / "dataset_info.json").is_file()), folder)
     table = folder / "dataset_info.json"
@@ -134,15 +141,15 @@ def _find_dataset(draft: Draft, name: str) -> Source:
     if "dataset" in found:
         return {key: value for key, value in found.items() if key != "paths"}
     if "paths" in found:
-        return {"paths": [local(draft, str(folder / found["paths"]))]}
+        return {"paths": [locate_file(draft, str(folder / found["paths"]))]}
     draft.fill_in.append(f"data.paths: the files of {name}, which {table} does not name")
     return {"paths": [f"{FILL_IN}.jsonl"]}
 
 
-TOOL = Tool(
+TOOL = TrainerTable(
     title="LLaMA-Factory",
-    rows=common.renamed(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
-    rule=settle,
+    rows=common.rename_keys(common.ROWS | common.MODEL_ROWS, NAMES) | OWN,
+    import_values=import_llama_factory,
     names=NAMES,
     defaults=common.DEFAULTS
     | {"stage": "sft", "finetuning_type": "lora", "lora_rank": 8, "disable_gradient_checkpointing": False}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from pipeline.cli.import_configs.conversions import Conversion, LeftOpenError, Row, names, text
-from pipeline.cli.import_configs.words import LEFT_OPEN, NO_EFFECT
+from pipeline.cli.import_configs.conversions import Conversion, KeyMapping, LeftOpenError, to_names, to_text
+from pipeline.cli.import_configs.unmapped_keys import LEFT_OPEN, NO_EFFECT
 from pipeline.config.loading import ConfigFile
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.objective_schema import ObjectiveConfig
@@ -29,25 +29,25 @@ Source = dict[str, Any]  # keys of a source of the recipe
 
 
 @dataclass(frozen=True)
-class Tool:
+class TrainerTable:
     """A trainer whose configurations are read: its table. A key is dotted, `*` stands for a list's number."""
 
     title: str
-    rows: Mapping[str, Row]
-    rule: Callable[[Draft], None]
+    rows: Mapping[str, KeyMapping]
+    import_values: Callable[[ImportDraft], None]
     """Reads the rows without a conversion."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds there where a file says nothing, of keys that change the curve."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    to_names: Mapping[str, str] = field(default_factory=dict)
     """transformers' or TRL's name of a key -> this tool's, where they differ."""
 
 
 @dataclass
-class Draft:
+class ImportDraft:
     """A recipe and a DeepSpeed JSON as far as they are known."""
 
     file: ConfigFile
-    tool: Tool
+    tool: TrainerTable
     gpus: int
     trainer: str = ""
     """Which of TRL's trainers the command line names."""
@@ -67,41 +67,41 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.theirs = dict(_flat(self.file, self.file.tree, self.tool))
-        self.read: set[str] = set()
+        self.keys_read: set[str] = set()
         self._origin: dict[str, str] = {}
 
-    def said(self, name: str) -> Any:
+    def stated(self, name: str) -> Any:
         """Return what their file says, without defaults; `None`: nothing."""
         value = self.theirs.get(self.tool.names.get(name, name))
         return None if value == "" else value
 
-    def given(self, name: str, convert: Conversion | None = None) -> Any:
+    def read_value(self, name: str, convert: Conversion | None = None) -> Any:
         """Return their value or default, and record that the key was read; `None`: neither, or left open.
 
         Raises:
             ConfigError: The value is of another type than `convert` takes.
         """
         key = self.tool.names.get(name, name)
-        self.read.add(key)
-        value = self.said(name)
+        self.keys_read.add(key)
+        value = self.stated(name)
         value = self.tool.defaults.get(key) if value is None else value
         if value is None or convert is None:
             return value
         try:
             return convert(value)
         except TypeError as error:
-            raise self.refused(key, f"expected {error}, given {value!r}") from None
+            raise self.make_error(key, f"expected {error}, given {value!r}") from None
         except LeftOpenError as reason:
             self.left_open[key] = f"{value}: {reason}"
             return None
 
-    def refused(self, name: str, why: str) -> ConfigError:
+    def make_error(self, name: str, why: str) -> ConfigError:
         """Return the error that refuses the import because of a key."""
         return ConfigError(f"{self.file.describe_key(self.tool.names.get(name, name))}: {why}")
 
     def leave_open(self, name: str, what_to_do: str) -> None:
         """Name a key as left open, if the file has it."""
-        if self.said(name) is not None:
+        if self.stated(name) is not None:
             self.left_open[self.tool.names.get(name, name)] = what_to_do
 
     def put(self, ours: str, value: Any, remark: str = "") -> None:
@@ -110,10 +110,10 @@ class Draft:
         if remark:
             self.remarks[ours] = remark
 
-    def take_out(self, ours: str, why: str) -> None:
+    def discard(self, ours: str, why: str) -> None:
         """Take a key out of the recipe again, and say why theirs has no effect."""
         key = self._origin.get(ours, ours)
-        if self.recipe.pop(ours, None) is not None and self.said(key) is not None:
+        if self.recipe.pop(ours, None) is not None and self.stated(key) is not None:
             self.no_effect[key] = why
 
     def ask(self, ours: str, placeholder: Any, what: str) -> None:
@@ -121,17 +121,17 @@ class Draft:
         self.recipe[ours] = placeholder
         self.fill_in.append(f"{ours}: {what}")
 
-    def entries(self, name: str) -> list[str]:
+    def list_entries(self, name: str) -> list[str]:
         """Return where the entries of a list of theirs are: `datasets.0`, ..."""
         found = (re.match(rf"{name}\.\d+(?=\.)", key) for key in self.theirs)
         return list(dict.fromkeys(match[0] for match in found if match))
 
-    def found(self, name: str) -> Path | None:
+    def find_path(self, name: str) -> Path | None:
         """Return a file that theirs names, relative to this folder or to theirs."""
         places = (Path(name).expanduser(), self.file.path.parent / name)
         return next((path.absolute() for path in places if path.exists()), None)
 
-    def fill(self) -> None:
+    def import_keys(self) -> None:
         """Take every key of theirs: the table's conversions, then the tool's rule; say a word on the rest.
 
         Raises:
@@ -139,7 +139,7 @@ class Draft:
         """
         for key in dict.fromkeys([*self.tool.defaults, *self.theirs]):
             row = self.tool.rows.get(_pattern(key))
-            value = self.given(key, row.convert) if row and row.convert else None
+            value = self.read_value(key, row.convert) if row and row.convert else None
             if row is None or value is None:
                 continue
             self._origin[row.ours] = key
@@ -147,10 +147,10 @@ class Draft:
                 self.json[row.ours.removeprefix("JSON: ")] = value
             else:
                 self.put(row.ours, value)
-        self.tool.rule(self)
+        self.tool.import_values(self)
         self._drop_unread_terms()
         for key in self.theirs:
-            if key not in self.read and self.said(key) is not None:
+            if key not in self.keys_read and self.stated(key) is not None:
                 self._say(key)
 
     def _drop_unread_terms(self) -> None:
@@ -171,7 +171,7 @@ class Draft:
                 self.leave_open(self._origin.get(ours, ours), f"{section}.kind {kind} has no such term")
                 del self.recipe[ours]
             else:
-                self.take_out(ours, "nothing in such a run reads it")
+                self.discard(ours, "nothing in such a run reads it")
 
     def _say(self, key: str) -> None:
         pattern = _pattern(key)
@@ -184,7 +184,7 @@ class Draft:
         elif pattern in LEFT_OPEN:
             self.left_open[key] = LEFT_OPEN[pattern]
         elif slips := difflib.get_close_matches(key, [*self.tool.rows, *NO_EFFECT, *LEFT_OPEN], 1, NEAR):
-            raise self.refused(key, f'unknown to {self.tool.title} (did you mean "{slips[0]}"?)')
+            raise self.make_error(key, f'unknown to {self.tool.title} (did you mean "{slips[0]}"?)')
         else:
             self.left_open[key] = "not in the import's table; docs/configuration.md has the recipe's keys"
 
@@ -193,7 +193,9 @@ def _pattern(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", key)
 
 
-def _flat(file: ConfigFile, tree: Mapping[Any, Any], tool: Tool, at: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(
+    file: ConfigFile, tree: Mapping[Any, Any], tool: TrainerTable, at: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value), opened as deep as the table goes; a plain name in a list is a `path`."""
     for key, value in tree.items():
         if not isinstance(key, str):
@@ -213,19 +215,19 @@ def _flat(file: ConfigFile, tree: Mapping[Any, Any], tool: Tool, at: str = "") -
             yield from _flat(file, entry, tool, f"{place}.{number}." if is_list else f"{place}.")
 
 
-def find_source(draft: Draft, keys: Mapping[str, str]) -> Source:
+def find_source(draft: ImportDraft, keys: Mapping[str, str]) -> Source:
     """Return the source that `datasets.load_dataset` would read.
 
     Args:
         draft: The draft.
         keys: Keys of theirs, by what they say: FILES.
     """
-    files = draft.given(keys["data_files"], names) if "data_files" in keys else None
-    said = {name: draft.given(key, text) for name, key in keys.items() if name != "data_files"}
+    files = draft.read_value(keys["data_files"], to_names) if "data_files" in keys else None
+    said = {name: draft.read_value(key, to_text) for name, key in keys.items() if name != "data_files"}
     path = said.pop("path")
     if not path:
-        raise draft.refused(keys["path"], "expected the path or the name of a data set")
-    there = draft.found(path)
+        raise draft.make_error(keys["path"], "expected the path or the name of a data set")
+    there = draft.find_path(path)
     if there is not None and any((there / saved).is_file() for saved in ("state.json", "dataset_dict.json")):
         path, files = str(there), None
     elif not files and (there is not None or is_path(path) or Path(path).suffix in TABLES):
@@ -235,18 +237,18 @@ def find_source(draft: Draft, keys: Mapping[str, str]) -> Source:
         return {"dataset": path} | {{"name": "subset"}.get(name, name): each for name, each in chosen.items()}
     for name in chosen:
         draft.leave_open(keys[name], f"all of {', '.join(files)} is read")
-    return {"paths": [local(draft, each) for each in files]}
+    return {"paths": [locate_file(draft, each) for each in files]}
 
 
-def local(draft: Draft, name: str) -> str:
+def locate_file(draft: ImportDraft, name: str) -> str:
     """Return where a file is; one that is not there is left to the user."""
-    found = draft.found(name)
+    found = draft.find_path(name)
     if found is None:
         draft.fill_in.append(f"data.paths: {name} is not there")
     return str(found or name)
 
 
-def put_sources(draft: Draft, kind: str, sources: list[Source]) -> None:
+def put_sources(draft: ImportDraft, kind: str, sources: list[Source]) -> None:
     """Put the kind of data, and where they come from."""
     draft.put("data.kind", kind)
     if not sources:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.cli.import_configs.conversions import flag, names, number, rows, text, whole
-from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool, put_sources
+from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_names, to_number, to_text
+from pipeline.cli.import_configs.mapping import FILL_IN, ImportDraft, TrainerTable, put_sources
 
-ROWS = rows("""
+ROWS = parse_table("""
 batch.micro_batch_size: per_device_train_batch_size
 batch.global_batch_size: gradient_accumulation_steps
 max_steps: max_steps
@@ -39,7 +39,7 @@ JSON: tf32.enabled as switch: tf32
 JSON: compile.enabled as switch: torch_compile
 JSON: zero_optimization: deepspeed fsdp fsdp_config
 """)
-MODEL_ROWS = rows("""
+MODEL_ROWS = parse_table("""
 model.pretrained as text: model_name_or_path
 adapter.kind: use_rslora use_dora
 adapter.rank as whole: lora_r
@@ -77,12 +77,12 @@ TEXT_STARTS = (
 )
 
 
-def renamed(table: Mapping[str, Any], by: Mapping[str, str]) -> dict[str, Any]:
+def rename_keys(table: Mapping[str, Any], by: Mapping[str, str]) -> dict[str, Any]:
     """Return a table under a tool's own names of the keys."""
     return {by.get(key, key): value for key, value in table.items()}
 
 
-def settle_arguments(draft: Draft, has_eval: bool) -> None:
+def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
     """Put what several keys of TrainingArguments make together.
 
     Args:
@@ -90,12 +90,12 @@ def settle_arguments(draft: Draft, has_eval: bool) -> None:
         has_eval: Whether something is held out.
     """
     _settle_length(draft)
-    draft.put("optimizer.betas", [draft.given(key, number) for key in ("adam_beta1", "adam_beta2")])
+    draft.put("optimizer.betas", [draft.read_value(key, to_number) for key in ("adam_beta1", "adam_beta2")])
     _settle_schedule(draft)
     _settle_cadence(draft, "checkpoint.every", "save")
     if has_eval:
         _settle_cadence(draft, "eval.every", "eval")
-    where = set(draft.given("report_to", names) or [])
+    where = set(draft.read_value("report_to", to_names) or [])
     draft.put("wandb.mode", "auto" if where & {"wandb", "all"} else "disabled")
     if where & {"tensorboard", "all"}:
         draft.put("log.tensorboard", True)
@@ -104,48 +104,48 @@ def settle_arguments(draft: Draft, has_eval: bool) -> None:
     _settle_json(draft)
 
 
-def _settle_length(draft: Draft) -> None:
+def _settle_length(draft: ImportDraft) -> None:
     """Put the samples of a step, which are a GPU's there, and the steps or epochs of the run."""
     micro = "per_device_train_batch_size"
-    size, steps = draft.given(micro, whole), draft.given("gradient_accumulation_steps", whole)
+    size, steps = draft.read_value(micro, to_int), draft.read_value("gradient_accumulation_steps", to_int)
     told = f"{size} (a GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
     if min(size, steps) < 1:
-        raise draft.refused(micro, f"{told} is no number of samples")
+        raise draft.make_error(micro, f"{told} is no number of samples")
     draft.put("batch.micro_batch_size", size)
     draft.put("batch.global_batch_size", size * steps * draft.gpus, told)
-    limit = draft.given("max_steps", whole)
+    limit = draft.read_value("max_steps", to_int)
     if limit is not None and limit > 0:
         draft.put("max_steps", limit)
     else:
-        draft.put("max_epochs", draft.given("num_train_epochs", number))
+        draft.put("max_epochs", draft.read_value("num_train_epochs", to_number))
 
 
-def _settle_schedule(draft: Draft) -> None:
-    given = draft.given("lr_scheduler_type", text)
+def _settle_schedule(draft: ImportDraft) -> None:
+    given = draft.read_value("lr_scheduler_type", to_text)
     if given not in SCHEDULES:
         draft.leave_open("lr_scheduler_type", f"{given}: write schedule.kind; until then the default holds")
     else:
         draft.put("schedule.kind", SCHEDULES[given])
         if SCHEDULES[given] != "constant":
-            ratio = draft.given("lr_scheduler_kwargs.min_lr_rate", number)
+            ratio = draft.read_value("lr_scheduler_kwargs.min_lr_rate", to_number)
             draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
     if given == "constant":
         draft.put("schedule.warmup", 0, "transformers' constant schedule has none")
         return
-    steps, share = draft.given("warmup_steps", number), draft.given("warmup_ratio", number)
-    if draft.said("warmup_steps") is not None and draft.said("warmup_ratio") is None:
+    steps, share = draft.read_value("warmup_steps", to_number), draft.read_value("warmup_ratio", to_number)
+    if draft.stated("warmup_steps") is not None and draft.stated("warmup_ratio") is None:
         share = None
     if steps and steps >= 1:
-        draft.put("schedule.warmup", whole(steps))
+        draft.put("schedule.warmup", to_int(steps))
     else:  # transformers 5 has the share in warmup_steps
         draft.put("schedule.warmup", float(steps or share or 0) or 0)
 
 
-def _settle_cadence(draft: Draft, ours: str, what: str) -> None:
+def _settle_cadence(draft: ImportDraft, ours: str, what: str) -> None:
     """Put when a checkpoint is written, or an evaluation runs."""
-    steps, strategy = draft.given(f"{what}_steps", number), draft.given(f"{what}_strategy")
-    parts = draft.given(f"{what}s_per_epoch", number)
-    if draft.said(f"{what}_strategy") is None:
+    steps, strategy = draft.read_value(f"{what}_steps", to_number), draft.read_value(f"{what}_strategy")
+    parts = draft.read_value(f"{what}s_per_epoch", to_number)
+    if draft.stated(f"{what}_strategy") is None:
         strategy = "steps" if steps else strategy or "no"
     if parts and "max_epochs" in draft.recipe:
         draft.put(ours, f"{1 / parts:.12g} epochs")
@@ -154,72 +154,72 @@ def _settle_cadence(draft: Draft, ours: str, what: str) -> None:
     elif strategy in (False, "no") and not parts:
         draft.put(ours, 0)
     elif strategy == "steps" and steps is not None and steps >= 1:
-        draft.put(ours, whole(steps))
+        draft.put(ours, to_int(steps))
     else:
         for key in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch"):
             draft.leave_open(key, f"write {ours} in steps or epochs")
 
 
-def _settle_json(draft: Draft) -> None:
+def _settle_json(draft: ImportDraft) -> None:
     """Note precision, their JSON, and how the work is split without one."""
-    bf16, fp16 = draft.given("bf16"), draft.given("fp16") is True
+    bf16, fp16 = draft.read_value("bf16"), draft.read_value("fp16") is True
     if bf16 not in (None, True, False, "auto"):
         draft.leave_open("bf16", f"{bf16}: write bf16.enabled in the JSON")
-    is_default = draft.said("bf16") is None
+    is_default = draft.stated("bf16") is None
     draft.json["bf16.enabled"] = bf16 if bf16 in (True, "auto") and not (fp16 and is_default) else False
     if fp16:
         draft.json["fp16.enabled"] = True
-    cut = [key for key in ("fsdp", "fsdp_config") if draft.given(key)]
+    cut = [key for key in ("fsdp", "fsdp_config") if draft.read_value(key)]
     for key in cut:
         draft.leave_open(key, "the weights are cut by ZeRO 3, or as their JSON says; see docs/splits.md")
-    draft.base = draft.given("deepspeed") or ("zero3" if cut else "zero2")
+    draft.base = draft.read_value("deepspeed") or ("zero3" if cut else "zero2")
     if not isinstance(draft.base, str | dict):
-        raise draft.refused("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")
+        raise draft.make_error("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")
 
 
-def settle_adapter(draft: Draft) -> None:
+def put_adapter(draft: ImportDraft) -> None:
     """Put the kind of a low-rank adapter; one that is loaded brings its shape."""
-    rs, dora = draft.given("use_rslora", flag), draft.given("use_dora", flag)
+    rs, dora = draft.read_value("use_rslora", to_bool), draft.read_value("use_dora", to_bool)
     draft.put("adapter.kind", "dora" if dora else "rslora" if rs else "lora")
     if rs and dora:
         draft.leave_open("use_rslora", "with use_dora: multiply adapter.alpha by the root of adapter.rank")
     if "adapter.weights" in draft.recipe:
         for key in ("rank", "alpha", "targets"):
-            draft.take_out(f"adapter.{key}", "the adapter that is loaded brings its own")
+            draft.discard(f"adapter.{key}", "the adapter that is loaded brings its own")
 
 
-def ask_for_targets(draft: Draft) -> None:
+def ask_for_targets(draft: ImportDraft) -> None:
     """Leave the layers that get an adapter to the user, where peft would choose them."""
-    if draft.said("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
+    if draft.stated("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
         what = "theirs names none, and peft chooses by the model: [q_proj, v_proj] of most"
         draft.ask("adapter.targets", [FILL_IN], what)
 
 
-def put_preferences(draft: Draft, length: int) -> None:
+def put_preferences(draft: ImportDraft, length: int) -> None:
     """Put what all preference data have: an example is a sample, whole in a sequence."""
     draft.put("data.sequence_length", 2 * length, f"two answers, each of {length} tokens with its prompt")
     draft.put("data.answer_length", length)
     draft.put("data.packing", "none", "a sample is an example, as there")
 
 
-def held_out(draft: Draft, key: str) -> bool:
+def put_held_out(draft: ImportDraft, key: str) -> bool:
     """Put the share that is held out, and return whether anything is."""
-    share = draft.given(key, number) or 0.0
+    share = draft.read_value(key, to_number) or 0.0
     if share >= 1:
         draft.leave_open(key, "a number of rows; write their share as data.eval_fraction")
     draft.put("data.eval_fraction", share if share < 1 else 0.0)
     return 0 < share < 1
 
 
-def settle(draft: Draft) -> None:
+def import_training_arguments(draft: ImportDraft) -> None:
     """Take the arguments of transformers' Trainer, whose script names model and data."""
     put_sources(draft, "chat", [])
-    settle_arguments(draft, draft.given("eval_strategy") not in (None, "no", False))
+    put_arguments(draft, draft.read_value("eval_strategy") not in (None, "no", False))
 
 
-TOOL = Tool(
+TOOL = TrainerTable(
     title="transformers' Trainer",
     rows=ROWS | {"model_name_or_path": MODEL_ROWS["model_name_or_path"]},
-    rule=settle,
+    import_values=import_training_arguments,
     defaults=DEFAULTS,
 )

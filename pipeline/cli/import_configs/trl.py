@@ -7,13 +7,20 @@ which the import does not look at.
 from __future__ import annotations
 
 from pipeline.cli.import_configs import training_arguments as common
-from pipeline.cli.import_configs.conversions import flag, rows, text, whole
-from pipeline.cli.import_configs.mapping import FILES, FILL_IN, Draft, Tool, find_source, put_sources
+from pipeline.cli.import_configs.conversions import parse_table, to_bool, to_int, to_text
+from pipeline.cli.import_configs.mapping import (
+    FILES,
+    FILL_IN,
+    ImportDraft,
+    TrainerTable,
+    find_source,
+    put_sources,
+)
 
 TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
 RATES = {"sft": 2e-5, "reward": 1e-4}  # of the others 1e-6
 SINGLE = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
-OWN = rows("""
+OWN = parse_table("""
 model.attention as attention: attn_implementation
 adapter.kind: use_peft
 adapter.quantize as 4 bits: load_in_4bit
@@ -36,24 +43,24 @@ objective.center_weight as number: center_rewards_coefficient
 """)
 
 
-def settle(draft: Draft) -> None:
+def import_trl(draft: ImportDraft) -> None:
     """Take data, objective and adapter, by trainer."""
     trainer = draft.trainer
-    if draft.said("learning_rate") is None:
+    if draft.stated("learning_rate") is None:
         draft.put("optimizer.learning_rate", RATES.get(trainer, 1e-6), f"TRL's default for {trainer}")
     if trainer != "sft":
         _settle_objective(draft)
-    elif draft.given("loss_type") not in (None, "nll", "chunked_nll"):
+    elif draft.read_value("loss_type") not in (None, "nll", "chunked_nll"):
         draft.leave_open("loss_type", "the loss is the mean cross entropy of the tokens")
     _settle_data(draft)
-    common.settle_arguments(draft, common.held_out(draft, "test_split_size"))
-    if draft.given("use_peft", flag):
-        common.settle_adapter(draft)
+    common.put_arguments(draft, common.put_held_out(draft, "test_split_size"))
+    if draft.read_value("use_peft", to_bool):
+        common.put_adapter(draft)
         common.ask_for_targets(draft)
 
 
-def _settle_objective(draft: Draft) -> None:
-    losses = draft.given("loss_type")
+def _settle_objective(draft: ImportDraft) -> None:
+    losses = draft.read_value("loss_type")
     loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
     kind = "simpo" if draft.trainer == "cpo" and loss == "simpo" else draft.trainer
     draft.put("objective.kind", kind)
@@ -68,20 +75,20 @@ def _settle_objective(draft: Draft) -> None:
         draft.put("objective.loss_type", loss or "sigmoid")  # the loader refuses what is not built
 
 
-def _settle_data(draft: Draft) -> None:
-    places = [{name: f"{at}.{name}" for name in FILES} for at in draft.entries("datasets")]
-    if not places and draft.said("dataset_name") is not None:
+def _settle_data(draft: ImportDraft) -> None:
+    places = [{name: f"{at}.{name}" for name in FILES} for at in draft.list_entries("datasets")]
+    if not places and draft.stated("dataset_name") is not None:
         places = [SINGLE]
     sources = [find_source(draft, keys) for keys in places]
-    if draft.given("dataset_streaming", flag):
+    if draft.read_value("dataset_streaming", to_bool):
         sources = [source | {"streaming": True} if "dataset" in source else source for source in sources]
-    is_sft, length = draft.trainer == "sft", draft.given("max_length", whole)
-    field = draft.given("dataset_text_field", text) if is_sft else None
+    is_sft, length = draft.trainer == "sft", draft.read_value("max_length", to_int)
+    field = draft.read_value("dataset_text_field", to_text) if is_sft else None
     if field:
         sources = [source | {"text_field": field} for source in sources]
     put_sources(draft, "text" if field else "chat" if is_sft else "preference", sources)
     draft.put("data.sequence_length", length)
-    draft.put("data.packing", "best_fit" if draft.given("packing", flag) else "none")
+    draft.put("data.packing", "best_fit" if draft.read_value("packing", to_bool) else "none")
     if field:
         draft.left_open["dataset_text_field"] = common.TEXT_STARTS
         return
@@ -94,9 +101,12 @@ def _settle_data(draft: Draft) -> None:
         draft.put("data.layout", "trl", "strings are plain text, messages are written by the chat template")
 
 
-def _settle_turns(draft: Draft) -> None:
+def _settle_turns(draft: ImportDraft) -> None:
     """Put how rows are read, which TRL decides by their fields: as messages, unless a key says otherwise."""
-    marked, completes = draft.given("assistant_only_loss", flag), draft.given("completion_only_loss", flag)
+    marked, completes = (
+        draft.read_value("assistant_only_loss", to_bool),
+        draft.read_value("completion_only_loss", to_bool),
+    )
     draft.put("data.learn_from", "assistant" if marked or completes else "all")
     if marked:
         draft.left_open["assistant_only_loss"] = (
@@ -116,10 +126,10 @@ def _settle_turns(draft: Draft) -> None:
         draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 
-TOOL = Tool(
+TOOL = TrainerTable(
     title="TRL",
     rows=common.ROWS | common.MODEL_ROWS | OWN,
-    rule=settle,
+    import_values=import_trl,
     defaults={key: value for key, value in common.DEFAULTS.items() if key != "learning_rate"}
     | {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "beta": 0.1, "max_length": 1024}
     | {"bf16": True, "gradient_checkpointing": True},

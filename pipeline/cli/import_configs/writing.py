@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from pipeline.cli.import_configs import accelerate, axolotl, llama_factory, training_arguments, trl
-from pipeline.cli.import_configs.mapping import FILL_IN, Draft, Tool
-from pipeline.cli.inputs import reading_a_run
+from pipeline.cli.import_configs.mapping import FILL_IN, ImportDraft, TrainerTable
+from pipeline.cli.inputs import report_file_errors
 from pipeline.config import deepspeed_keys
 from pipeline.config.command_lines import format_train_command
 from pipeline.config.deepspeed_check import check_deepspeed_json
@@ -24,7 +24,7 @@ from pipeline.config.shipped import DS_CONFIGS
 from pipeline.errors import ConfigError, PipelineError, escape_unprintable, shorten_message
 from pipeline.files import is_path, replace_file
 
-TOOLS: dict[str, Tool] = {
+TOOLS: dict[str, TrainerTable] = {
     "trainer": training_arguments.TOOL,
     "llama-factory": llama_factory.TOOL,
     "axolotl": axolotl.TOOL,
@@ -35,7 +35,7 @@ RECIPE, JSON = "recipe.yaml", "deepspeed.json"
 OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
 
 
-def draft_of(path: Path, origin: str | None, gpus: int) -> Draft:
+def draft_recipe(path: Path, origin: str | None, gpus: int) -> ImportDraft:
     """Return the draft of a recipe from another trainer's file.
 
     Args:
@@ -50,13 +50,13 @@ def draft_of(path: Path, origin: str | None, gpus: int) -> Draft:
     if OF_DEEPSPEED & set(file.tree):
         raise ConfigError(f"{path}: a DeepSpeed JSON; give it to --deepspeed as it is")
     origin = origin or _recognised(file)
-    draft = Draft(file, TOOLS[origin], gpus, origin.removeprefix("trl-"))
-    draft.fill()
+    draft = ImportDraft(file, TOOLS[origin], gpus, origin.removeprefix("trl-"))
+    draft.import_keys()
     draft.put("model.kind", "causal_lm")
     model = draft.recipe.get("model.pretrained")
     if draft.has_recipe and model is None:
         draft.ask("model.pretrained", FILL_IN, "the model's folder or name on the hub; theirs names none")
-    elif model is not None and (found := draft.found(model)) is not None and found.is_dir():
+    elif model is not None and (found := draft.find_path(model)) is not None and found.is_dir():
         draft.put("model.pretrained", str(found))
     elif model is not None and is_path(model):
         draft.fill_in.append(f"model.pretrained: {model} is not on this machine")
@@ -76,7 +76,7 @@ def _recognised(file: ConfigFile) -> str:
     return best
 
 
-def write(draft: Draft, folder: Path) -> str:
+def write_files(draft: ImportDraft, folder: Path) -> str:
     """Write recipe and JSON if this trainer's own loader takes them, and return where the JSON comes from.
 
     Raises:
@@ -84,17 +84,17 @@ def write(draft: Draft, folder: Path) -> str:
     """
     tree, origin = make_json(draft)
     if draft.has_recipe:
-        made = {JSON: tree_text(tree), RECIPE: recipe_text(draft)}
+        made = {JSON: format_json(tree), RECIPE: format_recipe(draft)}
         _check(draft, made)
     else:  # JSON has no comments; the key is passed over
-        made = {JSON: tree_text({"_comment": [*lines_left(draft)], **tree})}
+        made = {JSON: format_json({"_comment": [*format_open_points(draft)], **tree})}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
         replace_file(folder / name, content)
     return origin
 
 
-def _check(draft: Draft, made: dict[str, str]) -> None:
+def _check(draft: ImportDraft, made: dict[str, str]) -> None:
     """Load recipe and JSON from a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in made.items():
@@ -112,12 +112,12 @@ def _check(draft: Draft, made: dict[str, str]) -> None:
             raise ConfigError(f"{draft.file.path}: {where}what it says makes no recipe: {told}") from None
 
 
-def tree_text(tree: Tree) -> str:
+def format_json(tree: Tree) -> str:
     """Return JSON as it is written."""
     return json.dumps(tree, indent=2) + "\n"
 
 
-def lines_left(draft: Draft) -> Iterator[str]:
+def format_open_points(draft: ImportDraft) -> Iterator[str]:
     """Yield what is to fill in, what was left open and what has no effect here, one line each."""
     yield from (f"fill in: {each}" for each in draft.fill_in)
     yield from (f"left open: {key}: {what_to_do}" for key, what_to_do in draft.left_open.items())
@@ -126,11 +126,13 @@ def lines_left(draft: Draft) -> Iterator[str]:
         yield f"without effect: {keys}: {reason}"
 
 
-def recipe_text(draft: Draft) -> str:
+def format_recipe(draft: ImportDraft) -> str:
     """Return the recipe as YAML, below comments on what was decided and what is left."""
     lines = [f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import."]
     lines += [f"{key}: {remark}" for key, remark in draft.remarks.items() if key in draft.recipe]
-    comments = [f"# {escape_unprintable(' '.join(line.split()))}" for line in (*lines, *lines_left(draft))]
+    comments = [
+        f"# {escape_unprintable(' '.join(line.split()))}" for line in (*lines, *format_open_points(draft))
+    ]
     order = list(RunConfig.model_fields)
     tree: Tree = {}
     for key in sorted(draft.recipe, key=lambda key: order.index(key.partition(".")[0])):
@@ -140,7 +142,7 @@ def recipe_text(draft: Draft) -> str:
     )
 
 
-def make_json(draft: Draft) -> tuple[Tree, str]:
+def make_json(draft: ImportDraft) -> tuple[Tree, str]:
     """Return the DeepSpeed JSON, and where it comes from."""
     tree, origin = _their_json(draft)
     if tree is None:
@@ -154,13 +156,13 @@ def make_json(draft: Draft) -> tuple[Tree, str]:
     return tree, origin
 
 
-def _their_json(draft: Draft) -> tuple[Tree | None, str]:
+def _their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     """Return their JSON without what the recipe says; `None` if it is not here, or not read here."""
     if isinstance(draft.base, dict):
         file, origin = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base))), "as theirs has it"
     elif draft.base in ("zero2", "zero3"):
         return None, ""
-    elif (path := draft.found(draft.base)) is None:
+    elif (path := draft.find_path(draft.base)) is None:
         draft.left_open["deepspeed"] = (
             f"{draft.base} is not here; copy it and import again, or choose a split"
         )
@@ -192,22 +194,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="write over what is in the folder")
 
 
-@reading_a_run()
+@report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
     """Raises a PipelineError where theirs is none of these, or there is no room for ours."""
     theirs: Path = arguments.theirs
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:
         raise PipelineError(f"--gpus {arguments.gpus}: expected a positive number")
-    draft = draft_of(theirs, arguments.origin, arguments.gpus)
+    draft = draft_recipe(theirs, arguments.origin, arguments.gpus)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not arguments.force:
         raise PipelineError(f"{folder} exists and is not empty; choose another folder (--output), or --force")
-    origin = write(draft, folder)
+    origin = write_files(draft, folder)
     said = [f"{folder / RECIPE}: {draft.tool.title}'s {theirs.name}"] if draft.has_recipe else []
     said.append(f"{folder / JSON}: {origin}")
     batch = "batch.global_batch_size"
     said += [f"{batch}: {draft.recipe[batch]} = {draft.remarks[batch]}"] if batch in draft.recipe else []
-    said += lines_left(draft)
+    said += format_open_points(draft)
     for line in said:
         print(shorten_message(line))
     recipe = folder / RECIPE if draft.has_recipe else "RECIPE.yaml"

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from pipeline.cli.import_configs.writing import draft_of, write
+from pipeline.cli.import_configs.writing import draft_recipe, write_files
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
@@ -195,8 +195,8 @@ def imported(tmp_path, monkeypatch):
         tree = TREES.get(tool, TRL) | changes
         path = tmp_path / "theirs.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
-        draft = draft_of(path, tool, gpus)
-        write(draft, tmp_path / "out")
+        draft = draft_recipe(path, tool, gpus)
+        write_files(draft, tmp_path / "out")
         load_settings(tmp_path / "out" / "recipe.yaml", tmp_path / "out" / "deepspeed.json")
         return draft
 
@@ -309,7 +309,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(imported, tmp_path, tool, chan
 @pytest.mark.parametrize("tool", TREES)
 def test_a_tool_is_known_by_its_keys(imported, tool):
     path = imported(tool, {}).file.path
-    assert draft_of(path, None, 1).tool.title == draft_of(path, tool, 1).tool.title
+    assert draft_recipe(path, None, 1).tool.title == draft_recipe(path, tool, 1).tool.title
 
 
 def test_data_sets_are_found_by_dataset_info(imported, tmp_path):
@@ -384,8 +384,8 @@ def test_their_json_without_what_the_recipe_says(imported, tmp_path):
 def test_accelerate_says_how_the_work_is_split(tmp_path, changes, zero, left_open):
     path = tmp_path / "default_config.yaml"
     path.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "num_processes": 4} | changes))
-    draft = draft_of(path, None, 1)
-    write(draft, tmp_path / "out")
+    draft = draft_recipe(path, None, 1)
+    write_files(draft, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "deepspeed.json").read_text())
     assert (written["zero_optimization"], draft.gpus) == (zero, 4)
     assert [*draft.left_open] == left_open
@@ -397,7 +397,7 @@ def test_a_deepspeed_json_is_for_the_run_itself(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
     with pytest.raises(ConfigError, match=r"ds\.json: a DeepSpeed JSON; give it to --deepspeed as it is"):
-        draft_of(path, None, 1)
+        draft_recipe(path, None, 1)
 
 
 def test_what_is_repeated_of_theirs_stays_a_comment(imported, tmp_path):

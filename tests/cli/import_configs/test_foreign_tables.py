@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.import_configs import training_arguments as common
-from pipeline.cli.import_configs.mapping import Draft
-from pipeline.cli.import_configs.words import LEFT_OPEN, NO_EFFECT
-from pipeline.cli.import_configs.writing import TOOLS, make_json, recipe_text
+from pipeline.cli.import_configs.mapping import ImportDraft
+from pipeline.cli.import_configs.unmapped_keys import LEFT_OPEN, NO_EFFECT
+from pipeline.cli.import_configs.writing import TOOLS, format_recipe, make_json
 from pipeline.config.deepspeed_check import load_key_rules
 from pipeline.config.loading import ConfigFile
 from pipeline.errors import ConfigError
@@ -72,10 +72,10 @@ def test_what_keys_become_is_in_the_recipe(name):
 
 def draft_of(name, tree):
     """Return the draft of a tool's configuration, and all that is written of it."""
-    draft = Draft(ConfigFile(Path("theirs.yaml"), tree), TOOLS[name], 1, name.removeprefix("trl-"))
-    draft.fill()
+    draft = ImportDraft(ConfigFile(Path("theirs.yaml"), tree), TOOLS[name], 1, name.removeprefix("trl-"))
+    draft.import_keys()
     make_json(draft)
-    recipe_text(draft)
+    format_recipe(draft)
     return draft
 
 
@@ -94,7 +94,7 @@ def test_no_value_is_a_traceback_and_every_key_gets_a_word(name):
                 except ConfigError as error:
                     said = str(error)
                 else:
-                    named = draft.read | draft.left_open.keys() | draft.no_effect.keys()
+                    named = draft.keys_read | draft.left_open.keys() | draft.no_effect.keys()
                     assert draft.theirs.keys() <= named, (key, value)
                 assert "\n" not in said, (key, value)
 

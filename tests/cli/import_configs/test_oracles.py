@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from oracle_cases import CASES, RECORDED, write_case
 
-from pipeline.cli.import_configs.writing import draft_of, write
+from pipeline.cli.import_configs.writing import draft_recipe, write_files
 from pipeline.config.settings import load_settings
 from pipeline.data.prepared import prepare_documents
 
@@ -44,6 +44,6 @@ def documents_of(folder: Path, cache: Path) -> list[list[list[list[int]]]]:
 @pytest.mark.parametrize("name", CASES)
 def test_ids_and_mask_are_those_of_the_other_trainer(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    draft = draft_of(write_case(name, tmp_path), CASES[name]["tool"], 1)
-    write(draft, tmp_path / "out")
+    draft = draft_recipe(write_case(name, tmp_path), CASES[name]["tool"], 1)
+    write_files(draft, tmp_path / "out")
     assert documents_of(tmp_path / "out", tmp_path / "cache") == ORACLES[name]

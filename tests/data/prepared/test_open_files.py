@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from pipeline.cli.inspect_view import hashes_of, lengths_of
+from pipeline.cli.inspect_view import read_hashes, read_lengths
 from pipeline.data.packing import join, pack
 from pipeline.data.prepared.encoder import Document
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
 def everything_of(folders) -> list[int]:
     """Sums over all rows, for every way to fill them, and over the documents' counts."""
     store = TokenStore(folders, "train")
-    found = [len(hashes_of([store])), int(lengths_of([store]).sum())]
+    found = [len(read_hashes([store])), int(read_lengths([store]).sum())]
     streams = [
         pack(TokenStore(half, "train"), "concatenate", 8, True, 9) for half in (folders[::2], folders[1::2])
     ]

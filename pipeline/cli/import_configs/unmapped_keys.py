@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.cli.import_configs.conversions import reasons
+from pipeline.cli.import_configs.conversions import parse_reasons
 
-LEFT_OPEN = reasons("""
+LEFT_OPEN = parse_reasons("""
 write batch.micro_batch_size, auto: auto_find_batch_size
 write checkpoint.keep_best; eval.best_metric says by which number: greater_is_better
   load_best_model_at_end metric_for_best_model
@@ -58,7 +58,7 @@ FULL_SHARD is ZeRO 3; for SHARD_GRAD_OP write stage 2 into the JSON: fsdp_config
 write offload_optimizer and offload_param into the JSON: fsdp_config.fsdp_offload_params
 """)
 """Key -> what to do about it. One that is switched off means the same here."""
-NO_EFFECT = reasons("""
+NO_EFFECT = parse_reasons("""
 a run's folder has all that it leaves, and an existing one is never overwritten: overwrite_output_dir
   plot_loss save_only_model save_safetensors
 the command says what is done: do_eval do_predict do_train merge_lora strict
