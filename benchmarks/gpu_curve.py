@@ -41,7 +41,7 @@ from pipeline.distributed.ranks import read_ranks
 from pipeline.engine.interface import mean_loss
 from pipeline.engine.schedule import learning_rate_multiplier
 from pipeline.models import build_model
-from pipeline.models.sharding import Whole, model_request
+from pipeline.models.sharding import NoSharding, build_model_request
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
@@ -184,7 +184,9 @@ def train(
         json_path = None if file is None else REPOSITORY / "ds_configs" / file
         settings = load_settings(path, json_path, [*words, *overrides])
         config, data = settings.config, prepare_data(settings.config.data)
-        skeleton = build_model(config.model, model_request(config, data, Whole(), draws=False), config.seed)
+        skeleton = build_model(
+            config.model, build_model_request(config, data, NoSharding(), draws=False), config.seed
+        )
         curve_inputs.write_weights(skeleton, weights)
         resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
         notes = cleanup.enter_context(noted())

@@ -28,9 +28,9 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.sampler import GlobalOrder
 from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model, huggingface
-from pipeline.models.adapters import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, first_values
-from pipeline.models.huggingface import draw_weights
-from pipeline.models.sharding import Sharding, Whole, model_request
+from pipeline.models.adapters import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, draw_adapter_values
+from pipeline.models.huggingface import initialise_weights
+from pipeline.models.sharding import NoSharding, Sharding, build_model_request
 from pipeline.models.sizes import flops_per_token
 from pipeline.objectives import CausalLM
 
@@ -73,7 +73,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
 def train(task: Task, gate: Gate) -> Trained:
     """Run the participant's loop until the gate ends it."""
     if os.environ.get(DRAW_ON_DEVICE):
-        huggingface.draw_weights = draw_on_device
+        huggingface.initialise_weights = draw_on_device
     return LOOPS[task.peer](task, read_settings(task), gate)
 
 
@@ -91,11 +91,11 @@ def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
 
     Every participant has the same ones; they are not those of a run, which are the same on any device.
     """
-    draw_weights(model, sharding, draws=False)  # what modules with buffers need
+    initialise_weights(model, sharding, draws=False)  # what modules with buffers need
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
-        with sharding.whole([parameter]):
+        with sharding.gather([parameter]):
             if parameter.dim() > 1:
                 drawn = torch.empty(parameter.shape, device=device)
                 parameter.copy_(drawn.normal_(std=0.02, generator=generator))
@@ -142,7 +142,7 @@ class Script:
     def model(self) -> nn.Module:
         """Return the model with the pipeline's weights, on the CPU, under an adapter if one is asked for."""
         config = self.settings.config
-        model = build_model(config.model, model_request(config, self.data, Whole()), config.seed)
+        model = build_model(config.model, build_model_request(config, self.data, NoSharding()), config.seed)
         if getattr(config.model, "activation_checkpointing", "none") != "none":
             model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
         return model if config.adapter is None else self._with_adapter(model)
@@ -165,7 +165,7 @@ class Script:
         with torch.no_grad():
             for name, parameter in wrapped.get_base_model().named_parameters():
                 if ".lora_" in name:
-                    parameter.copy_(first_values(name, parameter.shape, adapter, config.seed))
+                    parameter.copy_(draw_adapter_values(name, parameter.shape, adapter, config.seed))
         return wrapped
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:

@@ -32,9 +32,16 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, ModelError, PipelineError, summarize_error
 from pipeline.files import format_bytes
-from pipeline.models.adapters import NAME, adapted, of_peft
-from pipeline.models.transformers_facts import auto_class_for
-from pipeline.models.weights import Entry, OpenCheckpoint, WeightFile, matched, open_hub, open_weights
+from pipeline.models.adapters import ADAPTER_NAME, find_adapter_layers, to_peft_name
+from pipeline.models.transformers_facts import choose_auto_class
+from pipeline.models.weights import (
+    OpenCheckpoint,
+    TensorEntry,
+    WeightFile,
+    match_names,
+    open_hub,
+    open_weights,
+)
 from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES
 
 STATE_KEY = "adapter"  # in the state of a checkpoint
@@ -92,7 +99,7 @@ def describe_adapter(
     """
     if config.adapter is None:
         return {}
-    own = next((_computed(layer) for _, layer in adapted(model)), None)
+    own = next((_computed(layer) for _, layer in find_adapter_layers(model)), None)
     computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
     base = job.on_main(lambda: _base(config, open_checkpoint, known))
@@ -110,17 +117,17 @@ def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
     """Return how the base is quantised, and which of its layers."""
     if config.quantize is None:
         return {}
-    from pipeline.models.quantised import quantised_layers
+    from pipeline.models.quantised import find_quantised_layers
 
-    return {"quantize": config.quantize, "quantized": [name for name, _ in quantised_layers(model)]}
+    return {"quantize": config.quantize, "quantized": [name for name, _ in find_quantised_layers(model)]}
 
 
 def _computed(layer: Any) -> dict[str, Any]:
     """Return the settings that all of peft's layers in a model share."""
     return {
-        "alpha": layer.lora_alpha[NAME],
-        "dora": bool(layer.use_dora[NAME]),
-        "rslora": bool(layer.use_rslora[NAME]),
+        "alpha": layer.lora_alpha[ADAPTER_NAME],
+        "dora": bool(layer.use_dora[ADAPTER_NAME]),
+        "rslora": bool(layer.use_rslora[ADAPTER_NAME]),
         "transposed": bool(layer.fan_in_fan_out or getattr(layer.get_base_layer(), "is_transposed", False)),
     }
 
@@ -212,7 +219,7 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
 
 def find_adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the layers that have an adapter, from a checkpoint's names."""
-    end = f".lora_A.{NAME}.weight"
+    end = f".lora_A.{ADAPTER_NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
@@ -222,15 +229,15 @@ def map_peft_names(manifest: Manifest) -> dict[str, str]:
     An embedding that is the output layer as well has both names in the file.
     """
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
-    found = {of_peft(name): name for name in names}
+    found = {to_peft_name(name): name for name in names}
     if _described(manifest).get("tie_word_embeddings"):
         embedding = next((name for name in names if name.endswith(INPUT_EMBEDDING_NAMES)), None)
         if embedding is not None:
-            found[of_peft("lm_head.weight")] = embedding
+            found[to_peft_name("lm_head.weight")] = embedding
     return found
 
 
-def dtype_of(entry: Entry) -> torch.dtype:
+def dtype_of(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of a base's tensor.
 
     Raises:
@@ -260,7 +267,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     described = _described(manifest)
     # peft warns if it is asked to tie weights that the adapter leaves alone.
     trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
-    (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
+    (rank, _) = shapes[f"{layers[0]}.lora_A.{ADAPTER_NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
         lora_alpha=about["alpha"],
@@ -270,7 +277,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
         base_model_name_or_path=format_base(about["base"]),
-        task_type="CAUSAL_LM" if auto_class_for(described) == "AutoModelForCausalLM" else "SEQ_CLS",
+        task_type="CAUSAL_LM" if choose_auto_class(described) == "AutoModelForCausalLM" else "SEQ_CLS",
         inference_mode=True,
         ensure_weight_tying=trains_words and bool(described.get("tie_word_embeddings")),
     ).save_pretrained(str(folder))
@@ -310,7 +317,7 @@ class MergedWeights:
         self._whole = {
             name: entry
             for name, entry in self._adapter.entries.items()
-            if ".lora_" not in of_peft(name) and name not in self._adapter.buffers
+            if ".lora_" not in to_peft_name(name) and name not in self._adapter.buffers
         }
         try:
             self._base = open_base(base, open_checkpoint)
@@ -321,7 +328,7 @@ class MergedWeights:
         refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)
         wanted = {f"{layer}.weight" for layer in self._layers.union(self._about.get("quantized", ()))}
-        self._keys = matched(keys, wanted | set(self._whole))
+        self._keys = match_names(keys, wanted | set(self._whole))
         if missing := sorted(wanted - set(self._keys)):
             raise ModelError(
                 f"{manifest.folder} is an adapter, and {format_base(base)}, its base, has no {missing[0]}"
@@ -331,7 +338,7 @@ class MergedWeights:
         fronts = {key.removesuffix(name) for name, key in self._keys.items()}
         front = fronts.pop() if len(fronts) == 1 else ""
         self._names = {given.get(key, key.removeprefix(front)): key for key in keys}
-        self.entries: Mapping[str, Entry] = {
+        self.entries: Mapping[str, TensorEntry] = {
             **{name: self._base.entries[key] for name, key in self._names.items()},
             **self._whole,
         }
@@ -347,13 +354,15 @@ class MergedWeights:
             values = self._rounding.round_as_trained(layer, values)
         if layer not in self._layers:
             return values.to(dtype)
-        low, high = (self._adapter.read(f"{layer}.lora_{side}.{NAME}.weight").float() for side in "AB")
+        low, high = (
+            self._adapter.read(f"{layer}.lora_{side}.{ADAPTER_NAME}.weight").float() for side in "AB"
+        )
         about = self._about
         scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
         whole = values.float().T if about["transposed"] else values.float()
         whole = whole + scale * (high @ low)
         if about["dora"]:
-            lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{NAME}.weight").float()
+            lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{ADAPTER_NAME}.weight").float()
             whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
         return (whole.T if about["transposed"] else whole).contiguous().to(dtype)
 
@@ -381,9 +390,9 @@ class QuantisationRounding:
 
     def __init__(self, about: Mapping[str, Any]):
         require_package("bitsandbytes", "merging an adapter whose base is in nf4")
-        from pipeline.models.quantised import packed, unpacked
+        from pipeline.models.quantised import pack_nf4, unpack_nf4
 
-        self._round = lambda weight: unpacked(packed(weight))
+        self._round = lambda weight: unpack_nf4(pack_nf4(weight))
         self._layers = frozenset(about["quantized"])
         self._is_transposed = about["transposed"]
         self._off = self._whole = 0.0

@@ -46,8 +46,8 @@ from pipeline.files import (
     read_regular_file,
 )
 from pipeline.models.adapters import WEIGHTS as ADAPTER_FILE
-from pipeline.models.transformers_facts import auto_class_for
-from pipeline.models.weights import Entry
+from pipeline.models.transformers_facts import choose_auto_class
+from pipeline.models.weights import TensorEntry
 from pipeline.redaction import redact_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,7 +123,7 @@ def export(
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
-            auto_class = None if config is None or is_adapter else auto_class_for(config)
+            auto_class = None if config is None or is_adapter else choose_auto_class(config)
             limit = sys.maxsize if auto_class is None else max_file_bytes
             files = write_weights(
                 source,
@@ -180,10 +180,10 @@ def write_weights(
         dtype: Dtype of all but buffers.
         single: Name of the file if it is one, as transformers and peft look for it.
     """
-    entries = dict[str, Entry]()
+    entries = dict[str, TensorEntry]()
     for name, entry in source.entries.items():
         saved = dtype_of(entry)
-        entries[name] = Entry(entry.shape, saved if name in source.buffers else dtype)
+        entries[name] = TensorEntry(entry.shape, saved if name in source.buffers else dtype)
     needed, free = sum(map(_num_bytes, entries.values())), shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"{format_bytes(needed)} are needed and {format_bytes(free)} are free")
@@ -201,14 +201,14 @@ def write_weights(
     return list(split.filename_to_tensors)
 
 
-def _num_bytes(entry: Entry) -> int:
+def _num_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * dtype_of(entry).itemsize
 
 
 def _write_file(
     source: CheckpointWeights | MergedWeights,
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     advance: Callable[[int], object],
 ) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -11,7 +11,7 @@ from pipeline.checkpoint.catalog import LINK_PROBLEM, list_published_folders, li
 from pipeline.checkpoint.manifest import MANIFEST, read_manifest
 from pipeline.checkpoint.reader import CheckpointWeights, check_content, check_file_sizes, inspect_files
 from pipeline.errors import CheckpointError, ModelError
-from pipeline.models.weights import WeightFile, refusal
+from pipeline.models.weights import WeightFile, weights_error
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
     for path in newest_first:
         try:
             if path.is_symlink():
-                raise refusal(path, f"is {LINK_PROBLEM}")
+                raise weights_error(path, f"is {LINK_PROBLEM}")
             return _open(path)
         except ModelError as error:
             log.warning("%s; an older checkpoint is looked for", error)
             problems.append(error)
-    raise refusal(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
+    raise weights_error(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
 
 
 def _open(folder: Path) -> WeightFile:
@@ -52,10 +52,12 @@ def _open(folder: Path) -> WeightFile:
     except CheckpointError as error:
         raise ModelError(f"model.weights: {error}") from None
     if damages := check_file_sizes(manifest) or check_content(manifest):
-        raise refusal(folder, f"is damaged: {damages[0]}")
+        raise weights_error(folder, f"is damaged: {damages[0]}")
     if absent := inspect_files(manifest)[1]:
         elsewhere = next(file for file in manifest.files if file.name in absent)
-        raise refusal(folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here")
+        raise weights_error(
+            folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here"
+        )
     if adapters.STATE_KEY in manifest.state:
         return MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(manifest)

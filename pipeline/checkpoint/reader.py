@@ -28,7 +28,7 @@ from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, 
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError
 from pipeline.files import open_regular_file
-from pipeline.models.weights import Entry
+from pipeline.models.weights import TensorEntry
 
 THREADS = 4
 
@@ -290,13 +290,15 @@ class CheckpointWeights:
     def __init__(self, manifest: Manifest, names: Mapping[str, str] | None = None):
         self._reader = CheckpointReader(manifest)
         saved = {
-            name: (kind, Entry(shape, DTYPES[dtype]))
+            name: (kind, TensorEntry(shape, DTYPES[dtype]))
             for name, kind, dtype, shape in manifest.table.entries
             if kind in MODEL_KINDS
         }
         self._saved_names = names or {name: name for name in saved}
         self._kinds = {name: saved[own][0] for name, own in self._saved_names.items()}
-        self.entries: Mapping[str, Entry] = {name: saved[own][1] for name, own in self._saved_names.items()}
+        self.entries: Mapping[str, TensorEntry] = {
+            name: saved[own][1] for name, own in self._saved_names.items()
+        }
         self.buffers = {name for name, kind in self._kinds.items() if kind == BUFFER}
 
     def read(self, name: str) -> Tensor:

@@ -240,9 +240,9 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardwar
 def _model(settings: Settings) -> ModelSpec:
     model = read_model_spec(settings.config)
     if model is None:  # it has to be built
-        from pipeline.models.sizes import count
+        from pipeline.models.sizes import measure_recipe
 
-        model = count(settings.config)
+        model = measure_recipe(settings.config)
     return model
 
 

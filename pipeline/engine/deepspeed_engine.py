@@ -70,8 +70,8 @@ from pipeline.engine.zero3 import (
     measure_gathers,
 )
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.sharding import Placed, Sharding
-from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
+from pipeline.models.sharding import DevicePlacement, Sharding
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_losses
 
 
 def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
@@ -84,7 +84,7 @@ def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -
     if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
         return TensorSharding(config, split)
     dtype = DTYPES[split.precision]
-    return Zero3Sharding(config, dtype) if split.zero_stage == 3 else Placed(device, dtype)
+    return Zero3Sharding(config, dtype) if split.zero_stage == 3 else DevicePlacement(device, dtype)
 
 
 class DeepSpeedEngine(DeepSpeedBase):
@@ -217,7 +217,7 @@ class DeepSpeedEngine(DeepSpeedBase):
                 engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
             with self.phases.measured("optimizer"):
                 if index == len(micro_batches) - 1:
-                    total = added(losses, objective.means, self.device)
+                    total = sum_losses(losses, objective.means, self.device)
                     loss_sum = total.loss_sum / alike
                     self._refusal.look(loss_sum, totals[0])
                 if (

@@ -15,9 +15,9 @@ from pipeline.data.batches import LoadedBatch, moved, on_host
 from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import ReplicaDigests
 from pipeline.errors import ModelError
-from pipeline.models.document_attention import BOUNDS, document_bounds
-from pipeline.models.generation import Generates
-from pipeline.models.sharding import number_of
+from pipeline.models.document_attention import BOUNDS_KEY, find_document_bounds
+from pipeline.models.generation import TextGenerator
+from pipeline.models.sharding import count_elements
 from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
@@ -30,13 +30,15 @@ def add_document_bounds(batch: Batch) -> Batch:
     """
     seen = on_host(batch)
     positions, ids = seen.get("position_ids"), seen.get("input_ids")
-    if BOUNDS in batch or "attention_mask" in batch:  # transformers looks for documents without a mask only
+    if (
+        BOUNDS_KEY in batch or "attention_mask" in batch
+    ):  # transformers looks for documents without a mask only
         return batch
     if not (isinstance(positions, Tensor) and isinstance(ids, Tensor) and positions.shape == ids.shape):
         return batch
-    bounds = document_bounds(positions.cpu())
+    bounds = find_document_bounds(positions.cpu())
     is_pinned = positions.is_cuda or positions.is_pinned()
-    return LoadedBatch({**batch, BOUNDS: bounds.pin_memory() if is_pinned else bounds}).known_as(batch)
+    return LoadedBatch({**batch, BOUNDS_KEY: bounds.pin_memory() if is_pinned else bounds}).known_as(batch)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,7 +96,7 @@ class Evaluator(Protocol):
         ...
 
 
-class Engine(Evaluator, Generates, EngineState, Protocol):
+class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     """Steps a model. Every method is collective: all ranks enter it together."""
 
     precision: str
@@ -194,7 +196,7 @@ def stack_count_and_flags(
 
 def count_parameters(model: nn.Module) -> int:
     """Count all parameters of the whole model, also where ZeRO-3 holds them in shards."""
-    return sum(map(number_of, model.parameters()))
+    return sum(map(count_elements, model.parameters()))
 
 
 def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:

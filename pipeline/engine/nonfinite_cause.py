@@ -15,7 +15,7 @@ from pipeline.config.batch_plan import BatchPlan
 from pipeline.data.batches import LoadedBatch, Reading, on_host, place_of, tensors
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepLimits
-from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.batch_norm import is_sync_batch_norm
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 
 SHOWN = 8  # samples that a line names
@@ -128,7 +128,7 @@ class FirstNonFinite:
         where = f"what {name or 'the model'} ({type(layer).__name__})"
         if not _is_finite((given, named)):
             # Masks hold -inf; batch normalisation takes none.
-            if self._is_input_finite and (_is_spoilt((given, named)) or is_synchronised(layer)):
+            if self._is_input_finite and (_is_spoilt((given, named)) or is_sync_batch_norm(layer)):
                 self._note(FORWARD, f"{where} is given", ", in forward", (given, named), turn=-1)
             return
         wrong = [own for own, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
@@ -249,11 +249,11 @@ class _Looking:
 
 def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
     """Each module's name; in a stage of a pipeline that of the whole model."""
-    from pipeline.models.staging import Layer  # and transformers with it, whose import takes long
+    from pipeline.models.staging import StageLayer  # and transformers with it, whose import takes long
 
     names = {layer: name for name, layer in module.named_modules()}
     for layer in module.modules():
-        if isinstance(layer, Layer):
+        if isinstance(layer, StageLayer):
             names |= {part: name for name, part in layer.part.named_modules(prefix=layer.name)}
     return names
 

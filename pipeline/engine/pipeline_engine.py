@@ -41,13 +41,21 @@ from pipeline.engine.stages import StageModule, build_stage_groups, named_layer_
 from pipeline.engine.state import RankState, TensorPlacement, get_persistent_buffers
 from pipeline.errors import DataError
 from pipeline.models.adapters import is_base
-from pipeline.models.document_attention import BOUNDS
-from pipeline.models.embeddings import KEYS, expect
+from pipeline.models.document_attention import BOUNDS_KEY
+from pipeline.models.embeddings import NOISE_KEYS, set_noise_keys
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.staging import Layer, LayeredModel, model_output
-from pipeline.objectives import Batch, GlobalBatch, HeadAlone, LossSum, Objective, added, refuse_router
+from pipeline.models.staging import LayeredModel, StageLayer, wrap_logits
+from pipeline.objectives import (
+    Batch,
+    GlobalBatch,
+    HeadOnlyModel,
+    LossSum,
+    Objective,
+    refuse_router_loss,
+    sum_losses,
+)
 
-INPUT_KEYS = ("input_ids", "position_ids", BOUNDS)
+INPUT_KEYS = ("input_ids", "position_ids", BOUNDS_KEY)
 
 
 # Phases of the schedule's instructions that compute; the others send, receive and reduce.
@@ -90,12 +98,12 @@ class PipelineEngine(DeepSpeedBase):
         Raises:
             ConfigError: a mixture whose routers are to be balanced.
         """
-        refuse_router(model, "pipeline stages")
+        refuse_router_loss(model, "pipeline stages")
         super().__init__(model.num_parameters, optimizer, split, job)
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
         self._stages = split.pipeline_stages
         config, self._own_norm = _for_stages(config, self.precision)
-        self._last = _LastStage(HeadAlone(model.head, model_output))
+        self._last = _LastStage(HeadOnlyModel(model.head, wrap_logits))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = StageModule(model, bounds, self._last)
         self._whole_names = model.names()
@@ -193,7 +201,7 @@ class PipelineEngine(DeepSpeedBase):
 
     def _total(self, objective: Objective) -> LossSum:
         """Return the sum of the step's micro-batches so far; 0 before the last stage."""
-        return added(self._last.losses, objective.means, self.device)
+        return sum_losses(self._last.losses, objective.means, self.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *hooked: Any) -> None:
         self._look()
@@ -209,10 +217,10 @@ class PipelineEngine(DeepSpeedBase):
 
     def _expect(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
         """Have stages tell each other new shapes, and the first one what noise is drawn from."""
-        keys = [batch[KEYS] for batch in micro_batches if KEYS in batch]
-        expect(self._words, [each.to(self.device, non_blocking=True) for each in keys])
+        keys = [batch[NOISE_KEYS] for batch in micro_batches if NOISE_KEYS in batch]
+        set_noise_keys(self._words, [each.to(self.device, non_blocking=True) for each in keys])
         for batch in micro_batches:
-            if unread := sorted(set(batch) - {*INPUT_KEYS, KEYS, *objective.targets}):
+            if unread := sorted(set(batch) - {*INPUT_KEYS, NOISE_KEYS, *objective.targets}):
                 raise DataError(
                     f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
                     f"{' and '.join(INPUT_KEYS[:2])} (or use zero_optimization.stage 3 in place of stages)"
@@ -252,7 +260,7 @@ class PipelineEngine(DeepSpeedBase):
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
-        return added(self._last.losses, objective.means, self.device)
+        return sum_losses(self._last.losses, objective.means, self.device)
 
     def _state(self) -> RankState:
         places = {
@@ -268,7 +276,7 @@ class PipelineEngine(DeepSpeedBase):
         }
         buffers: dict[str, Tensor] = {}
         for layer in self.module.modules():
-            if isinstance(layer, Layer):
+            if isinstance(layer, StageLayer):
                 buffers |= get_persistent_buffers(layer.part, layer.name)
         return build_rank_state(self._zero_optimizer, places, buffers, (self.dp_rank, self.dp_world_size))
 
@@ -283,7 +291,7 @@ class _LastStage:
     backward.
     """
 
-    def __init__(self, head: HeadAlone) -> None:
+    def __init__(self, head: HeadOnlyModel) -> None:
         self.losses: list[LossSum] = []
         self.coming: deque[Batch] = deque()
         """Batches that were loaded: stages take them in that order."""

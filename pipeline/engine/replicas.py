@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.batch_norm import is_sync_batch_norm
 
 DIGEST_KINDS = ("weights", "optimizer state", "gradients", "weights")
 """What each digest is of. The last one is of all steps since the last comparison."""
@@ -179,7 +179,7 @@ class BufferBroadcast:
         self._places = [
             (layer, name)
             for layer in module.modules()
-            if not is_synchronised(layer)
+            if not is_sync_batch_norm(layer)
             for name in layer._buffers
             if name not in layer._non_persistent_buffers_set
         ]

@@ -18,10 +18,15 @@ from torch import Tensor, nn
 from pipeline.data.batches import IGNORE_INDEX, on_host
 from pipeline.engine.interface import add_document_bounds
 from pipeline.errors import DataError, ModelError
-from pipeline.models.attention import AttentionFunction, attention_function, register_attention, unserved
-from pipeline.models.document_attention import BOUNDS, DocumentAttention, bounds_for
-from pipeline.models.document_attention import NAME as OWN
-from pipeline.objectives import ALONE, Batch, SequenceGroup, note_group
+from pipeline.models.attention import (
+    AttentionFunction,
+    find_unsupported_feature,
+    get_attention_function,
+    register_attention,
+)
+from pipeline.models.document_attention import ATTENTION_NAME as OWN
+from pipeline.models.document_attention import BOUNDS_KEY, DocumentAttention, build_bounds_arguments
+from pipeline.objectives import UNDIVIDED_SEQUENCE, Batch, SequenceGroup, set_sequence_group
 
 NAME = "ulysses"
 
@@ -52,7 +57,7 @@ class SequenceParallel:
         self._bounds: Tensor | None = None  # of the documents of the whole sequences on their way
         self._refuse_heads(config)
         self.use()
-        note_group(model, SequenceGroup(degree, self._sum_over_group))
+        set_sequence_group(model, SequenceGroup(degree, self._sum_over_group))
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if mixers or config._attn_implementation != NAME:
             raise ModelError(
@@ -66,8 +71,8 @@ class SequenceParallel:
         avoid.
         """
         if "flash" in self._whole:
-            return attention_function(self._whole)
-        if self._whole != OWN and (why := unserved(self._model)):
+            return get_attention_function(self._whole)
+        if self._whole != OWN and (why := find_unsupported_feature(self._model)):
             raise ModelError(f"sequence_parallel_size: {why}; use zero_optimization.stage 3")
         return DocumentAttention()
 
@@ -97,8 +102,8 @@ class SequenceParallel:
     def close(self) -> None:
         """Release the model, and remove it from transformers' table of attentions."""
         self.release()
-        note_group(self._model, ALONE)
-        register_attention(NAME, attention_function(self._whole))
+        set_sequence_group(self._model, UNDIVIDED_SEQUENCE)
+        register_attention(NAME, get_attention_function(self._whole))
 
     def part(self, batch: Batch) -> dict[str, Any]:
         """Return this rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for
@@ -118,7 +123,9 @@ class SequenceParallel:
         whole.setdefault("position_ids", counted)
         host = {key: on_host(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
         # Before the cut, from which nobody could tell where this rank's documents begin.
-        whole[BOUNDS] = self._bounds = add_document_bounds(host)[BOUNDS].to(self._device, non_blocking=True)
+        whole[BOUNDS_KEY] = self._bounds = add_document_bounds(host)[BOUNDS_KEY].to(
+            self._device, non_blocking=True
+        )
         size = length // self._degree
         mine = slice(self._rank * size, (self._rank + 1) * size)
 
@@ -178,7 +185,7 @@ class SequenceParallel:
         **rest: Any,
     ) -> tuple[Tensor, None]:
         """Attend over whole sequences (B, heads of this rank, T, width), within their documents."""
-        rest |= bounds_for(self._whole, self._bounds, None, query.transpose(1, 2))
+        rest |= build_bounds_arguments(self._whole, self._bounds, None, query.transpose(1, 2))
         output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
         return output
 

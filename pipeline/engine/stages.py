@@ -21,13 +21,13 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_patches import TiedPipelineModule
 from pipeline.engine.optim import assign_groups, group_parameters
 from pipeline.errors import ModelError
-from pipeline.models.sharding import give_memory, let_go
+from pipeline.models.sharding import allocate_values, drop_values
 from pipeline.models.staging import (
-    Layer,
     LayeredModel,
-    LogitsOnly,
+    StageLayer,
+    UncachedGenerator,
+    copy_without_values,
     cut_into_layers,
-    without_values,
 )
 from pipeline.planner.rank import split_balanced, split_uniformly
 
@@ -39,7 +39,7 @@ class StageSharding:
     lets go of what another stage has.
     """
 
-    takes_tensors = True
+    loads_by_tensor = True
     zero3_config: dict[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], split: Split, job: Job):
@@ -67,8 +67,8 @@ class StageSharding:
         context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
         return context
 
-    def made(self, model: nn.Module) -> None:
-        """See Sharding.made. Once a model is cut, another call does nothing.
+    def divide(self, model: nn.Module) -> None:
+        """See Sharding.divide. Once a model is cut, another call does nothing.
 
         While buffers have no values, the model is not complete: one like it is cut to say what this stage
         keeps, and the model itself by the next call.
@@ -76,7 +76,7 @@ class StageSharding:
         if self.model is not None:
             return
         is_complete = not any(buffer.is_meta for buffer in model.buffers())
-        whole = model if is_complete else without_values(model, self.construct_empty())
+        whole = model if is_complete else copy_without_values(model, self.construct_empty())
         layered = cut_into_layers(whole)
         self.bounds = self.bounds or self._cut_points(layered)
         layers = layered.layers[self.bounds[self._stage] : self.bounds[self._stage + 1]]
@@ -87,28 +87,28 @@ class StageSharding:
         self._kept = {p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
         for parameter in model.parameters():
             if parameter not in self._kept and not parameter.is_meta:
-                let_go(parameter)
+                drop_values(parameter)
         if is_complete:
             self.model = layered
 
-    def settle(self, model: nn.Module, draws: bool) -> None:
-        """See Sharding.settle."""
+    def place(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.place."""
         for parameter in self._kept:
             if parameter.is_meta:
-                give_memory(parameter)
+                allocate_values(parameter)
 
     @contextmanager
-    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """See Sharding.whole."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.gather."""
         lent = [p for p in dict.fromkeys(parameters) if p.is_meta]
         for parameter in lent:
-            give_memory(parameter)
+            allocate_values(parameter)
         try:
             yield
         finally:
             for parameter in lent:
                 if parameter not in self._kept:
-                    let_go(parameter)
+                    drop_values(parameter)
 
     def _cut_points(self, model: LayeredModel) -> list[int]:
         """Return the bounds, by the section's `partition`.
@@ -165,7 +165,7 @@ class StageModule(TiedPipelineModule):
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
         """Do as transformers' `generate` of the whole model, without its cache. Collective over stages."""
-        model: Any = LogitsOnly(self, input_ids.device, self._last_logits)
+        model: Any = UncachedGenerator(self, input_ids.device, self._last_logits)
         written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
         return written
 
@@ -244,7 +244,7 @@ def named_layer_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, 
     """Yield the layers' parameters under the names of the whole model, a tied one once."""
     seen = set()
     for layer in modules:
-        if isinstance(layer, Layer):
+        if isinstance(layer, StageLayer):
             for name, p in layer.part.named_parameters():
                 if id(p) not in seen:
                     seen.add(id(p))

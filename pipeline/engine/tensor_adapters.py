@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.shards import Box
 from pipeline.engine.tensor_parallel import locate_part
-from pipeline.models.adapters import NAME, adapted
+from pipeline.models.adapters import ADAPTER_NAME, find_adapter_layers
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def detach_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters out of the model inside it, so that its own layers can be cut; then cut and put them
     back.
     """
-    layers = list(adapted(model))
+    layers = list(find_adapter_layers(model))
     for name, layer in layers:
         model.set_submodule(name, layer.base_layer)
     yield
@@ -43,10 +43,10 @@ def _cut(layer: Any) -> None:
     if told is None or told["replicated"] or told["partition_dim"] is None:
         return
     group = groups.get_tensor_model_parallel_group()
-    narrow, wide = layer.lora_A[NAME], layer.lora_B[NAME]
+    narrow, wide = layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
     outputs, inputs = told["original_shape"]
     view, dim = told["logical_shape"], told["partition_dim"]
-    magnitude = dict(layer.lora_magnitude_vector).get(NAME)  # DoRA alone has one
+    magnitude = dict(layer.lora_magnitude_vector).get(ADAPTER_NAME)  # DoRA alone has one
     if dim == len(view) - 1:  # by inputs
         rank = len(narrow.weight)
         _keep_part(

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from pipeline.checkpoint.shards import Box
 from pipeline.engine.state import WHOLE_TENSOR, Placements, TensorPlacement, place_whole_parameters
 from pipeline.errors import ModelError
-from pipeline.models.transformers_facts import is_model
-from pipeline.objectives import VocabularyPart, note_part
+from pipeline.models.transformers_facts import is_transformers_model
+from pipeline.objectives import VocabularyPart, set_vocabulary_part
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
@@ -56,7 +56,7 @@ def _can_cut_tied(model: Any, ranks: int) -> bool:
 
 
 def _output_layer(model: Any) -> Any:
-    return model.get_output_embeddings() if is_model(model) else None
+    return model.get_output_embeddings() if is_transformers_model(model) else None
 
 
 def _is_plain_embedding(module: Any) -> bool:
@@ -88,11 +88,11 @@ def share_vocabulary(model: Any) -> None:
         return tensor
 
     part = VocabularyPart(sum(sizes[: head.tp_index]), max(sizes), gather, all_reduce_sum)
-    note_part(head, part)
+    set_vocabulary_part(head, part)
     for embedding in model.modules():
         if type(embedding) is VocabParallelEmbedding:
             embedding.num_embeddings = sum(sizes)
-            note_part(embedding, part)
+            set_vocabulary_part(embedding, part)
 
 
 def counts_in_norm(parameter: Tensor) -> bool:

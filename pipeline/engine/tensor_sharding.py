@@ -26,8 +26,8 @@ from pipeline.engine.state import WHOLE_TENSOR, TensorPlacement
 from pipeline.engine.tensor_parallel import complete_tensor_section, place_cut_parameters, share_vocabulary
 from pipeline.errors import ModelError, summarize_error
 from pipeline.models.adapters import has_adapter, is_base
-from pipeline.models.sharding import give_memory, give_values, let_go
-from pipeline.objectives import refuse_router
+from pipeline.models.sharding import allocate_values, drop_values, set_values
+from pipeline.objectives import refuse_router_loss
 
 
 class _Part:
@@ -67,7 +67,7 @@ class TensorSharding:
     computes from all of its values (a norm, a mean) is NaN.
     """
 
-    takes_tensors = True
+    loads_by_tensor = True
     zero3_config: dict[str, Any] | None = None
 
     def __init__(self, config: dict[str, Any], split: Split):
@@ -92,8 +92,8 @@ class TensorSharding:
         context: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
         return context
 
-    def made(self, model: nn.Module) -> None:
-        """See Sharding.made. Makes the tensor groups; the second call of a model does nothing.
+    def divide(self, model: nn.Module) -> None:
+        """See Sharding.divide. Makes the tensor groups; the second call of a model does nothing.
 
         Raises:
             ConfigError: the model's routers are to be balanced.
@@ -102,7 +102,7 @@ class TensorSharding:
         if self._is_made:
             return
         self._is_made = True
-        refuse_router(model, "tensor parallelism")
+        refuse_router_loss(model, "tensor parallelism")
         complete_tensor_section(self._config, model)
         build_parallel_state(self._split)
         twin = _without_values(model)
@@ -123,25 +123,25 @@ class TensorSharding:
             if not parameter.is_meta:
                 self._keep_parts(parameter)
 
-    def settle(self, model: nn.Module, draws: bool) -> None:
-        """See Sharding.settle."""
+    def place(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.place."""
         for parameter in model.parameters():
             if parameter.is_meta and parameter not in self._parts:
-                give_memory(parameter)
+                allocate_values(parameter)
         for part in (part for parts in self._parts.values() for part in parts):
             part.is_there = True
 
     @contextmanager
-    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """See Sharding.whole."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.gather."""
         lent = []
         for parameter in dict.fromkeys(parameters):
             if parameter.is_meta and parameter in self._parts:
                 lent.append(parameter)
             elif parameter.is_meta:
-                give_memory(parameter)
+                allocate_values(parameter)
         for parameter in lent:
-            give_memory(parameter)
+            allocate_values(parameter)
             self._put_parts(parameter)
         try:
             yield
@@ -172,14 +172,14 @@ class TensorSharding:
             if name in kept and kept[name].is_there:
                 assert parameter.shape == kept[name].values.shape, name
                 assert not parameter._backward_hooks, name  # they would stay with the empty one
-                give_values(parameter, kept[name].values)
+                set_values(parameter, kept[name].values)
             assert not parameter.is_meta, name
 
     def _partition(self, model: nn.Module) -> None:
         for module in model.modules():
             weight = module._parameters["weight"] if isinstance(module, nn.Embedding) else None
             if weight is not None and weight.is_meta:
-                give_memory(weight)  # AutoTP may copy from it, whatever it holds
+                allocate_values(weight)  # AutoTP may copy from it, whatever it holds
         set_autotp_mode(training=True)
         engine = SimpleNamespace(local_rank=-1, autotp_size=lambda: self._split.tensor_parallel)
         section = get_tensor_parallel_config(self._config)
@@ -195,7 +195,7 @@ class TensorSharding:
     def _keep_parts(self, parameter: nn.Parameter) -> None:
         for part in self._parts[parameter]:
             part.take(parameter)
-        let_go(parameter)
+        drop_values(parameter)
 
 
 def _without_values(model: nn.Module) -> nn.Module:

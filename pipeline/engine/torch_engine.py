@@ -48,9 +48,9 @@ from pipeline.engine.state import (
     warn_of_unused_parameters,
 )
 from pipeline.errors import ModelError, format_names
-from pipeline.models.batch_norm import num_batch_norms
+from pipeline.models.batch_norm import count_batch_norms
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, added
+from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_losses
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class TorchEngine:
         if self._is_first_step:
             self._is_first_step = False
             warn_of_unused_parameters(names_without_gradient(self.module))
-        total = added(losses, objective.means, self.device)
+        total = sum_losses(losses, objective.means, self.device)
         with self.phases.measured("optimizer"):
             set_learning_rate(self._optimizer, learning_rate)
             if refusal is not None:
@@ -306,7 +306,7 @@ def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
     """Return nn.DataParallel over all visible GPUs, or the module itself with one device or none."""
     if torch.cuda.device_count() < 2:
         return module
-    if layers := num_batch_norms(module):
+    if layers := count_batch_norms(module):
         log.warning(
             "nn.DataParallel: each of the %d batch normalisation layers sees one GPU's share of the "
             "micro-batch, and GPU 0's running statistics are kept; with parallel: ddp they see all of it",

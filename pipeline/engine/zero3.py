@@ -27,7 +27,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.deepspeed_base import drop_hpz_groups
 from pipeline.engine.deepspeed_patches import disable_zero3_hooks, restore_torch_linear
 from pipeline.errors import ModelError
-from pipeline.models.blocks import sharded_as_one
+from pipeline.models.blocks import find_leaf_blocks
 
 
 class _GatherOnUse(TorchFunctionMode):
@@ -118,7 +118,7 @@ class _InitOnCpu(deepspeed.zero.Init):
 class Zero3Sharding:
     """See pipeline.models.sharding.Sharding."""
 
-    takes_tensors = False
+    loads_by_tensor = False
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype):
         self.zero3_config: dict[str, Any] | None = config
@@ -128,18 +128,18 @@ class Zero3Sharding:
         """See Sharding.construct_empty. Collective."""
         return self.construct()
 
-    def made(self, model: nn.Module) -> None:
-        """See Sharding.made."""
+    def divide(self, model: nn.Module) -> None:
+        """See Sharding.divide."""
 
-    def settle(self, model: nn.Module, draws: bool) -> None:
-        """See Sharding.settle."""
+    def place(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.place."""
 
     @contextmanager
     def construct(self) -> Iterator[None]:
         """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
         drop_hpz_groups()
-        revisited = _GatherOnUse(self.whole)
+        revisited = _GatherOnUse(self.gather)
         with ExitStack() as failed:
             failed.callback(restore_torch_linear)
             with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
@@ -150,7 +150,7 @@ class Zero3Sharding:
             failed.pop_all()
 
     @contextmanager
-    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Gather the parameters inside it, and keep rank 0's values. Collective."""
         unique = list(dict.fromkeys(parameters))  # tied weights appear twice
         with deepspeed.zero.GatheredParameters(unique, modifier_rank=0):
@@ -169,7 +169,7 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
     """
     if (config["zero_optimization"].get("offload_param") or {}).get("device") == "nvme":
         return
-    for blocks in sharded_as_one(model):
+    for blocks in find_leaf_blocks(model):
         for block in blocks:
             set_z3_leaf_module(block, True)
             if any(p.requires_grad for p in block.parameters()):

@@ -38,10 +38,10 @@ from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
 from pipeline.models.generation import generate as generate_ids
-from pipeline.models.sharding import Whole, model_request
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.sharding import NoSharding, build_model_request
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.models.weights import load_weights
-from pipeline.objectives import Batch, BySegment, LossSum, Objective, build_objective
+from pipeline.objectives import Batch, LossSum, Objective, SegmentObjective, build_objective
 from pipeline.redaction import REDACTED
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     """
     config, length = trained.config, trained.sequence_length
     objective = build_objective(config)
-    if isinstance(objective, BySegment) and objective.has_reference:
+    if isinstance(objective, SegmentObjective) and objective.has_reference:
         data = with_reference(data, trained.run, job)
     engine = _load(trained, job, data)
     if config.model.language_model is not None:
@@ -258,19 +258,19 @@ def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEn
     allow_tf32(bool(trained.split.get("tf32")))
     language = config.model.language_model
     if language is not None:
-        from pipeline.models.huggingface import build_described
+        from pipeline.models.huggingface import build_from_description
 
-        model = build_described(trained.run / DESCRIPTION, language)
+        model = build_from_description(trained.run / DESCRIPTION, language)
     else:
         assert data is not None
-        model = build_model(config.model, model_request(config, data, Whole()), config.seed)
+        model = build_model(config.model, build_model_request(config, data, NoSharding()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
     if language is not None:  # trained where there is fp8, read anywhere
         section = section.model_copy(update={"fp8": "none"})
-    load_weights(model, section, Whole(), job, open_checkpoint)
+    load_weights(model, section, NoSharding(), job, open_checkpoint)
     autocast = language is None
     is_half = deepspeed is not None and get_precision(deepspeed) != "fp32"
-    model = transform(model, section, Placement(job.device, is_autocast=autocast and is_half))
+    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=autocast and is_half))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":

@@ -16,9 +16,9 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluator, compute_evaluation_loss, compute_extra_means
 from pipeline.errors import ConfigError
-from pipeline.models.embeddings import num_words
+from pipeline.models.embeddings import get_vocabulary_size
 from pipeline.objectives import Objective
-from pipeline.objectives.interface import TwoPassObjective, further_sums
+from pipeline.objectives.interface import TwoPassObjective, list_extra_sums
 
 
 def build_eval_loader(
@@ -37,7 +37,7 @@ def build_eval_loader(
         max_samples=config.eval.max_samples,
         num_workers=config.loader.num_workers,
         pin_memory=engine.device.type == "cuda",
-        num_words=num_words(engine.module) if config.model.language_model is not None else None,
+        num_words=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
     )
 
 
@@ -62,7 +62,7 @@ def evaluate(
         if known is None:
             return None
         objective.set_first_pass_mean(known["eval/loss"])
-    keys = ("loss", "count", *further_sums(objective.means))
+    keys = ("loss", "count", *list_extra_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
     none = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)

@@ -13,7 +13,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.template_process import TemplateProcess
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError
-from pipeline.models.generation import Generates, GenerationSettings, longest_sequence
+from pipeline.models.generation import GenerationSettings, TextGenerator, get_max_positions
 from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     text: str
 
 
-def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sample | None:
+def sample_text(writer: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
     """Return the sample that the recipe asks for, the same on every rank; None if the model cannot generate.
 
     Collective.
@@ -66,7 +66,7 @@ def _held_out_prompt(data: DataBundle) -> list[int] | None:
 
 
 def build_sampler(
-    writer: Generates, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
+    writer: TextGenerator, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
     """Return a function that has the model write a sample after the evaluation of a step, and reports it.
 
@@ -86,7 +86,7 @@ def build_sampler(
 
 
 def generate_text(
-    writer: Generates, tokenizer: Any, prompt: str, settings: GenerationSettings, *, asks: bool
+    writer: TextGenerator, tokenizer: Any, prompt: str, settings: GenerationSettings, *, asks: bool
 ) -> str:
     """The prompt and what the model writes after it; to a question the answer alone. Collective.
 
@@ -94,7 +94,7 @@ def generate_text(
         ModelError: the prompt is longer than what the model sees, or it cannot generate.
     """
     ids = _prompt_ids(tokenizer, prompt, asks)
-    longest = longest_sequence(writer.module)
+    longest = get_max_positions(writer.module)
     if longest is not None and len(ids) >= longest:
         raise ModelError(f"the prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
     text = _write(writer, tokenizer, ids, settings).text
@@ -117,13 +117,15 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
 
 
 @phase(Phase.GENERATION)
-def _write(writer: Generates, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings) -> Sample:
+def _write(
+    writer: TextGenerator, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings
+) -> Sample:
     """The prompt and what the model writes after it, up to its end or as far as it can see.
 
     Args:
         prompt: Of one that the model has no positions for, the end is read.
     """
-    longest = longest_sequence(writer.module)  # not every model has an end
+    longest = get_max_positions(writer.module)  # not every model has an end
     if longest is not None:
         prompt = prompt[-max(1, longest - 1) :]
         fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))

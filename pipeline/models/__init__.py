@@ -23,8 +23,8 @@ def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Mod
     """
     torch.manual_seed(seed)
     model = MODELS.get(config.kind, build_custom)(config, request)
-    request.sharding.made(model)
-    request.sharding.settle(model, request.draws)
+    request.sharding.divide(model)
+    request.sharding.place(model, request.draws)
     return model
 
 

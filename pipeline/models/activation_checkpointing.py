@@ -39,7 +39,7 @@ EXPENSIVE = {
 OLDEST = (5, 23)
 
 
-def checkpoint_activations(
+def enable_activation_checkpointing(
     model: PreTrainedModel,
     mode: Literal["none", "full", "selective"] | int,
     offload: bool = False,
@@ -75,7 +75,7 @@ def checkpoint_activations(
         ) from None
 
 
-def share_recomputed(model: nn.Module) -> float:
+def compute_recomputed_share(model: nn.Module) -> float:
     """Return which part recomputes of the blocks whose parameters are on this rank."""
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     here = [block for block in blocks if not any(p.is_meta for p in block.parameters())]

@@ -26,18 +26,18 @@ from pipeline.config.model_schema import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, format_names
 from pipeline.files import CONFIGURATION_LIMIT, find_unsafe_files, read_regular_file
-from pipeline.models.embeddings import vocabulary_parameters
+from pipeline.models.embeddings import find_vocabulary_parameters
 from pipeline.models.frozen_base import (
-    FrozenBase,
-    HalfBase,
-    hold_in_half,
+    FrozenBasePlacement,
+    HalfBasePlacement,
+    accept_fp32_inputs,
+    find_adapter_targets,
+    find_fully_trained,
+    find_linear_layers,
     is_transposed,
-    linears,
-    targets_of,
-    trained_whole,
 )
-from pipeline.models.sharding import Sharding, number_of
-from pipeline.models.weights import Safetensors, fill
+from pipeline.models.sharding import Sharding, count_elements
+from pipeline.models.weights import SafetensorsFiles, fill_tensor
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -56,7 +56,7 @@ UNBUILT = {
 }
 
 
-def of_peft(name: str, adapter: str = "default") -> str:
+def to_peft_name(name: str, adapter: str = "default") -> str:
     """Return the name of a model's parameter in a file of peft's."""
     parts = name.split(".")
     kept = [part for part in parts if part != adapter]
@@ -104,7 +104,9 @@ class PeftFolder:
         if config.targets is None:
             said["targets"] = targets
         if config.modules_to_save is None:
-            said["modules_to_save"] = sorted({name.rpartition(".")[0] for name in self.whole()}) or None
+            said["modules_to_save"] = (
+                sorted({name.rpartition(".")[0] for name in self.whole_tensors()}) or None
+            )
         return config.model_copy(update=said)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -113,19 +115,19 @@ class PeftFolder:
         Raises:
             ModelError: there are none, or of another shape.
         """
-        values = self.tensors.get(of_peft(name))
+        values = self.tensors.get(to_peft_name(name))
         if values is None:
             raise ModelError(
-                f"adapter.weights: {self.path} lacks {of_peft(name)}, which adapter.targets asks for"
+                f"adapter.weights: {self.path} lacks {to_peft_name(name)}, which adapter.targets asks for"
             )
         if tuple(values.shape) != shape:
             raise ModelError(
-                f"adapter.weights: {self.path} is an adapter of another model: {of_peft(name)} is "
+                f"adapter.weights: {self.path} is an adapter of another model: {to_peft_name(name)} is "
                 f"{list(values.shape)} there, and {list(shape)} for this one"
             )
         return values
 
-    def whole(self) -> dict[str, Tensor]:
+    def whole_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of modules that were trained whole, by the model's names."""
         return {
             name: self.tensors[PREFIX + name]
@@ -149,8 +151,8 @@ class PeftFolder:
 
     def refuse_others(self, taken: set[str]) -> None:
         """Raise a ModelError if the folder has adapters of layers that the model gives none."""
-        there = self.tensors.keys() - {PREFIX + name for name in self.whole()}
-        if others := sorted(there - {of_peft(name) for name in taken}):
+        there = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
+        if others := sorted(there - {to_peft_name(name) for name in taken}):
             raise ModelError(
                 f"adapter.weights: {self.path} has {format_names(others)}, of which this model has no layer; "
                 "it is an adapter of another model, or adapter.targets leaves them out"
@@ -184,7 +186,7 @@ def _read(path: Path) -> PeftFolder:
     for key, nothing in UNBUILT.items():
         if (value := described.get(key)) and value != nothing:
             raise ModelError(f"{start}: {CONFIG} has {key} {value!r}, which is not built here")
-    file = Safetensors({path / WEIGHTS: None}, "adapter.weights")
+    file = SafetensorsFiles({path / WEIGHTS: None}, "adapter.weights")
     try:
         tensors = {name: file.read(name) for name in file.entries}
     finally:
@@ -203,7 +205,7 @@ log = logging.getLogger(__name__)
 # peft imports it where it is installed, and on some CPUs it misses a kernel of the hub's, for inference.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-NAME = "default"  # peft's, of the only adapter of a model
+ADAPTER_NAME = "default"  # peft's, of the only adapter of a model
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -212,7 +214,7 @@ def is_base(parameter: Tensor) -> bool:
     return getattr(parameter, "is_base", False) or hasattr(parameter, "quant_state")
 
 
-def learning_rate_for(model: nn.Module) -> float:
+def suggest_learning_rate(model: nn.Module) -> float:
     """Return Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025).
 
     It depends on the width of the model and its family, and not on the rank.
@@ -234,7 +236,7 @@ def add_adapter(
     """Give the model its adapters, and freeze all else of it but `modules_to_save`. Collective.
 
     Args:
-        sharding: What the model was made in: with `config.quantize` a Quantising; in a HalfBase, or in that,
+        sharding: What the model was made in: with `config.quantize` a QuantisedBasePlacement; in a HalfBasePlacement, or in that,
             what is trained is fp32.
         job: Rank 0 reads `config.weights`.
         dtype: Of products.
@@ -245,19 +247,19 @@ def add_adapter(
     """
     given = PeftFolder.shared(config.weights, job) if config.weights is not None else None
     config = config if given is None else given.completed(config)
-    layers = linears(model)
+    layers = find_linear_layers(model)
     if given is not None:
         given.refuse_missing(layers)
-    targets = targets_of(config, model, layers)
-    whole = trained_whole(config, model)
-    embeddings = [p for p in vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
+    targets = find_adapter_targets(config, model, layers)
+    whole = find_fully_trained(config, model)
+    embeddings = [p for p in find_vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
-        from pipeline.models.quantised import quantise
+        from pipeline.models.quantised import quantise_base
 
-        quantise(model, whole, sharding, dtype)
-    elif isinstance(sharding, HalfBase):
-        hold_in_half(model, whole, sharding)
-    _inject(model, peft_config(config, targets), config.quantize is not None)
+        quantise_base(model, whole, sharding, dtype)
+    elif isinstance(sharding, HalfBasePlacement):
+        accept_fp32_inputs(model, whole, sharding)
+    _inject(model, build_peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
@@ -267,12 +269,12 @@ def add_adapter(
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
-    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBase) else None)
+    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None)
     if given is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
-        for name, values in given.whole().items():
-            fill(names[name], values if job.ranks.is_main_process else None, sharding, job)
-    trained = sum(number_of(p) for p in model.parameters() if p.requires_grad)
+        for name, values in given.whole_tensors().items():
+            fill_tensor(names[name], values if job.ranks.is_main_process else None, sharding, job)
+    trained = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
     log.info(
         "adapter: %s of rank %d, alpha %g, on %d linear layers%s: %s parameters are trained",
         *(
@@ -286,7 +288,7 @@ def add_adapter(
     )
 
 
-def peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
+def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
     """peft's LoraConfig.
 
     Args:
@@ -304,7 +306,7 @@ def peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
     )
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def find_adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """peft's layers in the model, by the names that the model's own have."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
@@ -313,25 +315,25 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def has_adapter(model: nn.Module) -> bool:
     """Return whether an adapter was added."""
-    return any(True for _ in adapted(model))
+    return any(True for _ in find_adapter_layers(model))
 
 
-def held_apart(model: nn.Module) -> tuple[int, int]:
+def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
     """Return number and bytes of the base's weights in another dtype than what is trained.
 
     They are in 4 bits, or rounded to the dtype of products.
     """
     trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
-    return sum(map(number_of, weights)), sum(map(_bytes_of, weights))
+    return sum(map(count_elements, weights)), sum(map(_bytes_of, weights))
 
 
 def _bytes_of(weight: Tensor) -> int:
     if not hasattr(weight, "quant_state"):
         return weight.numel() * weight.element_size()
-    from pipeline.models.quantised import num_bytes
+    from pipeline.models.quantised import count_nf4_bytes
 
-    return num_bytes(weight)
+    return count_nf4_bytes(weight)
 
 
 def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
@@ -342,7 +344,7 @@ def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
     config.fan_in_fan_out = all(is_transposed(model.get_submodule(name)) for name in config.target_modules)
     if in_4_bits:
         model.is_loaded_in_4bit = True  # type: ignore[assignment] # so peft looks for bitsandbytes' layers
-    inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=True)
+    inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     if in_4_bits:
         del model.is_loaded_in_4bit  # by which transformers would count parameters otherwise
 
@@ -352,23 +354,25 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
     from peft.tuners.lora.dora import DoraLinearLayer
     from peft.tuners.lora.variants import DoraLinearVariant
 
-    for _, layer in adapted(model):
+    for _, layer in find_adapter_layers(model):
         base = layer.get_base_layer()
-        with sharding.whole([base.weight]), torch.no_grad():
+        with sharding.gather([base.weight]), torch.no_grad():
             weight = _values(base.weight)
             lengths = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1).float()
-        layer.use_dora[NAME] = True
-        layer.lora_variant[NAME] = DoraLinearVariant()
-        layer.lora_magnitude_vector[NAME] = magnitude = DoraLinearLayer(fan_in_fan_out=layer.fan_in_fan_out)
+        layer.use_dora[ADAPTER_NAME] = True
+        layer.lora_variant[ADAPTER_NAME] = DoraLinearVariant()
+        layer.lora_magnitude_vector[ADAPTER_NAME] = magnitude = DoraLinearLayer(
+            fan_in_fan_out=layer.fan_in_fan_out
+        )
         magnitude.weight = nn.Parameter(lengths)
 
 
 def _values(weight: Tensor) -> Tensor:
     if not hasattr(weight, "quant_state"):
         return weight.detach()
-    from pipeline.models.quantised import unpacked
+    from pipeline.models.quantised import unpack_nf4
 
-    return unpacked(weight)  # type: ignore[arg-type]
+    return unpack_nf4(weight)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -381,7 +385,7 @@ def _fill(
         dtype: None: the precision of the layer's own weight.
     """
     taken: set[str] = set()
-    for name, layer in adapted(model):
+    for name, layer in find_adapter_layers(model):
         weight = layer.get_base_layer().weight
         device = torch.device("cpu") if weight.is_meta else weight.device
         for part, parameter in list(layer.named_parameters()):
@@ -391,7 +395,7 @@ def _fill(
                 values = given.take(f"{name}.{part}", tuple(parameter.shape))
                 taken.add(f"{name}.{part}")
             elif parameter.is_meta:
-                values = first_values(f"{name}.{part}", parameter.shape, config, seed)
+                values = draw_adapter_values(f"{name}.{part}", parameter.shape, config, seed)
             else:
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
@@ -400,7 +404,7 @@ def _fill(
         given.refuse_others(taken)
 
 
-def first_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
+def draw_adapter_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
     """Return first values as peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from pipeline.errors import ModelError
 from pipeline.models.document_attention import (
-    BOUNDS,
-    NAME,
+    ATTENTION_NAME,
+    BOUNDS_KEY,
+    BoundsHook,
     DocumentAttention,
-    _BoundsHook,
-    document_bounds,
-    keep_cudnn_from_masks,
-    no_bounds,
+    disable_cudnn_attention,
+    empty_bounds,
+    find_document_bounds,
 )
-from pipeline.models.transformers_facts import caps_scores, is_model
+from pipeline.models.transformers_facts import caps_scores, is_transformers_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -45,7 +45,7 @@ AttentionFunction = Callable[..., tuple[Any, Any]]
 """(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
 
 
-def transformers_name(attention: str, config: PreTrainedConfig) -> str | None:
+def resolve_attention_name(attention: str, config: PreTrainedConfig) -> str | None:
     """Return what transformers builds a model with for `model.attention`; `None`: what it would choose.
 
     Raises:
@@ -60,7 +60,7 @@ def transformers_name(attention: str, config: PreTrainedConfig) -> str | None:
     return None if attention == "auto" else attention
 
 
-def attention_function(name: str) -> AttentionFunction:
+def get_attention_function(name: str) -> AttentionFunction:
     """Return the function behind `attn_implementation: <name>`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -84,23 +84,23 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
     """
     given = str(model.config.get_text_config()._attn_implementation)
     if device.type == "cuda":
-        keep_cudnn_from_masks()
+        disable_cudnn_attention()
     if is_auto:
-        why = unserved(model)
+        why = find_unsupported_feature(model)
         if why is None:
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(ATTENTION_NAME)
             log.info("attention: by document, without a mask")
         else:
             log.info("attention: transformers' %s; %s", given, why)
     else:
         log.info("attention: transformers' %s", given)
-    _hand_on_bounds(model, given)
+    register_bounds_hooks(model, given)
 
 
 @torch.no_grad()
-def unserved(model: PreTrainedModel) -> str | None:
+def find_unsupported_feature(model: PreTrainedModel) -> str | None:
     """Return what of a model DocumentAttention does not do; `None`: it serves."""
-    register_attention(NAME, DocumentAttention())
+    register_attention(ATTENTION_NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
         return "the model is no decoder alone"
@@ -109,15 +109,18 @@ def unserved(model: PreTrainedModel) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"the model has layers of {', '.join(sorted(kinds))}"
-    trial = small_model(model)
+    trial = build_small_model(model)
     if trial is None:
         return f"no small {type(model).__name__} could be made to try another one on"
-    rows = _trial_rows(torch.device("cpu"))
+    rows = build_trial_rows(torch.device("cpu"))
     ids, how = rows["input_ids"], {"use_cache": False}
     try:
         expected = trial(ids, **how).logits, trial(ids[:, 4:], **how).logits
-        trial.set_attn_implementation(NAME)
-        found = trial(ids, **{BOUNDS: no_bounds(ids.device)}, **how).logits, trial(**rows).logits[:, 4:]
+        trial.set_attn_implementation(ATTENTION_NAME)
+        found = (
+            trial(ids, **{BOUNDS_KEY: empty_bounds(ids.device)}, **how).logits,
+            trial(**rows).logits[:, 4:],
+        )
     except Exception as error:  # whatever a model raises that calls its attention otherwise
         return f"the model's attention is not called as transformers' others are ({str(error)[:80]})"
     if any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True)):
@@ -125,7 +128,7 @@ def unserved(model: PreTrainedModel) -> str | None:
     return None
 
 
-def small_model(model: PreTrainedModel) -> PreTrainedModel | None:
+def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return an evaluating model of the same class with two layers and few words, if one can be made."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -153,18 +156,18 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel | None:
     return twin.eval()
 
 
-def _trial_rows(device: torch.device) -> dict[str, Any]:
+def build_trial_rows(device: torch.device) -> dict[str, Any]:
     """Return two rows of two documents that differ in the first document."""
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(1, TWIN_WORDS, (1, 8), generator=generator).repeat(2, 1)
     ids_BT[1, :4] = (ids_BT[1, :4] + 1) % TWIN_WORDS
     positions_BT = torch.arange(4).repeat(2, 2)
-    rows = {"input_ids": ids_BT, "position_ids": positions_BT, BOUNDS: document_bounds(positions_BT)}
+    rows = {"input_ids": ids_BT, "position_ids": positions_BT, BOUNDS_KEY: find_document_bounds(positions_BT)}
     return {**{key: value.to(device) for key, value in rows.items()}, "use_cache": False}
 
 
-def _hand_on_bounds(model: PreTrainedModel, given: str) -> None:
-    hook = _BoundsHook(given)
+def register_bounds_hooks(model: PreTrainedModel, given: str) -> None:
+    hook = BoundsHook(given)
     model.register_forward_pre_hook(hook.before, with_kwargs=True)
     model.register_forward_hook(hook.after, always_call=True)
 
@@ -181,11 +184,11 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
     """
     config: Any = model.config
     attention = config.get_text_config()._attn_implementation
-    trial = None if attention == NAME else small_model(model)
+    trial = None if attention == ATTENTION_NAME else build_small_model(model)
     if trial is None:
         return
     dtype = dtype if "flash" in str(attention) else torch.float32  # in which small effects show
-    ids_BT = _trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
+    ids_BT = build_trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
     try:
         one_TV, other_TV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits[:, :4].float()
     except Exception:  # whatever a model raises that wants more than ids
@@ -201,7 +204,7 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
 
 
 @torch.no_grad()
-def refuse_leaks(
+def refuse_document_leaks(
     model: nn.Module, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """Refuse a model in which `position_ids` that start again do not keep documents of a row apart.
@@ -215,16 +218,16 @@ def refuse_leaks(
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise _leaks(name, "takes no position_ids")
-    if not is_model(model):
+    if not is_transformers_model(model):
         return
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
         raise _leaks(name, "passes a state on from token to token")
-    trial, device = small_model(model), device or torch.device("cpu")
+    trial, device = build_small_model(model), device or torch.device("cpu")
     if trial is None:
         raise _leaks(name, "cannot be tried on a small copy")
-    _hand_on_bounds(trial.to(device, dtype), str(trial.config._attn_implementation))
-    one_TV, other_TV = trial(**_trial_rows(device)).logits[:, 4:].float()
+    register_bounds_hooks(trial.to(device, dtype), str(trial.config._attn_implementation))
+    one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, 4:].float()
     if _differ(one_TV, other_TV, dtype):
         raise _leaks(name, "looks past the position_ids")
 

@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def num_batch_norms(model: nn.Module) -> int:
+def count_batch_norms(model: nn.Module) -> int:
     """Return the number of layers whose statistics depend on how the batch is divided."""
     return sum(type(layer) in KINDS for layer in model.modules())
 
 
-def is_synchronised(layer: nn.Module) -> bool:
+def is_sync_batch_norm(layer: nn.Module) -> bool:
     """Return whether a layer's running statistics count the samples of all ranks."""
     return isinstance(layer, (nn.SyncBatchNorm, CPUSyncBatchNorm))
 

@@ -22,22 +22,22 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._functorch import config as functorch
 
 from pipeline.errors import summarize_error
-from pipeline.models.batch_norm import is_synchronised
-from pipeline.models.transformers_facts import is_model
+from pipeline.models.batch_norm import is_sync_batch_norm
+from pipeline.models.transformers_facts import is_transformers_model
 
-LISTS = (nn.ModuleList, nn.Sequential)
+MODULE_LISTS = (nn.ModuleList, nn.Sequential)
 
 
-def repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
+def find_repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield two or more modules of a list that differ in their values alone; the outermost ones.
 
     They are of one class, have modules inside and parameters of the same names, shapes and dtypes.
     """
     taken: set[nn.Module] = set()
-    if isinstance(model, LISTS):
+    if isinstance(model, MODULE_LISTS):
         alike: dict[Any, list[nn.Module]] = {}
         for child in dict.fromkeys(model):
-            if any(True for _ in child.children()) and not isinstance(child, LISTS):
+            if any(True for _ in child.children()) and not isinstance(child, MODULE_LISTS):
                 alike.setdefault(_likeness(child), []).append(child)
         for blocks in alike.values():
             if len(blocks) > 1:
@@ -45,7 +45,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
                 yield blocks
     for child in model.children():
         if child not in taken:
-            yield from repeated_blocks(child)
+            yield from find_repeated_blocks(child)
 
 
 def _likeness(block: nn.Module) -> Any:
@@ -66,15 +66,15 @@ def has_experts(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "num_experts_per_tok", None) is not None
 
 
-def sharded_as_one(model: nn.Module) -> Iterator[list[nn.Module]]:
+def find_leaf_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield the repeated blocks of which ZeRO 3 can gather all parameters at once, when one is called.
 
     transformers calls its blocks as modules, with hidden states, which others need not do. A parameter of
     several modules is gathered with one of them. Experts make a block too large.
     """
-    if is_model(model) and not has_experts(model):
+    if is_transformers_model(model) and not has_experts(model):
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for blocks in repeated_blocks(model):
+        for blocks in find_repeated_blocks(model):
             is_theirs = type(blocks[0]).__module__.startswith("transformers.")
             if is_theirs and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
                 yield blocks
@@ -96,32 +96,32 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     dynamo.optimize_ddp = False
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
-    wholes = sharded_as_one(model) if is_sharded(model) else repeated_blocks(model)
+    wholes = find_leaf_blocks(model) if is_sharded(model) else find_repeated_blocks(model)
     kinds = [blocks for blocks in wholes if _is_compilable(model, blocks)]
     for blocks in kinds:
-        forward = _Shared(blocks, backend).forward
+        forward = _CompiledForward(blocks, backend).forward
         for block in blocks:
             block.forward = types.MethodType(forward, block)
     if not kinds:
         log.info("compile: no blocks of the model are alike and can be compiled; it runs as it is written")
 
 
-def compile_again(model: nn.Module) -> None:
+def reset_compilation(model: nn.Module) -> None:
     """Forget what was compiled, so that the next shapes get kernels of their own, and not for any shape."""
     torch._dynamo.reset()
     for block in model.modules():
         shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
-        if isinstance(shared, _Shared):
+        if isinstance(shared, _CompiledForward):
             shared.forget()
 
 
 def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     is_wrapped = any("forward" in vars(block) for block in blocks)
-    talks = any(is_synchronised(layer) for layer in blocks[0].modules())
+    talks = any(is_sync_batch_norm(layer) for layer in blocks[0].modules())
     return not (is_wrapped or talks or has_experts(model))
 
 
-class _Shared:
+class _CompiledForward:
     """The forward of blocks that differ in their values alone."""
 
     def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
@@ -188,7 +188,7 @@ class _Shared:
             result = self._compiled[block.training](block, *args, **named)
         except TorchDynamoException as error:
             self._compiled.clear()
-            log.warning("compile: %s run as they are written: %s", self._name, reason(error))
+            log.warning("compile: %s run as they are written: %s", self._name, describe_compile_error(error))
             return self._as_written(block, *args, **named)
         if counters["frames"]["total"] != frames:
             word = "training" if block.training else "evaluation"
@@ -221,7 +221,7 @@ def _cause() -> str:
     return " ".join(told[-1].partition(": ")[2].split())[:200] if told else "torch does not say why"
 
 
-def reason(error: TorchDynamoException) -> str:
+def describe_compile_error(error: TorchDynamoException) -> str:
     """Return why something could not be compiled, in one line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     return f"{type(inner).__name__}: {summarize_error(inner)}"

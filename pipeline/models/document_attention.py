@@ -32,7 +32,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """What a layer asks of its scores."""
 
     scaling: float | None = None
@@ -52,7 +52,7 @@ class Scores:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: Scores) -> Tensor:
+def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: ScoreOptions) -> Tensor:
     """Return (B, T, heads, width of value): a token attends to those before it in its document and window.
 
     The host looks at bounds on a CPU alone, where it leaves out keys that a block has no use for.
@@ -128,7 +128,7 @@ class _InBlocks(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         first: Tensor,
-        scores: Scores,
+        scores: ScoreOptions,
         blocks: list[_Block],
     ) -> Tensor:
         rows, heads, length, _ = query.shape
@@ -145,7 +145,7 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, first = ctx.saved_tensors
-        scores: Scores = ctx.scores
+        scores: ScoreOptions = ctx.scores
         # Blocks add to the gradients of a key: in fp32, as a kernel does.
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(t, dtype=_wide(t.dtype)) for t in (key, value))
@@ -171,7 +171,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: ScoreOptions
 ) -> Tensor:
     """Return (B, heads, Q, width of value)."""
     heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
@@ -218,7 +218,7 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
+def is_served(heads: Heads, longest: int, scores: ScoreOptions) -> bool:
     """Return whether torch's kernel on a CPU takes documents of `longest` tokens without T x T scores."""
     query, _, value = heads
     if scores.is_bounded or longest > (scores.window or longest):
@@ -226,7 +226,7 @@ def is_served(heads: Heads, longest: int, scores: Scores) -> bool:
     return longest <= QUERIES_PER_BLOCK or _is_fused_on_cpu(query, value, scores)
 
 
-def _is_fused_on_cpu(query: Tensor, value: Tensor, scores: Scores) -> bool:
+def _is_fused_on_cpu(query: Tensor, value: Tensor, scores: ScoreOptions) -> bool:
     return scores.dropout == 0 and query.shape[-1] == value.shape[-1]
 
 
@@ -254,8 +254,8 @@ class _InFp32(torch.autograd.Function):
         return *(t.to(query.dtype) for t in found), None
 
 
-NAME = "documents"
-BOUNDS = "cu_seq_lens_q"  # as transformers' models hand it on to attention
+ATTENTION_NAME = "documents"
+BOUNDS_KEY = "cu_seq_lens_q"  # as transformers' models hand it on to attention
 # torch 2.11's varlen_attn takes fewer key heads than query heads as it is; later releases want this flag.
 HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # cuDNN's kernels are the fastest ones on Hopper and Blackwell for rows without a mask.
@@ -270,7 +270,7 @@ UNSERVED = ("position_bias",)
 OF_SCORES = ("softcap", "s_aux")
 
 
-def document_bounds(positions_BT: Tensor) -> Tensor:
+def find_document_bounds(positions_BT: Tensor) -> Tensor:
     """Return the bounds of documents: one begins wherever positions do not go on counting.
 
     A host read where the positions are on a device. N depends on B and T alone while documents have 256
@@ -284,7 +284,7 @@ def document_bounds(positions_BT: Tensor) -> Tensor:
     return F.pad(starts, (0, places + 1 - len(starts)), value=rows * length).to(torch.int32)
 
 
-def no_bounds(device: torch.device) -> Tensor:
+def empty_bounds(device: torch.device) -> Tensor:
     """Return empty bounds, for rows that are one document each: positions need not be read."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
@@ -294,7 +294,7 @@ def whole_row_bounds(rows: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
 
 
-class WholeRows:
+class WholeRowBounds:
     """Chooses the bounds of rows that are one document each.
 
     cuDNN builds a plan for each new (rows, length): about a second for forward and backward. So only the
@@ -310,7 +310,7 @@ class WholeRows:
         shape = like.shape[:2]
         first = self._first_shapes.setdefault(torch.is_grad_enabled(), shape)
         if like.device.type != "cuda" or shape == first:
-            return no_bounds(like.device)
+            return empty_bounds(like.device)
         return whole_row_bounds(shape[0], shape[1], like.device)
 
 
@@ -338,7 +338,7 @@ class DocumentAttention:
         """Return (output (B, T, heads, width), None).
 
         Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing; `sliding_window`, `softcap`
-        and `s_aux` are what transformers' models hand on (see Scores). With a mask, or keys of tokens before
+        and `s_aux` are what transformers' models hand on (see ScoreOptions). With a mask, or keys of tokens before
         the first query, transformers' sdpa computes.
 
         Raises:
@@ -356,18 +356,18 @@ class DocumentAttention:
         heads = (query, key, value)
         if is_masked:
             return _with_mask(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **rest)
-        bounds, positions = rest.get(BOUNDS), rest.get("position_ids")
+        bounds, positions = rest.get(BOUNDS_KEY), rest.get("position_ids")
         if bounds is not None and not bounds.numel():
             bounds = positions = None  # each row is one document
         window = rest.get("sliding_window")
         if window is not None and window >= query.shape[2]:
             window = None
-        scores = Scores(scaling, window, rest.get("softcap"), dropout, rest.get("s_aux"))
+        scores = ScoreOptions(scaling, window, rest.get("softcap"), dropout, rest.get("s_aux"))
         attend = self._on_cpu if query.device.type == "cpu" else self._on_device
         return attend(heads, bounds, positions, scores), None
 
     def _on_device(
-        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: Scores
+        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
         query = heads[0]
         if bounds is None and positions is not None:
@@ -383,10 +383,10 @@ class DocumentAttention:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _found(self, positions: Tensor, query: Tensor) -> Tensor:
         rows = query.shape[0]
-        return self._of(positions, rows, lambda: document_bounds(positions.expand(rows, -1)))
+        return self._of(positions, rows, lambda: find_document_bounds(positions.expand(rows, -1)))
 
     def _on_cpu(
-        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: Scores
+        self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
         """Memory grows with T: where torch's kernel would make all scores of a document, in blocks."""
         if bounds is not None or positions is not None:
@@ -397,12 +397,12 @@ class DocumentAttention:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _document_by_document(
-        self, heads: Heads, bounds: Tensor | None, positions: Any, scores: Scores
+        self, heads: Heads, bounds: Tensor | None, positions: Any, scores: ScoreOptions
     ) -> Tensor:
         rows, _, length, _ = heads[0].shape
 
         def find() -> tuple[Tensor, list[int]]:
-            found = document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
+            found = find_document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
             return found, [end - start for start, end in pairwise(found.tolist()) if end > start]
 
         found, sizes = self._of(positions if bounds is None else bounds, rows, find)
@@ -417,7 +417,7 @@ class DocumentAttention:
             outputs.append(self._whole_rows(query, key, value, scores)[0])
         return torch.cat(outputs).unflatten(0, (rows, length))
 
-    def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions) -> Tensor:
         output: Tensor
         if query.device.type == "cpu":
             query, key, value = _autocast((query, key, value))
@@ -443,7 +443,7 @@ class DocumentAttention:
             )
         return output.transpose(1, 2).contiguous()
 
-    def _by_kernel(self, heads: Heads, bounds: Tensor, scores: Scores) -> Tensor:
+    def _by_kernel(self, heads: Heads, bounds: Tensor, scores: ScoreOptions) -> Tensor:
         """On CUDA, without a look at the bounds: flash attention where it takes the heads.
 
         xFormers' kernel takes what that refuses: fp32, dropout, cards before Ampere, widths that are no
@@ -496,7 +496,7 @@ class DocumentAttention:
         return found
 
 
-def keep_cudnn_from_masks() -> None:
+def disable_cudnn_attention() -> None:
     """Leave cuDNN out of torch's choice of attention kernels in this process.
 
     DocumentAttention still asks for it, for rows without a mask. With torch 2.11 and later on Hopper, cuDNN
@@ -516,8 +516,8 @@ def _with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
     return output
 
 
-def bounds_for(
-    name: str, bounds: Tensor | None, whole_rows: WholeRows | None, like: Tensor
+def build_bounds_arguments(
+    name: str, bounds: Tensor | None, whole_rows: WholeRowBounds | None, like: Tensor
 ) -> dict[str, Any]:
     """Return what `attn_implementation: <name>` is to be given besides positions.
 
@@ -526,17 +526,17 @@ def bounds_for(
         whole_rows: Chooses the bounds of rows that are one document each; None: positions were given.
         like: (B, T, ...), on the device of the rows.
     """
-    if name == NAME and bounds is None and whole_rows is not None:
-        return {BOUNDS: whole_rows.bounds(like)}
+    if name == ATTENTION_NAME and bounds is None and whole_rows is not None:
+        return {BOUNDS_KEY: whole_rows.bounds(like)}
     if bounds is None:
         return {}
     if "flash" in name:  # else it looks for documents in positions, and only where a batch is one row
         lengths = {"max_length_q": like.shape[1], "max_length_k": like.shape[1]}
-        return {BOUNDS: bounds, "cu_seq_lens_k": bounds, **lengths}
-    return {BOUNDS: bounds}
+        return {BOUNDS_KEY: bounds, "cu_seq_lens_k": bounds, **lengths}
+    return {BOUNDS_KEY: bounds}
 
 
-class _BoundsHook:
+class BoundsHook:
     """Around a model's forward: what attention needs to know of documents, and a mask where one is needed.
 
     A batch with an attention_mask, or a cache of keys as `generate` has it, goes through what transformers
@@ -546,12 +546,12 @@ class _BoundsHook:
     def __init__(self, given: str) -> None:
         self.given = given
         self.is_switched = False
-        self._whole_rows = WholeRows()
+        self._whole_rows = WholeRowBounds()
 
     def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name = model.config.get_text_config()._attn_implementation
         has_mask = any(kwargs.get(key) is not None for key in ("attention_mask", "past_key_values"))
-        if name == NAME and (has_mask or kwargs.get("use_cache")):
+        if name == ATTENTION_NAME and (has_mask or kwargs.get("use_cache")):
             self.is_switched = not torch.is_grad_enabled()
             model.config._attn_implementation = self.given
             if not self.is_switched:
@@ -562,11 +562,11 @@ class _BoundsHook:
         like = kwargs.get("input_ids", args[0] if args else None)
         if like is None:
             return args, kwargs
-        bounds = kwargs.pop(BOUNDS, None)
+        bounds = kwargs.pop(BOUNDS_KEY, None)
         whole_rows = self._whole_rows if kwargs.get("position_ids") is None else None
-        return args, kwargs | bounds_for(name, bounds, whole_rows, like)
+        return args, kwargs | build_bounds_arguments(name, bounds, whole_rows, like)
 
     def after(self, model: Any, *_: Any) -> None:
         if self.is_switched:
-            model.config._attn_implementation = NAME
+            model.config._attn_implementation = ATTENTION_NAME
             self.is_switched = False

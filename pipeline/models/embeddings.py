@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from pipeline.errors import ModelError
 from pipeline.models.sharding import Sharding
-from pipeline.models.transformers_facts import is_model
+from pipeline.models.transformers_facts import is_transformers_model
 
 ROWS_AT_ONCE = 4096
 
 
-def vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
+def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those with a row for each token, tied ones once; none where the model does not name its embeddings."""
     found: dict[nn.Parameter, None] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -36,7 +36,7 @@ def vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
-def num_words(model: nn.Module) -> int | None:
+def get_vocabulary_size(model: nn.Module) -> int | None:
     """How many words a language model, or its stage, knows by its config; None: it does not say."""
     config = getattr(model, "config", None)
     words: int | None = getattr(config, "vocab_size", None)
@@ -64,11 +64,11 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
     Raises:
         ModelError: it does not say which parameters they are.
     """
-    parameters = vocabulary_parameters(model)
+    parameters = find_vocabulary_parameters(model)
     if not parameters:
         raise ModelError(f"model.grow_vocabulary: a {model.config.model_type} does not name its embeddings")
     for old in parameters:
-        with sharding.whole([old]):
+        with sharding.gather([old]):
             if len(old) >= rows:
                 continue
             values = torch.empty(rows, *old.shape[1:], dtype=old.dtype)
@@ -97,12 +97,12 @@ class _Holder(nn.Module):
         self.values = nn.Parameter(values, requires_grad)
 
 
-KEYS = "noise_keys"  # in a batch (B, T), and on its way through the model's forward
+NOISE_KEYS = "noise_keys"  # in a batch (B, T), and on its way through the model's forward
 _LOW, _BITS = 2**32 - 1, 24  # as many as fp32 has
 _ELEMENTS = 2**22  # worked on at a time: more in int64 would be seen in the peak of memory
 
 
-def add_noise(model: nn.Module, alpha: float) -> None:
+def add_embedding_noise(model: nn.Module, alpha: float) -> None:
     """Has the model add noise to the output of its token embedding where it is called with keys.
 
     Raises:
@@ -118,12 +118,12 @@ def add_noise(model: nn.Module, alpha: float) -> None:
     model.register_forward_pre_hook(partial(_hand_on, alpha), with_kwargs=True)
 
 
-def expect(embedding: nn.Module, keys_BT: Iterable[Tensor]) -> None:
+def set_noise_keys(embedding: nn.Module, keys_BT: Iterable[Tensor]) -> None:
     """The next calls of the embedding are of these tokens, and those after them get no noise."""
-    setattr(embedding, KEYS, deque(keys_BT))
+    setattr(embedding, NOISE_KEYS, deque(keys_BT))
 
 
-def noise_for(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
+def compute_noise(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
     """(B, T, D) fp32, within alpha / sqrt(L D) of 0, L the number of tokens of a token's document.
 
     In whole numbers until the last division, so that every device gives the same.
@@ -155,7 +155,7 @@ def _scrambled(words: Tensor) -> Tensor:
 
 def _embedding_of(model: nn.Module) -> nn.Module | None:
     try:
-        embedding = model.get_input_embeddings() if is_model(model) else None
+        embedding = model.get_input_embeddings() if is_transformers_model(model) else None
     except NotImplementedError:
         return None
     own = getattr(embedding, "base_layer", embedding)  # inside of an adapter
@@ -164,23 +164,23 @@ def _embedding_of(model: nn.Module) -> nn.Module | None:
 
 def _listen(embedding: nn.Module, alpha: float) -> None:
     embedding.register_forward_hook(partial(_add, alpha))
-    expect(embedding, ())
+    set_noise_keys(embedding, ())
 
 
 def _hand_on(alpha: float, model: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Before the model's forward, which knows of no keys."""
-    keys_BT = named.pop(KEYS, None)
+    keys_BT = named.pop(NOISE_KEYS, None)
     embedding = model.get_input_embeddings()
-    if not hasattr(embedding, KEYS):  # AutoTP has put its own in the place
+    if not hasattr(embedding, NOISE_KEYS):  # AutoTP has put its own in the place
         _listen(embedding, alpha)
-    expect(embedding, () if keys_BT is None else (keys_BT,))
+    set_noise_keys(embedding, () if keys_BT is None else (keys_BT,))
     return values, named
 
 
 def _add(alpha: float, embedding: Any, _: Any, embedded_BTD: Tensor) -> Tensor:
     """After the embedding's forward."""
-    coming = getattr(embedding, KEYS)
+    coming = getattr(embedding, NOISE_KEYS)
     if not coming:
         return embedded_BTD
-    noise_BTD = noise_for(coming.popleft(), embedded_BTD.shape[-1], alpha)
+    noise_BTD = compute_noise(coming.popleft(), embedded_BTD.shape[-1], alpha)
     return embedded_BTD + noise_BTD.to(embedded_BTD.dtype)

@@ -18,7 +18,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from transformers import PreTrainedModel
 
 from pipeline.errors import ModelError
-from pipeline.models.blocks import LISTS
+from pipeline.models.blocks import MODULE_LISTS
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ ROUTERS = ("gate", "router")
 """What models call the layer that chooses experts."""
 
 
-def convert(model: PreTrainedModel, recipe: str, device: torch.device) -> None:
+def convert_to_fp8(model: PreTrainedModel, recipe: str, device: torch.device) -> None:
     """Has the linear layers of the model's blocks multiply in fp8, by a recipe of torchao.
 
     All scales are powers of two, by which a cast rounds a number alike whatever else is in its tensor: so
@@ -42,7 +42,7 @@ def convert(model: PreTrainedModel, recipe: str, device: torch.device) -> None:
     Raises:
         ModelError: no layer of the model can.
     """
-    layers = set(linear_layers(model))
+    layers = set(find_fp8_layers(model))
     if not layers:
         raise ModelError(
             f"model.fp8: a {model.config.model_type} has no nn.Linear of widths divisible by {MULTIPLE} in "
@@ -62,9 +62,9 @@ def convert(model: PreTrainedModel, recipe: str, device: torch.device) -> None:
     log.info("model.fp8: %d linear layers multiply in fp8 (%s), %s", len(layers), recipe, how)
 
 
-def linear_layers(model: PreTrainedModel) -> list[nn.Linear]:
+def find_fp8_layers(model: PreTrainedModel) -> list[nn.Linear]:
     """Those that can: in blocks, of fitting widths, and no router, whose choice a rounding would change."""
-    blocks = [block for each in model.modules() if isinstance(each, LISTS) for block in each]
+    blocks = [block for each in model.modules() if isinstance(each, MODULE_LISTS) for block in each]
     named = {layer: name for block in blocks for name, layer in block.named_modules()}
     return [
         layer

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.patterns import match_modules
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.embeddings import vocabulary_parameters
-from pipeline.models.sharding import Placed
+from pipeline.models.embeddings import find_vocabulary_parameters
+from pipeline.models.sharding import DevicePlacement
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -22,7 +22,7 @@ def is_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
+def find_linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The linear layers, and of each (outputs, inputs)."""
     found = {}
     for name, module in model.named_modules():
@@ -38,7 +38,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return layer
 
 
-def targets_of(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
+def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
     """Names of those, among the linear layers, that get an adapter.
 
     Raises:
@@ -64,7 +64,7 @@ def targets_of(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any
     return [name for name in names if name in found]
 
 
-def trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
+def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
     """Parameters of `modules_to_save`, and of what gives scores.
 
     Raises:
@@ -80,22 +80,22 @@ def trained_whole(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]
     return found
 
 
-class FrozenBase(Placed):
-    """As Placed, but the weights of frozen linear layers, which each subclass holds in its own way."""
+class FrozenBasePlacement(DevicePlacement):
+    """As DevicePlacement, but the weights of frozen linear layers, which each subclass holds in its own way."""
 
-    def __init__(self, others: Placed, adapter: AdapterConfig):
+    def __init__(self, others: DevicePlacement, adapter: AdapterConfig):
         """
         Args:
             others: How all other parameters are held.
             adapter: What the recipe says of it.
         """
         super().__init__(others._device, others.dtype)
-        self.takes_tensors = True
+        self.loads_by_tensor = True
         self._adapter = adapter
         self._transposed: dict[nn.Parameter, bool] = {}
 
-    def made(self, model: nn.Module) -> None:
-        """See Sharding.made."""
+    def divide(self, model: nn.Module) -> None:
+        """See Sharding.divide."""
         for layer in self.layers_of(model).values():
             self._transposed.setdefault(layer.weight, is_transposed(layer))  # type: ignore[arg-type]
 
@@ -103,8 +103,10 @@ class FrozenBase(Placed):
         """The frozen ones, by name, whether they get an adapter or not, but for the output layer: so does
         transformers by its BitsAndBytesConfig.
         """
-        kept = {id(p) for p in (*trained_whole(self._adapter, model), *vocabulary_parameters(model))}
-        layers = {name: model.get_submodule(name) for name in linears(model)}
+        kept = {
+            id(p) for p in (*find_fully_trained(self._adapter, model), *find_vocabulary_parameters(model))
+        }
+        layers = {name: model.get_submodule(name) for name in find_linear_layers(model)}
         return {
             name: layer
             for name, layer in layers.items()
@@ -112,13 +114,13 @@ class FrozenBase(Placed):
         }
 
 
-class HalfBase(FrozenBase):
+class HalfBasePlacement(FrozenBasePlacement):
     """Under autocast: in its dtype already, in half the memory. The products are the same to the last bit, as
     autocast would round the same weights for each of them.
     """
 
-    def __init__(self, others: Placed, adapter: AdapterConfig, dtype: torch.dtype):
-        """See FrozenBase.
+    def __init__(self, others: DevicePlacement, adapter: AdapterConfig, dtype: torch.dtype):
+        """See FrozenBasePlacement.
 
         Args:
             dtype: Of products.
@@ -153,7 +155,9 @@ def _called_anywhere(kind: Any) -> Any:
     return type(kind.__name__, (_CalledAnywhere, kind), {})
 
 
-def hold_in_half(model: nn.Module, trained: Iterable[nn.Parameter], sharding: HalfBase) -> None:
+def accept_fp32_inputs(
+    model: nn.Module, trained: Iterable[nn.Parameter], sharding: HalfBasePlacement
+) -> None:
     """Has the layers of a base in half precision called with fp32 as well, as by who has the model in hand.
 
     Args:

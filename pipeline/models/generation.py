@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, ModelError
-from pipeline.models.transformers_facts import is_generator
+from pipeline.models.transformers_facts import is_transformers_generator
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GenerationSettings:
             raise DataError(f"temperature {self.temperature}, top_k {self.top_k}: give 0 or more")
 
 
-class Generates(Protocol):
+class TextGenerator(Protocol):
     """What writes text. Collective: all ranks enter `generate` together."""
 
     @property
@@ -77,7 +77,7 @@ def generate(
     in_step: bool = False,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """See Generates.generate, for a module that gives whole logits on this rank.
+    """See TextGenerator.generate, for a module that gives whole logits on this rank.
 
     Args:
         in_step: A forward is collective: a rank that is done goes on until all are.
@@ -91,7 +91,7 @@ def generate(
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
     if settings.temperature > 0:
         how |= {"temperature": settings.temperature, "top_k": settings.top_k}
-    if is_generator(module):
+    if is_transformers_generator(module):
         how["synced_gpus"] = in_step
     if agree is not None:
         how["logits_processor"] = [lambda _, scores_BV: agree(scores_BV)]
@@ -108,7 +108,7 @@ def generate(
     return [_until_end(row, ends) for row in output[:, ids_BT.shape[1] :].tolist()]
 
 
-def longest_sequence(module: nn.Module) -> int | None:
+def get_max_positions(module: nn.Module) -> int | None:
     """Tokens that the model has positions for; None: any number."""
     longest: int | None = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return longest
@@ -126,7 +126,7 @@ def _check(module: nn.Module, prompts: Sequence[Sequence[int]], settings: Genera
                 f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, and the model's vocabulary "
                 f"ends at {words}; encode it with the model's tokenizer"
             )
-    length, longest = max(map(len, prompts)), longest_sequence(module)
+    length, longest = max(map(len, prompts)), get_max_positions(module)
     if longest is not None and length + settings.max_new_tokens > longest:
         raise ModelError(
             f"a prompt of {length:,} tokens and max_new_tokens {settings.max_new_tokens:,} are more than the "

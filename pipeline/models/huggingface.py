@@ -51,15 +51,15 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import TRANSFORMERS_FIELDS, CausalLMConfig
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, summarize_error
-from pipeline.models.attention import CAUSAL_FIELDS, transformers_name
+from pipeline.models.attention import CAUSAL_FIELDS, resolve_attention_name
 from pipeline.models.embeddings import grow_vocabulary
 from pipeline.models.sharding import ModelRequest, Sharding
-from pipeline.models.transformers_facts import folder_or_hub_name
-from pipeline.models.weights import draw, method_of
+from pipeline.models.transformers_facts import resolve_pretrained
+from pipeline.models.weights import draw_parameter, get_quantisation_method
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
+def initialise_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
     """transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
 
     Args:
@@ -82,7 +82,7 @@ def draw_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> Non
                 visit(child, its)
         due = [(each, its) for each, its in [*(children if together else ()), (module, how)] if is_due(each)]
         own = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
-        with sharding.whole(own) if own and due else nullcontext():
+        with sharding.gather(own) if own and due else nullcontext():
             for each, its in due:
                 its(each)
 
@@ -101,7 +101,7 @@ def filled_tensorwise(sharding: Sharding) -> Iterator[None]:
     """Inside it `from_pretrained` may be called once; the model is `made` before its first values come.
 
     Raises:
-        ModelError: see Sharding.made; the files have two tensors for one that the model ties.
+        ModelError: see Sharding.divide; the files have two tensors for one that the model ties.
     """
     filling = _Filling(sharding)
     before = os.environ.get(NO_THREADS)
@@ -148,7 +148,7 @@ class _Filling:
             return None
         if parameter in self._tied:
             self._refuse_two(parameter, name, values)
-        with self._sharding.whole([parameter]):
+        with self._sharding.gather([parameter]):
             parameter.data.copy_(values)
         setattr(parameter, READ, True)
         return parameter
@@ -158,7 +158,7 @@ class _Filling:
             model = self._parents[model]
         assert isinstance(model, PreTrainedModel)
         model.tie_weights(recompute_mapping=False)  # transformers does so after it has read them
-        self._sharding.made(model)
+        self._sharding.divide(model)
         times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         return {parameter: None for parameter, number in times.items() if number > 1}
 
@@ -176,18 +176,18 @@ class _Filling:
 SCORE = "score.weight"
 
 
-def is_reward_model(config: PretrainedConfig) -> bool:
+def is_reward_config(config: PretrainedConfig) -> bool:
     """Whether a folder's configuration is that of a model that scores."""
     names = getattr(config, "architectures", None) or [""]
     return str(names[0]).endswith("ForSequenceClassification") and config.num_labels == 1
 
 
-def model_class(config: PretrainedConfig) -> Any:
+def get_model_class(config: PretrainedConfig) -> Any:
     """Of a configuration that says what the model is: has `from_config` and `from_pretrained`."""
-    return reward_model_class(config) if is_reward_model(config) else AutoModelForCausalLM
+    return get_reward_model_class(config) if is_reward_config(config) else AutoModelForCausalLM
 
 
-def reward_model_class(config: PretrainedConfig) -> Any:
+def get_reward_model_class(config: PretrainedConfig) -> Any:
     """The class for this configuration, which is made one of a model that scores; it has the auto classes'
     `from_config` and `from_pretrained`.
 
@@ -277,7 +277,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         # Weights are drawn below, module by module: the same ones whatever the split.
-        attention = transformers_name(config.attention, hf_config)
+        attention = resolve_attention_name(config.attention, hf_config)
         with request.sharding.construct_empty(), no_init_weights():
             model = _class_of(hf_config, request.gives_scores).from_config(
                 hf_config, dtype=torch.float32, attn_implementation=attention
@@ -288,8 +288,8 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
         raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
     model.tie_weights()  # what is made without values is not tied yet
-    request.sharding.made(model)
-    draw_weights(model, request.sharding, request.draws)
+    request.sharding.divide(model)
+    initialise_weights(model, request.sharding, request.draws)
     return model
 
 
@@ -341,7 +341,7 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
 
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    name, hf_config = read_config(config)
+    name, hf_config = read_model_config(config)
     for key, value in _stated_fields(config, hf_config).items():
         if key in CAUSAL_FIELDS:  # which no weight depends on
             setattr(hf_config, key, value)
@@ -355,7 +355,7 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     rows = max(request.vocab_size or 0, config.vocab_size or 0)
     grows = config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size
     sharding = request.sharding
-    tensorwise = sharding.takes_tensors and not grows  # whose new rows are the mean of all others
+    tensorwise = sharding.loads_by_tensor and not grows  # whose new rows are the mean of all others
     with filled_tensorwise(sharding) if tensorwise else nullcontext():
         model = _read_pretrained(name, hf_config, config, request)
     if grows:
@@ -363,13 +363,13 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     return model
 
 
-def read_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
+def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     """Folder or hub name of `config.pretrained`, and what it says of its model.
 
     Raises:
         ModelError: there is none, or its weights are quantised.
     """
-    given, name = f"model.pretrained: {config.pretrained!r}", folder_or_hub_name(config.pretrained or "")
+    given, name = f"model.pretrained: {config.pretrained!r}", resolve_pretrained(config.pretrained or "")
     trust = config.trust_remote_code
     try:
         with use_hub_or_cache("model.pretrained", name, ModelError):
@@ -380,14 +380,14 @@ def read_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
     if quantisation := getattr(hf_config, "quantization_config", None):
         raise ModelError(
-            f"{given}: its weights are quantised already ({method_of(quantisation)}); take the "
+            f"{given}: its weights are quantised already ({get_quantisation_method(quantisation)}); take the "
             "original ones, which adapter.quantize=nf4 holds in 4 bits"
         )
     return name, hf_config
 
 
 def _class_of(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
-    return reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
+    return get_reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
 
 
 def _read_pretrained(
@@ -407,7 +407,7 @@ def _read_pretrained(
                 name,
                 config=hf_config,
                 dtype=torch.float32,
-                attn_implementation=transformers_name(config.attention, hf_config),
+                attn_implementation=resolve_attention_name(config.attention, hf_config),
                 use_safetensors=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
@@ -424,12 +424,12 @@ def _read_pretrained(
     info["missing_keys"] = set(info["missing_keys"]) - drawn
     _refuse_what_does_not_fit(info, given)
     for key in drawn:
-        draw(model, key, request.sharding)
+        draw_parameter(model, key, request.sharding)
     loaded: PreTrainedModel = model
     return loaded
 
 
-def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
+def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
     """The model that a run's folder describes (see write_description); its weights are still to come.
 
     Raises:
@@ -439,10 +439,10 @@ def build_described(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
         with no_init_weights():
-            model: PreTrainedModel = model_class(hf_config).from_config(
+            model: PreTrainedModel = get_model_class(hf_config).from_config(
                 hf_config,
                 dtype=torch.float32,
-                attn_implementation=transformers_name(config.attention, hf_config),
+                attn_implementation=resolve_attention_name(config.attention, hf_config),
                 trust_remote_code=trust,
             )
     except (OSError, *IMPOSSIBLE) as error:

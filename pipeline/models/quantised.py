@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import AdapterConfig, ModelSection
 from pipeline.errors import ConfigError, ModelError
-from pipeline.models.frozen_base import FrozenBase, is_transposed
-from pipeline.models.sharding import Placed, Sharding, let_go
+from pipeline.models.frozen_base import FrozenBasePlacement, is_transposed
+from pipeline.models.sharding import DevicePlacement, Sharding, drop_values
 
 BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transformers'
 
 
 @torch.no_grad()
-def packed(weight: Tensor) -> Params4bit:
+def pack_nf4(weight: Tensor) -> Params4bit:
     """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, a byte of scale a block."""
     codes, state = quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -34,7 +34,7 @@ def packed(weight: Tensor) -> Params4bit:
 
 
 @torch.no_grad()
-def unpacked(weight: Params4bit) -> Tensor:
+def unpack_nf4(weight: Params4bit) -> Tensor:
     """Return the values of a weight in NF4: (outputs, inputs), fp32.
 
     Read as rows of one block: bitsandbytes (0.50.2) on a CPU with AVX-512 takes other blocks' scales where
@@ -48,15 +48,15 @@ def unpacked(weight: Params4bit) -> Tensor:
     return values.flatten()[:number].view(weight.quant_state.shape)
 
 
-class Quantising(FrozenBase):
+class QuantisedBasePlacement(FrozenBasePlacement):
     """In NF4, each weight as soon as it is read.
 
     It has no values of its own from then on. Where a model is drawn, which takes several looks at a weight,
     they wait in fp32 on the CPU.
     """
 
-    def __init__(self, others: Placed, adapter: AdapterConfig, model: ModelSection):
-        """See FrozenBase.
+    def __init__(self, others: DevicePlacement, adapter: AdapterConfig, model: ModelSection):
+        """See FrozenBasePlacement.
 
         Args:
             model: What the recipe says of it.
@@ -73,8 +73,8 @@ class Quantising(FrozenBase):
 
     def _pack(self, weight: nn.Parameter) -> None:
         values = weight.detach().to(self._device)
-        self._packed[weight] = packed(values.T if self._transposed[weight] else values)
-        let_go(weight)
+        self._packed[weight] = pack_nf4(values.T if self._transposed[weight] else values)
+        drop_values(weight)
 
     def _place(self, parameter: nn.Parameter) -> None:
         if parameter not in self._transposed:
@@ -87,21 +87,21 @@ class Quantising(FrozenBase):
             super()._reserve(parameter)
 
 
-def quantise(
+def quantise_base(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: Sharding, dtype: torch.dtype
 ) -> None:
     """Put layers of bitsandbytes' in the place of the model's own.
 
     Args:
         trained: What is trained whole.
-        sharding: A Quantising, in which the model was made.
+        sharding: A QuantisedBasePlacement, in which the model was made.
         dtype: Of products.
 
     Raises:
         ConfigError: one of the layers is trained whole, which the recipe's section alone did not say.
         ModelError: the model has no such layers.
     """
-    assert isinstance(sharding, Quantising)
+    assert isinstance(sharding, QuantisedBasePlacement)
     if not (layers := sharding.layers_of(model)):
         raise ModelError("adapter.quantize: the model has no frozen nn.Linear to hold in 4 bits")
     whole = {id(p) for p in trained}
@@ -130,14 +130,14 @@ def quantise(
         model.set_submodule(name, new)
 
 
-def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
+def find_quantised_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
     """Yield the quantised layers by the names that the model's own have."""
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):
             yield name.removesuffix(".base_layer"), module
 
 
-def num_bytes(weight: Any) -> int:
+def count_nf4_bytes(weight: Any) -> int:
     """With all that belongs to it: half a byte a value, and about 0.016 of scales."""
     state = weight.quant_state
     kept = (weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Sharding(Protocol):
     """What a builder needs to know about a split without knowing DeepSpeed.
 
-    What is here does what is right where every rank holds every parameter, in fp32 on the CPU: see Whole.
+    What is here does what is right where every rank holds every parameter, in fp32 on the CPU: see NoSharding.
     """
 
     def construct(self) -> AbstractContextManager[Any]:
@@ -33,7 +33,7 @@ class Sharding(Protocol):
         """As construct, where the code that makes the model needs no values and draws none."""
         return self.construct()
 
-    def made(self, model: nn.Module) -> None:
+    def divide(self, model: nn.Module) -> None:
         """Let go of the values that this rank does not keep; the model's structure is complete. Collective.
 
         Raises:
@@ -41,11 +41,11 @@ class Sharding(Protocol):
         """
         return None
 
-    def whole(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    def gather(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
         """Inside it the parameters are whole, on the CPU, in fp32, and may be changed; after it, sharded."""
         return nullcontext()
 
-    def settle(self, model: nn.Module, draws: bool) -> None:
+    def place(self, model: nn.Module, draws: bool) -> None:
         """Put what this rank keeps of the built model where it stays until there is an engine.
 
         Args:
@@ -54,7 +54,7 @@ class Sharding(Protocol):
         return None
 
     @property
-    def takes_tensors(self) -> bool:
+    def loads_by_tensor(self) -> bool:
         """Whether a model may be `made` before it has weights, which then come one tensor at a time."""
         ...
 
@@ -64,14 +64,14 @@ class Sharding(Protocol):
         ...
 
 
-class Whole(Sharding):
+class NoSharding(Sharding):
     """Every rank holds every parameter, in fp32 on the CPU."""
 
-    takes_tensors = False
+    loads_by_tensor = False
     zero3_config: dict[str, Any] | None = None
 
 
-class Placed(Whole):
+class DevicePlacement(NoSharding):
     """Every rank holds every parameter, where and in what it trains: host memory has a few of them at a time.
 
     A parameter is drawn or read in fp32 on the CPU, so that its values are those of any other split, and then
@@ -88,10 +88,10 @@ class Placed(Whole):
         """
         self._device, self.dtype = device, dtype
         # Else from_pretrained has put them where they stay.
-        self.takes_tensors = device.type != "cpu" or dtype != torch.float32
+        self.loads_by_tensor = device.type != "cpu" or dtype != torch.float32
 
-    def settle(self, model: nn.Module, draws: bool) -> None:
-        """See Sharding.settle."""
+    def place(self, model: nn.Module, draws: bool) -> None:
+        """See Sharding.place."""
         for parameter in model.parameters():
             if draws:
                 self._place(parameter)
@@ -99,12 +99,12 @@ class Placed(Whole):
                 self._reserve(parameter)
 
     @contextmanager
-    def whole(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """See Sharding.whole."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """See Sharding.gather."""
         lent = list(dict.fromkeys(parameters))
         for parameter in lent:
             if parameter.is_meta:
-                give_memory(parameter)
+                allocate_values(parameter)
             elif parameter.is_floating_point():
                 parameter.data = parameter.data.to("cpu", torch.float32)
         try:
@@ -147,7 +147,7 @@ class ModelRequest:
     """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
 
 
-def model_request(config: RunConfig, data: Any, sharding: Sharding, draws: bool = True) -> ModelRequest:
+def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws: bool = True) -> ModelRequest:
     """Return what the data asks of the model.
 
     Args:
@@ -172,10 +172,10 @@ def _hold(parameter: nn.Parameter, values: Tensor) -> None:
     if parameter.is_meta == values.is_meta:
         parameter.data = values
     else:
-        give_values(parameter, values)
+        set_values(parameter, values)
 
 
-def number_of(parameter: Tensor) -> int:
+def count_elements(parameter: Tensor) -> int:
     """Return how many values the whole parameter has, also if it is sharded, or if two share a byte."""
     state = getattr(parameter, "quant_state", None)
     return (
@@ -185,17 +185,17 @@ def number_of(parameter: Tensor) -> int:
     )
 
 
-def give_memory(parameter: nn.Parameter) -> None:
+def allocate_values(parameter: nn.Parameter) -> None:
     """Give a parameter without values memory on the CPU, not yet filled; it stays the same object."""
-    give_values(parameter, torch.empty_like(parameter, device="cpu"))
+    set_values(parameter, torch.empty_like(parameter, device="cpu"))
 
 
-def let_go(parameter: nn.Parameter) -> None:
+def drop_values(parameter: nn.Parameter) -> None:
     """Drop the values of a parameter, and keep its shape and dtype."""
-    give_values(parameter, parameter.detach().to("meta"))
+    set_values(parameter, parameter.detach().to("meta"))
 
 
-def give_values(parameter: nn.Parameter, values: Tensor) -> None:
+def set_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Let a parameter hold these values, not a copy; it stays the same object with its attributes."""
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))

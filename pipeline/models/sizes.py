@@ -14,9 +14,9 @@ from pipeline.config.import_paths import import_object
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, PipelineError, summarize_error
 from pipeline.models import build_model
-from pipeline.models.frozen_base import is_transposed, linears
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transformers_facts import is_config
+from pipeline.models.frozen_base import find_linear_layers, is_transposed
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transformers_facts import is_transformers_config
 from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 from pipeline.planner.shapes import mark_trained, read_vocabulary_size
 
@@ -28,7 +28,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
-def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> ModelSpec:
+def measure_module(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> ModelSpec:
     """Return the sizes of a model, whole if ZeRO 3 holds it in shards; of a part that was cut, that part.
 
     Args:
@@ -37,7 +37,7 @@ def model_of(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None
     parameters = module.named_parameters() if named is None else named
     config = getattr(module, "config", None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    layers = {f"{name}.weight": module.get_submodule(name) for name in linears(module)}
+    layers = {f"{name}.weight": module.get_submodule(name) for name in find_linear_layers(module)}
     found = tuple(
         ParameterSpec(name, _shape(p), p.requires_grad, _layer(layers.get(name), head))
         for name, p in parameters
@@ -60,7 +60,7 @@ def _layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
 
 def _dimensions(config: Any) -> DecoderDimensions | None:
     """Return the dimensions of a language model of transformers."""
-    if not is_config(config):
+    if not is_transformers_config(config):
         return None
     text: Any = config.get_text_config()
     heads, hidden, layers = (
@@ -93,14 +93,14 @@ log = logging.getLogger(__name__)
 CLASSES = {"digits": 10}  # of data that say so themselves; of others as many as ImageNet's
 
 
-class Unfilled(Whole):
+class Unfilled(NoSharding):
     """A model without values."""
 
     def construct(self) -> Any:
         return torch.device("meta")
 
 
-def count(config: RunConfig) -> ModelSpec:
+def measure_recipe(config: RunConfig) -> ModelSpec:
     """Return names and shapes of the parameters of what a recipe trains.
 
     Raises:
@@ -119,7 +119,7 @@ def count(config: RunConfig) -> ModelSpec:
         ) from None
     language = asked.language_model
     name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
-    return mark_trained(replace(model_of(module), name=name), asked.freeze, config.adapter)
+    return mark_trained(replace(measure_module(module), name=name), asked.freeze, config.adapter)
 
 
 def _make(config: RunConfig) -> nn.Module:
@@ -132,16 +132,16 @@ def _make(config: RunConfig) -> nn.Module:
         return module
     language = asked.language_model
     if language is not None and language.pretrained is not None:
-        from pipeline.models.huggingface import model_class, read_config, reward_model_class
+        from pipeline.models.huggingface import get_model_class, get_reward_model_class, read_model_config
 
-        _, theirs = read_config(language)
+        _, theirs = read_model_config(language)
         if language.grow_vocabulary:
             text = theirs.get_text_config()
             text.vocab_size = max(words or 0, text.vocab_size)
         is_reward = config.objective.kind == "reward"
         made: nn.Module
         with torch.device("meta"):
-            made = (reward_model_class if is_reward else model_class)(theirs).from_config(theirs)
+            made = (get_reward_model_class if is_reward else get_model_class)(theirs).from_config(theirs)
         return made
     cnn = asked.cnn
     images = config.data.images
@@ -205,7 +205,7 @@ class Products(NamedTuple):
 
 def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products | None:
     config: Any = getattr(model, "config", None)
-    if not is_config(config):
+    if not is_transformers_config(config):
         return None
     from transformers import AutoModelForCausalLM
 
@@ -220,7 +220,7 @@ def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products 
     return Products(*_matrix_elements(config, text), attention=heads * widths * keys)
 
 
-def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
+def compute_fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
     """Return which part of those FLOPs is in fp8: the three products of its layers, or two of them.
 
     Args:
@@ -229,19 +229,19 @@ def fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
     """
     if recipe == "none" or cost is None:
         return 0.0
-    from pipeline.models.fp8 import linear_layers
+    from pipeline.models.fp8 import find_fp8_layers
 
     whole = _without_values(model.config)
-    elements = sum(layer.in_features * layer.out_features for layer in linear_layers(whole))
+    elements = sum(layer.in_features * layer.out_features for layer in find_fp8_layers(whole))
     return (4.0 if recipe == "rowwise_with_gw_hp" else 6.0) * elements / cost
 
 
 def _without_values(config: Any) -> Any:
     """Return the whole model of a config, without values."""
-    from pipeline.models.huggingface import model_class
+    from pipeline.models.huggingface import get_model_class
 
     with torch.device("meta"):
-        return model_class(config).from_config(config)
+        return get_model_class(config).from_config(config)
 
 
 def _windows(text: Any) -> list[float]:

@@ -22,8 +22,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ModelError
 from pipeline.models.adapters import is_base
-from pipeline.models.attention import small_model
-from pipeline.models.document_attention import WholeRows, bounds_for
+from pipeline.models.attention import build_small_model
+from pipeline.models.document_attention import WholeRowBounds, build_bounds_arguments
 from pipeline.planner.rank import FINAL_NORM_NAMES
 
 # Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
@@ -36,7 +36,7 @@ ROTARY = ("rotary_emb",)
 PROOF_TOKENS = 16
 
 
-class Layer(nn.Module):
+class StageLayer(nn.Module):
     """One step of the forward pass, around the part of the whole model that has this name there."""
 
     def __init__(self, name: str, part: nn.Module):
@@ -50,7 +50,7 @@ class Layer(nn.Module):
         return {f"{self.name}.{key}": value for key, value in weights.items() if not is_base(value)}
 
 
-class OneInput(Layer):
+class SingleInputLayer(StageLayer):
     """The token embedding, of ids; a norm or dropout, of hidden states."""
 
     def forward(self, inputs: Carried) -> Carried:
@@ -58,7 +58,7 @@ class OneInput(Layer):
         return _pack(self.part(given), *beside)
 
 
-class Positions(Layer):
+class PositionLayer(StageLayer):
     """Adds learned positions."""
 
     def forward(self, inputs: Carried) -> Carried:
@@ -66,7 +66,7 @@ class Positions(Layer):
         return _pack(hidden + self.part(_or_counted(beside[0], hidden)), *beside)
 
 
-class Head(Layer):
+class HeadLayer(StageLayer):
     """Hidden states -> logits (B, T, V)."""
 
     def forward(self, inputs: Carried) -> Tensor:
@@ -74,7 +74,7 @@ class Head(Layer):
         return logits
 
 
-class Around:
+class BlockArguments:
     """What every block gets besides hidden states: masks, rotary embeddings, position ids.
 
     Worked out once for all blocks of a stage, and without position ids once for all batches of a shape.
@@ -86,7 +86,7 @@ class Around:
         self._key: tuple[Any, ...] | None = None
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
-        self._whole_rows = WholeRows()
+        self._whole_rows = WholeRowBounds()
 
     def arguments(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
         name = self.config.get_text_config()._attn_implementation
@@ -98,16 +98,16 @@ class Around:
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
             whole_rows = self._whole_rows if positions is None else None
-            self._arguments |= bounds_for(name, bounds, whole_rows, hidden)
+            self._arguments |= build_bounds_arguments(name, bounds, whole_rows, hidden)
             if self.rotary is not None:
                 self._arguments["position_embeddings"] = self.rotary.to(hidden.device)(hidden, position_ids)
         return self._arguments
 
 
-class Block(Layer):
+class BlockLayer(StageLayer):
     """One decoder block."""
 
-    def __init__(self, name: str, part: nn.Module, around: Around, index: int):
+    def __init__(self, name: str, part: nn.Module, around: BlockArguments, index: int):
         super().__init__(name, part)
         self.around = around
         self.index = index
@@ -128,7 +128,7 @@ class Block(Layer):
 class LayeredModel:
     """A whole model as a row of layers. The blocks stand together in it."""
 
-    layers: list[Layer]
+    layers: list[StageLayer]
     first_block: int
     num_blocks: int
     is_tied: bool
@@ -150,7 +150,7 @@ class LayeredModel:
         return [name for layer in layers for name in layer.weights()]
 
 
-class LogitsOnly(PreTrainedModel, GenerationMixin):
+class UncachedGenerator(PreTrainedModel, GenerationMixin):
     """Has transformers generate by a function that gives logits and keeps no cache: a token costs a forward
     of all before it.
     """
@@ -178,12 +178,12 @@ class LogitsOnly(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(logits=self._last_logits(input_ids, attention_mask))
 
 
-def model_output(logits: Tensor) -> CausalLMOutput:
+def wrap_logits(logits: Tensor) -> CausalLMOutput:
     """What the whole model returns, for objectives."""
     return CausalLMOutput(logits=logits)
 
 
-def without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.Module:
+def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.Module:
     """A model of transformers like this one, made in `empty`; buffers have values.
 
     Raises:
@@ -218,20 +218,20 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
         raise _uncuttable(kind, "it bounds its logits after the head")  # the proof's are too small to show it
     words, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
-    before: list[Layer] = [OneInput(names[words], words)]
-    after: list[Layer] = []
+    before: list[StageLayer] = [SingleInputLayer(names[words], words)]
+    after: list[StageLayer] = []
     blocks, rotary = None, None
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             blocks = child
         elif name in FINAL_NORM_NAMES:
-            after.append(OneInput(names[child], child))
+            after.append(SingleInputLayer(names[child], child))
         elif name in ROTARY:
             rotary = child
         elif isinstance(child, nn.Dropout):
-            before.append(OneInput(names[child], child))
+            before.append(SingleInputLayer(names[child], child))
         elif type(child) is nn.Embedding and child is not words:
-            before.append(Positions(names[child], child))
+            before.append(PositionLayer(names[child], child))
         elif child is not words:
             raise _uncuttable(kind, f"nothing is known of its part {name}")
     if blocks is None or len(after) != 1 or not isinstance(head, nn.Linear):
@@ -239,12 +239,12 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
     is_tied = head.weight is words.weight
     if is_tied and head.bias is not None:
         raise _uncuttable(kind, "its tied head has a bias")
-    around = Around(model.config, rotary)
+    around = BlockArguments(model.config, rotary)
     layers = [
         *before,
-        *(Block(names[block], block, around, index) for index, block in enumerate(blocks)),
+        *(BlockLayer(names[block], block, around, index) for index, block in enumerate(blocks)),
         *after,
-        Head(names[head], head),
+        HeadLayer(names[head], head),
     ]
     return LayeredModel(
         layers=layers,
@@ -261,7 +261,7 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
 def _prove(model: PreTrainedModel) -> None:
     """Compare the layers of a small model of the class with its own logits, on a few random tokens."""
     kind = model.config.model_type
-    trial = small_model(model)
+    trial = build_small_model(model)
     if trial is None:
         raise _uncuttable(kind, "the cut cannot be tried on a small copy")
     trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def is_model(value: object) -> TypeGuard[PreTrainedModel]:
+def is_transformers_model(value: object) -> TypeGuard[PreTrainedModel]:
     """Who has one has imported its class."""
     return _is(value, "transformers.modeling_utils", "PreTrainedModel")
 
 
-def is_generator(value: object) -> bool:
+def is_transformers_generator(value: object) -> bool:
     """Has transformers' own `generate`, or one of its own on top."""
     return _is(value, "transformers.generation.utils", "GenerationMixin")
 
 
-def is_config(value: object) -> TypeGuard[PreTrainedConfig]:
+def is_transformers_config(value: object) -> TypeGuard[PreTrainedConfig]:
     return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
 
 
@@ -49,7 +49,7 @@ def _is(value: object, module: str, name: str) -> bool:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
+def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Writes config, generation config and tokenizer into `folder`; nothing, where the model is none of
     transformers.
 
@@ -61,7 +61,7 @@ def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         OSError: it cannot be written.
     """
     config = getattr(model, "config", None)
-    if not is_config(config):
+    if not is_transformers_config(config):
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
@@ -75,7 +75,7 @@ def write_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def auto_class_for(config: Mapping[str, Any]) -> str:
+def choose_auto_class(config: Mapping[str, Any]) -> str:
     """The class of transformers that opens a folder with this config.json: a reward model's, or a language
     model's.
     """
@@ -84,7 +84,7 @@ def auto_class_for(config: Mapping[str, Any]) -> str:
     return f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
 
 
-def folder_or_hub_name(given: str) -> str:
+def resolve_pretrained(given: str) -> str:
     """What transformers is to load, of what the recipe says.
 
     Raises:

@@ -23,11 +23,11 @@ from pipeline.config.model_schema import AdapterConfig, ModelConfig
 from pipeline.config.patterns import match_parameters
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
-from pipeline.models.attention import choose_attention, refuse_leaks, refuse_lookahead
+from pipeline.models.attention import choose_attention, refuse_document_leaks, refuse_lookahead
 from pipeline.models.batch_norm import synchronise_batch_norm
-from pipeline.models.embeddings import add_noise
+from pipeline.models.embeddings import add_embedding_noise
 from pipeline.models.sharding import Sharding
-from pipeline.models.transformers_facts import is_model
+from pipeline.models.transformers_facts import is_transformers_model
 
 # Given parameters in fp32 they compute their statistics so, from inputs of any precision. The last computes a
 # weight from others (weight_norm, spectral_norm).
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Adaptation:
+class AdapterRequest:
     """An adapter, and what it takes to put it in."""
 
     config: AdapterConfig
@@ -99,7 +99,7 @@ class Adaptation:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TransformContext:
     """What a step may know of the run besides the recipe's model section."""
 
     device: torch.device
@@ -111,14 +111,14 @@ class Placement:
     """Rows hold several documents, told apart by `position_ids` that start again."""
     dtype: torch.dtype = torch.float32
     """Of products."""
-    adapter: Adaptation | None = None
+    adapter: AdapterRequest | None = None
     """What is trained in place of the model."""
 
 
-Transform = Callable[[nn.Module, ModelConfig, Placement], nn.Module]
+Transform = Callable[[nn.Module, ModelConfig, TransformContext], nn.Module]
 
 
-def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
+def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Module:
     """Freeze the parameters that `model.freeze` matches, so that no optimizer takes them.
 
     Raises:
@@ -144,7 +144,7 @@ def freeze(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
     return model
 
 
-def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+def adapt(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
     """Add the recipe's `adapter`."""
     if (asked := placement.adapter) is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
@@ -160,14 +160,14 @@ def adapt(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
     return model
 
 
-def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: Placement) -> nn.Module:
+def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Module:
     """Add the noise of `model.neftune_alpha`."""
     if config.neftune_alpha is not None:
-        add_noise(model, config.neftune_alpha)
+        add_embedding_noise(model, config.neftune_alpha)
     return model
 
 
-def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.Module:
+def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Module:
     """GPT-2's GELU, which transformers writes out in eight operations, is torch's one: the same function."""
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -176,12 +176,12 @@ def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: Placement) -> nn.
     return model
 
 
-def recompute_activations(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+def recompute_activations(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Set up `model.activation_checkpointing`."""
-    if (section := config.language_model) is not None and is_model(model):
-        from pipeline.models.activation_checkpointing import checkpoint_activations
+    if (section := config.language_model) is not None and is_transformers_model(model):
+        from pipeline.models.activation_checkpointing import enable_activation_checkpointing
 
-        checkpoint_activations(
+        enable_activation_checkpointing(
             model,
             section.activation_checkpointing,
             section.activation_offload and placement.device.type != "cpu",
@@ -189,47 +189,47 @@ def recompute_activations(model: nn.Module, config: ModelConfig, placement: Plac
     return model
 
 
-def choose_who_attends(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+def choose_who_attends(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Set up `model.attention`."""
-    if (section := config.language_model) is not None and is_model(model):
+    if (section := config.language_model) is not None and is_transformers_model(model):
         choose_attention(model, section.attention == "auto", placement.device)
     return model
 
 
-def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Refuse a language model that sees the tokens it predicts; one that gives scores may see them all."""
-    if config.language_model is not None and is_model(model):
-        from pipeline.models.huggingface import is_reward_model  # imports transformers
+    if config.language_model is not None and is_transformers_model(model):
+        from pipeline.models.huggingface import is_reward_config  # imports transformers
 
-        if not is_reward_model(model.config):
+        if not is_reward_config(model.config):
             refuse_lookahead(model, placement.device, placement.dtype)
     return model
 
 
-def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
     """Refuse a model whose attention looks past position ids, if rows hold several documents."""
     if placement.separate_documents:
-        refuse_leaks(model, placement.device, placement.dtype)
+        refuse_document_leaks(model, placement.device, placement.dtype)
     return model
 
 
-def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Set up `model.fp8`."""
     if (section := config.language_model) is not None and section.fp8 != "none":
-        from pipeline.models.fp8 import convert  # imports torchao
+        from pipeline.models.fp8 import convert_to_fp8  # imports torchao
 
-        convert(model, section.fp8, placement.device)
+        convert_to_fp8(model, section.fp8, placement.device)
     return model
 
 
-def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
     """Let batch normalisation count the samples of all data-parallel ranks."""
     if placement.dp_world_size > 1:
         model = synchronise_batch_norm(model, None, placement.device)
     return model
 
 
-def prepare_precision(model: nn.Module, _: ModelConfig, placement: Placement) -> nn.Module:
+def prepare_precision(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
     """Let layers written for fp32 compute with parameters in half precision."""
     if placement.is_autocast:
         prepare_for_half_precision(model, placement.device)
@@ -252,7 +252,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 )
 
 
-def transform(model: nn.Module, config: ModelConfig, placement: Placement) -> nn.Module:
+def apply_transforms(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Return the model after all steps.
 
     Raises:

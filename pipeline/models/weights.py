@@ -32,7 +32,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import ModelError, format_names, summarize_error
 from pipeline.files import DESCRIPTION_LIMIT, path_inside, read_regular_file, read_weight_map
-from pipeline.models.embeddings import fill_rows, vocabulary_parameters
+from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
 # In this order: as transformers looks for them.
@@ -48,7 +48,7 @@ PICKLES = (".pt", ".pth", ".bin")
 ENVELOPES = ("state_dict", "model_state_dict", "model", "module")
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """What is known of a tensor before it is read."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 class WeightFile(Protocol):
     """Weights by name."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     files: Sequence[Path]
     """Those whose content decides all values; empty where that is not known."""
 
@@ -70,7 +70,7 @@ class WeightFile(Protocol):
     def close(self) -> None: ...
 
 
-def refusal(path: Path, what: str, key: str = "model.weights") -> ModelError:
+def weights_error(path: Path, what: str, key: str = "model.weights") -> ModelError:
     return ModelError(f"{key}: {path} {what}")
 
 
@@ -78,17 +78,17 @@ def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[s
     """Return the names to take from a file: those its index says, else all."""
     for name in expected or ():
         if name not in there:
-            raise refusal(path, f"lacks {name!r}, which its index says it holds")
+            raise weights_error(path, f"lacks {name!r}, which its index says it holds")
     return there if expected is None else expected
 
 
-class Safetensors:
+class SafetensorsFiles:
     """One file or several; values are mapped or read when asked for."""
 
     def __init__(self, files: dict[Path, list[str] | None], key: str = "model.weights"):
         self.files: Sequence[Path] = list(files)
         self._key = key
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         self._places: dict[str, tuple[Path, Any]] = {}
         self._stack = ExitStack()
         for path, expected in files.items():
@@ -97,26 +97,28 @@ class Safetensors:
                 for name in _checked(path, list(file.keys()), expected):
                     about = file.get_slice(name)
                     dtype = about.get_dtype()
-                    entries[name] = Entry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
+                    entries[name] = TensorEntry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
                 what = f"cannot be read as safetensors: {_first_sentence(error)}"
-                raise refusal(path, what, key) from None
-        self.entries: Mapping[str, Entry] = entries
+                raise weights_error(path, what, key) from None
+        self.entries: Mapping[str, TensorEntry] = entries
 
     def read(self, name: str) -> Tensor:
         path, file = self._places[name]
         try:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise refusal(path, f"cannot be read: {name}: {_first_sentence(error)}", self._key) from None
+            raise weights_error(
+                path, f"cannot be read: {name}: {_first_sentence(error)}", self._key
+            ) from None
         return values
 
     def close(self) -> None:
         self._stack.close()
 
 
-class Pickles:
+class PickledFiles:
     """Mapped, not read, where the file is of the kind that torch writes since 1.6."""
 
     def __init__(self, files: dict[Path, list[str] | None]):
@@ -125,8 +127,8 @@ class Pickles:
         for path, expected in files.items():
             found = _tensors_of(_unpickled(path), path)
             self._tensors |= {name: found[name] for name in _checked(path, list(found), expected)}
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(tuple(t.shape), _dtype(t)) for name, t in self._tensors.items()
+        self.entries: Mapping[str, TensorEntry] = {
+            name: TensorEntry(tuple(t.shape), _dtype(t)) for name, t in self._tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -148,12 +150,12 @@ def _unpickled(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a file from elsewhere may make its reader raise anything
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
-            raise refusal(
+            raise weights_error(
                 path,
                 f"holds {refused[1][:100]}, which would have to be run as code and is not; save "
                 "model.state_dict() instead of the model, or safetensors",
             ) from None
-        raise refusal(path, f"cannot be read as weights: {_first_sentence(error)}") from None
+        raise weights_error(path, f"cannot be read as weights: {_first_sentence(error)}") from None
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
@@ -161,9 +163,9 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
     if len(found) == 1:
         return found[0][1]
     if not found:
-        raise refusal(path, "holds no tensors by name: expected a state dict")
+        raise weights_error(path, "holds no tensors by name: expected a state dict")
     places = ", ".join(place for place, _ in found)
-    raise refusal(path, f"holds several models ({places}); save the one that is meant alone")
+    raise weights_error(path, f"holds several models ({places}); save the one that is meant alone")
 
 
 def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -200,7 +202,7 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
     if path.is_dir():
         return open_checkpoint(path) or _open_folder(path)
     if not path.exists():
-        raise refusal(path, "does not exist")
+        raise weights_error(path, "does not exist")
     if path.match(DEEPSPEED):
         raise _of_deepspeed(path, path.parent)
     return _open_files({path: None})
@@ -222,7 +224,7 @@ def open_hub(name: str) -> WeightFile:
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's own folder of blobs
     if not files:
         raise ModelError(f"{name} has no safetensors in the hub's cache here")
-    return Safetensors(dict.fromkeys(files))
+    return SafetensorsFiles(dict.fromkeys(files))
 
 
 def tokenizer_beside(path: Path) -> Path | None:
@@ -240,7 +242,7 @@ def _open_folder(folder: Path) -> WeightFile:
             is_index = name.endswith(".json")
             return _open_files(_listed(folder, name) if is_index else {_inside(folder, name): None})
     if (folder / "checkpoints").is_dir():
-        raise refusal(folder, "is a run directory without a checkpoint")
+        raise weights_error(folder, "is a run directory without a checkpoint")
     if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
         raise _of_deepspeed(folder, folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -248,7 +250,7 @@ def _open_folder(folder: Path) -> WeightFile:
         return _open_files({_inside(folder, found[0]): None})
     many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
     expected = f"{', '.join(IN_FOLDERS)}, or a run directory"
-    raise refusal(folder, f"holds no weights: expected {expected}{many}")
+    raise weights_error(folder, f"holds no weights: expected {expected}{many}")
 
 
 def _refuse_quantised(folder: Path) -> None:
@@ -258,19 +260,20 @@ def _refuse_quantised(folder: Path) -> None:
     except (OSError, ValueError, AttributeError, RecursionError):
         return
     if given:
-        raise refusal(
-            folder, f"holds weights that are quantised already ({method_of(given)}); take the original ones"
+        raise weights_error(
+            folder,
+            f"holds weights that are quantised already ({get_quantisation_method(given)}); take the original ones",
         )
 
 
-def method_of(given: Any) -> str:
+def get_quantisation_method(given: Any) -> str:
     """Return the method of a quantization_config, in a word."""
     return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 
 
 def _of_deepspeed(path: Path, folder: Path) -> ModelError:
     what = "is part of" if path != folder else "is"
-    return refusal(
+    return weights_error(
         path,
         f"{what} a checkpoint of DeepSpeed's own; run `python zero_to_fp32.py . OUT --safe_serialization` "
         "where its zero_to_fp32.py lies, and give OUT",
@@ -281,13 +284,13 @@ def _inside(folder: Path, name: str) -> Path:
     """Return the file of that name, which must be in the folder: names and links may lead anywhere."""
     path = path_inside(folder, name)
     if path is None:
-        raise refusal(folder, f"points outside of itself: {name[:100]!r}")
+        raise weights_error(folder, f"points outside of itself: {name[:100]!r}")
     try:
         is_there = path.is_file()
     except (OSError, ValueError):  # a name that cannot be
         is_there = False
     if not is_there:
-        raise refusal(folder, f"has no file {name[:100]!r}")
+        raise weights_error(folder, f"has no file {name[:100]!r}")
     return path
 
 
@@ -296,7 +299,7 @@ def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
     try:
         places = read_weight_map(_inside(folder, index))
     except (OSError, ValueError):
-        raise refusal(folder / index, "cannot be read as an index of weights") from None
+        raise weights_error(folder / index, "cannot be read as an index of weights") from None
     files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}
     listed: dict[Path, list[str] | None] = {}
     for name, place in places.items():
@@ -308,12 +311,12 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
     suffixes = {path.suffix for path in files}
     for path in files:
         if not path.is_file():
-            raise refusal(path, "is no file")
+            raise weights_error(path, "is no file")
     if suffixes == {".safetensors"}:
-        return Safetensors(files)
+        return SafetensorsFiles(files)
     if suffixes <= set(PICKLES):
-        return Pickles(files)
-    raise refusal(next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLES)}")
+        return PickledFiles(files)
+    raise weights_error(next(iter(files)), f"cannot be read; expected .safetensors, {', '.join(PICKLES)}")
 
 
 log = logging.getLogger(__name__)
@@ -324,7 +327,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
-class Plan:
+class LoadPlan:
     """What is loaded, and what does not fit."""
 
     moves: list[tuple[str, str]] = field(default_factory=list)
@@ -366,24 +369,24 @@ def load_weights(
             were trained with other ids.
     """
     assert config.weights is not None
-    targets = targets_of(model)
+    targets = collect_tensors(model)
     path = Path(os.path.expanduser(config.weights))
     with ExitStack() as opened:
         sources: list[WeightFile] = []  # of rank 0
 
-        def planned() -> Plan:
+        def planned() -> LoadPlan:
             sources.append(opened.enter_context(closing(open_weights(path, open_checkpoint))))
             if new_ids is not None:
                 _refuse_other_ids(path, new_ids)
-            found = plan(model, targets, sources[0], config)
+            found = plan_load(model, targets, sources[0], config)
             _refuse(found, path, config)
             return found
 
         answer = job.on_main(planned)
         for name, key in answer.moves:
-            fill(targets[name], sources[0].read(key) if sources else None, sharding, job)
+            fill_tensor(targets[name], sources[0].read(key) if sources else None, sharding, job)
         for name in answer.drawn:
-            draw(model, name, sharding)
+            draw_parameter(model, name, sharding)
         for name in answer.grown:
             targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
     if job.ranks.is_main_process:
@@ -413,7 +416,7 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
         )
 
 
-def _refuse(found: Plan, path: Path, config: ModelSection) -> None:
+def _refuse(found: LoadPlan, path: Path, config: ModelSection) -> None:
     if not found.moves:
         raise ModelError(f"model.weights: nothing in {path} fits the model; {found.remarks()}")
     if config.strict and (remarks := found.remarks()):
@@ -422,23 +425,25 @@ def _refuse(found: Plan, path: Path, config: ModelSection) -> None:
         )
 
 
-def targets_of(model: nn.Module) -> dict[str, Tensor]:
+def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
     """name -> parameter or buffer, as a state dict names them; tied ones under each of their names."""
     state = model.state_dict(keep_vars=True)
     return {name: target for name, target in state.items() if isinstance(target, Tensor)}
 
 
-def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection) -> Plan:
+def plan_load(
+    model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection
+) -> LoadPlan:
     """Return which tensor of the files goes where, and what does not fit."""
     base = str(getattr(model, "base_model_prefix", ""))
-    keys = matched(list(source.entries), targets, base)
-    vocabulary = {id(p) for p in vocabulary_parameters(model)}
+    keys = match_names(list(source.entries), targets, base)
+    vocabulary = {id(p) for p in find_vocabulary_parameters(model)}
     if config.grow_vocabulary and not vocabulary:
         raise ModelError(
             f"model.grow_vocabulary: a {type(model).__name__} has no get_input_embeddings() that says which "
             "parameter has a row for each token"
         )
-    result = Plan()
+    result = LoadPlan()
     tied: dict[int, list[str]] = {}
     for name, target in targets.items():
         tied.setdefault(id(target), []).append(name)
@@ -465,7 +470,7 @@ def plan(model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, co
     return result
 
 
-def _mismatch(target: Any, entry: Entry, is_vocabulary: bool, may_grow: bool) -> str | None:
+def _mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
     """Return why a tensor of the files cannot become this one; `None`: it can."""
     shape = tuple(getattr(target, "ds_shape", target.shape))  # of a whole one, where it is sharded
     if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
@@ -490,7 +495,7 @@ def _differ(source: WeightFile, keys: list[str]) -> bool:
     )
 
 
-def matched(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
+def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
     """Return name in the model -> key in the files, of all keys that become a name without their wrappers.
 
     The model's own names decide. If all keys begin with one wrapper, it is taken from all of them where more
@@ -533,25 +538,25 @@ def _contains(key: str, name: str) -> bool:
 
 
 @torch.no_grad()
-def draw(model: Any, name: str, sharding: Sharding) -> None:
+def draw_parameter(model: Any, name: str, sharding: Sharding) -> None:
     """Draw first values of a parameter: the same ones under every split, by the process's seed."""
     parameter = model.get_parameter(name)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{torch.initial_seed()} {name}".encode()))
     values = torch.empty(getattr(parameter, "ds_shape", parameter.shape))
     values.normal_(0.0, getattr(model.config, "initializer_range", 0.02), generator=generator)
-    with sharding.whole([parameter]):
+    with sharding.gather([parameter]):
         parameter.data.copy_(values)
 
 
 @torch.no_grad()
-def fill(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
+def fill_tensor(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
     """Fill this parameter or buffer of all ranks with rank 0's values, which the others do not have."""
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
-        with sharding.whole([target]):  # which keeps rank 0's
+        with sharding.gather([target]):  # which keeps rank 0's
             if values is not None:
                 _put(target.data, values)
         return
-    with sharding.whole([target] if isinstance(target, nn.Parameter) else []):
+    with sharding.gather([target] if isinstance(target, nn.Parameter) else []):
         if not job.is_distributed:
             assert values is not None
             _put(target.data, values)

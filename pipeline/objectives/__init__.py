@@ -8,8 +8,8 @@ from typing import Any
 from pipeline.config.import_paths import import_object
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router
-from pipeline.objectives.given_logits import FusedKernels
+from pipeline.objectives.cross_entropies import CausalLM, Classification, refuse_router_loss
+from pipeline.objectives.custom_loss import CustomLoss, ModelLoss
 from pipeline.objectives.interface import (
     TARGET_KEYS,
     Batch,
@@ -17,44 +17,44 @@ from pipeline.objectives.interface import (
     LossSum,
     Objective,
     VocabularyPart,
-    added,
-    note_part,
+    set_vocabulary_part,
+    sum_losses,
 )
-from pipeline.objectives.linear_cross_entropy import HeadAlone
+from pipeline.objectives.linear_cross_entropy import HeadOnlyModel
+from pipeline.objectives.logits_cross_entropy import FusedKernels
 from pipeline.objectives.model_call import ModelCall
-from pipeline.objectives.own import Custom, ModelLoss
 from pipeline.objectives.preferences import (
-    ALONE,
     KTO,
     SEGMENT_KEYS,
-    BySegment,
-    Pairs,
-    Recorded,
-    Reward,
+    UNDIVIDED_SEQUENCE,
+    LogprobRecorder,
+    PairwisePreference,
+    RewardRanking,
+    SegmentObjective,
     SequenceGroup,
-    note_group,
-    pair_terms,
+    build_pair_terms,
+    set_sequence_group,
 )
 
 __all__ = [
-    "ALONE",
     "OBJECTIVES",
     "TARGET_KEYS",
+    "UNDIVIDED_SEQUENCE",
     "Batch",
-    "BySegment",
     "CausalLM",
     "GlobalBatch",
-    "HeadAlone",
+    "HeadOnlyModel",
+    "LogprobRecorder",
     "LossSum",
     "Objective",
-    "Recorded",
+    "SegmentObjective",
     "SequenceGroup",
     "VocabularyPart",
-    "added",
     "build_objective",
-    "note_group",
-    "note_part",
-    "refuse_router",
+    "refuse_router_loss",
+    "set_sequence_group",
+    "set_vocabulary_part",
+    "sum_losses",
 ]
 
 
@@ -82,11 +82,11 @@ Inputs = Sequence[str] | None
 
 
 def _custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
-    return Custom(import_object(section.kind, ConfigError), ModelCall(inputs), section.reduction)
+    return CustomLoss(import_object(section.kind, ConfigError), ModelCall(inputs), section.reduction)
 
 
 def _pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
-    return Pairs(pair_terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
+    return PairwisePreference(build_pair_terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
 
 
 def _kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
@@ -95,7 +95,7 @@ def _kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objectiv
 
 
 def _reward(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
-    return Reward(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
+    return RewardRanking(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
 
 
 OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] = {

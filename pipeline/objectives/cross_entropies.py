@@ -15,16 +15,16 @@ from torch import Tensor
 
 from pipeline.data.batches import IGNORE_INDEX, first_wrong, shown
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum, token_losses
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
-from pipeline.objectives.linear_cross_entropy import OutputHeads, loss_in
+from pipeline.objectives.linear_cross_entropy import OutputHeads, compute_loss_in_head
+from pipeline.objectives.logits_cross_entropy import FusedKernels, cross_entropy_per_token, cross_entropy_sum
 from pipeline.objectives.model_call import (
     PROBABILITIES,
-    Caller,
+    BaseObjective,
     ModelCall,
     are_probabilities,
-    logits_of,
-    unwrapped,
+    get_logits,
+    unwrap_model,
 )
 
 
@@ -37,13 +37,13 @@ class Router:
     experts_per_token: int
 
 
-def router_of(model: Any) -> Router | None:
+def get_router(model: Any) -> Router | None:
     """Return the router section of a mixture whose config asks for `output_router_logits`, else `None`.
 
     Raises:
         ModelError: it asks for them, and does not say how they are weighed.
     """
-    config = getattr(unwrapped(model), "config", None)
+    config = getattr(unwrap_model(model), "config", None)
     if not getattr(config, "output_router_logits", False):
         return None
     coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -56,9 +56,9 @@ def router_of(model: Any) -> Router | None:
     return Router(float(coefficient), int(experts))
 
 
-def refuse_router(model: Any, split: str) -> None:
+def refuse_router_loss(model: Any, split: str) -> None:
     """Raise a ConfigError if the model's routers are to be balanced, which this split does not do."""
-    router = router_of(model)
+    router = get_router(model)
     if router is not None and router.coefficient:
         raise ConfigError(
             f"model.extra.output_router_logits: the routers' auxiliary loss is not computed with {split}; "
@@ -105,11 +105,11 @@ def router_logits_of(output: Any) -> tuple[Tensor, ...]:
 LABELS = ("labels", "label", "targets", "target")
 
 
-class OverVocabulary(Caller):
+class VocabularyObjective(BaseObjective):
     """The cross entropy of a language model's labels: what its objectives have in common.
 
     Args:
-        kernels: Compute the loss, of logits and without them; None: in blocks. See given_logits.py.
+        kernels: Compute the loss, of logits and without them; None: in blocks. See logits_cross_entropy.py.
     """
 
     name = "causal_lm"
@@ -125,12 +125,12 @@ class OverVocabulary(Caller):
         head = self._heads.of(model)
         if head is not None:
             self._check(batch, head.out_features)
-        with loss_in(head, labels_BT, of_tokens, self._kernels) as told:
+        with compute_loss_in_head(head, labels_BT, of_tokens, self._kernels) as told:
             output = self._call(model, batch)
         if not told.is_taken:
-            losses = self._of_logits(batch, logits_of(output), of_tokens)
+            losses = self._of_logits(batch, get_logits(output), of_tokens)
         else:
-            losses = logits_of(output) if of_tokens else logits_of(output).sum()
+            losses = get_logits(output) if of_tokens else get_logits(output).sum()
         return losses, output
 
     def _of_logits(self, batch: Batch, logits_BTV: Tensor, of_tokens: bool) -> Tensor:
@@ -142,7 +142,9 @@ class OverVocabulary(Caller):
             )
         self._check(batch, logits_BTV.shape[-1])
         given = logits_BTV.flatten(0, 1), labels_BT.flatten(), self._kernels
-        return token_losses(*given).view(labels_BT.shape) if of_tokens else cross_entropy_sum(*given)
+        return (
+            cross_entropy_per_token(*given).view(labels_BT.shape) if of_tokens else cross_entropy_sum(*given)
+        )
 
     @staticmethod
     def _check(batch: Batch, vocabulary: int) -> None:
@@ -160,7 +162,7 @@ class OverVocabulary(Caller):
         return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-class CausalLM(OverVocabulary):
+class CausalLM(VocabularyObjective):
     """Next-token cross entropy over the labels that are not -100.
 
     A batch holds `input_ids` (B, T) and either `shift_labels` (B, T), where position t holds the token after
@@ -170,7 +172,7 @@ class CausalLM(OverVocabulary):
     over the counted tokens of the global batch is minimised too; see Router.
 
     Where the model's logits are the outputs of its last layer as they are, none are made: see
-    linear_cross_entropy.py. `kernels` compute the loss either way; see given_logits.py.
+    linear_cross_entropy.py. `kernels` compute the loss either way; see logits_cross_entropy.py.
     """
 
     unit = "tokens"
@@ -192,7 +194,7 @@ class CausalLM(OverVocabulary):
         loss_sum, output = self.losses(model, batch)
         counted_BT = self._labels(batch) != IGNORE_INDEX
         count = counted_BT.sum()
-        router, layers = router_of(model), router_logits_of(output)
+        router, layers = get_router(model), router_logits_of(output)
         if router is None or not layers or not torch.is_grad_enabled():
             return LossSum(loss_sum, count)
         tokens_E = self._of_global_batch(tokens_per_expert(layers, counted_BT, router))
@@ -207,7 +209,7 @@ class CausalLM(OverVocabulary):
         of them must be known before the first backward.
         """
         self._of_global_batch = batch.all_reduce_sum
-        router = router_of(batch.model)
+        router = get_router(batch.model)
         if router is None or len(batch.micro_batches) == 1:
             return
         micro_batches = [batch.to_device(each) for each in batch.micro_batches]
@@ -215,7 +217,7 @@ class CausalLM(OverVocabulary):
         tokens_E: Tensor | None = None
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for micro_batch in micro_batches:
-                with loss_in(self._heads.of(batch.model), self._labels(micro_batch)):
+                with compute_loss_in_head(self._heads.of(batch.model), self._labels(micro_batch)):
                     layers = router_logits_of(self._call(batch.model, micro_batch))
                 if not layers:
                     return
@@ -254,7 +256,7 @@ def check_labels(batch: Batch, name: str, classes: int) -> None:
         )
 
 
-class Classification(Caller):
+class Classification(BaseObjective):
     """Cross entropy over classes, with optional class weights, over the labels that are not -100.
 
     Logits (..., C), labels (...) in one of the entries LABELS. With weights the mean is over the weights of
@@ -301,7 +303,7 @@ class Classification(Caller):
         """See Objective."""
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
-        logits = logits_of(self._call(model, batch)).float()
+        logits = get_logits(self._call(model, batch)).float()
         weights_C = self._weights(logits.device)
         if weights_C is not None and weights_C.numel() != logits.shape[-1]:
             raise ConfigError(

@@ -43,12 +43,14 @@ class LossSum:
         return LossSum(self.loss_sum.detach(), self.count, extras)
 
 
-def further_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
+def list_extra_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return the names of the sums that these means are made of: the keys of LossSum.extras."""
     return list(dict.fromkeys(chain.from_iterable(means.values())))
 
 
-def added(losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device) -> LossSum:
+def sum_losses(
+    losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device
+) -> LossSum:
     """Return the sums over micro-batches; 0 for what none of them reports. Penalties are left out."""
     none = torch.zeros((), device=device)
     extras: dict[str, Tensor] = {}
@@ -58,7 +60,7 @@ def added(losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], devic
     return LossSum(
         sum((loss.loss_sum for loss in losses[1:]), losses[0].loss_sum) if losses else none,
         sum((loss.count for loss in losses[1:]), losses[0].count) if losses else none,
-        {key: extras.get(key, none) for key in further_sums(means)},
+        {key: extras.get(key, none) for key in list_extra_sums(means)},
     )
 
 
@@ -121,7 +123,7 @@ class TwoPassObjective(ABC):
         """Take that mean for the evaluation that follows."""
 
 
-_NAME = "vocabulary_part"
+_PART_ATTRIBUTE = "vocabulary_part"
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,12 @@ class VocabularyPart:
     """In place. Collective."""
 
 
-def part_of_vocabulary(layer: nn.Module | None) -> VocabularyPart | None:
+def get_vocabulary_part(layer: nn.Module | None) -> VocabularyPart | None:
     """Return which part of the vocabulary a layer holds; `None`: all of it."""
-    part: VocabularyPart | None = getattr(layer, _NAME, None)
+    part: VocabularyPart | None = getattr(layer, _PART_ATTRIBUTE, None)
     return part
 
 
-def note_part(layer: nn.Module, part: VocabularyPart) -> None:
+def set_vocabulary_part(layer: nn.Module, part: VocabularyPart) -> None:
     """Record that the weight of `layer` is `part` of the vocabulary; its outputs are those of all ranks."""
-    setattr(layer, _NAME, part)
+    setattr(layer, _PART_ATTRIBUTE, part)

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.models.transformers_facts import is_model
-from pipeline.objectives.given_logits import FusedKernels, blocks_of
-from pipeline.objectives.interface import VocabularyPart, part_of_vocabulary
-from pipeline.objectives.model_call import unwrapped
+from pipeline.models.transformers_facts import is_transformers_model
+from pipeline.objectives.interface import VocabularyPart, get_vocabulary_part
+from pipeline.objectives.logits_cross_entropy import FusedKernels, iterate_blocks
+from pipeline.objectives.model_call import unwrap_model
 from pipeline.planner.model import (
     CPU_GRADIENT_ELEMENTS,
     choose_block_rows,
@@ -65,7 +65,7 @@ FP16_SCALE = 256.0
 
 
 @dataclass(frozen=True)
-class Computation:
+class LossComputation:
     """How a layer's outputs and their losses are computed."""
 
     dtype: torch.dtype
@@ -102,7 +102,7 @@ def linear_cross_entropy_sum(
     Returns:
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
     """
-    how = Computation(dtype=dtype, part=part, kernels=kernels)
+    how = LossComputation(dtype=dtype, part=part, kernels=kernels)
     needs_gradients = torch.is_grad_enabled()  # inside of the forward it never is
     total: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, how, needs_gradients)
     return total
@@ -116,11 +116,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_N: Tensor,
-        how: Computation,
+        how: LossComputation,
         needs_gradients: bool,
     ) -> Tensor:
         needs = [needs_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=needs)
+        sums, rows = compute_chunked_loss(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=needs)
         ctx.save_for_backward(*sums.gradients(rows, len(hidden_ND)))
         ctx.scale, ctx.part = sums.scale, how.part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
@@ -143,16 +143,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-def sums_of(
+def compute_chunked_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
     *,
-    how: Computation,
+    how: LossComputation,
     needs: list[bool],
     incoming_N: Tensor | None = None,
-) -> tuple[Sums, Tensor | None]:
+) -> tuple[ChunkedLoss, Tensor | None]:
     """Return losses and needed gradients of the tokens that count, and the rows of these; `None`: all.
 
     Args:
@@ -164,7 +164,7 @@ def sums_of(
     if rows is not None:
         x_ND, labels_N = x_ND[rows], labels_N[rows]
         incoming_N = None if incoming_N is None else incoming_N[rows]
-    sums = (Sums if how.part is None else _SumsOverRanks)(
+    sums = (ChunkedLoss if how.part is None else _SumsOverRanks)(
         x_ND,
         _filled_up(weight_VD.to(how.dtype)),
         None if bias_V is None else _filled_up(bias_V.to(how.dtype)),
@@ -177,7 +177,7 @@ def sums_of(
     return sums, rows
 
 
-def spread(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
+def scatter_rows(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
     """Return values of the tokens that count at their places among all tokens; 0 elsewhere."""
     if rows is None:
         return values_N
@@ -198,7 +198,7 @@ def _filled_up(of_words: Tensor) -> Tensor:
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 
-class Sums:
+class ChunkedLoss:
     """Losses, and their gradients added up chunk by chunk: fp32 where products are in half precision."""
 
     def __init__(
@@ -210,7 +210,7 @@ class Sums:
         words: int,
         needs: list[bool],
         incoming_N: Tensor | None,
-        how: Computation,
+        how: LossComputation,
     ):
         """Words: those that there are; rows behind them only fill up."""
         self._kernels = how.kernels
@@ -253,7 +253,7 @@ class Sums:
 
     def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
         """Return those of the hidden states (see spread), the weight and the bias; `None`: not needed."""
-        hidden_ND = None if self.hidden_ND is None else spread(self.hidden_ND, rows, tokens)
+        hidden_ND = None if self.hidden_ND is None else scatter_rows(self.hidden_ND, rows, tokens)
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer
 
@@ -318,10 +318,10 @@ class Sums:
         return lost_C[:, None]
 
 
-class _SumsOverRanks(Sums):
+class _SumsOverRanks(ChunkedLoss):
     """The loss over the words of all ranks; gradients of this rank's, and its share of the hidden states'."""
 
-    def __init__(self, *layer: Any, how: Computation, **given: Any):
+    def __init__(self, *layer: Any, how: LossComputation, **given: Any):
         super().__init__(*layer, how=how, **given)
         assert how.part is not None
         self._part = how.part
@@ -337,7 +337,7 @@ class _SumsOverRanks(Sums):
         own_C1 = own_C.clamp(0, self._words - 1)[:, None]
         # A token's largest logit, the sum of exponentials over that, and its label's logit.
         found_C3 = logits_CV.new_empty(len(labels_C), 3, dtype=self._dtype)
-        for block in blocks_of(logits_CV):
+        for block in iterate_blocks(logits_CV):
             z_RV = logits_CV[block].to(self._dtype)
             label_R1 = torch.where(is_own_C1[block], z_RV.gather(1, own_C1[block]), 0.0)
             top_R1 = z_RV.amax(1, keepdim=True)
@@ -351,7 +351,7 @@ class _SumsOverRanks(Sums):
         if not self._needs:
             return lost_C1
         minus_one_C1 = is_own_C1.to(self._dtype).neg_()
-        for block in blocks_of(logits_CV):
+        for block in iterate_blocks(logits_CV):
             p_RV = logits_CV[block].to(self._dtype).sub_(top_C1[block]).exp_().div_(sum_C1[block])
             p_RV.scatter_add_(1, own_C1[block], minus_one_C1[block])
             if p_RV.device.type != "cpu":  # there all of them count
@@ -381,7 +381,7 @@ def linear_token_losses(
     Returns:
         (N,), fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="none")`.
     """
-    how = Computation(dtype=dtype, part=part, kernels=kernels)
+    how = LossComputation(dtype=dtype, part=part, kernels=kernels)
     losses_N: Tensor = _LinearTokenLosses.apply(hidden_ND, weight_VD, bias_V, labels_N, how)
     return losses_N
 
@@ -394,12 +394,12 @@ class _LinearTokenLosses(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         labels_N: Tensor,
-        how: Computation,
+        how: LossComputation,
     ) -> Tensor:
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N)
         ctx.how = how
-        sums, rows = sums_of(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=[False] * 3)
-        return spread(sums.losses_N, rows, len(labels_N))
+        sums, rows = compute_chunked_loss(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=[False] * 3)
+        return scatter_rows(sums.losses_N, rows, len(labels_N))
 
     @staticmethod
     @once_differentiable
@@ -407,7 +407,7 @@ class _LinearTokenLosses(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
         given = (hidden_ND, weight_VD, bias_V)
         needs = list(ctx.needs_input_grad[:3])
-        sums, rows = sums_of(*given, labels_N, how=ctx.how, needs=needs, incoming_N=grad_N)
+        sums, rows = compute_chunked_loss(*given, labels_N, how=ctx.how, needs=needs, incoming_N=grad_N)
         found = sums.gradients(rows, len(labels_N))
         if ctx.how.part is not None and found[0] is not None:
             ctx.how.part.all_reduce_sum(found[0])
@@ -432,13 +432,13 @@ class OutputHeads:
         if not isinstance(model, nn.Module):
             return None
         if model not in self._known:
-            own = unwrapped(model)
+            own = unwrap_model(model)
             is_plain = not (isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"))
             self._known[model] = _head(own) if is_plain else None
         return self._known[model]
 
 
-class HeadAlone(nn.Module):
+class HeadOnlyModel(nn.Module):
     """An output layer in the place of the model, on a pipeline's last stage, where hidden states are there.
 
     Args:
@@ -464,7 +464,7 @@ class HeadAlone(nn.Module):
         return self._output(self.head(self._hidden_BTD))
 
 
-class LossInHead:
+class HeadLossState:
     """Whether the layer used the labels that it was handed."""
 
     is_taken = False
@@ -472,19 +472,19 @@ class LossInHead:
 
 
 @contextmanager
-def loss_in(
+def compute_loss_in_head(
     head: nn.Linear | None,
     labels_BT: Tensor,
     of_tokens: bool = False,
     kernels: FusedKernels | None = None,
-) -> Iterator[LossInHead]:
+) -> Iterator[HeadLossState]:
     """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
 
     Args:
         of_tokens: The losses of all tokens, (B, T), in place of their sum.
         kernels: See linear_cross_entropy_sum.
     """
-    told = LossInHead()
+    told = HeadLossState()
     if head is None:
         yield told
         return
@@ -499,7 +499,7 @@ def loss_in(
             return plain(hidden_BTD)
         told.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
-        labels_N, part = labels_BT.flatten(), part_of_vocabulary(head)
+        labels_N, part = labels_BT.flatten(), get_vocabulary_part(head)
         given = (hidden_ND, weight_VD, head.bias, labels_N, dtype, part, kernels)
         if of_tokens:
             return linear_token_losses(*given).view(labels_BT.shape)
@@ -513,13 +513,13 @@ def loss_in(
 
 
 def _head(model: Any) -> nn.Linear | None:
-    if isinstance(model, HeadAlone):
+    if isinstance(model, HeadOnlyModel):
         return model.head
-    if not is_model(model) or model._compiled_call_impl is not None:
+    if not is_transformers_model(model) or model._compiled_call_impl is not None:
         return None
     head, decoder = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)
     names = {child: name for name, child in model.named_children()}
-    is_linear = type(head) is nn.Linear or part_of_vocabulary(head) is not None
+    is_linear = type(head) is nn.Linear or get_vocabulary_part(head) is not None
     if not is_linear or head not in names or decoder not in names or "forward" in vars(head):
         return None
     return head if _returns_outputs(model, head, names[head], names[decoder]) else None

@@ -26,15 +26,15 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.data.batches import FURTHER, IGNORE_INDEX, first_wrong, shown, tensors
 from pipeline.errors import DataError, ModelError
-from pipeline.models.document_attention import BOUNDS
-from pipeline.models.embeddings import KEYS
-from pipeline.models.transformers_facts import is_model
-from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, part_of_vocabulary
+from pipeline.models.document_attention import BOUNDS_KEY
+from pipeline.models.embeddings import NOISE_KEYS
+from pipeline.models.transformers_facts import is_transformers_model
+from pipeline.objectives.interface import TARGET_KEYS, Batch, GlobalBatch, get_vocabulary_part
 
 log = logging.getLogger(__name__)
 
 
-def logits_of(output: Any) -> Tensor:
+def get_logits(output: Any) -> Tensor:
     """Return the logits of what a model returned: a tensor, `.logits`, `["logits"]`, or first in a tuple.
 
     Raises:
@@ -49,12 +49,12 @@ def logits_of(output: Any) -> Tensor:
             "objective.kind: model_loss"
         )
     raise ModelError(
-        f"the model returned {shape_of(output)}; expected logits: a tensor, .logits, ['logits'], or the "
+        f"the model returned {describe_output(output)}; expected logits: a tensor, .logits, ['logits'], or the "
         "first of a tuple"
     )
 
 
-def loss_of(output: Any) -> Tensor:
+def get_loss(output: Any) -> Tensor:
     """Return the loss of what a model returned: a tensor, `.loss`, `["loss"]`, or first in a tuple.
 
     Raises:
@@ -63,7 +63,7 @@ def loss_of(output: Any) -> Tensor:
     loss = _found(output, "loss")
     if loss is None or loss.dim() > 1:
         raise ModelError(
-            f"objective.kind is model_loss, and the model returned {shape_of(output)}; expected the mean "
+            f"objective.kind is model_loss, and the model returned {describe_output(output)}; expected the mean "
             "loss of its samples: a 0-dim tensor, .loss, ['loss'], or the first of a tuple"
         )
     return loss
@@ -79,7 +79,7 @@ def _found(output: Any, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def shape_of(output: Any) -> str:
+def describe_output(output: Any) -> str:
     """Describe what a model or a function returned, for a message."""
     if isinstance(output, Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
@@ -93,7 +93,7 @@ BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
-class Call:
+class CallPlan:
     """How a batch is handed to a model."""
 
     positional: tuple[str, ...]
@@ -127,10 +127,10 @@ class ModelCall:
         self, stated: Sequence[str] | None = None, *, with_targets: bool = False, kept: Sequence[str] = ()
     ) -> None:
         self._stated = stated
-        self._kept = (BOUNDS, KEYS, *kept)
+        self._kept = (BOUNDS_KEY, NOISE_KEYS, *kept)
         self._with_targets = with_targets
-        self._known: WeakKeyDictionary[nn.Module, dict[Any, Call]] = WeakKeyDictionary()
-        self._checks = FirstCalls()
+        self._known: WeakKeyDictionary[nn.Module, dict[Any, CallPlan]] = WeakKeyDictionary()
+        self._checks = FirstCallChecks()
 
     def entries(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
         """Return the entries of the batch that go to the model."""
@@ -141,17 +141,17 @@ class ModelCall:
 
         Raises:
             ModelError: The model's forward cannot be called with the batch, or one of its layers.
-            DataError: See FirstCalls.around.
+            DataError: See FirstCallChecks.around.
         """
         call = self._planned(model, batch)
         values = [batch[entry] for entry in call.positional]
         if call.is_spread:
             values = [*values[0], *values[1:]]
         named = {argument: batch[entry] for argument, entry in call.named}
-        with self._checks.around(unwrapped(model), batch):
+        with self._checks.around(unwrap_model(model), batch):
             return model(*values, **named)
 
-    def _planned(self, model: Callable[..., Any], batch: Batch) -> Call:
+    def _planned(self, model: Callable[..., Any], batch: Batch) -> CallPlan:
         widths = {key: _width(value) for key, value in batch.items()}
         if not isinstance(model, nn.Module):
             return self._plan(model, batch, widths)
@@ -161,8 +161,8 @@ class ModelCall:
             known[key] = self._plan(model, batch, widths)
         return known[key]
 
-    def _plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> Call:
-        own = unwrapped(model)
+    def _plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> CallPlan:
+        own = unwrap_model(model)
         forward = own.forward if isinstance(own, nn.Module) else own
         try:
             signature = inspect.signature(forward)
@@ -175,19 +175,19 @@ class ModelCall:
             raise ModelError(f"model.inputs: the batch has no {absent[0]!r}, but {shown(batch)}")
         else:
             call = plan.by_list(self._stated)
-        if BOUNDS in batch and is_model(own) and plan.takes_any_name:
-            call = replace(call, named=(*call.named, (BOUNDS, BOUNDS)))
+        if BOUNDS_KEY in batch and is_transformers_model(own) and plan.takes_any_name:
+            call = replace(call, named=(*call.named, (BOUNDS_KEY, BOUNDS_KEY)))
         try:
             places = len(call.positional) + (widths[call.positional[0]] - 1 if call.is_spread else 0)
             signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))
         except TypeError as misfit:
             raise ModelError(self._misfit(own, signature, batch, call, misfit)) from None
-        if KEYS in batch and is_model(own):  # a hook takes them before the forward
-            call = replace(call, named=(*call.named, (KEYS, KEYS)))
+        if NOISE_KEYS in batch and is_transformers_model(own):  # a hook takes them before the forward
+            call = replace(call, named=(*call.named, (NOISE_KEYS, NOISE_KEYS)))
         return call
 
     def _misfit(
-        self, own: Any, signature: inspect.Signature, batch: Batch, call: Call, misfit: TypeError
+        self, own: Any, signature: inspect.Signature, batch: Batch, call: CallPlan, misfit: TypeError
     ) -> str:
         kept = set(batch) & set(TARGET_KEYS) & set(signature.parameters) - call.entries
         if kept and not self._with_targets and self._stated is None:
@@ -220,7 +220,7 @@ class _Plan:
         self.takes_any_name = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
         self._takes_any_number = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
 
-    def by_signature(self, with_targets: bool) -> Call:
+    def by_signature(self, with_targets: bool) -> CallPlan:
         """Return the call that the forward's own arguments ask for."""
         rest = [key for key, width in self._widths.items() if width]
         if not with_targets:
@@ -235,7 +235,7 @@ class _Plan:
         free = [p for p in self._places if p.name not in named]
         wanted = [p for p in free if p.default is Parameter.empty]
         if self.takes_any_name and (len(rest) > 1 or not self._takes_any_number) and not wanted:
-            return Call((), tuple((named | {key: key for key in rest}).items()))
+            return CallPlan((), tuple((named | {key: key for key in rest}).items()))
         inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FURTHER)]
         if "inputs" in inputs:
             given = ["inputs"]
@@ -249,7 +249,7 @@ class _Plan:
             named |= {key: key for key in rest if key not in given}
         return self._placed(given, named)
 
-    def by_list(self, stated: Sequence[str]) -> Call:
+    def by_list(self, stated: Sequence[str]) -> CallPlan:
         """Return the call that the recipe's list asks for."""
         named = {key: key for key in stated if key in self._names}
         rest = [key for key in stated if key not in named]
@@ -259,15 +259,15 @@ class _Plan:
             rest = rest[: len(free)]
         return self._placed(rest, named)
 
-    def _placed(self, entries: Sequence[str], named: dict[str, str]) -> Call:
+    def _placed(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
         """Put entries in the places that are left: by position where these come first, else by name."""
         free = [p.name for p in self._places if p.name not in named]
         width = self._widths[entries[0]] if entries else 0
         is_spread = width > 1 and (self._takes_any_number or len(free) >= width)
         if is_spread or free[: len(entries)] == [p.name for p in self._places[: len(entries)]]:
-            return Call(tuple(entries), tuple(named.items()), is_spread)
+            return CallPlan(tuple(entries), tuple(named.items()), is_spread)
         named = named | dict(zip(free, entries, strict=False))
-        return Call(tuple(entries[len(free) :]), tuple(named.items()))
+        return CallPlan(tuple(entries[len(free) :]), tuple(named.items()))
 
 
 def _width(value: Any) -> int:
@@ -279,7 +279,7 @@ def _width(value: Any) -> int:
     return len(value) if isinstance(value, (tuple, list)) and len(value) > 1 else 1
 
 
-class Caller:
+class BaseObjective:
     """What all objectives have: the way to the model."""
 
     means: Mapping[str, tuple[str, str]] = {}
@@ -309,7 +309,7 @@ class Caller:
             )
 
 
-def unwrapped(model: Callable[..., Any]) -> Any:
+def unwrap_model(model: Callable[..., Any]) -> Any:
     """Return the user's module inside an engine's wrappers, which have `module` and take any arguments."""
     while isinstance(inner := getattr(model, "module", None), nn.Module) and _takes_anything(model):
         model = inner
@@ -389,7 +389,7 @@ class IndexChecks:
                 raise DataError(f"{name!r} has {wrong.value}, and {known.expected}{wrong.sample}")
 
 
-class FirstCalls:
+class FirstCallChecks:
     """Checks of the first call of a model (or a loss) in training, and of the first in evaluation."""
 
     def __init__(self) -> None:
@@ -448,7 +448,7 @@ def _enter(mode: TorchFunctionMode) -> None:
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # a synchronised one has more values
-WIDTHS = {
+INPUT_WIDTHS = {
     nn.Linear: ("in_features", -1),
     nn.LSTM: ("input_size", -1),
     nn.GRU: ("input_size", -1),
@@ -470,7 +470,7 @@ def _check_layer(
         dtype = str(x.dtype).removeprefix("torch.")
         raise ModelError(f"model: {named} is given {dtype} of shape {tuple(x.shape)}; {problem}")
     # An embedding of which a rank has some words finds nothing for the others.
-    is_table = type(layer) is nn.Embedding or part_of_vocabulary(layer) is not None
+    is_table = type(layer) is nn.Embedding or get_vocabulary_part(layer) is not None
     rows = getattr(layer, "num_embeddings", None) if is_table else None
     if rows is not None:
         indices.note(batch, x, IndexRange(rows, f"{named} has {rows} rows"))
@@ -489,11 +489,11 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
         if takes_statistics and x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features:
             return "one value a channel has no variance: raise batch.micro_batch_size"
         return None
-    if type(layer) not in WIDTHS:
+    if type(layer) not in INPUT_WIDTHS:
         return None
     if not x.is_floating_point() and not x.is_complex():
         return "expected floating-point numbers: make them such in the data set, as x.float()"
-    attribute, dimension = WIDTHS[type(layer)]
+    attribute, dimension = INPUT_WIDTHS[type(layer)]
     width = getattr(layer, attribute)
     if x.dim() >= -dimension and x.shape[dimension] == width:
         return None

@@ -33,8 +33,7 @@ from pipeline.config.objective_schema import (
 from pipeline.data.batches import IGNORE_INDEX, on_host, shown
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives.cross_entropies import OverVocabulary, router_of
-from pipeline.objectives.given_logits import FusedKernels
+from pipeline.objectives.cross_entropies import VocabularyObjective, get_router
 from pipeline.objectives.interface import (
     TARGET_KEYS,
     Batch,
@@ -43,9 +42,10 @@ from pipeline.objectives.interface import (
     Objective,
     TwoPassObjective,
 )
-from pipeline.objectives.model_call import ModelCall, logits_of, unwrapped
+from pipeline.objectives.logits_cross_entropy import FusedKernels
+from pipeline.objectives.model_call import ModelCall, get_logits, unwrap_model
 
-_NAME = "sequence_group"
+_GROUP_ATTRIBUTE = "sequence_group"
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class _Total(torch.autograd.Function):
         return grad * ctx.size, None
 
 
-ALONE = SequenceGroup()
+UNDIVIDED_SEQUENCE = SequenceGroup()
 
 
-def note_group(model: nn.Module, group: SequenceGroup) -> None:
+def set_sequence_group(model: nn.Module, group: SequenceGroup) -> None:
     """Record that the model is given a part of each row."""
-    setattr(model, _NAME, group)
+    setattr(model, _GROUP_ATTRIBUTE, group)
 
 
-def group_of(model: Any) -> SequenceGroup:
+def get_sequence_group(model: Any) -> SequenceGroup:
     """Return the group of a model, wrapped or not; one of a single rank if rows are whole."""
-    group: SequenceGroup = getattr(unwrapped(model), _NAME, ALONE)
+    group: SequenceGroup = getattr(unwrap_model(model), _GROUP_ATTRIBUTE, UNDIVIDED_SEQUENCE)
     return group
 
 
@@ -109,7 +109,7 @@ class Segments:
     """Ranks that compute the same of them."""
 
 
-class BySegment(OverVocabulary):
+class SegmentObjective(VocabularyObjective):
     """What objectives on the log-probabilities of answers have in common.
 
     A batch holds, besides a language model's entries, `segments` (B, T) int64: which of its row's segments a
@@ -142,7 +142,7 @@ class BySegment(OverVocabulary):
 
     def segments(self, model: Callable[..., Any], batch: Batch) -> Segments:
         """Return what the model says of the segments. Collective if rows are cut."""
-        router = router_of(model)
+        router = get_router(model)
         if router is not None and router.coefficient:
             raise ConfigError(
                 f"model.extra.output_router_logits: the routers' auxiliary loss is not part of objective "
@@ -156,7 +156,7 @@ class BySegment(OverVocabulary):
         # In fp64 neither the order of the sum nor how many answers share a row shows.
         found_N2 = torch.stack([-losses_BT.double() * in_one, in_one.double()], -1).view(-1, 2)
         sums = found_N2.new_zeros(kinds_BS.numel(), 2).index_add(0, index_N, found_N2)
-        group = group_of(model)
+        group = get_sequence_group(model)
         logps_BS, tokens_BS = group.total(sums.view(*kinds_BS.shape, 2)).unbind(-1)
         return Segments(logps_BS, tokens_BS.detach(), kinds_BS, group)
 
@@ -201,12 +201,12 @@ class BySegment(OverVocabulary):
         return found.double()
 
 
-class Recorded(BySegment):
+class LogprobRecorder(SegmentObjective):
     """Of the last micro-batch; calls the model as another objective does."""
 
     unit = "samples"
 
-    def __init__(self, other: BySegment):
+    def __init__(self, other: SegmentObjective):
         super().__init__(other._call, other._kernels)
         self.name = other.name
         self.logps_BS: Tensor | None = None
@@ -288,7 +288,7 @@ class PairTerms:
     """Of the cross entropy of the chosen answers, a mean over their tokens."""
 
 
-def pair_terms(
+def build_pair_terms(
     section: DPOObjectiveConfig | ORPOObjectiveConfig | SimPOObjectiveConfig | CPOObjectiveConfig,
 ) -> PairTerms:
     """Return the terms of an objective on pairs."""
@@ -307,7 +307,7 @@ def pair_terms(
     )
 
 
-class OfPairs(BySegment):
+class PairObjective(SegmentObjective):
     """What objectives on pairs have in common."""
 
     unit = "pairs"
@@ -316,7 +316,7 @@ class OfPairs(BySegment):
         """See Objective.count.
 
         Raises:
-            DataError: see BySegment.kinds; or segments are no pairs.
+            DataError: see SegmentObjective.kinds; or segments are no pairs.
         """
         kinds_BS = self.kinds(batch)
         wrong_BS = kinds_BS
@@ -332,7 +332,7 @@ class OfPairs(BySegment):
         )
 
 
-class Pairs(OfPairs):
+class PairwisePreference(PairObjective):
     """The loss of pairs, divided by the pairs of the global batch; a term on the chosen answers, if there is
     one, by the tokens of these.
 
@@ -414,7 +414,7 @@ class Pairs(OfPairs):
         }
 
 
-class Mismatched(BySegment):
+class MismatchedDivergence(SegmentObjective):
     """By how much more likely than to the reference answers are to the model behind prompts of others: the
     sum over these segments, divided by their number.
     """
@@ -439,7 +439,7 @@ class Mismatched(BySegment):
         return sums / found.group.size
 
 
-class KTO(BySegment, TwoPassObjective):
+class KTO(SegmentObjective, TwoPassObjective):
     """1 - sigmoid of beta times an answer's reward over the baseline (desirable), or of the baseline over it,
     weighted; divided by the examples of the global batch.
 
@@ -471,7 +471,7 @@ class KTO(BySegment, TwoPassObjective):
         self._weights = {CHOSEN: desirable_weight, REJECTED: undesirable_weight}
         self._of_global_batch: Callable[[Tensor], Tensor] = lambda sums: sums
         self._held_out = 0.0
-        self._mismatched = Mismatched(call, kernels)
+        self._mismatched = MismatchedDivergence(call, kernels)
 
     @property
     def first_pass(self) -> Objective:
@@ -500,7 +500,7 @@ class KTO(BySegment, TwoPassObjective):
         """See Objective.count.
 
         Raises:
-            DataError: see BySegment.kinds; or there is no mismatched answer.
+            DataError: see SegmentObjective.kinds; or there is no mismatched answer.
         """
         kinds_BS = self.kinds(batch)
         if kinds_BS.device.type == "cpu" and not bool((kinds_BS == MISMATCHED).any()):
@@ -553,7 +553,7 @@ class KTO(BySegment, TwoPassObjective):
 POSITIONS = "position_ids"
 
 
-class Reward(OfPairs):
+class RewardRanking(PairObjective):
     """-log sigmoid of by how much the chosen answer's score is higher, divided by the pairs of the global
     batch.
 
@@ -584,7 +584,7 @@ class Reward(OfPairs):
         loss_BP = -F.logsigmoid(wanted_BP)
         if self._center_weight:
             loss_BP = loss_BP + self._center_weight * (chosen_BP + rejected_BP) ** 2
-        share = group_of(model).size
+        share = get_sequence_group(model).size
 
         def total(values_BP: Tensor) -> Tensor:
             return torch.where(is_pair_BP, values_BP, 0.0).sum() / share
@@ -604,13 +604,13 @@ class Reward(OfPairs):
         kinds_BS, segments_BT = batch[KINDS], batch[SEGMENTS]
         if POSITIONS not in batch:
             raise DataError(f"objective {self.name} reads {POSITIONS!r}, which count from 0 in each segment")
-        scores_BT = logits_of(self._call(model, batch)).squeeze(-1)
+        scores_BT = get_logits(self._call(model, batch)).squeeze(-1)
         if scores_BT.shape != segments_BT.shape:
             raise ModelError(
                 f"objective {self.name} wants a score for each token, (samples, tokens) or (samples, tokens, "
                 f"1), and the model returned {tuple(scores_BT.shape)} for {tuple(segments_BT.shape)} tokens"
             )
-        group, there_BT = group_of(model), segments_BT >= 0
+        group, there_BT = get_sequence_group(model), segments_BT >= 0
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_BT = row_B1 + segments_BT.clamp(min=0)
 

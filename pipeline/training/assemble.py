@@ -40,22 +40,22 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.held_out import build_eval_loader
 from pipeline.evaluation.samples import build_sampler
 from pipeline.models import build_model
-from pipeline.models.adapters import learning_rate_for
-from pipeline.models.batch_norm import is_synchronised
+from pipeline.models.adapters import suggest_learning_rate
+from pipeline.models.batch_norm import is_sync_batch_norm
 from pipeline.models.blocks import compile_blocks
-from pipeline.models.embeddings import num_words
-from pipeline.models.frozen_base import HalfBase
-from pipeline.models.sharding import Placed, Sharding, model_request
-from pipeline.models.sizes import block_flops_per_token, flops_per_token, fp8_share
-from pipeline.models.transformers_facts import write_description
-from pipeline.models.transforms import Adaptation, Placement, transform
+from pipeline.models.embeddings import get_vocabulary_size
+from pipeline.models.frozen_base import HalfBasePlacement
+from pipeline.models.sharding import DevicePlacement, Sharding, build_model_request
+from pipeline.models.sizes import block_flops_per_token, compute_fp8_share, flops_per_token
+from pipeline.models.transformers_facts import write_model_description
+from pipeline.models.transforms import AdapterRequest, TransformContext, apply_transforms
 from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, WallTime, Workload
 from pipeline.monitoring.trackers import build_trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
-from pipeline.objectives import BySegment, Objective, build_objective
+from pipeline.objectives import Objective, SegmentObjective, build_objective
 from pipeline.planner.hardware import peak_flops
 from pipeline.training.banner import warn_about_choices
 from pipeline.training.callbacks import build_callbacks
@@ -87,7 +87,7 @@ def build_meters(
     length = config.data.tokens_per_row
     language = config.model.language_model
     cost = flops_per_token(engine.module, length, frozen=config.adapter is not None)
-    in_fp8 = fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
+    in_fp8 = compute_fp8_share(engine.module, language.fp8 if language is not None else "none", cost)
     workload = Workload(
         samples_per_step=resolved.batch_plan.global_batch_size,
         world_size=job.ranks.world_size,
@@ -129,7 +129,7 @@ def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ..
     split = resolved.split
     if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
         return ()
-    if any(is_synchronised(layer) for layer in engine.module.modules()):
+    if any(is_sync_batch_norm(layer) for layer in engine.module.modules()):
         return ()
     return ("forward", "backward") if split.pipeline_stages > 1 else ("forward",)
 
@@ -138,10 +138,10 @@ def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None
     """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
     if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
         return float
-    from pipeline.models.activation_checkpointing import share_recomputed
+    from pipeline.models.activation_checkpointing import compute_recomputed_share
 
     of_blocks = length * block_flops_per_token(engine.module, length)
-    return lambda: of_blocks * share_recomputed(engine.module)
+    return lambda: of_blocks * compute_recomputed_share(engine.module)
 
 
 @phase(Phase.MODEL)
@@ -162,7 +162,7 @@ def build_engine(
     def model_in(sharding: Sharding) -> nn.Module:
         if config.adapter is not None:
             sharding = choose_base_sharding(config.adapter, config.model, sharding, placement.dtype)
-        model = build_model(config.model, model_request(config, data, sharding, draws), config.seed)
+        model = build_model(config.model, build_model_request(config, data, sharding, draws), config.seed)
         if config.model.weights is not None and starts:
             load_weights(
                 model,
@@ -174,8 +174,8 @@ def build_engine(
             )
         adapter = None
         if config.adapter is not None:
-            adapter = Adaptation(config.adapter, config.seed, sharding, job)
-        model = transform(model, config.model, replace(placement, adapter=adapter))
+            adapter = AdapterRequest(config.adapter, config.seed, sharding, job)
+        model = apply_transforms(model, config.model, replace(placement, adapter=adapter))
         if resolved.compile:
             compile_blocks(model)
         return model
@@ -183,7 +183,7 @@ def build_engine(
     allow_tf32(resolved.tf32)
     if resolved.deepspeed is None:
         return TorchEngine(
-            model_in(Placed(job.device, torch.float32)), config.optimizer, config.engine, split, job
+            model_in(DevicePlacement(job.device, torch.float32)), config.optimizer, config.engine, split, job
         )
     from pipeline.engine.deepspeed_base import start_deepspeed
     from pipeline.engine.deepspeed_engine import DeepSpeedEngine, build_sharding
@@ -233,22 +233,22 @@ def choose_base_sharding(
         dtype: Of products.
     """
     if adapter.quantize is not None:
-        from pipeline.models.quantised import Quantising  # imports bitsandbytes
+        from pipeline.models.quantised import QuantisedBasePlacement  # imports bitsandbytes
 
-        assert isinstance(sharding, Placed)  # others are refused
-        return Quantising(sharding, adapter, model)
-    if isinstance(sharding, Placed) and sharding.dtype != dtype:
-        return HalfBase(sharding, adapter, dtype)
+        assert isinstance(sharding, DevicePlacement)  # others are refused
+        return QuantisedBasePlacement(sharding, adapter, model)
+    if isinstance(sharding, DevicePlacement) and sharding.dtype != dtype:
+        return HalfBasePlacement(sharding, adapter, dtype)
     return sharding
 
 
-def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> Placement:
+def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
     """What the steps between weights and compilation may know, but for an adapter's."""
     split = resolved.split
     documents = config.data.documents
     # transformers' language models are written for parameters in half precision, other modules for fp32.
     is_half = resolved.deepspeed is not None and split.precision != "fp32"
-    return Placement(
+    return TransformContext(
         job.device,
         split.dp_world_size,
         is_autocast=is_half and config.model.language_model is None,
@@ -279,7 +279,7 @@ def assemble(
     settle_on = partial(choose_micro_batch, config=config, job=job, engine=engine, objective=objective)
     if not resumes:
         resolved = settle_on(resolved=resolved, data=add_zero_reference(data, objective))
-    if isinstance(objective, BySegment) and objective.has_reference:
+    if isinstance(objective, SegmentObjective) and objective.has_reference:
         rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, config.loader.num_workers)
         data = add_reference(
             rows, config, job, directory, engine=engine, objective=objective, resumes=resumes, adapter=adapter
@@ -288,7 +288,7 @@ def assemble(
     schedule = build_schedule(config, loader, job, data)
     warn_about_choices(config, resolved, job, loader, schedule.max_steps)
     if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
-        write_description(engine.module, data.tokenizer, directory / "model")
+        write_model_description(engine.module, data.tokenizer, directory / "model")
     job.progress.at("resuming")
     start, remembered = restore_progress(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
@@ -328,7 +328,7 @@ def assemble(
     )
     replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
     every = config.wandb.histograms_every
-    peak = config.optimizer.learning_rate or learning_rate_for(engine.module)
+    peak = config.optimizer.learning_rate or suggest_learning_rate(engine.module)
     rows_behind = int(engine.device.type == "cuda" and not safeguard.rolls_back)
     return RunComponents(
         job=job,
@@ -391,7 +391,7 @@ def add_reference(
     directory: Path,
     *,
     engine: Engine,
-    objective: BySegment,
+    objective: SegmentObjective,
     resumes: bool,
     adapter: Mapping[str, Any],
 ) -> DataBundle:
@@ -439,10 +439,10 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
 
     Raises:
         ConfigError: W&B is to draw over what the run does not count.
-        DataError: see BySegment.check_answers.
+        DataError: see SegmentObjective.check_answers.
     """
     objective = build_objective(config, resolved.compile)
-    if isinstance(objective, BySegment):
+    if isinstance(objective, SegmentObjective):
         objective.check_answers(data.answers)
     if config.wandb.x_axis == "tokens_seen" and objective.unit != "tokens":
         raise ConfigError(f"wandb.x_axis: tokens_seen: this run counts {objective.unit}; set global_step")
@@ -499,7 +499,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
         dp_world_size=engine.dp_world_size,
         seed=config.seed,
         num_workers=config.loader.num_workers,
-        num_words=num_words(engine.module) if config.model.language_model is not None else None,
+        num_words=get_vocabulary_size(engine.module) if config.model.language_model is not None else None,
         left_out=config.loader.leave_out,
     )
 

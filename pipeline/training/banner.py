@@ -18,8 +18,8 @@ from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
 from pipeline.engine.schedule import describe_missed_peak
 from pipeline.files import format_bytes
-from pipeline.models.adapters import held_apart
-from pipeline.models.sharding import number_of
+from pipeline.models.adapters import measure_reduced_base
+from pipeline.models.sharding import count_elements
 from pipeline.training.loop import RunComponents
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def banner_lines(
 ) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
     job, engine, data = parts.job, parts.engine, settings.config.data
-    own = [(number_of(p), p.requires_grad) for p in engine.module.parameters()]
+    own = [(count_elements(p), p.requires_grad) for p in engine.module.parameters()]
     share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
     frozen = f", {share:.1%} of them trained" if share < 1 else ""
     model = settings.config.model
@@ -66,7 +66,7 @@ def banner_lines(
 
 
 def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
-    values, num_bytes = held_apart(engine.module)
+    values, num_bytes = measure_reduced_base(engine.module)
     if not values:
         return ""
     dtype, each = adapter.quantize or engine.precision, num_bytes / values

@@ -107,7 +107,7 @@ def build_expectation(
     is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
     with _unless_unknown():
         model = read_model_spec(_with_words(config, data.vocab_size)) or (
-            None if is_cut else sizes.model_of(module)
+            None if is_cut else sizes.measure_module(module)
         )
         if model is not None:
             found = forecast_resolved(config, resolved, model, _place(job))

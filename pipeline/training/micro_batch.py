@@ -35,7 +35,7 @@ from pipeline.engine.interface import Engine, StepLimits
 from pipeline.engine.memory import trim_heap
 from pipeline.errors import ConfigError, Terminated
 from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_file
-from pipeline.models.blocks import compile_again
+from pipeline.models.blocks import reset_compilation
 from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
 from pipeline.objectives import Objective
 from pipeline.training.device_failures import is_out_of_memory
@@ -320,7 +320,7 @@ class MicroBatchSearch:
         self._write()
         self._tell(self._summary(size))
         if self.resolved.compile:
-            compile_again(self.engine.module)
+            reset_compilation(self.engine.module)
         self.engine.phases.restart()
         return size
 
@@ -342,7 +342,7 @@ class MicroBatchSearch:
         engine.set_batch_division(size, count)
         seed_step(self.config.seed, 0, engine.seed_rank)
         if self.resolved.compile:  # which takes memory of its own, once
-            compile_again(engine.module)
+            reset_compilation(engine.module)
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
         limit, began = self._limit(), self._memory.now()

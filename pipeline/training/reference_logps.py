@@ -34,7 +34,7 @@ from pipeline.data.reference import (
 )
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
-from pipeline.objectives import BySegment, Objective, Recorded
+from pipeline.objectives import LogprobRecorder, Objective, SegmentObjective
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def compute_reference(
     *,
     job: Job,
     engine: Engine,
-    objective: BySegment,
+    objective: SegmentObjective,
     directory: Path,
     cache: Path | None,
     key: Any,
@@ -92,7 +92,7 @@ def compute_reference(
 
 def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
     """Data whose batches are as large as with what the reference says."""
-    asked = isinstance(objective, BySegment) and objective.has_reference
+    asked = isinstance(objective, SegmentObjective) and objective.has_reference
     return add_reference_logps(data, OfZeros()) if asked else data
 
 
@@ -113,10 +113,10 @@ def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
 
 
 def _said(
-    batches: Iterable[Any], engine: Engine, objective: BySegment, job: Job
+    batches: Iterable[Any], engine: Engine, objective: SegmentObjective, job: Job
 ) -> Iterator[tuple[Keys, np.ndarray[Any, Any]]]:
     """Keys and log-probabilities of each batch that this rank knows them of. Collective."""
-    recorded = Recorded(objective)
+    recorded = LogprobRecorder(objective)
     for _, batch, is_real in batches:
         job.progress.at("evaluation")
         recorded.logps_BS = None
@@ -127,7 +127,7 @@ def _said(
             yield np.zeros(0, np.uint64), np.zeros(0, np.float32)
 
 
-def _computed(rows: ReferenceRows, engine: Engine, objective: BySegment, job: Job) -> ReferenceTable:
+def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job) -> ReferenceTable:
     batches = _batches(rows, engine)
     data, started, told = rows.data, time.monotonic(), time.monotonic()
     sets: list[Any] = [data.train, *data.eval.values(), *data.eval_sets.values()]
@@ -150,7 +150,7 @@ def _computed(rows: ReferenceRows, engine: Engine, objective: BySegment, job: Jo
 
 
 def _holds(
-    table: ReferenceTable, rows: ReferenceRows, engine: Engine, objective: BySegment, job: Job
+    table: ReferenceTable, rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job
 ) -> bool:
     """Whether the table says of the first batch what the model does: frozen weights are in no digest.
     Collective.

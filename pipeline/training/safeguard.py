@@ -24,7 +24,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepLimits, StepResult
 from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
 from pipeline.errors import DeviceFailedError, NonFiniteLossError, StoppedError
-from pipeline.models.embeddings import KEYS
+from pipeline.models.embeddings import NOISE_KEYS
 from pipeline.monitoring.alerts import Alert, RollbackRequested, Tell, restore
 from pipeline.monitoring.alerts.rules import GRADIENT_NORM, LOSS, SpikeDetector
 from pipeline.monitoring.events import NO_TARGETS, ROLLBACK, Event
@@ -356,5 +356,6 @@ class Recovery:
 def add_noise_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
     """Return the batches of the step after `step`, with what noise on each of their tokens is drawn from."""
     return [
-        LoadedBatch({**batch, KEYS: token_keys(batch, seed, step)}).known_as(batch) for batch in micro_batches
+        LoadedBatch({**batch, NOISE_KEYS: token_keys(batch, seed, step)}).known_as(batch)
+        for batch in micro_batches
     ]

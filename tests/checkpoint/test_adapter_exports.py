@@ -20,7 +20,7 @@ import pipeline
 from pipeline.checkpoint.adapters import describe_adapter
 from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.evaluation.held_out import evaluate
-from pipeline.models.transformers_facts import write_description
+from pipeline.models.transformers_facts import write_model_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 
@@ -55,7 +55,7 @@ def made_run(job, recipe, json, folder, whole_rows):
     about = describe_adapter(config, run.engine.module, job, open_checkpoint)
     store_in(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})
     if job.ranks.is_main_process:
-        write_description(run.engine.module, None, folder / "model")
+        write_model_description(run.engine.module, None, folder / "model")
         (folder / "recipe.yaml").write_text("max_steps: 4\n")
     if not whole_rows:
         return loss, None

@@ -33,7 +33,7 @@ from pipeline.checkpoint.shards import Region, Shard
 from pipeline.engine.torch_engine import TorchEngine
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.held_out import evaluate
-from pipeline.models.transformers_facts import write_description
+from pipeline.models.transformers_facts import write_model_description
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_eval_loader
 
@@ -61,7 +61,7 @@ def made_run(job, model, split, folder):
         run.engine, {"global_step": 2, "tokens_seen": 1234.0, "eval_loss": loss}
     )
     if job.ranks.is_main_process:
-        write_description(run.engine.module, None, folder / "model")
+        write_model_description(run.engine.module, None, folder / "model")
         (folder / "recipe.yaml").write_text("max_steps: 2\n")
     return loss, shards_now(run.engine)
 

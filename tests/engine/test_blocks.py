@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from pipeline.distributed.process_group import Job
 from pipeline.engine.zero3 import _require_input_gradient
 from pipeline.errors import ModelError
-from pipeline.models.blocks import compile_blocks, sharded_as_one
+from pipeline.models.blocks import compile_blocks, find_leaf_blocks
 from pipeline.training import assemble
 
 MODEL = recipe()["model"] | {"num_layers": 4}
@@ -79,9 +79,9 @@ def test_blocks_that_are_not_transformers_own_may_be_called_with_anything():
             super().__init__(PreTrainedConfig())
             self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
 
-    assert list(sharded_as_one(Own())) == []
+    assert list(find_leaf_blocks(Own())) == []
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
-    (blocks,) = sharded_as_one(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **small)))
+    (blocks,) = find_leaf_blocks(LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **small)))
     assert len(blocks) == 2
 
 

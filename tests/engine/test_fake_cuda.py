@@ -35,11 +35,11 @@ from pipeline.engine.replicas import ReplicaDigests
 from pipeline.models import document_attention
 from pipeline.models.attention import choose_attention
 from pipeline.models.batch_norm import synchronise_batch_norm
-from pipeline.models.document_attention import Scores, WholeRows, attend_in_blocks
+from pipeline.models.document_attention import ScoreOptions, WholeRowBounds, attend_in_blocks
 from pipeline.models.generation import GenerationSettings, generate
 from pipeline.monitoring.metrics import Meters, WallTime, Workload
 from pipeline.objectives import CausalLM
-from pipeline.objectives.given_logits import FusedKernels
+from pipeline.objectives.logits_cross_entropy import FusedKernels
 from pipeline.training.assemble import build_loader
 from pipeline.training.loop import TrainState
 
@@ -199,7 +199,7 @@ def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
 
 def attended(job: Job, groups: int) -> list[str]:
     """Kernels that compute rows of two lengths, one document each, with a forward's bounds."""
-    rows, kernels = WholeRows(), []
+    rows, kernels = WholeRowBounds(), []
     with hopper(), patch.object(document_attention, "_repeated", None):  # nothing repeats keys or values
         attend = document_attention.DocumentAttention()
         for length in (32, 48, 32):
@@ -209,7 +209,9 @@ def attended(job: Job, groups: int) -> list[str]:
             ]
             bounds = rows.bounds(heads[0].transpose(1, 2))
             with Operators() as seen:
-                output, _ = attend(torch.nn.Identity(), *heads, None, **{document_attention.BOUNDS: bounds})
+                output, _ = attend(
+                    torch.nn.Identity(), *heads, None, **{document_attention.BOUNDS_KEY: bounds}
+                )
                 output.sum().backward()
             kernels += [name for name in seen.names if "attn" in name or "attention" in name]
     return kernels
@@ -306,9 +308,9 @@ def with_dropout(job: Job) -> tuple[list[tuple[torch.device, torch.dtype]], int]
             torch.ones(2, n, 24, 8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
             for n in (4, 2, 2)
         ]
-        attend_in_blocks(tuple(heads), None, Scores()).sum().backward()
+        attend_in_blocks(tuple(heads), None, ScoreOptions()).sum().backward()
         assert not restored
-        attend_in_blocks(tuple(heads), None, Scores(dropout=0.1)).sum().backward()
+        attend_in_blocks(tuple(heads), None, ScoreOptions(dropout=0.1)).sum().backward()
     return [(t.grad.device, t.grad.dtype) for t in heads], len(restored)
 
 

@@ -18,7 +18,7 @@ from pipeline.engine.interface import Engine
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings, generate
-from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sharding import ModelRequest, NoSharding
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
 
 def whole_model(model: dict[str, Any], results, dtype: torch.dtype = torch.float32) -> nn.Module:
     """transformers' own, in one process, with the weights that the ranks hold together."""
-    request = ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=None)
+    request = ModelRequest(NoSharding(), vocab_size=VOCABULARY, sequence_length=None)
     plain = build_model(CausalLMConfig(**model), request, 1).eval()
     held = whole_of(Gathered({}, [shard for *_, shards, _ in results for shard in shards]))
     for name, parameter in plain.named_parameters():
@@ -247,7 +247,7 @@ def test_a_model_that_cannot_write_says_so():
 
 def test_a_generate_on_top_of_transformers_is_kept_in_step_too():
     """The signature does not matter: a rank that ended alone would leave the others waiting."""
-    model = build_model(CausalLMConfig(**LLAMA), ModelRequest(Whole(), vocab_size=VOCABULARY), 0)
+    model = build_model(CausalLMConfig(**LLAMA), ModelRequest(NoSharding(), vocab_size=VOCABULARY), 0)
     inner, given = model.generate, {}
 
     def on_top(**how):

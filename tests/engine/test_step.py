@@ -26,7 +26,7 @@ from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.engine.interface import Engine
 from pipeline.evaluation.held_out import evaluate
-from pipeline.objectives import CausalLM, Custom, LossSum, build_objective
+from pipeline.objectives import CausalLM, CustomLoss, LossSum, build_objective
 from pipeline.objectives.linear_cross_entropy import OutputHeads
 from pipeline.training.assemble import build_eval_loader
 
@@ -315,7 +315,7 @@ def warnings_of(job: Job, deepspeed):
     batch = {"inputs": torch.ones(2, 4), "targets": torch.ones(2, 1)}
     with heard() as lines:
         for _ in range(2):
-            engine.train_step([batch], Custom(squared), 1e-3, False)
+            engine.train_step([batch], CustomLoss(squared), 1e-3, False)
     return [line for line in lines if "took no part" in line]
 
 

@@ -18,8 +18,8 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.training.assemble import model_request
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.training.assemble import build_model_request
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ TENSORS = zero(0) | TENSOR_2
 def made(model: dict[str, Any], seed: int = 5):
     """One that another run may have trained."""
     sizes = {key: value for key, value in model.items() if key != "kind"}
-    return build_model(CausalLMConfig(**sizes), ModelRequest(Whole(), 257, sequence_length=24), seed)
+    return build_model(CausalLMConfig(**sizes), ModelRequest(NoSharding(), 257, sequence_length=24), seed)
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,9 @@ def cut(job: Job, section: dict[str, Any], name: str, change: str):
     json = zero(0) | {"tensor_parallel": {"autotp_size": 2} | section}
     config, resolved = resolve(recipe(model=LLAMA), json, job.ranks.world_size)
     sharding = TensorSharding(resolved.deepspeed, resolved.split)
-    model = build_model(config.model, model_request(config, token_bundle(), sharding), 0)
+    model = build_model(config.model, build_model_request(config, token_bundle(), sharding), 0)
     parameter = model.get_parameter(name).requires_grad_(False)
-    with sharding.whole([parameter]), torch.no_grad():
+    with sharding.gather([parameter]), torch.no_grad():
         {"twice": lambda: parameter.mul_(2), "normed": lambda: parameter.div_(parameter.norm())}[change]()
     sharding.cut(model)
     assert not model.get_parameter(name).requires_grad

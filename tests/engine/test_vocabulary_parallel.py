@@ -15,7 +15,7 @@ from support.tiny import make_engine, recipe, token_bundle
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 from pipeline.objectives import CausalLM, VocabularyPart
-from pipeline.objectives.interface import part_of_vocabulary
+from pipeline.objectives.interface import get_vocabulary_part
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum
 from pipeline.planner import model as chunks
 
@@ -102,7 +102,7 @@ def held(job: Job, models):
     for model in models:
         engine = make_engine(job, recipe(model=model), zero(1) | TENSOR_2, token_bundle())
         head, words = engine.module.get_output_embeddings(), engine.module.get_input_embeddings()
-        part = part_of_vocabulary(head)
+        part = get_vocabulary_part(head)
         logits = engine.module(input_ids=torch.arange(6)[None]).logits
         found.append((tuple(head.weight.shape), head.weight is words.weight, part.start, tuple(logits.shape)))
         engine.close()

@@ -41,7 +41,7 @@ def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
         zero3._Revisited.LIMIT = known
     found = []
     for parameter in model.parameters():
-        with sharding.whole([parameter]):
+        with sharding.gather([parameter]):
             found.append(parameter.data.clone())
     return found
 

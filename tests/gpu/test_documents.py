@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds, no_bounds
+from pipeline.models.document_attention import (
+    BOUNDS_KEY,
+    DocumentAttention,
+    empty_bounds,
+    find_document_bounds,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +28,7 @@ def attended(device: str, dtype: torch.dtype, groups: int, bounds: torch.Tensor,
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        output, _ = DocumentAttention()(nn.Identity(), *inputs, None, **{BOUNDS: bounds})
+        output, _ = DocumentAttention()(nn.Identity(), *inputs, None, **{BOUNDS_KEY: bounds})
         (output.float() * weights).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -37,7 +42,7 @@ def attended(device: str, dtype: torch.dtype, groups: int, bounds: torch.Tensor,
 )
 def test_documents_of_a_row_are_kept_apart_as_on_a_cpu(dtype, allowed, groups, is_packed):
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
-    bounds = document_bounds(positions) if is_packed else no_bounds(torch.device("cpu"))
+    bounds = find_document_bounds(positions) if is_packed else empty_bounds(torch.device("cpu"))
     weights = torch.linspace(-1, 1, 3 * 256 * 4 * 64).view(3, 256, 4, 64)
     expected = attended("cpu", torch.float32, groups, bounds, weights)
     for found, wanted in zip(attended("cuda", dtype, groups, bounds, weights), expected, strict=True):
@@ -49,7 +54,10 @@ def test_positions_alone_are_right_too():
     drawn = torch.randn(3, 4, 256, 64)
     own, told = (
         DocumentAttention()(nn.Identity(), *[drawn.bfloat16().cuda()] * 3, None, **given)[0]
-        for given in ({"position_ids": positions.cuda()}, {BOUNDS: document_bounds(positions).cuda()})
+        for given in (
+            {"position_ids": positions.cuda()},
+            {BOUNDS_KEY: find_document_bounds(positions).cuda()},
+        )
     )
     assert torch.equal(own, told)
 
@@ -57,7 +65,7 @@ def test_positions_alone_are_right_too():
 def test_dropout_and_odd_widths_are_served():
     """The document mask in the kernel that is not flash attention's."""
     positions = torch.arange(64).repeat(2, 4)
-    given = {BOUNDS: document_bounds(positions).cuda()}
+    given = {BOUNDS_KEY: find_document_bounds(positions).cuda()}
     query = torch.randn(2, 4, 256, 20, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     output, _ = DocumentAttention()(nn.Identity(), query, query, query, None, dropout=0.1, **given)
     output.float().square().sum().backward()

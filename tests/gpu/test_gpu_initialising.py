@@ -7,7 +7,7 @@ import torch
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Placed, Whole
+from pipeline.models.sharding import DevicePlacement, ModelRequest, NoSharding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def built(sharding, draws=True, **named):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # the second ties its embeddings
 def test_they_are_those_of_a_cpu(tmp_path, architecture, dtype):
     new = {"architecture": architecture, **SIZES}
-    expected, there = built(Whole(), **new), Placed(torch.device("cuda"), dtype)
+    expected, there = built(NoSharding(), **new), DevicePlacement(torch.device("cuda"), dtype)
     expected.save_pretrained(tmp_path)
     for named in (new, {"pretrained": str(tmp_path)}):
         found = dict(built(there, **named).named_parameters())

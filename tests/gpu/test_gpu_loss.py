@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.objectives import VocabularyPart
 from pipeline.objectives import linear_cross_entropy as linear
-from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
+from pipeline.objectives.logits_cross_entropy import FusedKernels, cross_entropy_sum
 from pipeline.planner import model as chunks
 
 pytestmark = [

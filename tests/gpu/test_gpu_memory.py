@@ -9,8 +9,8 @@ from support.ranks import RankPool
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.objectives import CausalLM
 
 pytestmark = [
@@ -22,7 +22,9 @@ pytestmark = [
 def gradients(**keys) -> list[torch.Tensor]:
     sizes = {"num_layers": 4, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 300}
     config = CausalLMConfig(architecture="llama", max_sequence_length=16, **sizes, **keys)
-    model = transform(build_model(config, ModelRequest(Whole()), 0), config, Placement(torch.device("cuda")))
+    model = apply_transforms(
+        build_model(config, ModelRequest(NoSharding()), 0), config, TransformContext(torch.device("cuda"))
+    )
     tokens = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(1)).to("cuda")
     model.to("cuda").train()
     CausalLM()(model, {"input_ids": tokens, "labels": tokens}).loss_sum.backward()

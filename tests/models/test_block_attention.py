@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.models import document_attention
-from pipeline.models.activation_checkpointing import checkpoint_activations
+from pipeline.models.activation_checkpointing import enable_activation_checkpointing
 from pipeline.models.document_attention import (
-    BOUNDS,
-    NAME,
+    ATTENTION_NAME,
+    BOUNDS_KEY,
     DocumentAttention,
-    document_bounds,
+    find_document_bounds,
 )
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def make_windowed(architecture: str, attention: str | None = "auto"):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_outputs_and_gradients_are_the_definitions(rows, asked, groups):
     positions = positions_of(rows)
-    given = {BOUNDS: document_bounds(positions)} if len(rows[0]) > 1 else {}
+    given = {BOUNDS_KEY: find_document_bounds(positions)} if len(rows[0]) > 1 else {}
     ours = heads(*positions.shape, groups, torch.float32)
     exact = heads(*positions.shape, groups, torch.float64)
     asked_exactly = dict(asked)
@@ -149,7 +149,7 @@ def test_what_is_recomputed_is_what_was_computed(architecture, mode):
     for is_recomputed in (False, True):
         model = make_windowed(architecture).train()
         if is_recomputed:
-            checkpoint_activations(model, mode)
+            enable_activation_checkpointing(model, mode)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         found.append(gradients(model, logits))
     assert all(map(torch.equal, *found))
@@ -169,7 +169,7 @@ def test_generation_and_padding_are_transformers_own(architecture):
             ours(input_ids=ids, attention_mask=mask).logits[1, 4:],
             theirs(input_ids=ids, attention_mask=mask).logits[1, 4:],
         )
-    assert ours.config._attn_implementation == NAME, "a look at a mask is for that call alone"
+    assert ours.config._attn_implementation == ATTENTION_NAME, "a look at a mask is for that call alone"
 
 
 class Calls(TorchDispatchMode):
@@ -194,9 +194,9 @@ def on_a_gpu(dtype: torch.dtype, width: int = 8, **asked) -> Calls:
     ]
     attention = DocumentAttention()
     attention._generation = 9
-    bounds = asked.pop(BOUNDS, torch.empty(9, device="meta", dtype=torch.int32))
+    bounds = asked.pop(BOUNDS_KEY, torch.empty(9, device="meta", dtype=torch.int32))
     with Calls("_varlen_attn.") as calls:
-        output, _ = attention(nn.Identity(), *inputs, None, **{BOUNDS: bounds}, **asked)
+        output, _ = attention(nn.Identity(), *inputs, None, **{BOUNDS_KEY: bounds}, **asked)
         output.float().sum().backward()
     assert output.shape == (2, 16, 4, width)
     assert all(each.grad.shape == each.shape for each in inputs)
@@ -206,7 +206,7 @@ def on_a_gpu(dtype: torch.dtype, width: int = 8, **asked) -> Calls:
 NO_BOUNDS = torch.empty(0, device="meta", dtype=torch.int32)
 
 
-@pytest.mark.parametrize("more", [{}, {BOUNDS: NO_BOUNDS}], ids=["packed", "whole rows"])
+@pytest.mark.parametrize("more", [{}, {BOUNDS_KEY: NO_BOUNDS}], ids=["packed", "whole rows"])
 def test_flash_attention_of_a_gpu_is_given_the_window(more):
     calls = on_a_gpu(torch.bfloat16, sliding_window=5, **more)
     assert calls.arguments is not None

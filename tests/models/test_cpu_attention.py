@@ -9,35 +9,35 @@ from test_document_attention import heads
 from torch import Tensor, nn
 
 from pipeline.models.document_attention import (
-    BOUNDS,
+    BOUNDS_KEY,
     DocumentAttention,
-    Scores,
+    ScoreOptions,
     attend_in_blocks,
-    document_bounds,
-    no_bounds,
+    empty_bounds,
+    find_document_bounds,
 )
 
 pytestmark = pytest.mark.slow
 
 
 def whole_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    bounds = {BOUNDS: no_bounds(query.device)}
+    bounds = {BOUNDS_KEY: empty_bounds(query.device)}
     return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)
 
 
 def short_documents(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Inputs of ten tokens."""
     positions = (torch.arange(query.shape[2]) % 10).expand(len(query), -1)
-    bounds = {BOUNDS: document_bounds(positions)}
+    bounds = {BOUNDS_KEY: find_document_bounds(positions)}
     return DocumentAttention()(nn.Identity(), query, key, value, None, **bounds)[0].transpose(1, 2)
 
 
 def in_window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_in_blocks((query, key, value), None, Scores(window=7)).transpose(1, 2)
+    return attend_in_blocks((query, key, value), None, ScoreOptions(window=7)).transpose(1, 2)
 
 
 def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_in_blocks((query, key, value), None, Scores(softcap=2.0)).transpose(1, 2)
+    return attend_in_blocks((query, key, value), None, ScoreOptions(softcap=2.0)).transpose(1, 2)
 
 
 WAYS = pytest.mark.parametrize("attend", [whole_rows, short_documents, in_window, capped])
@@ -88,6 +88,8 @@ def test_dropout_and_other_widths_go_through_torchs_function():
     expected = F.scaled_dot_product_attention(query, key, wider, is_causal=True)
     torch.testing.assert_close(whole_rows(query, key, wider), expected)
     attention = DocumentAttention()
-    dropped, _ = attention(nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=no_bounds(query.device))
+    dropped, _ = attention(
+        nn.Identity(), query, key, value, None, 0.5, cu_seq_lens_q=empty_bounds(query.device)
+    )
     assert dropped.shape == (1, 20, 4, 8)
     assert not torch.equal(dropped.transpose(1, 2), whole_rows(query, key, value))

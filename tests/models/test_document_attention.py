@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.models.attention import choose_attention
-from pipeline.models.document_attention import BOUNDS, DocumentAttention, document_bounds
+from pipeline.models.document_attention import BOUNDS_KEY, DocumentAttention, find_document_bounds
 
 CPU = torch.device("cpu")
 ROWS = {
@@ -64,7 +64,7 @@ def oracle(
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_outputs_and_gradients_are_the_definitions(rows, groups, is_told):
     positions = positions_of(rows)
-    given = {"position_ids": positions} | ({BOUNDS: document_bounds(positions)} if is_told else {})
+    given = {"position_ids": positions} | ({BOUNDS_KEY: find_document_bounds(positions)} if is_told else {})
     ours = heads(*positions.shape, groups, torch.float32)
     exact = heads(*positions.shape, groups, torch.float64)
     output, _ = DocumentAttention()(nn.Identity(), *ours, None, **given)
@@ -78,8 +78,8 @@ def test_outputs_and_gradients_are_the_definitions(rows, groups, is_told):
 
 def test_bounds_have_few_sizes_and_say_where_documents_begin():
     rows = ([3, 2], [1, 4])
-    assert document_bounds(positions_of(rows)).tolist() == [0, 3, 5, 6, 10]
-    sizes = {len(document_bounds(positions_of([[n, 2048 - n]]))) for n in range(1, 2048, 100)}
+    assert find_document_bounds(positions_of(rows)).tolist() == [0, 3, 5, 6, 10]
+    sizes = {len(find_document_bounds(positions_of([[n, 2048 - n]]))) for n in range(1, 2048, 100)}
     assert sizes == {2048 // 256 + 1}, "another number of documents would be compiled for"
 
 

@@ -13,7 +13,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from pipeline.errors import ModelError
 from pipeline.models import attention
-from pipeline.models.attention import choose_attention, refuse_leaks
+from pipeline.models.attention import choose_attention, refuse_document_leaks
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +43,15 @@ def flash_model(monkeypatch):
 
 
 def test_two_packed_rows_leak_where_flash_attention_is_left_to_find_documents(flash_model, monkeypatch):
-    monkeypatch.setattr(attention, "_hand_on_bounds", lambda *_: None)
+    monkeypatch.setattr(attention, "register_bounds_hooks", lambda *_: None)
     with pytest.raises(ModelError, match="looks past the position_ids"):
-        refuse_leaks(flash_model, CPU)
+        refuse_document_leaks(flash_model, CPU)
 
 
 def test_it_is_told_where_documents_are(flash_model):
-    refuse_leaks(flash_model, CPU)
+    refuse_document_leaks(flash_model, CPU)
     choose_attention(flash_model, False, CPU)
-    rows = attention._trial_rows(CPU)
+    rows = attention.build_trial_rows(CPU)
     with torch.no_grad():
         one, other = flash_model(**rows).logits[:, 4:]
     torch.testing.assert_close(one, other)

@@ -14,7 +14,7 @@ from support.weights import SIZES, assert_same
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Placed, Whole
+from pipeline.models.sharding import DevicePlacement, ModelRequest, NoSharding
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +29,17 @@ def built(architecture, sharding, **changes):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_are_those_of_a_whole_model_in_the_precision_that_trains(architecture):
-    expected = built(architecture, Whole())
+    expected = built(architecture, NoSharding())
     for p in expected.parameters():
         p.data = p.data.bfloat16()
-    assert_same(built(architecture, Placed(CPU, torch.bfloat16)), expected.state_dict())
+    assert_same(built(architecture, DevicePlacement(CPU, torch.bfloat16)), expected.state_dict())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_a_checkpoint_will_fill_draws_nothing(architecture):
-    model = built(architecture, Placed(CPU, torch.bfloat16), draws=False)
+    model = built(architecture, DevicePlacement(CPU, torch.bfloat16), draws=False)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
-    expected = built(architecture, Whole())
+    expected = built(architecture, NoSharding())
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name: p.shape for name, p in expected.named_parameters()
     }
@@ -84,14 +84,14 @@ print((resident("VmHWM:") - before) / sum(4 * p.numel() for p in model.parameter
 """
 
 
-class Watched(Placed):
+class Watched(DevicePlacement):
     """Counts what all tensors hold, at every 48th time that it lends some."""
 
     held = times = 0
 
     @contextmanager
-    def whole(self, parameters):
-        with super().whole(parameters):
+    def gather(self, parameters):
+        with super().gather(parameters):
             yield
             self.times += 1
             if self.times % 48 == 0:
@@ -100,7 +100,7 @@ class Watched(Placed):
 
 def test_host_memory_has_a_tensor_of_a_pretrained_model_at_a_time(tmp_path):
     config = CausalLMConfig(architecture="llama", **SIZES | {"num_layers": 16})
-    build_model(config, ModelRequest(Whole(), vocab_size=257), 0).save_pretrained(tmp_path)
+    build_model(config, ModelRequest(NoSharding(), vocab_size=257), 0).save_pretrained(tmp_path)
     gc.collect()
     before, watched = held_bytes(), Watched(ELSEWHERE, torch.bfloat16)
     model = build_model(CausalLMConfig(pretrained=str(tmp_path)), ModelRequest(watched), 0)

@@ -12,7 +12,13 @@ from support.tiny import make_engine, recipe, resolve, token_bundle
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.engine.optim import parameter_groups
 from pipeline.errors import ConfigError
-from pipeline.models.adapters import NAME, adapted, held_apart, learning_rate_for, peft_config
+from pipeline.models.adapters import (
+    ADAPTER_NAME,
+    build_peft_config,
+    find_adapter_layers,
+    measure_reduced_base,
+    suggest_learning_rate,
+)
 from pipeline.models.generation import GenerationSettings
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_loader
@@ -34,7 +40,7 @@ def test_a_step_is_that_of_a_loop_over_pefts_own_model(kind):
     config, resolved = resolve(tree, PLAIN, 1)
     engine = make_engine(ALONE, tree, PLAIN, data)
     base = make_engine(ALONE, {k: v for k, v in tree.items() if k != "adapter"}, PLAIN, data).module
-    targets = [name for name, _ in adapted(engine.module)]
+    targets = [name for name, _ in find_adapter_layers(engine.module)]
     assert len(targets) == 14
     given = LoraConfig(
         r=4, lora_alpha=8, target_modules=targets, use_rslora=kind == "rslora", use_dora=kind == "dora"
@@ -78,14 +84,14 @@ def test_under_autocast_the_base_is_held_in_bf16_and_no_number_changes(kind, mod
     config, resolved = resolve(tree, split, 1)
     engines = [make_engine(ALONE, tree, split, data) for _ in range(2)]
     frozen = {n for n, p in engines[0].module.named_parameters() if p.dtype == torch.bfloat16}
-    assert frozen == {f"{name}.base_layer.weight" for name, _ in adapted(engines[0].module)}
+    assert frozen == {f"{name}.base_layer.weight" for name, _ in find_adapter_layers(engines[0].module)}
     every = list(engines[0].module.parameters())
-    values, num_bytes = held_apart(engines[0].module)
+    values, num_bytes = measure_reduced_base(engines[0].module)
     assert num_bytes == 2 * values
     assert sum(p.numel() * p.element_size() for p in every) == 4 * (sum(p.numel() for p in every)) - num_bytes
     for p in engines[1].module.parameters():
         p.data = p.data.float()
-    assert held_apart(engines[1].module) == (0, 0)
+    assert measure_reduced_base(engines[1].module) == (0, 0)
     losses = []
     for engine in engines:
         loader, objective = build_loader(config, resolved.batch_plan, data, engine), build_objective(config)
@@ -109,7 +115,7 @@ def test_what_the_given_adapter_trained_whole_is_trained_on_in_fp32(tmp_path):
     }
     named = {f"base_model.model.{name}": each for name, each in tensors.items()}
     save_file(named, tmp_path / "adapter_model.safetensors")
-    peft_config(AdapterConfig(rank=4, alpha=8.0)).save_pretrained(tmp_path)
+    build_peft_config(AdapterConfig(rank=4, alpha=8.0)).save_pretrained(tmp_path)
     tree = asked(weights=str(tmp_path), targets=["model.layers.0.self_attn.k_proj"])
     tree["model"] = LLAMA | {"num_key_value_heads": 4}
     module = make_engine(ALONE, tree, PLAIN | {"bf16": {"enabled": True}}, token_bundle()).module
@@ -132,7 +138,10 @@ def test_only_what_is_named_is_trained_and_the_rest_is_in_no_checkpoint():
 def test_first_values_follow_from_seed_and_name_alone():
     def first(**changes):
         engine = make_engine(ALONE, asked() | changes, PLAIN, token_bundle())
-        return {name: layer.lora_A[NAME].weight.detach() for name, layer in adapted(engine.module)}
+        return {
+            name: layer.lora_A[ADAPTER_NAME].weight.detach()
+            for name, layer in find_adapter_layers(engine.module)
+        }
 
     one, fewer, other = first(), first(adapter={"rank": 4, "targets": ["v_proj"]}), first(seed=1)
     assert all(torch.equal(one[name], values) for name, values in fewer.items())
@@ -183,4 +192,4 @@ def test_the_advice_for_an_embedding_trains_it():
 def test_the_default_rate_is_the_published_formula(family, width, rate):
     model = torch.nn.Module()
     model.config = type("Config", (), {"hidden_size": width, "model_type": family})()
-    assert learning_rate_for(model) == pytest.approx(rate, rel=1e-3)
+    assert suggest_learning_rate(model) == pytest.approx(rate, rel=1e-3)

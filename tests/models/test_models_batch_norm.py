@@ -14,7 +14,7 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import mean_loss
-from pipeline.models.batch_norm import CPUSyncBatchNorm, num_batch_norms, synchronise_batch_norm
+from pipeline.models.batch_norm import CPUSyncBatchNorm, count_batch_norms, synchronise_batch_norm
 from pipeline.objectives import Classification
 from pipeline.training.assemble import build_loader
 
@@ -182,7 +182,7 @@ def converted(job: Job):
     assert list(after.state_dict()) == before[1]
     after.train()
     x = torch.full((2, 4), float(job.ranks.rank)) + torch.tensor([[-0.5], [0.5]])
-    return after.inner[0](x), num_batch_norms(after)
+    return after.inner[0](x), count_batch_norms(after)
 
 
 def test_the_conversion_keeps_parameters_names_and_what_is_no_plain_batch_norm(ranks):
@@ -190,4 +190,4 @@ def test_the_conversion_keeps_parameters_names_and_what_is_no_plain_batch_norm(r
     assert left == 0
     assert torch.cat([first, second]).mean().abs() < 1e-6
     assert first.mean() < -0.5 < 0.5 < second.mean()
-    assert num_batch_norms(cnn()) == 3
+    assert count_batch_norms(cnn()) == 3

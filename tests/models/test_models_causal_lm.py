@@ -17,14 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.document_attention import NAME
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.document_attention import ATTENTION_NAME
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.objectives import CausalLM
 
 VOCABULARY = 300
 ARCHITECTURES = ["llama", "gpt2"]
-REQUEST = ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=16, end_of_document_id=VOCABULARY - 1)
+REQUEST = ModelRequest(
+    NoSharding(), vocab_size=VOCABULARY, sequence_length=16, end_of_document_id=VOCABULARY - 1
+)
 
 
 def tiny(architecture="llama", **changes):
@@ -33,7 +35,7 @@ def tiny(architecture="llama", **changes):
 
 
 def build(config, seed=0, request=REQUEST):
-    return transform(build_model(config, request, seed), config, Placement(torch.device("cpu")))
+    return apply_transforms(build_model(config, request, seed), config, TransformContext(torch.device("cpu")))
 
 
 def tokens(seed=0, shape=(4, 16)):
@@ -305,7 +307,7 @@ def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretraine
         model.save_pretrained(tmp_path)
         model = build(CausalLMConfig(pretrained=str(tmp_path)))
     ours = logits(model)
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == ATTENTION_NAME
     mask = torch.ones(4, 16, dtype=torch.long)  # goes through transformers'
     torch.testing.assert_close(model(input_ids=tokens(), attention_mask=mask).logits, ours)
     for layer in model.model.layers:
@@ -314,7 +316,7 @@ def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretraine
 
 
 def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
-    request = ModelRequest(Whole())
+    request = ModelRequest(NoSharding())
     with pytest.raises(ModelError, match=r"model\.vocab_size: the data has no tokenizer; write the number"):
         build(tiny(), request=request)
     assert build(tiny(vocab_size=77), request=request).config.vocab_size == 77
@@ -324,9 +326,9 @@ def test_a_loaded_model_is_held_to_the_data_as_well(saved):
     _, folder = saved
     config = CausalLMConfig(pretrained=str(folder))
     with pytest.raises(ModelError, match=r"data\.sequence_length is 17, but the model takes 16 positions"):
-        build(config, request=ModelRequest(Whole(), vocab_size=VOCABULARY, sequence_length=17))
+        build(config, request=ModelRequest(NoSharding(), vocab_size=VOCABULARY, sequence_length=17))
     with pytest.raises(ModelError, match="but the tokenizer has 301 entries"):
-        build(config, request=ModelRequest(Whole(), vocab_size=301, sequence_length=16))
+        build(config, request=ModelRequest(NoSharding(), vocab_size=301, sequence_length=16))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from pipeline.models.activation_checkpointing import checkpoint_activations, share_recomputed
-from pipeline.models.huggingface import reward_model_class
+from pipeline.models.activation_checkpointing import compute_recomputed_share, enable_activation_checkpointing
+from pipeline.models.huggingface import get_reward_model_class
 from pipeline.models.sizes import block_flops_per_token, flops_per_token
 
 pytestmark = pytest.mark.slow
@@ -89,8 +89,8 @@ def test_what_is_recomputed_is_what_torch_counts(kind: str, mode, share: float):
         no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, bos_token_id=1, **no_dropout)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-    checkpoint_activations(model, mode)
-    assert share_recomputed(model) == share
+    enable_activation_checkpointing(model, mode)
+    assert compute_recomputed_share(model) == share
     expected = flops_per_token(model, T) + share * block_flops_per_token(model, T)
     for early, shown in ((False, 1.0), (True, 0.99)):
         with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(early):
@@ -147,7 +147,7 @@ def test_of_frozen_matrices_no_gradient_is_worked_out():
 def test_a_reward_model_has_a_head_for_one_number():
     config = LlamaConfig(**SHAPE)
     whole = flops_per_token(AutoModelForCausalLM.from_config(config), T)
-    model = reward_model_class(config).from_config(config)
+    model = get_reward_model_class(config).from_config(config)
     config.architectures = [type(model).__name__]
     assert whole - flops_per_token(model, T) == 6 * (config.vocab_size - 1) * config.hidden_size
 

@@ -14,9 +14,9 @@ from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
 from pipeline.models.blocks import compile_blocks
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.sizes import flops_per_token, fp8_share
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.sizes import compute_fp8_share, flops_per_token
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.planner.hardware import peak_flops
 
 pytestmark = pytest.mark.slow
@@ -29,8 +29,8 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 def language_model(fp8="tensorwise", architecture="llama", device="cpu", **changes):
     tree = recipe()["model"] | {"architecture": architecture, "vocab_size": 64, "fp8": fp8} | changes
     config = CausalLMConfig(**{key: value for key, value in tree.items() if value is not None})
-    model = build_model(config, ModelRequest(Whole()), 0).train()
-    return transform(model, config, Placement(torch.device(device)))
+    model = build_model(config, ModelRequest(NoSharding()), 0).train()
+    return apply_transforms(model, config, TransformContext(torch.device(device)))
 
 
 def converted(model):
@@ -154,9 +154,9 @@ def test_the_peak_is_that_of_the_products_in_fp8_and_of_the_others_together():
     model = language_model()
     cost = flops_per_token(model, 24)
     in_blocks = 2 * (4 * 32 * 32 + 3 * 32 * 64)
-    assert fp8_share(model, "tensorwise", cost) == pytest.approx(6 * in_blocks / cost)
-    assert fp8_share(model, "rowwise_with_gw_hp", cost) == pytest.approx(4 * in_blocks / cost)
-    assert fp8_share(model, "none", cost) == 0
+    assert compute_fp8_share(model, "tensorwise", cost) == pytest.approx(6 * in_blocks / cost)
+    assert compute_fp8_share(model, "rowwise_with_gw_hp", cost) == pytest.approx(4 * in_blocks / cost)
+    assert compute_fp8_share(model, "none", cost) == 0
     bf16 = peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     assert peak_flops("NVIDIA H100 80GB HBM3", "bf16", fp8_share=1.0) == pytest.approx(2 * bf16)
     # Half of the FLOPs in half of their time.

@@ -20,9 +20,9 @@ from pipeline.data.random_numbers import token_keys
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
-from pipeline.models.embeddings import noise_for
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.embeddings import compute_noise
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
@@ -100,7 +100,7 @@ def test_noise_is_uniform_and_as_large_as_the_document_says():
     ids = torch.randint(1, 300, (3, 512), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(size) for size in (128, 384)]).repeat(3, 1)
     keys = token_keys({"input_ids": ids, "position_ids": positions}, 0, 7)
-    noise = noise_for(keys, 64, 5.0)
+    noise = compute_noise(keys, 64, 5.0)
     for first, last in [(0, 128), (128, 512)]:
         largest = 5.0 / math.sqrt((last - first) * 64)
         part = noise[:, first:last]
@@ -116,17 +116,17 @@ def test_a_document_has_the_same_noise_wherever_it_lies_and_another_each_step():
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randint(1, 300, (size,), generator=generator) for size in (5, 9))
     pad = torch.zeros(6, dtype=torch.int64)
-    alone = noise_for(token_keys({"input_ids": one[None]}, 0, 0), 8, ALPHA)[0]
+    alone = compute_noise(token_keys({"input_ids": one[None]}, 0, 0), 8, ALPHA)[0]
     row = torch.cat([other, one, pad])[None]
     positions = torch.cat([torch.arange(9), torch.arange(5), torch.arange(6)])[None]
     packed = token_keys({"input_ids": row, "position_ids": positions}, 0, 0)
-    assert torch.equal(noise_for(packed, 8, ALPHA)[0, 9:14], alone)
+    assert torch.equal(compute_noise(packed, 8, ALPHA)[0, 9:14], alone)
     for padded, real in [((pad, one), slice(6, 11)), ((one, pad), slice(5))]:
         ids = torch.cat(padded)[None]
         masked = token_keys({"input_ids": ids, "attention_mask": (ids > 0).long()}, 0, 0)
-        assert torch.equal(noise_for(masked, 8, ALPHA)[0, real], alone)
+        assert torch.equal(compute_noise(masked, 8, ALPHA)[0, real], alone)
     for key in [(0, 1), (1, 0)]:
-        drawn = noise_for(token_keys({"input_ids": one[None]}, *key), 8, ALPHA)[0]
+        drawn = compute_noise(token_keys({"input_ids": one[None]}, *key), 8, ALPHA)[0]
         assert not (drawn == alone).any()
     assert not (alone[0] == alone[1]).any()
 
@@ -151,10 +151,10 @@ def test_packing_does_not_change_a_steps_loss():
 
 
 def test_what_has_no_tokens_is_refused():
-    here = Placement(torch.device("cpu"))
+    here = TransformContext(torch.device("cpu"))
     config = CNNConfig(kind="cnn", channels=4, num_classes=3, neftune_alpha=5.0)
     with pytest.raises(ModelError, match=r"model\.neftune_alpha: a SmallCNN has no token embedding"):
-        transform(build_model(config, ModelRequest(Whole()), 0), config, here)
+        apply_transforms(build_model(config, ModelRequest(NoSharding()), 0), config, here)
     with pytest.raises(
         DataError, match=r"model\.neftune_alpha: the batch has no input_ids .*inputs \(2, 3\)"
     ):

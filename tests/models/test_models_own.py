@@ -12,9 +12,9 @@ from torch import nn
 from pipeline.config.model_schema import CNNConfig, CustomModelConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sharding import ModelRequest, NoSharding
 
-REQUEST = ModelRequest(Whole(), num_classes=10)
+REQUEST = ModelRequest(NoSharding(), num_classes=10)
 
 
 def own(kind, **args):
@@ -89,7 +89,7 @@ def test_initial_weights_depend_on_the_seed_alone():
 
 def test_classes_come_from_the_recipe_or_the_data():
     def outputs(stated, data):
-        request = ModelRequest(Whole(), num_classes=data)
+        request = ModelRequest(NoSharding(), num_classes=data)
         return build_model(CNNConfig(kind="cnn", num_classes=stated), request, 0).classifier.out_features
 
     assert outputs(None, 7) == 7

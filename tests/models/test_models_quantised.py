@@ -14,9 +14,9 @@ from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.errors import ConfigError
 from pipeline.models import build_model
-from pipeline.models.adapters import adapted, held_apart, peft_config
-from pipeline.models.quantised import Quantising, packed, quantised_layers, unpacked
-from pipeline.models.sharding import ModelRequest, Placed
+from pipeline.models.adapters import build_peft_config, find_adapter_layers, measure_reduced_base
+from pipeline.models.quantised import QuantisedBasePlacement, find_quantised_layers, pack_nf4, unpack_nf4
+from pipeline.models.sharding import DevicePlacement, ModelRequest
 
 PLAIN = {"torch": {"parallel": "single"}}
 LORA = {"rank": 4, "alpha": 8.0}
@@ -69,7 +69,7 @@ def test_a_weight_takes_half_a_byte_and_its_scales():
     tree = asked()
     tree["model"] = WIDE | {"hidden_size": 256, "intermediate_size": 512, "num_layers": 1}
     engine = make_engine(ALONE, tree, PLAIN, token_bundle())
-    values, num_bytes = held_apart(engine.module)
+    values, num_bytes = measure_reduced_base(engine.module)
     assert values == 4 * 256**2 + 3 * 256 * 512
     # Of each block of 64 a scale in a byte, of 256 of those one in fp32; and of each layer the two tables.
     tables = 7 * 4 * (256 + 16 + 1)
@@ -79,14 +79,17 @@ def test_a_weight_takes_half_a_byte_and_its_scales():
     held = sum(p.numel() * p.element_size() for p in engine.module.parameters())
     every = sum(p.numel() * p.element_size() for p in whole.module.parameters())
     assert every - held == 4 * values - values / 2
-    assert not any(p.requires_grad for _, p in adapted(engine.module) for p in p.base_layer.parameters())
+    assert not any(
+        p.requires_grad for _, p in find_adapter_layers(engine.module) for p in p.base_layer.parameters()
+    )
 
 
 def packed_layers(job, tree, split):
     """Codes and scales by name."""
     engine = make_engine(job, tree, split, token_bundle())
     return {
-        name: (layer.weight.data, layer.weight.quant_state) for name, layer in quantised_layers(engine.module)
+        name: (layer.weight.data, layer.weight.quant_state)
+        for name, layer in find_quantised_layers(engine.module)
     }
 
 
@@ -110,7 +113,9 @@ def test_what_is_quantised_are_the_files_values_in_any_precision(ranks, tmp_path
 def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
     folder = write_base_model(tmp_path, hidden_size=64)
     asked_for = CausalLMConfig(kind="causal_lm", pretrained=str(folder)), AdapterConfig(quantize="nf4")
-    sharding = Quantising(Placed(torch.device("cpu"), torch.float32), asked_for[1], asked_for[0])
+    sharding = QuantisedBasePlacement(
+        DevicePlacement(torch.device("cpu"), torch.float32), asked_for[1], asked_for[0]
+    )
     model = build_model(asked_for[0], ModelRequest(sharding), 0)
     own = load_file(folder / "model.safetensors")
     layers = sharding.layers_of(model)
@@ -119,14 +124,14 @@ def test_a_pretrained_weight_gives_up_its_memory_once_it_is_read(tmp_path):
         is_quantised = name.removesuffix(".weight") in layers
         assert parameter.is_meta == is_quantised
         if is_quantised:
-            assert torch.equal(sharding.take(parameter), packed(own[name]))
+            assert torch.equal(sharding.take(parameter), pack_nf4(own[name]))
         else:
             assert torch.equal(parameter, own[name])
 
 
 def test_a_layer_that_the_given_adapter_trained_whole_has_to_be_named(tmp_path):
     path = "model.layers.0.self_attn.q_proj"
-    peft_config(AdapterConfig(**LORA)).save_pretrained(tmp_path)
+    build_peft_config(AdapterConfig(**LORA)).save_pretrained(tmp_path)
     other = path.replace("q_proj", "k_proj")
     tensors = {f"{other}.lora_A.weight": (4, 64), f"{other}.lora_B.weight": (64, 4)}
     tensors[f"{path}.weight"] = (64, 64)
@@ -139,5 +144,5 @@ def test_a_layer_that_the_given_adapter_trained_whole_has_to_be_named(tmp_path):
 @pytest.mark.parametrize("shape", [(48, 80), (5, 48), (7, 30), (64, 128)])
 def test_a_weight_of_any_width_is_read_right(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    error = (unpacked(packed(weight)) - weight).norm() / weight.norm()
+    error = (unpack_nf4(pack_nf4(weight)) - weight).norm() / weight.norm()
     assert error < 0.12

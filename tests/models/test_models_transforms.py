@@ -9,17 +9,17 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
 from pipeline.errors import ConfigError, ModelError
 from pipeline.models import build_model, transforms
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import TRANSFORMS, Placement, transform
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TRANSFORMS, TransformContext, apply_transforms
 
-HERE = Placement(torch.device("cpu"))
+HERE = TransformContext(torch.device("cpu"))
 SIZES = {"num_layers": 2, "num_heads": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 40}
 
 
 def frozen(patterns, architecture="llama", **fields):
     """Names of what is frozen, tied ones once."""
     config = CausalLMConfig(architecture=architecture, freeze=patterns, **SIZES, **fields)
-    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    model = apply_transforms(build_model(config, ModelRequest(NoSharding()), 0), config, HERE)
     return {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
@@ -35,7 +35,7 @@ def test_patterns_are_over_whole_names_of_every_kind_of_model():
     }
     assert frozen(None) == set()
     config = CNNConfig(kind="cnn", channels=4, num_classes=3, freeze=["features.0.*"])
-    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    model = apply_transforms(build_model(config, ModelRequest(NoSharding()), 0), config, HERE)
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
 
 
@@ -58,9 +58,9 @@ def test_all_frozen_is_an_error_that_names_the_patterns():
 
 def test_gpt2s_gelu_is_one_operation_and_the_same_function():
     config = CausalLMConfig(architecture="gpt2", **SIZES)
-    model = build_model(config, ModelRequest(Whole()), 0)
+    model = build_model(config, ModelRequest(NoSharding()), 0)
     written_out = model.transformer.h[0].mlp.act
-    transform(model, config, HERE)
+    apply_transforms(model, config, HERE)
     at_once = [block.mlp.act for block in model.transformer.h]
     assert [(type(each), each.approximate) for each in at_once] == [(nn.GELU, "tanh")] * 2
     x = torch.linspace(-8, 8, 999, requires_grad=True)
@@ -80,6 +80,6 @@ def test_a_step_that_is_added_to_the_list_is_done_in_its_place(monkeypatch):
 
     monkeypatch.setattr(transforms, "TRANSFORMS", (*TRANSFORMS[:1], wrap, *TRANSFORMS[1:]))
     config = CNNConfig(kind="cnn", channels=4, num_classes=3, freeze=["classifier.*"])
-    model = transform(build_model(config, ModelRequest(Whole()), 0), config, HERE)
+    model = apply_transforms(build_model(config, ModelRequest(NoSharding()), 0), config, HERE)
     assert isinstance(model, nn.Sequential)
     assert seen == [[True] * 4 + [False] * 2]

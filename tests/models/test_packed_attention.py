@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from pipeline.errors import ModelError
-from pipeline.models.attention import choose_attention, refuse_leaks
-from pipeline.models.document_attention import NAME
+from pipeline.models.attention import choose_attention, refuse_document_leaks
+from pipeline.models.document_attention import ATTENTION_NAME
 from pipeline.models.staging import cut_into_layers
 
 LENGTHS = (5, 1, 9, 3)
@@ -35,7 +35,7 @@ def make(architecture: str, attention: str | None = "auto", **fields):
     )
     if attention == "auto":
         choose_attention(model, True, torch.device("cpu"))
-        assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == ATTENTION_NAME
     return model
 
 
@@ -83,7 +83,7 @@ def test_models_that_keep_documents_apart_are_taken(architecture):
     """The last two configurations have no `pad_token_id`, and refuse `bos_token_id: null`."""
     extra = {"gemma2": {"head_dim": 8}, "codegen": {"rotary_dim": 4}}.get(architecture, {"pad_token_id": 0})
     model = make(architecture, None, num_key_value_heads=4, **extra).train()
-    refuse_leaks(model)
+    refuse_document_leaks(model)
     assert model.training
 
 
@@ -107,7 +107,7 @@ def test_models_that_leak_are_refused_in_one_line(architecture, why):
     }
     model = make(architecture, None, **fields.get(architecture, {}))
     with pytest.raises(ModelError, match=why) as error:
-        refuse_leaks(model)
+        refuse_document_leaks(model)
     assert "data.separate_documents=false" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -121,7 +121,7 @@ class OfThreeLayers(LlamaForCausalLM):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("refuse", [refuse_leaks, cut_into_layers])
+@pytest.mark.parametrize("refuse", [refuse_document_leaks, cut_into_layers])
 def test_a_model_that_cannot_be_tried_on_a_small_copy_is_refused(refuse):
     model = OfThreeLayers(AutoConfig.for_model("llama", **SMALL | {"num_hidden_layers": 3}))
     with pytest.raises(ModelError, match="small copy"):

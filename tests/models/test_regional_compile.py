@@ -13,9 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import DataError
 from pipeline.models import build_model
-from pipeline.models.blocks import compile_blocks, repeated_blocks
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.blocks import compile_blocks, find_repeated_blocks
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.objectives.model_call import ModelCall
 
 pytestmark = pytest.mark.slow
@@ -40,8 +40,8 @@ def language_model(architecture="llama", num_layers=4, **changes):
     stated = {"architecture": architecture, "num_layers": num_layers, "vocab_size": 50, "attention": "sdpa"}
     tree = recipe()["model"] | stated | changes
     config = CausalLMConfig(**{key: value for key, value in tree.items() if value is not None})
-    model = build_model(config, ModelRequest(Whole()), 0).train()
-    return transform(model, config, Placement(torch.device("cpu")))
+    model = build_model(config, ModelRequest(NoSharding()), 0).train()
+    return apply_transforms(model, config, TransformContext(torch.device("cpu")))
 
 
 def batch(rows=2, length=12):
@@ -206,7 +206,7 @@ def test_blocks_are_alike_and_outermost():
             "nested": nn.ModuleList([nn.ModuleDict({"inner": inner})]),
         }
     )
-    found = list(repeated_blocks(model))
+    found = list(find_repeated_blocks(model))
     assert found == [list(model["encoder"])[:3], list(inner)]
     mixtral = {"architecture": "mixtral", "extra": {"num_local_experts": 2, "num_experts_per_tok": 1}}
     experts = language_model(num_layers=2, **mixtral)

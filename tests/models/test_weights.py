@@ -14,8 +14,8 @@ from torch import nn
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.weights import matched
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.weights import match_names
 from pipeline.training.assemble import build_engine
 
 PLAIN = {"torch": {"parallel": "single"}}
@@ -82,11 +82,13 @@ NAMES = ["a.weight", "module.a.weight", "b.weight", "modules.b.weight", "b.modul
     ],
 )
 def test_the_models_own_names_decide(keys, expected):
-    assert matched(keys, NAMES) == expected
+    assert match_names(keys, NAMES) == expected
 
 
 def test_a_model_that_is_all_in_a_module_keeps_it():
-    assert matched(["module.weight"], ["module.weight", "more.weight"]) == {"module.weight": "module.weight"}
+    assert match_names(["module.weight"], ["module.weight", "more.weight"]) == {
+        "module.weight": "module.weight"
+    }
 
 
 # --- what does not fit --------------------------------------------------------------------------------
@@ -232,10 +234,10 @@ def test_a_vocabulary_never_shrinks_and_nothing_else_grows(tmp_path):
     ("architecture", "extra"), [("llama", {}), ("llama", TIED), ("gpt2", {}), ("gemma", {})]
 )
 def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
-    request = ModelRequest(Whole(), vocab_size=200, sequence_length=24)
+    request = ModelRequest(NoSharding(), vocab_size=200, sequence_length=24)
     old = build_model(CausalLMConfig(architecture=architecture, **SIZES, extra=extra), request, 3)
     old.save_pretrained(tmp_path)
-    more = ModelRequest(Whole(), vocab_size=257, sequence_length=24)
+    more = ModelRequest(NoSharding(), vocab_size=257, sequence_length=24)
     with pytest.raises(ModelError, match=r"has 257 entries; model\.grow_vocabulary=true adds the rows"):
         build_model(CausalLMConfig(pretrained=str(tmp_path)), more, 0)
     model = build_model(CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True), more, 0)
@@ -253,7 +255,7 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
         torch.testing.assert_close(
             logits[:, :2, :200], old.eval()(input_ids=ids[:, :2]).logits, rtol=1e-4, atol=1e-5
         )
-    fewer = ModelRequest(Whole(), vocab_size=150, sequence_length=24)
+    fewer = ModelRequest(NoSharding(), vocab_size=150, sequence_length=24)
     kept = build_model(CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True), fewer, 0)
     assert kept.config.vocab_size == 200
     fewer_rows = CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True, vocab_size=150)

@@ -17,7 +17,7 @@ from support.tiny import VOCABULARY, make_engine, recipe, token_bundle
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sharding import ModelRequest, NoSharding
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ MODEL = recipe()["model"]
 
 def old_model(seed: int = 3):
     sizes = {key: value for key, value in MODEL.items() if key not in ("kind", "max_sequence_length")}
-    return build_model(CausalLMConfig(**sizes), ModelRequest(Whole(), ROWS, sequence_length=24), seed)
+    return build_model(CausalLMConfig(**sizes), ModelRequest(NoSharding(), ROWS, sequence_length=24), seed)
 
 
 def weights_after_start(job, model, split, folder=None, apart=False):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.objectives.given_logits import cross_entropy_sum
+from pipeline.objectives.logits_cross_entropy import cross_entropy_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A gradient is rounded once to the dtype of the logits.

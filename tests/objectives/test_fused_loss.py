@@ -14,8 +14,8 @@ from support.tiny import BANDS, recipe, resolve, token_bundle
 from pipeline import objectives
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.models.blocks import compile_blocks
-from pipeline.objectives.given_logits import FusedKernels, cross_entropy_sum
 from pipeline.objectives.linear_cross_entropy import linear_cross_entropy_sum, linear_token_losses
+from pipeline.objectives.logits_cross_entropy import FusedKernels, cross_entropy_sum
 from pipeline.planner import model as chunks
 from pipeline.training import assemble as building
 from pipeline.training.assemble import assemble

@@ -20,7 +20,11 @@ from pipeline.errors import DataError
 from pipeline.objectives import CausalLM
 from pipeline.objectives import linear_cross_entropy as linear
 from pipeline.objectives.cross_entropies import cross_entropy_sum
-from pipeline.objectives.linear_cross_entropy import OutputHeads, linear_cross_entropy_sum, loss_in
+from pipeline.objectives.linear_cross_entropy import (
+    OutputHeads,
+    compute_loss_in_head,
+    linear_cross_entropy_sum,
+)
 from pipeline.planner import model as chunks
 
 WIDTH = 12
@@ -258,7 +262,7 @@ def test_the_model_is_left_as_it_was(llama):
     CausalLM()(llama, batch)
     assert dict(llama._modules) == before
     assert llama(input_ids=batch["input_ids"]).logits.shape == (3, 10, WORDS)
-    with pytest.raises(ZeroDivisionError), loss_in(llama.lm_head, batch["shift_labels"]):
+    with pytest.raises(ZeroDivisionError), compute_loss_in_head(llama.lm_head, batch["shift_labels"]):
         raise ZeroDivisionError
     assert "forward" not in vars(llama.lm_head)
 

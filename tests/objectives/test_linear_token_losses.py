@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from objectives.test_linear_cross_entropy import ROUNDING, make
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.objectives.given_logits import token_losses
 from pipeline.objectives.linear_cross_entropy import linear_token_losses
+from pipeline.objectives.logits_cross_entropy import cross_entropy_per_token
 from pipeline.planner import model as chunks
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def test_those_of_logits_take_any_incoming_gradient():
     hidden, weight, _, labels = make(30, 50, torch.float32, ignored=0.2)
     incoming = torch.randn(30)
     found, expected = leaves_of(hidden @ weight.t()), leaves_of(hidden @ weight.t())
-    (token_losses(found[0], labels) * incoming).sum().backward()
+    (cross_entropy_per_token(found[0], labels) * incoming).sum().backward()
     own = F.cross_entropy(expected[0], labels, ignore_index=IGNORE_INDEX, reduction="none")
     (own * incoming).sum().backward()
     torch.testing.assert_close(found[0].grad, expected[0].grad)

@@ -26,7 +26,7 @@ from pipeline.data.batches import (
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
 from pipeline.errors import ConfigError, DataError, ModelError
-from pipeline.objectives import CausalLM, Classification, Custom, ModelCall, ModelLoss
+from pipeline.objectives import CausalLM, Classification, CustomLoss, ModelCall, ModelLoss
 
 X, Y, W = torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0])
 Sample = namedtuple("Sample", ["image", "width"])
@@ -447,7 +447,7 @@ def test_labels_of_ones_own_loss_are_held_to_its_classes_in_every_batch():
         labels = batch["targets"].reshape(-1)
         return nn.functional.cross_entropy(outputs, labels, reduction="sum", ignore_index=7)
 
-    objective = Custom(loss)
+    objective = CustomLoss(loss)
     for targets in (Y, torch.tensor([0, 7, 2])):
         objective(LINEAR, batch_read(inputs=X, targets=targets))
     with pytest.raises(DataError, match=r"'targets' has -100, and .* 3 classes: .* \(sample 0 of one\)$"):
@@ -457,7 +457,7 @@ def test_labels_of_ones_own_loss_are_held_to_its_classes_in_every_batch():
 def test_a_loss_of_ones_own_sees_outputs_in_fp32():
     seen = []
     model = Recorder(lambda x: {"logits": x.bfloat16(), "pair": (x.half(), 3)})
-    Custom(lambda outputs, batch: seen.append(outputs) or X.sum())(model, {"inputs": X})
+    CustomLoss(lambda outputs, batch: seen.append(outputs) or X.sum())(model, {"inputs": X})
     assert (seen[0]["logits"].dtype, seen[0]["pair"][0].dtype) == (torch.float32, torch.float32)
 
 
@@ -468,7 +468,7 @@ def test_the_users_own_error_keeps_its_type():
     with pytest.raises(TypeError):
         ModelCall()(Recorder(broken), {"inputs": X})
     with pytest.raises(ZeroDivisionError):
-        Custom(lambda outputs, batch: 1 / 0)(LINEAR, {"inputs": X})
+        CustomLoss(lambda outputs, batch: 1 / 0)(LINEAR, {"inputs": X})
 
 
 @pytest.mark.parametrize(
@@ -482,4 +482,4 @@ def test_the_users_own_error_keeps_its_type():
 )
 def test_a_loss_that_cannot_be_called(function, message):
     with pytest.raises(ConfigError, match=message):
-        Custom(function)
+        CustomLoss(function)

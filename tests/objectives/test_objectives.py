@@ -15,13 +15,13 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.objectives import (
     CausalLM,
     Classification,
-    Custom,
+    CustomLoss,
     ModelCall,
     ModelLoss,
     build_objective,
 )
-from pipeline.objectives.interface import further_sums
-from pipeline.objectives.model_call import logits_of, loss_of
+from pipeline.objectives.interface import list_extra_sums
+from pipeline.objectives.model_call import get_logits, get_loss
 
 VOCABULARY = 61
 
@@ -123,7 +123,7 @@ def test_classification_counts_the_correct_ones(classes):
     correct = (model.logits.argmax(1) == batch["labels"]).sum()
     assert 0 < correct < 40
     assert loss.extras == {"correct": correct, "samples": torch.tensor(40)}
-    assert set(loss.extras) == set(further_sums(Classification.means))
+    assert set(loss.extras) == set(list_extra_sums(Classification.means))
 
 
 def test_class_weights_are_exact_in_half_precision(classes):
@@ -163,15 +163,15 @@ def mean_of_squares(outputs, batch):
 
 def test_a_custom_objective_counts_samples():
     batch = {"inputs": torch.ones(6, 1), "targets": torch.zeros(6, 1)}
-    loss = Custom(squares)(lambda inputs: 2 * inputs, batch)
+    loss = CustomLoss(squares)(lambda inputs: 2 * inputs, batch)
     assert (loss.loss_sum.item(), loss.count.item()) == (24.0, 6)
-    assert Custom(squares).count(batch) == 6
+    assert CustomLoss(squares).count(batch) == 6
 
 
 def test_a_custom_objective_may_count_for_itself():
     weight = torch.tensor([[1.0], [0.0], [0.5]])
     batch = {"inputs": torch.ones(3, 1), "targets": torch.zeros(3, 1), "weight": weight}
-    objective = Custom(squares_of_some)
+    objective = CustomLoss(squares_of_some)
     loss = objective(lambda inputs, weight: 2 * inputs, batch)
     assert (loss.loss_sum.item(), loss.count.item()) == (6.0, 1.5)
     assert objective.count(batch) == 1.5
@@ -181,7 +181,7 @@ def test_a_custom_objective_may_count_for_itself():
 def test_a_custom_objective_returns_one_sum(function):
     batch = {"inputs": torch.ones(6, 1), "targets": torch.zeros(6, 1)}
     with pytest.raises(ConfigError, match="expected one 0-dim tensor: the sum of the loss over the samples"):
-        Custom(function)(lambda inputs: inputs, batch)
+        CustomLoss(function)(lambda inputs: inputs, batch)
 
 
 def with_metrics(outputs, batch):
@@ -194,9 +194,9 @@ with_metrics.metrics = ["accuracy", "top@5"]
 @pytest.mark.parametrize("make", [tuple, list, lambda pair: tuple(map(torch.tensor, pair))])
 def test_a_custom_objective_reports_sums_and_counts_of_metrics(make):
     pairs = {"accuracy": make((3, 4)), "top@5": make((0.5, 8))}
-    objective = Custom(with_metrics, call=ModelCall(["inputs"]))
+    objective = CustomLoss(with_metrics, call=ModelCall(["inputs"]))
     loss = objective(lambda inputs: inputs, {"inputs": torch.ones(6, 1), "metrics": pairs})
-    assert set(further_sums(objective.means)) == set(loss.extras)
+    assert set(list_extra_sums(objective.means)) == set(loss.extras)
     for name, expected in (("accuracy", (3, 4)), ("top@5", (0.5, 8))):
         assert tuple(loss.extras[key].item() for key in objective.means[name]) == expected
     assert all(each.dtype == torch.float64 and each.dim() == 0 for each in loss.extras.values())
@@ -215,7 +215,7 @@ def test_a_custom_objective_reports_sums_and_counts_of_metrics(make):
 )
 def test_metrics_of_another_form_are_one_line(metrics, words):
     with pytest.raises(ConfigError, match=words):
-        Custom(with_metrics, call=ModelCall(["inputs"]))(
+        CustomLoss(with_metrics, call=ModelCall(["inputs"]))(
             lambda inputs: inputs, {"inputs": torch.ones(6, 1), "metrics": metrics}
         )
 
@@ -235,7 +235,7 @@ def test_names_that_no_metric_can_have_are_one_line(names, words):
 
     named.metrics = names
     with pytest.raises(ConfigError, match=words):
-        Custom(named)
+        CustomLoss(named)
 
 
 def test_one_name_of_a_metric_may_be_a_text():
@@ -243,7 +243,7 @@ def test_one_name_of_a_metric_may_be_a_text():
         return outputs.sum()
 
     named.metrics = "accuracy"
-    assert list(Custom(named).means) == ["accuracy"]
+    assert list(CustomLoss(named).means) == ["accuracy"]
 
 
 def cross_entropy_sum(outputs, batch):
@@ -277,8 +277,8 @@ def test_a_mean_is_weighted_by_its_targets(size):
     targets = torch.randint(5, (6, 4), generator=generator)
     targets[0] = targets[1, 1:] = targets[3, 3] = -100  # a micro-batch of one sample has no target at all
     batch = {"inputs": torch.randn(6, 4, 3, generator=generator), "targets": targets}
-    expected = of_global_batch(Custom(cross_entropy_sum), batch, 6)
-    found = of_global_batch(Custom(cross_entropy_mean, reduction="mean"), batch, size)
+    expected = of_global_batch(CustomLoss(cross_entropy_sum), batch, 6)
+    found = of_global_batch(CustomLoss(cross_entropy_mean, reduction="mean"), batch, size)
     torch.testing.assert_close(found, expected)
 
 
@@ -292,15 +292,15 @@ def test_a_mean_over_something_else_than_the_targets_says_what_to_write():
     batch = {"inputs": torch.ones(4, 3), "targets": torch.ones(4, 1), "mask": torch.arange(4) > 0}
     for function in (masked, weighted):
         with pytest.raises(ConfigError, match=r"not over the micro-batch's 4 targets .* attribute `count`"):
-            Custom(function, reduction="mean")(nn.Linear(3, 3 if function is weighted else 1), batch)
+            CustomLoss(function, reduction="mean")(nn.Linear(3, 3 if function is weighted else 1), batch)
     masked.count = lambda batch: batch["mask"].sum()
-    assert Custom(masked, reduction="mean")(nn.Linear(3, 1), batch).count == 3
+    assert CustomLoss(masked, reduction="mean")(nn.Linear(3, 1), batch).count == 3
 
 
 def test_probabilities_in_a_cross_entropy_of_ones_own_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
     batch = {"inputs": torch.randn(4, 3), "targets": torch.tensor([0, 1, 2, 0])}
-    for objective in (Custom(cross_entropy_sum), Classification()):
+    for objective in (CustomLoss(cross_entropy_sum), Classification()):
         with pytest.raises(ModelError, match=r"outputs are probabilities .* leave the model's softmax out"):
             objective(model, batch)
 
@@ -330,7 +330,9 @@ def test_a_cross_entropy_of_no_sample_is_one():
     def of_none(outputs, batch):
         return outputs.sum() + F.cross_entropy(outputs[:0], batch["targets"][:0], reduction="sum")
 
-    result = Custom(of_none)(nn.Linear(3, 4), {"inputs": torch.randn(2, 3), "targets": torch.tensor([0, 1])})
+    result = CustomLoss(of_none)(
+        nn.Linear(3, 4), {"inputs": torch.randn(2, 3), "targets": torch.tensor([0, 1])}
+    )
     assert result.loss_sum.isfinite()
 
 
@@ -340,26 +342,26 @@ def test_a_cross_entropy_of_no_sample_is_one():
 def test_logits_are_found_in_what_models_return():
     logits = torch.ones(2)
     for output in (logits, CausalLMOutput(logits=logits), {"logits": logits}, (logits, None), [logits]):
-        assert logits_of(output) is logits
+        assert get_logits(output) is logits
     for output in (None, {"hidden": logits}, (), (None, logits), CausalLMOutput()):
         with pytest.raises(
             ModelError, match=r"expected logits: a tensor, \.logits, \['logits'\], or the first"
         ):
-            logits_of(output)
+            get_logits(output)
 
 
 def test_a_loss_where_logits_are_wanted_says_what_to_write():
     loss = torch.tensor(2.0)
     for output in (loss, {"loss": loss}, CausalLMOutput(loss=loss), (loss, torch.ones(2)), [loss]):
         with pytest.raises(ModelError, match=r"returned its own loss.* write objective.kind: model_loss"):
-            logits_of(output)
+            get_logits(output)
 
 
 def test_a_models_own_loss_is_found_in_what_it_returns():
     loss = torch.tensor(2.0)
     outputs = (loss, {"loss": loss}, CausalLMOutput(loss=loss, logits=torch.ones(2)), (loss, None), [loss])
     for output in outputs:
-        assert loss_of(output) is loss
+        assert get_loss(output) is loss
     for output in (
         None,
         {"logits": loss},
@@ -369,7 +371,7 @@ def test_a_models_own_loss_is_found_in_what_it_returns():
         torch.ones(2, 2),
     ):
         with pytest.raises(ModelError, match=r"objective.kind is model_loss, and the model returned "):
-            loss_of(output)
+            get_loss(output)
 
 
 def test_a_models_own_loss_is_a_mean_over_the_samples():
@@ -414,7 +416,7 @@ OWN = {"kind": "my.model:build"}
         (OWN, "causal_lm", CausalLM),
         (OWN, "classification", Classification),
         (OWN, "model_loss", ModelLoss),
-        (OWN, "test_objectives:squares", Custom),
+        (OWN, "test_objectives:squares", CustomLoss),
     ],
 )
 def test_the_objective_follows_the_recipe(model, kind, expected):

@@ -12,7 +12,7 @@ from support.tiny import resolve
 from pipeline.data.batches import as_batch, collate_items
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.held_out import evaluate
-from pipeline.objectives import Recorded, build_objective
+from pipeline.objectives import LogprobRecorder, build_objective
 from pipeline.objectives.preferences import log1mexp
 from pipeline.training.assemble import build_engine, build_eval_loader
 
@@ -91,7 +91,10 @@ def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
     engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
     row = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), ALONE)
     held_out = data.eval["held out"]
-    batch, recorded = as_batch(collate_items([*map(held_out.__getitem__, range(12))])), Recorded(objective)
+    batch, recorded = (
+        as_batch(collate_items([*map(held_out.__getitem__, range(12))])),
+        LogprobRecorder(objective),
+    )
     engine.eval_step(batch, recorded)
     beyond = (recorded.logps_BS - batch["reference_logps"])[batch["segment_kinds"] == 3]
     assert row["eval/kl"] == pytest.approx(float(beyond.mean()), rel=1e-6)

@@ -11,8 +11,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
-from pipeline.models.transforms import Placement, transform
+from pipeline.models.sharding import ModelRequest, NoSharding
+from pipeline.models.transforms import TransformContext, apply_transforms
 from pipeline.objectives import CausalLM
 
 MODES = ("none", 2, "selective", "full")
@@ -53,8 +53,8 @@ def step_seconds(mode: str | int) -> float:
 
 def _model(mode: str | int, **keys: Any) -> torch.nn.Module:
     config = CausalLMConfig(**MODEL, activation_checkpointing=mode, **keys)
-    model = build_model(config, ModelRequest(Whole()), 0)
-    return transform(model, config, Placement(torch.device("cpu"))).train()
+    model = build_model(config, ModelRequest(NoSharding()), 0)
+    return apply_transforms(model, config, TransformContext(torch.device("cpu"))).train()
 
 
 def _batch() -> dict[str, torch.Tensor]:

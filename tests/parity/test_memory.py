@@ -19,7 +19,7 @@ from pipeline.config.batch_plan import plan_batch
 from pipeline.config.settings import load_settings
 from pipeline.distributed.process_group import Job
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sharding import ModelRequest, NoSharding
 from pipeline.objectives import CausalLM
 from pipeline.training.assemble import build_loader
 
@@ -134,7 +134,7 @@ def most_held_in_a_step(job: Job, tree, deepspeed) -> tuple[float, float]:
     return between / engine.num_parameters, max(within) / engine.num_parameters
 
 
-class Unfilled(Whole):
+class Unfilled(NoSharding):
     """A model without values."""
 
     def construct_empty(self):

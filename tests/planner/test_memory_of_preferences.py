@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.config.settings import ResolvedSettings
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
-from pipeline.models.sizes import model_of
+from pipeline.models.sizes import measure_module
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import MicroBatchSpec
 from pipeline.planner.memory import compute_phase_peaks, count_batch_bytes
@@ -56,7 +56,7 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
     gc.collect()
     with Allocations("cpu") as made:
         engine.train_step(batches, objective, 1e-3, False)
-    model = model_of(engine.module)
+    model = measure_module(engine.module)
     engine.close()
     work = MicroBatchSpec.from_run(config, resolved, model, "cpu")
     assert work is not None

@@ -15,7 +15,7 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.models.sizes import model_of
+from pipeline.models.sizes import measure_module
 from pipeline.objectives import build_objective
 from pipeline.planner.activations import MicroBatchSpec
 from pipeline.planner.memory import compute_phase_peaks, count_batch_bytes, estimate_memory
@@ -110,7 +110,7 @@ def counted(job: Job, run: Run, device: str, block: int = 1) -> tuple[int, Model
         gc.collect()
         with Allocations(device, block) as made:
             engine.train_step(group, objective, 1e-3, 0)
-        return made.most, model_of(engine.module)
+        return made.most, measure_module(engine.module)
     finally:
         loader.close()
         engine.close()

@@ -17,7 +17,7 @@ from pipeline.__main__ import main
 from pipeline.cli import plan as command
 from pipeline.config.settings import load_settings
 from pipeline.errors import ConfigError
-from pipeline.models.sizes import count
+from pipeline.models.sizes import measure_recipe
 
 LLAMA_8B = ["--config", str(ROOT / "launch" / "recipes" / "llama_8b.yaml")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")]
@@ -212,7 +212,7 @@ def test_words_for_the_largest_model_make_it(tmp_path, family):
     given = ["--config", str(recipe), "--gpu", "h100", "--gpu-memory", "2", "engine.precision=fp32"]
     limit = limits(*given, "--largest")["largest model"]
     changed = load_settings(recipe, None, ["engine.precision=fp32", *limit.words])
-    assert count(changed.config).numel == limit.forecast.model.numel > 10**7
+    assert measure_recipe(changed.config).numel == limit.forecast.model.numel > 10**7
 
 
 def pretrained(folder, config):

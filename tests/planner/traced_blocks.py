@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from pipeline.config.model_schema import AdapterConfig, CausalLMConfig
 from pipeline.engine.interface import add_document_bounds
 from pipeline.models import build_model
-from pipeline.models.blocks import compile_blocks, repeated_blocks
-from pipeline.models.sharding import ModelRequest, Placed, Sharding
-from pipeline.models.transforms import Adaptation, Placement, transform
+from pipeline.models.blocks import compile_blocks, find_repeated_blocks
+from pipeline.models.sharding import DevicePlacement, ModelRequest, Sharding
+from pipeline.models.transforms import AdapterRequest, TransformContext, apply_transforms
 from pipeline.training.assemble import choose_base_sharding
 
 LAYERS, VOCABULARY = 2, 61
@@ -123,15 +123,15 @@ def build(case: Case, sizes: Sizes, device: torch.device) -> nn.Module:
         extra=extra,
         activation_checkpointing="selective" if case.selective else "none",
     )
-    sharding: Sharding = Placed(torch.device("cpu"), DTYPES[case.precision])
+    sharding: Sharding = DevicePlacement(torch.device("cpu"), DTYPES[case.precision])
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    placement = Placement(device, separate_documents=case.apart, dtype=dtype)
+    placement = TransformContext(device, separate_documents=case.apart, dtype=dtype)
     if case.adapted:
         adapter = AdapterConfig(rank=sizes.rank)
         sharding = choose_base_sharding(adapter, config, sharding, dtype)
-        placement = replace(placement, adapter=Adaptation(adapter, 0, sharding, ALONE))
+        placement = replace(placement, adapter=AdapterRequest(adapter, 0, sharding, ALONE))
     request = ModelRequest(sharding, vocab_size=VOCABULARY, sequence_length=sizes.length)
-    model = transform(build_model(config, request, 0), config, placement)
+    model = apply_transforms(build_model(config, request, 0), config, placement)
     if case.compiled:
         compile_blocks(model, backend="aot_eager_decomp_partition")
     return model.to(device).train()
@@ -153,7 +153,7 @@ def trace(case: Case, sizes: Sizes, device: torch.device) -> dict[str, list[int]
     batch = batch_of(case, sizes, device)
     head = model.get_output_embeddings()
     head.forward = _HeldGradient.apply
-    blocks = next(iter(repeated_blocks(model)))
+    blocks = next(iter(find_repeated_blocks(model)))
     for _ in range(2 if case.compiled else 1):
         live = Live(case.device)
         for p in model.parameters():

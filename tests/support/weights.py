@@ -12,19 +12,19 @@ from pipeline.checkpoint.initial_weights import open_checkpoint
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig, ModelSection
 from pipeline.errors import ModelError
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Whole
+from pipeline.models.sharding import ModelRequest, NoSharding
 from pipeline.models.weights import load_weights
 
 SIZES = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64}
 
 
 def llama(seed=0, vocabulary=VOCABULARY, **changes):
-    request = ModelRequest(Whole(), vocab_size=vocabulary, sequence_length=24)
+    request = ModelRequest(NoSharding(), vocab_size=vocabulary, sequence_length=24)
     return build_model(CausalLMConfig(architecture="llama", **SIZES, **changes), request, seed)
 
 
 def cnn(seed=0):
-    return build_model(CNNConfig(kind="cnn", channels=4), ModelRequest(Whole(), num_classes=10), seed)
+    return build_model(CNNConfig(kind="cnn", channels=4), ModelRequest(NoSharding(), num_classes=10), seed)
 
 
 class Small(nn.Module):
@@ -44,7 +44,7 @@ def small(seed=0):
 
 
 def load(model, path, **keys):
-    load_weights(model, ModelSection(weights=str(path), **keys), Whole(), ALONE, open_checkpoint)
+    load_weights(model, ModelSection(weights=str(path), **keys), NoSharding(), ALONE, open_checkpoint)
     return model
 
 

@@ -17,7 +17,7 @@ from pipeline.data.batches import as_batch, collate_items
 from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of, with_reference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
-from pipeline.objectives import Recorded, build_objective
+from pipeline.objectives import LogprobRecorder, build_objective
 from pipeline.training.assemble import build_engine
 from pipeline.training.reference_logps import ReferenceRows, compute_reference
 
@@ -54,7 +54,7 @@ def test_it_is_what_the_model_says_of_each_answer(whole, tmp_path):
     data = answers_bundle()
     config, resolved = resolve(tree_of("dpo"), None, 1)
     engine = build_engine(config, resolved, ALONE, data)
-    recorded = Recorded(build_objective(config))
+    recorded = LogprobRecorder(build_objective(config))
     rows = [*range(len(data.train))]
     batch = as_batch(collate_items([data.train[row] for row in rows]))
     engine.eval_step(batch, recorded)

@@ -14,8 +14,8 @@ from torch import Tensor
 from trl_values.model import margin_of, small_model
 
 from pipeline.config.objective_schema import ObjectiveConfig
-from pipeline.models.huggingface import reward_model_class
-from pipeline.objectives import OBJECTIVES, GlobalBatch, Recorded
+from pipeline.models.huggingface import get_reward_model_class
+from pipeline.objectives import OBJECTIVES, GlobalBatch, LogprobRecorder
 
 TRL = json.loads(Path(__file__).with_name("values.json").read_text())
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -89,11 +89,11 @@ def test_it_is_trls(name, in_row):
     model, reference = map(small_model, phases)
     batch = batch_of(answers(section.kind), in_row)
     if section.kind == "reward":
-        model = small_model(0.0, lambda config: reward_model_class(config)(config))
+        model = small_model(0.0, lambda config: get_reward_model_class(config)(config))
     if "margins" in name:
         margins = [value for pair in TRL["data"]["pairs"] for value in (margin_of(pair), 0.0)]
         batch["margins"] = torch.tensor(margins).view(batch["segment_kinds"].shape)
-    recorded = Recorded(objective)
+    recorded = LogprobRecorder(objective)
     with torch.no_grad():
         recorded(reference, batch)
     batch["reference_logps"] = recorded.logps_BS.float()

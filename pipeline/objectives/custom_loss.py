@@ -17,7 +17,14 @@ from pipeline.config.import_paths import exit_as_error
 from pipeline.data.batches import IGNORE_INDEX, num_samples
 from pipeline.errors import ConfigError
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
-from pipeline.objectives.model_call import Caller, FirstCalls, ModelCall, loss_of, shape_of, unwrapped
+from pipeline.objectives.model_call import (
+    BaseObjective,
+    FirstCallChecks,
+    ModelCall,
+    describe_output,
+    get_loss,
+    unwrap_model,
+)
 
 METRIC = re.compile(r"[A-Za-z][\w.@-]*")
 BUILT_IN = {
@@ -27,7 +34,7 @@ BUILT_IN = {
 """Columns `train/...` and `eval/...` that rows have anyway."""
 
 
-class Custom(Caller):
+class CustomLoss(BaseObjective):
     """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
 
     It may return `(loss, metrics)`: an attribute `function.metrics` names them, and each is a sum and its
@@ -53,7 +60,7 @@ class Custom(Caller):
         self.function = function
         self._reduction = reduction
         super().__init__(call)
-        self._checks = FirstCalls()
+        self._checks = FirstCallChecks()
         name = getattr(function, "__name__", type(function).__name__)
         self.means = _means(getattr(function, "metrics", ()), name)
         _refuse_torchs_own(function, name)
@@ -84,7 +91,7 @@ class Custom(Caller):
             counted = own(batch)
         if not _is_number(counted):
             raise ConfigError(
-                f"objective.kind: the function's count returned {shape_of(counted)}; expected one number: "
+                f"objective.kind: the function's count returned {describe_output(counted)}; expected one number: "
                 "what the loss is a sum over"
             )
         return torch.as_tensor(counted)
@@ -93,14 +100,14 @@ class Custom(Caller):
         """See Objective."""
         outputs = tree_map(_in_fp32, self._call(model, batch))
         exits = exit_as_error("objective.kind: the function", ConfigError)
-        with self._checks.around(unwrapped(model), batch) as checks, exits:
+        with self._checks.around(unwrap_model(model), batch) as checks, exits:
             loss: Any = self.function(outputs, batch)
         metrics: Any = {}
         if isinstance(loss, tuple) and len(loss) == 2:
             loss, metrics = loss
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise ConfigError(
-                f"objective.kind: the function returned {shape_of(loss)}; expected one 0-dim tensor: "
+                f"objective.kind: the function returned {describe_output(loss)}; expected one 0-dim tensor: "
                 "the sum of the loss over the samples"
             )
         count = self.count(batch).to(loss.device)
@@ -119,7 +126,7 @@ class Custom(Caller):
             ConfigError: these are not the metrics that the function's attribute names.
         """
         if not isinstance(metrics, dict) or metrics.keys() != self.means.keys():
-            returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else shape_of(metrics)
+            returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else describe_output(metrics)
             name = getattr(self.function, "__name__", "function")
             raise ConfigError(
                 f"objective.kind: {name} returned the metrics {returned}, and {name}.metrics names "
@@ -130,7 +137,7 @@ class Custom(Caller):
         for name, pair in metrics.items():
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
                 raise ConfigError(
-                    f"objective.kind: the function returned {shape_of(pair)} as metric {name!r}; expected "
+                    f"objective.kind: the function returned {describe_output(pair)} as metric {name!r}; expected "
                     "(sum, count), two numbers over the micro-batch: their quotient is the metric"
                 )
             for key, value in zip(self.means[name], pair, strict=True):
@@ -216,7 +223,7 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-class ModelLoss(Caller):
+class ModelLoss(BaseObjective):
     """The loss the model computes itself, from inputs and targets: its mean over the batch's samples."""
 
     unit = "samples"
@@ -230,7 +237,7 @@ class ModelLoss(Caller):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
-        loss, samples = loss_of(self._call(model, batch)).float(), self.count(batch)
+        loss, samples = get_loss(self._call(model, batch)).float(), self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
         # nn.DataParallel gathers one mean a GPU, of the parts that torch.chunk makes. A loss for each sample

@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 
 from pipeline.data.batches import IGNORE_INDEX
-from pipeline.models.blocks import reason
+from pipeline.models.blocks import describe_compile_error
 from pipeline.planner.model import choose_block_rows
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class FusedKernels:
             return self._compiled[function](*tensors)
         except TorchDynamoException as error:
             self._compiled.clear()
-            log.warning("compile: the loss of logits runs as it is written: %s", reason(error))
+            log.warning(
+                "compile: the loss of logits runs as it is written: %s", describe_compile_error(error)
+            )
             return None
 
 
@@ -79,10 +81,12 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels
     Returns:
         A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
     """
-    return token_losses(logits_NV, labels_N, kernels).sum()
+    return cross_entropy_per_token(logits_NV, labels_N, kernels).sum()
 
 
-def token_losses(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
+def cross_entropy_per_token(
+    logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None
+) -> Tensor:
     """Return the loss of each token, in fp32; 0 where the label is -100.
 
     Args:
@@ -143,7 +147,7 @@ def _replace_by_gradient(logits_NV: Tensor, *of_loss: Tensor) -> bool:
 
 def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     losses_N = torch.empty_like(labels_N, dtype=torch.float32)
-    for block in blocks_of(logits_NV):
+    for block in iterate_blocks(logits_NV):
         losses_N[block] = F.cross_entropy(
             logits_NV[block].float(), labels_N[block], ignore_index=IGNORE_INDEX, reduction="none"
         )
@@ -156,14 +160,14 @@ def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> 
     scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)[:, None]
     target_N1 = labels_N.clamp(min=0)[:, None]
     minus_one = torch.full_like(scale_N1, -1.0)
-    for block in blocks_of(logits_NV):
+    for block in iterate_blocks(logits_NV):
         p_NV = torch.softmax(logits_NV[block].float(), dim=-1)
         p_NV.scatter_add_(-1, target_N1[block], minus_one[block])
         grad_NV[block] = p_NV.mul_(scale_N1[block])
     return grad_NV
 
 
-def blocks_of(logits_NV: Tensor) -> Iterator[slice]:
+def iterate_blocks(logits_NV: Tensor) -> Iterator[slice]:
     """Yield the rows that are worked on in fp32 at once."""
     rows = choose_block_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
