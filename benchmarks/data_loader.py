@@ -21,7 +21,7 @@ from rich.console import Console
 
 from pipeline.data.batches import collate_items
 from pipeline.data.loader import TrainLoader
-from pipeline.data.packing import Stream, join
+from pipeline.data.packing import ConcatenatedRows, join_datasets
 from pipeline.data.sampler import MixtureOrder, SourceShare
 
 Read = Callable[[], Any]
@@ -44,9 +44,9 @@ def ours(path: Path, *, separate: bool) -> Read:
     tokens = np.memmap(path, np.uint16, mode="r")
     ends = np.arange(DOCUMENT, len(tokens) + 1, DOCUMENT)
     part = SimpleNamespace(tokens=tokens, ends=ends, loss_mask=None, num_tokens=len(tokens))
-    rows = Stream([SimpleNamespace(parts=[part])], LENGTH, separate, END)  # type: ignore[list-item]
+    rows = ConcatenatedRows([SimpleNamespace(parts=[part])], LENGTH, separate, END)  # type: ignore[list-item]
     loader = TrainLoader(
-        join([rows]),
+        join_datasets([rows]),
         collate_items,
         MixtureOrder([SourceShare("0", len(rows))], seed=0),
         torch.device("cpu"),

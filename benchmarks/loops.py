@@ -25,7 +25,7 @@ import pipeline
 from pipeline.config.settings import Settings, load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
-from pipeline.data.sampler import GlobalOrder
+from pipeline.data.sampler import ShuffledOrder
 from pipeline.distributed.process_group import describe_device
 from pipeline.models import build_model, huggingface
 from pipeline.models.adapters import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, draw_adapter_values
@@ -137,7 +137,7 @@ class Script:
 
     def dataset(self) -> PeerDataset:
         samples = self.data.train
-        return PeerDataset(samples, GlobalOrder(len(samples), self.settings.config.seed))
+        return PeerDataset(samples, ShuffledOrder(len(samples), self.settings.config.seed))
 
     def model(self) -> nn.Module:
         """Return the model with the pipeline's weights, on the CPU, under an adapter if one is asked for."""

@@ -142,7 +142,7 @@ def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size
         return None
     import numpy as np
 
-    from pipeline.data.packing import Stream
+    from pipeline.data.packing import ConcatenatedRows
 
     random = np.random.default_rng(0)
     tokens = random.integers(1, vocab_size, num_samples * sequence_length + 1, dtype=np.int64)
@@ -150,7 +150,7 @@ def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size
     tokens[ends] = 0
     part = SimpleNamespace(tokens=tokens, ends=np.flatnonzero(ends) + 1, loss_mask=None)
     part.num_tokens = len(tokens)
-    rows = Stream([SimpleNamespace(parts=[part])], sequence_length, True, 0)  # type: ignore[list-item]
+    rows = ConcatenatedRows([SimpleNamespace(parts=[part])], sequence_length, True, 0)  # type: ignore[list-item]
     rows.vocab_size = vocab_size  # type: ignore[attr-defined]
     return rows
 

@@ -99,7 +99,7 @@ def _rows(bundle: DataBundle) -> dict[str, Any]:
 
 
 def _show_first_batch(screen: Screen, config: RunConfig, bundle: DataBundle) -> None:
-    from pipeline.data.batches import described
+    from pipeline.data.batches import describe_value
 
     stated = config.batch.micro_batch_size
     size = stated if isinstance(stated, int) else 1
@@ -108,7 +108,7 @@ def _show_first_batch(screen: Screen, config: RunConfig, bundle: DataBundle) -> 
     screen.title("Samples")
     screen.table(["split", "samples"], [[name, f"{len(dataset):,}"] for name, dataset in sizes.items()])
     screen.title(f"The first batch of {size}")
-    screen.table(["key", "shape and type"], [[key, described(value)] for key, value in batch.items()])
+    screen.table(["key", "shape and type"], [[key, describe_value(value)] for key, value in batch.items()])
 
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import DataConfig
-from pipeline.data.prepared.pool import end_if_imported
+from pipeline.data.prepared.pool import exit_if_imported
 from pipeline.distributed.progress import Phase, phase
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def prepare_data(config: DataConfig) -> DataBundle:
     Raises:
         DataError: a path, file, tokenizer or function the recipe names cannot be used.
     """
-    end_if_imported()
+    exit_if_imported()
     module, function = PREPARERS["custom" if ":" in config.kind else config.kind]
     bundle: DataBundle = getattr(import_module(f"pipeline.data.{module}"), function)(config)
     return bundle

@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipeline.errors import DataError, PipelineError
 
-UNNAMED = ("inputs", "targets")  # the first entries of a tuple
-FURTHER = "field_"  # its further ones: field_2, field_3, ...
+TUPLE_NAMES = ("inputs", "targets")  # the first entries of a tuple
+FIELD_PREFIX = "field_"  # its further ones: field_2, field_3, ...
 IGNORE_INDEX = -100  # the label that counts in no loss
-SHOWN = 12  # entries of a batch that a message lists
+MAX_LISTED_ENTRIES = 12  # entries of a batch that a message lists
 Batch = dict[str, Any]
 
 
@@ -29,7 +29,7 @@ class MissingEntryError(DataError, KeyError):
     __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
 
 
-class Extent(NamedTuple):
+class ValueRange(NamedTuple):
     """Range of the whole numbers of one entry."""
 
     lowest: int
@@ -38,14 +38,14 @@ class Extent(NamedTuple):
     highest: int
 
 
-class Reading(NamedTuple):
+class BatchOrigin(NamedTuple):
     """Samples of a batch as it was read."""
 
     indices: Sequence[int]
     """Indices in the data set."""
     sources: Sequence[tuple[str, int]]
     """(name, samples) of each source of the data set, one behind the other."""
-    extents: Mapping[str, Extent] = MappingProxyType({})
+    value_ranges: Mapping[str, ValueRange] = MappingProxyType({})
     """Ranges of the entries, measured where the batch was read: no step looks at the values again."""
 
 
@@ -63,30 +63,30 @@ class LoadedBatch(Batch):
 
     num_samples: int | None = None
     host: Batch | None = None
-    reading: Reading | None = None
+    origin: BatchOrigin | None = None
 
-    def known_as(self, other: Mapping[str, Any]) -> LoadedBatch:
+    def copy_metadata_from(self, other: Mapping[str, Any]) -> LoadedBatch:
         """Return this batch, with what is known of the other."""
-        for name in ("num_samples", "host", "reading"):
+        for name in ("num_samples", "host", "origin"):
             setattr(self, name, getattr(other, name, None))
         return self
 
     def __missing__(self, key: str) -> Any:
-        raise MissingEntryError(f"{key!r} was asked of a batch that has no such entry: {shown(self)}")
+        raise MissingEntryError(f"{key!r} was asked of a batch that has no such entry: {format_batch(self)}")
 
 
-def on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def get_host_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch as it was before it went to a device, where that is known."""
     return getattr(batch, "host", None) or batch
 
 
-def num_samples(batch: Mapping[str, Any]) -> int:
+def count_samples(batch: Mapping[str, Any]) -> int:
     """Return the number of samples: as it was loaded, or the length of its first tensor."""
-    known = getattr(on_host(batch), "num_samples", None)
-    return known if known is not None else next((len(t) for t in tensors(batch) if t.dim()), 1)
+    known = getattr(get_host_batch(batch), "num_samples", None)
+    return known if known is not None else next((len(t) for t in iter_tensors(batch) if t.dim()), 1)
 
 
-def moved(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
+def map_tensors(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
     """Return the batch with `move(key, tensor)` for each tensor; it remembers the host's."""
     result = LoadedBatch(
         {
@@ -94,7 +94,7 @@ def moved(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> Lo
             for key, value in batch.items()
         }
     )
-    result.host = on_host(batch)  # type: ignore[assignment]
+    result.host = get_host_batch(batch)  # type: ignore[assignment]
     return result
 
 
@@ -108,7 +108,7 @@ def _mapped(value: Any, key: str, move: Callable[[str, Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a value, in order."""
     if isinstance(value, Tensor):
         yield value
@@ -117,16 +117,16 @@ def tensors(value: Any) -> Iterator[Tensor]:
             if isinstance(each, Tensor):
                 yield each
             else:
-                yield from tensors(each)
+                yield from iter_tensors(each)
 
 
-def shown(batch: Mapping[str, Any]) -> str:
+def format_batch(batch: Mapping[str, Any]) -> str:
     """Return `inputs (8, 3) float32, names (list of str)`: entries of a batch, for a message."""
-    parts = [f"{key} {described(value)}" for key, value in list(batch.items())[:SHOWN]]
-    return ", ".join(parts) + ", ..." * (len(batch) > SHOWN) or "nothing"
+    parts = [f"{key} {describe_value(value)}" for key, value in list(batch.items())[:MAX_LISTED_ENTRIES]]
+    return ", ".join(parts) + ", ..." * (len(batch) > MAX_LISTED_ENTRIES) or "nothing"
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the shape and type of a tensor, or the type of anything else."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
@@ -171,10 +171,10 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
     batch = LoadedBatch(
         {key: value if isinstance(value, Tensor) else _tensors_in(value) for key, value in entries.items()}
     )
-    lengths = [len(tensor) for tensor in tensors(batch) if tensor.dim()]
+    lengths = [len(tensor) for tensor in iter_tensors(batch) if tensor.dim()]
     if not lengths or 0 in lengths[:1]:
         raise DataError(
-            f"a batch without a sample: {shown(batch)}; a collate that leaves samples out must keep at least "
+            f"a batch without a sample: {format_batch(batch)}; a collate that leaves samples out must keep at least "
             "one, and a data set must give tensors"
         )
     # A tensor may begin with another dimension, such as time; a collate may leave samples out.
@@ -182,7 +182,7 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
     return batch
 
 
-def usable(batch: Any) -> Batch:
+def raise_if_error(batch: Any) -> Batch:
     """Return a batch of a loader.
 
     Raises:
@@ -201,7 +201,7 @@ _NO_PACKED = (
 
 
 def _name(place: int) -> str:
-    return UNNAMED[place] if place < len(UNNAMED) else f"{FURTHER}{place}"
+    return TUPLE_NAMES[place] if place < len(TUPLE_NAMES) else f"{FIELD_PREFIX}{place}"
 
 
 def _tensors_in(value: Any) -> Any:
@@ -241,7 +241,7 @@ def _tensor_of(value: Any) -> Tensor:
     return torch.as_tensor(np.array(value) if isinstance(value, np.generic) else value)
 
 
-def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
+def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
     """Make samples of one form a batch: tensors and numbers along a new first axis, others listed.
 
     Raises:
@@ -265,14 +265,14 @@ def stacked(samples: Sequence[Any], where: str = "samples") -> Any:
         if differing := set.union(*keys) - set.intersection(*keys):
             lacking = ", ".join(sorted(map(str, differing)))
             raise DataError(f"{where} of one batch differ in their entries: some lack {lacking}")
-        return {key: stacked([sample[key] for sample in samples], f"{inside}{key}") for key in first}
+        return {key: stack_samples([sample[key] for sample in samples], f"{inside}{key}") for key in first}
     is_row = where != "samples" and set(forms) == {2}
     if isinstance(first, (tuple, list)) and not is_row:
         if len({len(sample) for sample in samples}) > 1:
             raise DataError(_uneven(where, [len(sample) for sample in samples]))
         names: Sequence[str] = getattr(first, "_fields", [_name(place) for place in range(len(first))])
         pairs = zip(names, zip(*samples, strict=True), strict=True)
-        columns = [stacked(column, f"{inside}{name}") for name, column in pairs]
+        columns = [stack_samples(column, f"{inside}{name}") for name, column in pairs]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if not all(forms):
         return list(samples)
@@ -295,8 +295,8 @@ def _uneven(where: str, shapes: list[Any]) -> str:
     )
 
 
-WHOLE = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
-UNREAD = (
+INTEGER_TYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
+UNMEASURED = (
     "position_ids",
     "attention_mask",
     "segments",
@@ -304,7 +304,7 @@ UNREAD = (
 )  # made by the data pipeline itself, or no indices
 
 
-class Wrong(NamedTuple):
+class BadValue(NamedTuple):
     """A number that is out of range."""
 
     value: int
@@ -312,11 +312,13 @@ class Wrong(NamedTuple):
     """` (sample 7 of wiki)`, or empty: not known."""
 
 
-def reading_of(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> Reading:
+def describe_origin(
+    batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]
+) -> BatchOrigin:
     """Return the samples of a batch with the ranges of its entries."""
     extents = {}
     for name, value in batch.items():
-        if name in UNREAD or not isinstance(value, Tensor) or value.dtype not in WHOLE:
+        if name in UNMEASURED or not isinstance(value, Tensor) or value.dtype not in INTEGER_TYPES:
             continue
         if value.device.type != "cpu" or not value.numel():
             continue
@@ -325,18 +327,18 @@ def reading_of(batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tup
         if lowest < 0:
             below = values[values < 0]
             counted = int(below[below != IGNORE_INDEX].min(initial=0))
-        extents[name] = Extent(lowest, counted, int(values.max()))
-    return Reading(indices, sources, extents)
+        extents[name] = ValueRange(lowest, counted, int(values.max()))
+    return BatchOrigin(indices, sources, extents)
 
 
 def _is_looked_at(value: Any) -> bool:
-    is_whole = isinstance(value, Tensor) and value.dtype in WHOLE
+    is_whole = isinstance(value, Tensor) and value.dtype in INTEGER_TYPES
     return is_whole and value.device.type == "cpu" and value.numel() > 0
 
 
-def first_wrong(
+def find_bad_value(
     batch: Mapping[str, Any], name: str, below: int, ignored: int | None = IGNORE_INDEX
-) -> Wrong | None:
+) -> BadValue | None:
     """Return the first number of an entry that is not in [0, below), where there is one.
 
     Reads host memory alone, and only if the batch's known range does not fit.
@@ -344,9 +346,9 @@ def first_wrong(
     Args:
         ignored: Number that is allowed besides; `None` if there is none.
     """
-    host = on_host(batch)
-    reading: Reading | None = getattr(host, "reading", None)
-    extent = reading.extents.get(name) if reading is not None else None
+    host = get_host_batch(batch)
+    reading: BatchOrigin | None = getattr(host, "origin", None)
+    extent = reading.value_ranges.get(name) if reading is not None else None
     if extent is not None:
         lowest = extent.lowest_counted if ignored == IGNORE_INDEX else extent.lowest
         if lowest >= 0 and extent.highest < below:
@@ -364,12 +366,12 @@ def first_wrong(
     sample = ""
     # A collate may have made other rows.
     if reading is not None and (len(values) if values.ndim else 1) == len(reading.indices):
-        source, own = place_of(reading.indices[place[0] if place else 0], reading.sources)
+        source, own = locate_sample(reading.indices[place[0] if place else 0], reading.sources)
         sample = f" (sample {own} of {source})" if source else f" (sample {own})"
-    return Wrong(int(values[tuple(place)]), sample)
+    return BadValue(int(values[tuple(place)]), sample)
 
 
-def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
+def locate_sample(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
     """Return the source of a sample, and its index there; an empty name: not known.
 
     Args:
@@ -386,4 +388,4 @@ def place_of(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
 
 def collate_items(items: Any) -> Any:
     """Return a batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
-    return stacked(items) if isinstance(items, list) and items else items
+    return stack_samples(items) if isinstance(items, list) and items else items

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.documents.records import Record, type_name
+from pipeline.data.documents.records import Record, get_json_type_name
 from pipeline.errors import DataError
 
 Turn = dict[str, Any]
@@ -35,7 +35,7 @@ ROLES = {
 }
 CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT's turns whose text is a call, as JSON
 # Other tools' names for whether an answer is learned: OpenAI's, ms-swift's, Mistral's and Axolotl's.
-WEIGHTS = ("weight", "loss", "loss_mask", "train")
+WEIGHT_FIELDS = ("weight", "loss", "loss_mask", "train")
 UNLEARNED = "\0unlearned"  # key of a turn that is not learned, until its conversation is made
 ROW = "row"  # the layout whose template reads the row itself, and the field of a turn that holds the row
 DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned; refused
@@ -135,7 +135,9 @@ def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
         tools = [_parsed(where, "an entry of field 'tools'", tool) for tool in tools]
     tools = without_nulls(tools)  # as of tools that are no JSON
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{where}: field 'tools' is a {type_name(tools)}; expected a list of objects")
+        raise DataError(
+            f"{where}: field 'tools' is a {get_json_type_name(tools)}; expected a list of objects"
+        )
     return [_wrapped(tool) for tool in tools or []] or None
 
 
@@ -168,7 +170,7 @@ def read_calls(where: str, what: str, calls: Any) -> list[Any]:
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(
-            f"{where}: 'tool_calls' of {what} is a {type_name(calls)}; expected a list of objects"
+            f"{where}: 'tool_calls' of {what} is a {get_json_type_name(calls)}; expected a list of objects"
         )
     read = []
     for call in map(_wrapped, calls):
@@ -177,7 +179,9 @@ def read_calls(where: str, what: str, calls: Any) -> list[Any]:
             of_what = f"'arguments' of a tool call of {what}"
             arguments = _parsed(where, of_what, function["arguments"] or {})
             if not isinstance(arguments, dict):
-                raise DataError(f"{where}: {of_what} is a {type_name(arguments)}; expected an object")
+                raise DataError(
+                    f"{where}: {of_what} is a {get_json_type_name(arguments)}; expected an object"
+                )
             read.append({**call, "function": {**function, "arguments": arguments}})
         else:
             read.append(call)
@@ -194,15 +198,15 @@ def _sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
 
 def read_instruction(where: str, record: dict[str, Any]) -> str:
     """Return Alpaca's instruction, and its input where there is one."""
-    question = read_text(where, "field 'instruction'", record["instruction"])
+    question = read_content(where, "field 'instruction'", record["instruction"])
     if record.get("input"):
-        question += "\n\n" + read_text(where, "field 'input'", record["input"])
+        question += "\n\n" + read_content(where, "field 'input'", record["input"])
     return question
 
 
 def _alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
     question = read_instruction(where, record)
-    answer = read_text(where, "field 'output'", record["output"])
+    answer = read_content(where, "field 'output'", record["output"])
     return [
         *read_system(where, record),
         {"role": "user", "content": question},
@@ -223,7 +227,7 @@ def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
     """Return the turn of a row's own `system` field, in a list."""
     if not record.get("system"):
         return []
-    return [{"role": "system", "content": read_text(where, "field 'system'", record["system"])}]
+    return [{"role": "system", "content": read_content(where, "field 'system'", record["system"])}]
 
 
 def read_turns(where: str, name: str, value: Any) -> list[Turn]:
@@ -231,14 +235,16 @@ def read_turns(where: str, name: str, value: Any) -> list[Turn]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = without_nulls(_parsed(where, f"field {name!r}", value))
     if not isinstance(value, list):
-        raise DataError(f"{where}: field {name!r} is a {type_name(value)}; expected a list of turns")
+        raise DataError(f"{where}: field {name!r} is a {get_json_type_name(value)}; expected a list of turns")
     return [_turn(where, f"turn {number} of {name!r}", turn) for number, turn in enumerate(value, start=1)]
 
 
 def _turn(where: str, what: str, turn: Any) -> Turn:
     """Return a turn of role and content, or of from and value."""
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: {what} is a {type_name(turn)}; expected an object of role and content")
+        raise DataError(
+            f"{where}: {what} is a {get_json_type_name(turn)}; expected an object of role and content"
+        )
     given = turn["role"] if "role" in turn else turn.get("from")
     said_by = given.lower() if isinstance(given, str) else ""
     role = ROLES.get(said_by)
@@ -251,7 +257,7 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
     if found.get("tool_calls"):
         found["tool_calls"] = read_calls(where, what, found["tool_calls"])
         content = content or ""  # the calls may be all it says
-    read = {"role": role, "content": read_text(where, what, content), **found}
+    read = {"role": role, "content": read_content(where, what, content), **found}
     if role == ASSISTANT:
         _read_weight(where, what, turn, read)
     return read
@@ -259,7 +265,7 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
 
 def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
     """Note in `read`, under UNLEARNED, that a turn is not to be learned."""
-    for name in WEIGHTS:
+    for name in WEIGHT_FIELDS:
         weight = turn.get(name)
         if weight is None:
             continue
@@ -285,20 +291,20 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def read_text(where: str, what: str, content: Any) -> str:
+def read_content(where: str, what: str, content: Any) -> str:
     """Return a string, or a list of pieces of text, put together."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}: {what} holds a {type_name(content)} in place of text")
+        raise DataError(f"{where}: {what} holds a {get_json_type_name(content)} in place of text")
     for piece in content:
         if not isinstance(piece, dict) or not isinstance(piece.get("text"), str):
-            kind = piece.get("type") if isinstance(piece, dict) else type_name(piece)
+            kind = piece.get("type") if isinstance(piece, dict) else get_json_type_name(piece)
             raise DataError(f"{where}: {what} holds {kind!r}; only pieces of text can be learned from")
     return "".join(piece["text"] for piece in content)
 
 
-def common_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many characters, or turns, two texts or conversations begin with in common."""
     shortest = min(len(one), len(other))
     return next((place for place in range(shortest) if one[place] != other[place]), shortest)
@@ -317,7 +323,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[T
 STRUCTURE = frozenset({"role", "from", "type"})
 
 
-def unwritten_fields(record: Any, text: str) -> list[str]:
+def find_unwritten_fields(record: Any, text: str) -> list[str]:
     """Return the fields of a row whose strings are not, or not wholly, in a text, and turns' unknown numbers.
 
     A string counts as written if each of its lines is there, as it is or as JSON has it. A string that holds
@@ -355,7 +361,7 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
         is_turn = name.endswith("[]") and "." not in name and ("role" in value or "from" in value)
         for key, each in value.items():
             place = f"{name}.{key}" if name else str(key)
-            if is_turn and isinstance(each, int | float) and key not in WEIGHTS:
+            if is_turn and isinstance(each, int | float) and key not in WEIGHT_FIELDS:
                 yield place, None
             elif key not in STRUCTURE or not isinstance(each, str):
                 yield from _strings(each, place)

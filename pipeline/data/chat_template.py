@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig
 from pipeline.config.optional_packages import require_package
-from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_start
+from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_prefix_length
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
@@ -75,7 +75,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
         ) from None
 
 
-def special_tokens_of(config: ConversationsConfig) -> tuple[str, ...]:
+def get_special_tokens(config: ConversationsConfig) -> tuple[str, ...]:
     """Return tokens that a tokenizer trained for the recipe's template needs; else they are plain text."""
     return SPECIAL_TOKENS.get(config.chat_template or "", ())
 
@@ -227,7 +227,7 @@ class ChatTemplate:
         """
         return self._say(f"{where}: the chat template refuses the conversation", conversation)
 
-    def ask(self, question: str) -> str:
+    def write_question(self, question: str) -> str:
         """Return a user's question as text, up to where the assistant begins.
 
         Raises:
@@ -300,7 +300,7 @@ class ChatTemplate:
         place = turn.find(self._header)
         if place >= 0 and not self._without_special_tokens(turn[:place]).strip():
             return place + len(self._header)
-        shared = common_start(turn, self._header)
+        shared = common_prefix_length(turn, self._header)
         while shared and not (turn[shared - 1].isspace() or turn[:shared].endswith(self._special_tokens)):
             shared -= 1
         return shared

@@ -18,7 +18,7 @@ from pipeline.config.data_schema import DocumentsConfig, interpolate_weight
 from pipeline.config.import_paths import errors_in_one_line, import_object
 from pipeline.data.bundle import DataBundle
 from pipeline.data.random_numbers import derive_seed
-from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceShare
+from pipeline.data.sampler import MixtureOrder, ShuffledOrder, SourceShare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
@@ -48,9 +48,9 @@ class CurriculumOrder(MixtureOrder):
         self._describe(sources, sum(source.num_samples for source in sources))
         self._weights_at = weights_at
         self._size = samples_per_step
-        self._slot_order = GlobalOrder(samples_per_step, seed)
+        self._slot_order = ShuffledOrder(samples_per_step, seed)
         self._orders = {
-            number: GlobalOrder(source.num_samples, derive_seed(seed, number))
+            number: ShuffledOrder(source.num_samples, derive_seed(seed, number))
             for number, source in enumerate(sources)
             if source.num_samples
         }

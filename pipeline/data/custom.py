@@ -14,7 +14,7 @@ from pipeline.config.data_schema import SOURCE_NAME, CustomDataConfig
 from pipeline.config.import_paths import exit_as_error, import_object
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Collate, DataBundle
-from pipeline.data.random_numbers import own_random_numbers
+from pipeline.data.random_numbers import isolate_random_numbers
 from pipeline.errors import DataError
 
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.VAR_POSITIONAL)
@@ -80,7 +80,7 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
             ) from None
     # Numbers that it draws are the same on every rank and after a restart.
     with (
-        own_random_numbers(0 if split == "train" else 1),
+        isolate_random_numbers(0 if split == "train" else 1),
         exit_as_error(f"data.kind {config.kind}", DataError),
     ):
         return function(split, **config.args)

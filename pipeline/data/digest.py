@@ -16,13 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.data.bundle import DataBundle
-from pipeline.data.random_numbers import own_random_numbers
+from pipeline.data.random_numbers import isolate_random_numbers
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
 log = logging.getLogger(__name__)
 
-PLACES = 5  # samples of a data set that are read: the first, and others drawn by its length
+SAMPLES_COMPARED = 5  # samples of a data set that are read: the first, and others drawn by its length
 
 
 def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
@@ -37,14 +37,16 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
     """
     if job.ranks.world_size == 1:
         return
-    looks = look_at(data) if is_custom else []
+    looks = digest_samples(data) if is_custom else []
     everyones = job.gather_object((platform.node(), data.fingerprint, looks))
     first_host, first_fingerprint, first_looks = everyones[0]
     for rank, (host, fingerprint, its) in enumerate(everyones):
-        where = first_difference(first_looks, its)
+        where = find_first_difference(first_looks, its)
         if where is None and fingerprint == first_fingerprint:
             continue
-        draws = job.gather_object(is_custom and first_difference(looks, look_at(data)) is not None)
+        draws = job.gather_object(
+            is_custom and find_first_difference(looks, digest_samples(data)) is not None
+        )
         if any(draws) and fingerprint == first_fingerprint:
             log.info("two reads of one sample differ: whether all ranks have the same data is not known")
             return
@@ -54,7 +56,7 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
         )
 
 
-class Look(NamedTuple):
+class SampleDigest(NamedTuple):
     """One sample: a hash of what must be equal, and numbers that may differ by a machine's rounding."""
 
     where: str
@@ -63,25 +65,25 @@ class Look(NamedTuple):
     """Mean and root mean square of each array of floating-point numbers or of 8-bit ones (decoded images)."""
 
 
-def look_at(data: DataBundle) -> list[Look]:
+def digest_samples(data: DataBundle) -> list[SampleDigest]:
     """Return the sizes of all data sets, and samples of each: of the same places on every rank.
 
     Numbers that a sample draws from the generators of torch, numpy and Python are the same on every rank.
     """
     datasets: dict[str, Any] = {"train": data.train, **data.eval, **data.eval_sets}
     sizes = {name: len(dataset) for name, dataset in datasets.items()}
-    looks = [Look("the number of samples", repr(sizes), ())]
+    looks = [SampleDigest("the number of samples", repr(sizes), ())]
     for name, dataset in datasets.items():
-        drawn = np.random.default_rng(sizes[name]).integers(sizes[name], size=PLACES - 1).tolist()
+        drawn = np.random.default_rng(sizes[name]).integers(sizes[name], size=SAMPLES_COMPARED - 1).tolist()
         for index in dict.fromkeys([0, *drawn]):
-            with own_random_numbers(index):
+            with isolate_random_numbers(index):
                 exact, moments = _look(dataset[index])
             digest = hashlib.blake2b(repr(exact).encode(), digest_size=16).hexdigest()
-            looks.append(Look(f"sample {index} of {name!r}", digest, tuple(moments)))
+            looks.append(SampleDigest(f"sample {index} of {name!r}", digest, tuple(moments)))
     return looks
 
 
-def first_difference(ours: Sequence[Look], theirs: Sequence[Look]) -> str | None:
+def find_first_difference(ours: Sequence[SampleDigest], theirs: Sequence[SampleDigest]) -> str | None:
     """Return where the looks of two ranks differ first; `None`: they are of the same data."""
     for one, other in zip(ours, theirs, strict=False):
         if one.exact != other.exact or len(one.moments) != len(other.moments):

@@ -19,7 +19,7 @@ NUM_CLASSES = 10
 SPLIT_SEED = 20240229  # fixed: the split belongs to the data set, not to a run
 
 
-class ImageDataset(Dataset[Batch]):
+class DigitsDataset(Dataset[Batch]):
     """Images in memory: items `inputs` (1, H, W) float32 in 0..1 and `labels` () int64."""
 
     is_deterministic = True
@@ -54,8 +54,8 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
     labels = torch.from_numpy(digits.target).long()
     train_rows, eval_rows = stratified_split(labels.numpy(), config.eval_fraction)
     return DataBundle(
-        train=ImageDataset(images[train_rows], labels[train_rows]),
-        eval={"digits": ImageDataset(images[eval_rows], labels[eval_rows])},
+        train=DigitsDataset(images[train_rows], labels[train_rows]),
+        eval={"digits": DigitsDataset(images[eval_rows], labels[eval_rows])},
         collate=collate_items,
         tokenizer=None,
         vocab_size=None,

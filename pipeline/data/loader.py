@@ -19,25 +19,33 @@ from pipeline.data.batches import (
     Batch,
     LoadedBatch,
     as_batch,
-    first_wrong,
-    moved,
-    place_of,
-    reading_of,
-    tensors,
-    usable,
+    describe_origin,
+    find_bad_value,
+    iter_tensors,
+    locate_sample,
+    map_tensors,
+    raise_if_error,
 )
 from pipeline.data.bundle import Collate
-from pipeline.data.random_numbers import derive_seed, own_random_numbers, seed_all, seeds_at
-from pipeline.data.sampler import NONE_LEFT_OUT, Draw, EvalSampler, LeftOut, MixtureOrder, Order, SourceCounts
+from pipeline.data.random_numbers import derive_seed, derive_seeds, isolate_random_numbers, seed_all
+from pipeline.data.sampler import (
+    NONE_LEFT_OUT,
+    BatchIndices,
+    EvalSampler,
+    LeftOutPositions,
+    MixtureOrder,
+    SampleOrder,
+    SourceCounts,
+)
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, PipelineError
 
 PREFETCH = 2  # batches a worker fetches ahead
 
-BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
+ORDER_BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
 
 
-class Fetch(Dataset[Any]):
+class BatchReader(Dataset[Any]):
     """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
 
     Random numbers are a function of the seed and a position: the same in this process and in a worker,
@@ -63,17 +71,17 @@ class Fetch(Dataset[Any]):
         self._sources = sources or [()] * len(datasets)
         self._num_words = num_words
 
-    def __getitems__(self, draw: Draw) -> LoadedBatch | PipelineError:
+    def __getitems__(self, draw: BatchIndices) -> LoadedBatch | PipelineError:
         try:
             batch = as_batch(self._collated(draw), len(draw.indices))
-            batch.reading = reading_of(batch, draw.indices, self._sources[draw.dataset])
+            batch.origin = describe_origin(batch, draw.indices, self._sources[draw.dataset])
             if self._num_words is not None:
                 check_ids(batch, self._num_words)
             return batch
         except PipelineError as error:
             return error  # as a value: what a worker raises arrives with its traceback for a message
 
-    def _collated(self, draw: Draw) -> Any:
+    def _collated(self, draw: BatchIndices) -> Any:
         dataset = self._datasets[draw.dataset]
         if self._is_training and hasattr(dataset, "augmented"):
             places = enumerate(draw.indices, start=draw.position)
@@ -82,7 +90,7 @@ class Fetch(Dataset[Any]):
             )
         if getattr(dataset, "is_deterministic", False):
             return self._read(dataset, draw.indices)
-        with own_random_numbers(self._seed, draw.position):
+        with isolate_random_numbers(self._seed, draw.position):
             return self._read(dataset, draw.indices, draw.position)
 
     def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
@@ -95,7 +103,7 @@ class Fetch(Dataset[Any]):
         if position is None or type(source) in (TensorDataset, list):  # which draw nothing
             return self._collate([dataset[index] for index in indices])
         samples = []
-        for bits, index in zip(seeds_at(self._seed, position, len(indices)), indices, strict=True):
+        for bits, index in zip(derive_seeds(self._seed, position, len(indices)), indices, strict=True):
             seed_all(bits)
             samples.append(dataset[index])
         seed_all(derive_seed(self._seed, position, len(indices)))
@@ -111,7 +119,7 @@ def check_ids(batch: LoadedBatch, num_words: int) -> None:
     Raises:
         DataError: an id has no row there; names it and its sample.
     """
-    if (wrong := first_wrong(batch, "input_ids", num_words, None)) is not None:
+    if (wrong := find_bad_value(batch, "input_ids", num_words, None)) is not None:
         raise DataError(
             f"'input_ids' has {wrong.value}{wrong.sample}, and the model knows {num_words} words: expected 0 "
             f"to {num_words - 1} (model.vocab_size; the tokenizer that made them must be the model's)"
@@ -119,7 +127,7 @@ def check_ids(batch: LoadedBatch, num_words: int) -> None:
 
 
 def read_batches(
-    fetch: Fetch, draws: Iterable[Draw], num_workers: int, *, pin_memory: bool, persistent: bool
+    fetch: BatchReader, draws: Iterable[BatchIndices], num_workers: int, *, pin_memory: bool, persistent: bool
 ) -> Iterable[LoadedBatch | PipelineError]:
     """Return the batches of these draws, to be iterated over as often as `draws` can be.
 
@@ -147,7 +155,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-SHOWN = 8  # samples that a line names
+MAX_LISTED_SAMPLES = 8  # samples that a line names
 
 
 class BatchSource(Protocol):
@@ -178,18 +186,18 @@ class BatchSource(Protocol):
 
 
 @runtime_checkable
-class Prefetching(Protocol):
+class PrefetchingSource(Protocol):
     """A source that can read a group before it is asked for."""
 
-    is_ahead: bool
+    is_prefetching: bool
     """Whether it does."""
 
-    def fetch_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Begin with the next group. Called once a step is on its way."""
 
 
 @runtime_checkable
-class Replayable(Protocol):
+class ReplayableSource(Protocol):
     """A source whose samples have a fixed order, so that a group can be named, read again and left out."""
 
     def describe(self, first: int, last: int) -> str:
@@ -203,13 +211,13 @@ class Replayable(Protocol):
 
 
 class TrainLoader:
-    """A BatchSource, Prefetching and Replayable, that reads a data set, and brings the batches to the device.
+    """A BatchSource, PrefetchingSource and ReplayableSource that reads a data set, and brings the batches to the device.
 
-    `fetch_ahead` reads the next group and copies it on a stream of its own, so that neither is waited for.
+    `prefetch` reads the next group and copies it on a stream of its own, so that neither is waited for.
     There is no thread: what is read in this process shares Python with the step, and worker processes read
     ahead by themselves.
 
-    On a CPU nothing is fetched ahead: the step has been computed when `fetch_ahead` is called, so it would be
+    On a CPU nothing is fetched ahead: the step has been computed when `prefetch` is called, so it would be
     the same work a little earlier, and a data set of one's own would see a group that is then thrown away.
     When a group is read does not change what is in it: see Fetch.
 
@@ -224,7 +232,7 @@ class TrainLoader:
         dp_world_size: Number of those ranks.
         seed: Fixes the random numbers that the data set draws.
         num_workers: Processes that fetch ahead; 0 fetches in this one.
-        is_ahead: Whether to fetch ahead; by default on anything but a CPU.
+        is_prefetching: Whether to fetch ahead; by default on anything but a CPU.
         num_words: That the model knows: `input_ids` are held to it. None: they are not.
         left_out: Positions of the order that no step takes, [first, last) each.
     """
@@ -242,7 +250,7 @@ class TrainLoader:
         dp_world_size: int,
         seed: int,
         num_workers: int,
-        is_ahead: bool | None = None,
+        is_prefetching: bool | None = None,
         num_words: int | None = None,
         left_out: Iterable[Sequence[int]] = (),
     ) -> None:
@@ -251,12 +259,14 @@ class TrainLoader:
         self.samples_per_epoch = order.samples_per_epoch
         self.global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
         self.samples_seen = 0
-        self._left_out = LeftOut(left_out)
+        self._left_out = LeftOutPositions(left_out)
         self._order = order
         sources = [order.sources]
-        self._fetch = Fetch([dataset], collate, seed, is_training=True, sources=sources, num_words=num_words)
+        self._fetch = BatchReader(
+            [dataset], collate, seed, is_training=True, sources=sources, num_words=num_words
+        )
         self._draws_from = partial(
-            training_draws,
+            iter_batch_indices,
             order,
             micro_batch_size=micro_batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -267,9 +277,9 @@ class TrainLoader:
         self._num_workers = num_workers
         self._batches: Iterator[Any] | None = None
         self._device = device
-        self.is_ahead = device.type != "cpu" if is_ahead is None else is_ahead
+        self.is_prefetching = device.type != "cpu" if is_prefetching is None else is_prefetching
         self._streams: Any = getattr(torch, device.type)  # torch.cuda; torch.cpu has streams that do nothing
-        self._stream = self._streams.Stream() if self.is_ahead else None
+        self._stream = self._streams.Stream() if self.is_prefetching else None
         self._ahead: list[Batch] | None = None
         self._counts = SourceCounts(order)
 
@@ -291,13 +301,13 @@ class TrainLoader:
 
     def source_samples(self) -> dict[str, int]:
         """Return the samples handed out so far, over all ranks, by their source."""
-        return self._counts.up_to(self.samples_seen)
+        return self._counts.count_up_to(self.samples_seen)
 
     @phase(Phase.DATA)
     def next_group(self) -> list[Batch]:
         """See BatchSource. On the device, where groups are fetched ahead."""
-        if self.is_ahead:
-            self.fetch_ahead()
+        if self.is_prefetching:
+            self.prefetch()
             group = self._take()
         else:
             group = self._read()
@@ -307,14 +317,15 @@ class TrainLoader:
         return group
 
     @phase(Phase.DATA)
-    def fetch_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring the next group to the device; wait until it is read, not for the device."""
-        if not self.is_ahead or self._ahead is not None:
+        if not self.is_prefetching or self._ahead is not None:
             return
         group = self._read()
         with self._streams.stream(self._stream):
             self._ahead = [
-                moved(batch, lambda _, tensor: tensor.to(self._device, non_blocking=True)) for batch in group
+                map_tensors(batch, lambda _, tensor: tensor.to(self._device, non_blocking=True))
+                for batch in group
             ]
 
     def _read(self) -> list[Batch]:
@@ -328,14 +339,14 @@ class TrainLoader:
                 persistent=False,
             )
             self._batches = iter(batches)
-        return [usable(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
+        return [raise_if_error(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
 
     def _take(self) -> list[Batch]:
         group, self._ahead = self._ahead, None
         assert group is not None
         current = self._streams.current_stream()
         current.wait_stream(self._stream)  # the device waits, not the host
-        for tensor in (tensor for tensor in tensors(group) if tensor.is_cuda):
+        for tensor in (tensor for tensor in iter_tensors(group) if tensor.is_cuda):
             tensor.record_stream(current)  # else the copying stream, whose memory it is, reuses it too early
         return group
 
@@ -348,11 +359,11 @@ class TrainLoader:
         }
 
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """See Replayable. What was fetched ahead is read anew."""
-        self._left_out = LeftOut([*self._left_out.stretches, *stretches])
+        """See ReplayableSource. What was fetched ahead is read anew."""
+        self._left_out = LeftOutPositions([*self._left_out.stretches, *stretches])
         self.close()
 
-    def divide(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
+    def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """Divide the next groups of as many samples into other micro-batches.
 
         What was fetched ahead is read anew.
@@ -366,18 +377,18 @@ class TrainLoader:
         self.close()
 
     def read_again(self, first: int) -> list[Batch]:
-        """See Replayable. In this process."""
+        """See ReplayableSource. In this process."""
         draws = islice(self._draws_from(samples_seen=first), self._gradient_accumulation_steps)
-        return [usable(batch) for batch in map(self._fetch.__getitems__, draws)]
+        return [raise_if_error(batch) for batch in map(self._fetch.__getitems__, draws)]
 
     def describe(self, first: int, last: int) -> str:
-        """See Replayable. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""
+        """See ReplayableSource. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""
         own = defaultdict[str, list[str]](list)
-        for index in self._order.samples_at(np.arange(first, min(last, first + SHOWN))).tolist():
-            name, place = place_of(index, self._order.sources)
+        for index in self._order.samples_at(np.arange(first, min(last, first + MAX_LISTED_SAMPLES))).tolist():
+            name, place = locate_sample(index, self._order.sources)
             own[name].append(str(place))
         named = "; ".join(f"{name} {', '.join(places)}" for name, places in own.items())
-        return f"{named}{' ...' if last - first > SHOWN else ''}"
+        return f"{named}{' ...' if last - first > MAX_LISTED_SAMPLES else ''}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`, also one of another number of ranks or another batch size.
@@ -452,7 +463,7 @@ class EvalLoader:
         )
         # One reader of all sets: each with workers of its own would leave a crowd of idle processes.
         self._batches = read_batches(
-            Fetch(sets, collate, 0, is_training=False, sources=sources, num_words=num_words),
+            BatchReader(sets, collate, 0, is_training=False, sources=sources, num_words=num_words),
             self._sampler,
             num_workers,
             pin_memory=pin_memory,
@@ -461,7 +472,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[tuple[str, Batch, bool]]:
         for draw, batch in zip(self._sampler, self._batches, strict=False):
-            yield self.names[draw.dataset], usable(batch), self._sampler.is_real(draw)
+            yield self.names[draw.dataset], raise_if_error(batch), self._sampler.is_real(draw)
 
 
 def _length(name: str, dataset: Dataset[Any]) -> int:
@@ -473,16 +484,16 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
     return length
 
 
-def training_draws(
-    order: Order,
+def iter_batch_indices(
+    order: SampleOrder,
     *,
     micro_batch_size: int,
     gradient_accumulation_steps: int,
     dp_rank: int,
     dp_world_size: int,
     samples_seen: int,
-    left_out: LeftOut = NONE_LEFT_OUT,
-) -> Iterator[Draw]:
+    left_out: LeftOutPositions = NONE_LEFT_OUT,
+) -> Iterator[BatchIndices]:
     """Yield what one rank's micro-batches are made of, without end, from `samples_seen` on.
 
     Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
@@ -491,12 +502,12 @@ def training_draws(
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
     micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank
     offsets = micro_batches[:, None] * micro_batch_size + np.arange(micro_batch_size)  # (M, B)
-    steps = max(1, BLOCK // offsets.size)
+    steps = max(1, ORDER_BLOCK // offsets.size)
     start = samples_seen
     while True:
         firsts = left_out.starts(start, global_batch_size, steps)
         positions = (firsts[:, None, None] + offsets).reshape(-1, micro_batch_size)
         samples = order.samples_at(positions)  # (steps * M, B)
         for position, indices in zip(positions[:, 0].tolist(), samples.tolist(), strict=True):
-            yield Draw(0, position, indices)
+            yield BatchIndices(0, position, indices)
         start = int(firsts[-1]) + global_batch_size

@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class DocumentPieces:
     """Documents, or parts of them, in their order.
 
     Attributes:
@@ -45,9 +45,9 @@ class Pieces:
     documents_cut: int
 
 
-def joined(several: Sequence[Pieces]) -> Pieces:
+def concatenate_pieces(several: Sequence[DocumentPieces]) -> DocumentPieces:
     """Return the pieces of all, one behind the other."""
-    return Pieces(
+    return DocumentPieces(
         starts=np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in several)]),
         lengths=np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in several)]),
         is_end=np.concatenate([np.empty(0, np.bool_), *(pieces.is_end for pieces in several)]),
@@ -55,7 +55,7 @@ def joined(several: Sequence[Pieces]) -> Pieces:
     )
 
 
-def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:
+def cut_documents(ends: Ints, size: int, first: int = 0) -> DocumentPieces:
     """Return the documents that end at `ends` (offsets, increasing), in pieces of at most `size` tokens.
 
     A single last token is left out: nothing is predicted from it. So is a document of one token.
@@ -70,7 +70,7 @@ def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:
     document = np.repeat(np.arange(len(ends)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     is_end = number == full[document]
-    return Pieces(
+    return DocumentPieces(
         starts=begins[document] + number * size + first,
         lengths=np.where(is_end, rest[document], size).astype(np.int32),
         is_end=is_end,
@@ -78,7 +78,7 @@ def cut_documents(ends: Ints, size: int, first: int = 0) -> Pieces:
     )
 
 
-def best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
+def assign_best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
     """Return the bin (N,) of each length; bins hold `size` each and are numbered by their first item.
 
     Every item, the longest first, goes to the fullest bin it fits in. All items of a length and all bins with
@@ -135,7 +135,7 @@ def _by_first_item(bins: Ints, order: Ints, num_bins: int) -> Ints:
 MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
 
 
-def parts_kept_open() -> int:
+def get_max_open_parts() -> int:
     """Return how many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
     return max(8, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
 
@@ -171,7 +171,7 @@ class PackedDataset(Dataset[Batch]):
 
     def _map(self) -> None:
         self._parts = [part for store in self.stores for part in store.parts]
-        self._open = lru_cache(parts_kept_open())(self._open_part)
+        self._open = lru_cache(get_max_open_parts())(self._open_part)
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
         """Return tokens and loss mask of a part, mapped."""
@@ -212,12 +212,12 @@ class PackedDataset(Dataset[Batch]):
         return batch
 
 
-def offsets(sizes: Any) -> Ints:
+def compute_offsets(sizes: Any) -> Ints:
     """Return where each of several things one behind the other starts, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
-class Placed(NamedTuple):
+class PiecePlacement(NamedTuple):
     """Where the N pieces of a batch of B rows lie in its B * T places."""
 
     rows: int
@@ -233,13 +233,13 @@ class Placed(NamedTuple):
     """(B,) where the padding of each row begins."""
 
 
-class PieceRows(PackedDataset):
+class PaddedRows(PackedDataset):
     """Rows of pieces, padded on the right. A piece whose document goes on predicts its next token.
 
     Keeps 13 bytes a piece and 8 a row in memory.
     """
 
-    def _arrange(self, pieces: Pieces, share_rows: bool, units: Ints | None = None) -> Ints:
+    def _arrange(self, pieces: DocumentPieces, share_rows: bool, units: Ints | None = None) -> Ints:
         """Put pieces in rows, once; return their new order.
 
         Args:
@@ -247,12 +247,12 @@ class PieceRows(PackedDataset):
             units: (N,) from 0, not decreasing: pieces of one unit stay together. None: each is one.
         """
         sizes = pieces.lengths if units is None else np.bincount(units, pieces.lengths).astype(np.int32)
-        row = best_fit(sizes, self.sequence_length) if share_rows else np.arange(len(sizes))
+        row = assign_best_fit(sizes, self.sequence_length) if share_rows else np.arange(len(sizes))
         row = row if units is None else row[units]
         order = np.argsort(row, kind="stable")
         self._starts, self._lengths = pieces.starts[order], pieces.lengths[order]
         self._is_end = pieces.is_end[order]
-        self._bounds = offsets(np.bincount(row))  # row i holds the pieces [bounds[i], bounds[i + 1])
+        self._bounds = compute_offsets(np.bincount(row))  # row i holds the pieces [bounds[i], bounds[i + 1])
         self.pad_id = self.end_id
         self.documents_cut = pieces.documents_cut
         places = len(self) * self.sequence_length
@@ -265,9 +265,9 @@ class PieceRows(PackedDataset):
     @cached_property
     def _first(self) -> Ints:
         """Where the tokens of each part begin; they run on from part to part."""
-        return offsets([part.num_tokens for part in self._parts])
+        return compute_offsets([part.num_tokens for part in self._parts])
 
-    def _place(self, indices: Sequence[int]) -> Placed:
+    def _place(self, indices: Sequence[int]) -> PiecePlacement:
         rows = np.asarray(indices, dtype=np.int64)
         counts = self._bounds[rows + 1] - self._bounds[rows]
         before = np.cumsum(counts) - counts  # pieces of this batch before each row's
@@ -278,7 +278,7 @@ class PieceRows(PackedDataset):
         row_filled = np.add.reduceat(lengths, before)
         row_begins = np.arange(len(rows)) * self.sequence_length
         places = filled - lengths + (row_begins - (np.cumsum(row_filled) - row_filled))[of_row]
-        return Placed(
+        return PiecePlacement(
             rows=len(rows),
             pieces=pieces,
             lengths=lengths,
@@ -287,7 +287,7 @@ class PieceRows(PackedDataset):
             row_ends=row_begins + row_filled,
         )
 
-    def _fill(self, placed: Placed) -> NDArray[np.int64]:
+    def _fill(self, placed: PiecePlacement) -> NDArray[np.int64]:
         """Return inputs and labels (2, B, T)."""
         starts = self._starts[placed.pieces]
         parts = self._first.searchsorted(starts, side="right") - 1
@@ -309,7 +309,7 @@ class PieceRows(PackedDataset):
         return pair
 
 
-class Stream(PackedDataset):
+class ConcatenatedRows(PackedDataset):
     """`concatenate`: row i of a part is its tokens [i T, i T + T], the last of them only predicted.
 
     Rows cross from document to document, never from part to part; a part's last tokens that fill no row are
@@ -322,7 +322,7 @@ class Stream(PackedDataset):
     ) -> None:
         super().__init__(stores, sequence_length, separate_documents, end_id)
         counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
-        self._first = offsets(counts)  # row of each part
+        self._first = compute_offsets(counts)  # row of each part
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
         """Return both in windows (rows of the part, T + 1) that overlap by one; no copy."""
@@ -370,7 +370,7 @@ class Stream(PackedDataset):
         return windows, in_loss
 
 
-class Bins(PieceRows):
+class DocumentRows(PaddedRows):
     """`best_fit` and `none`: documents, and pieces of those longer than a row.
 
     Args:
@@ -392,7 +392,7 @@ class Bins(PieceRows):
             cut_documents(np.asarray(part.ends), sequence_length, int(first))
             for part, first in zip(self._parts, self._first, strict=False)
         ]
-        self._arrange(joined(cut), share_rows)
+        self._arrange(concatenate_pieces(cut), share_rows)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return a batch of these rows."""
@@ -403,7 +403,7 @@ class Bins(PieceRows):
         return self._batch(pair, np.concatenate([placed.places, placed.row_ends]))
 
 
-def pack(
+def pack_documents(
     store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, end_id: int
 ) -> PackedDataset:
     """Return the rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
@@ -412,11 +412,11 @@ def pack(
         end_id: The end-of-document token.
     """
     if packing == "concatenate":
-        return Stream([store], sequence_length, separate_documents, end_id)
+        return ConcatenatedRows([store], sequence_length, separate_documents, end_id)
     share_rows = {"best_fit": True, "none": False}[packing]
-    return Bins([store], sequence_length, separate_documents, end_id, share_rows=share_rows)
+    return DocumentRows([store], sequence_length, separate_documents, end_id, share_rows=share_rows)
 
 
-def join(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
+def join_datasets(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
     """Return the rows of all, one behind the other; several have the attribute `datasets`."""
     return datasets[0] if len(datasets) == 1 else JoinedDataset(datasets)

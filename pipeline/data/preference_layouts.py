@@ -17,11 +17,11 @@ from pipeline.data.chat_layouts import (
     UNLEARNED,
     Conversation,
     Turn,
-    common_start,
+    common_prefix_length,
     has_field,
+    read_content,
     read_instruction,
     read_system,
-    read_text,
     read_tools,
     read_turns,
     without_nulls,
@@ -41,11 +41,11 @@ SCORES = (
     ("chosen-rating", "rejected-rating"),
 )
 MARGIN = "margin"
-Said = str | list[Turn]  # plain text, or turns
+TextOrTurns = str | list[Turn]  # plain text, or turns
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgedAnswer:
     """What was judged.
 
     Attributes:
@@ -54,11 +54,11 @@ class Answer:
     """
 
     kind: int
-    said: Said
+    said: TextOrTurns
 
 
 @dataclass(frozen=True)
-class Example:
+class PreferenceExample:
     """A prompt and its answers.
 
     Attributes:
@@ -68,8 +68,8 @@ class Example:
         tools: What the assistant may call, for the template.
     """
 
-    prompt: Said
-    answers: tuple[Answer, ...]
+    prompt: TextOrTurns
+    answers: tuple[JudgedAnswer, ...]
     margin: float | None
     tools: list[Any] | None
 
@@ -88,7 +88,7 @@ class Example:
         for said in (self.prompt, *(answer.said for answer in self.answers)):
             yield from [said] if isinstance(said, str) else (turn["content"] for turn in said)
 
-    def conversation(self, answer: Answer) -> Conversation:
+    def conversation(self, answer: JudgedAnswer) -> Conversation:
         """Return prompt and answer, where they are turns."""
         assert not isinstance(self.prompt, str)
         assert not isinstance(answer.said, str)
@@ -97,7 +97,7 @@ class Example:
         return Conversation(_without_weights(turns), self.tools, unlearned)
 
 
-def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> Example:
+def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> PreferenceExample:
     """Return the example of a row.
 
     Args:
@@ -155,7 +155,7 @@ def _find_prompt(where: str, record: dict[str, Any], layout: str) -> tuple[str |
 
 def _read_pair(
     where: str, record: dict[str, Any], field: str | None, pair: tuple[str, str], is_plain: bool
-) -> Example:
+) -> PreferenceExample:
     missing = next((side for side in pair if not has_field(record, side)), None)
     if missing is not None:
         raise DataError(f"{where}: a pair with one side missing: there is no {missing!r}")
@@ -175,13 +175,13 @@ def _read_pair(
     assert prompt is not None
     if not isinstance(chosen, str):
         prompt = _with_system(where, record, prompt)
-    answers = Answer(CHOSEN, chosen), Answer(REJECTED, rejected)
-    return Example(prompt, answers, _read_margin(where, record), read_tools(where, record))
+    answers = JudgedAnswer(CHOSEN, chosen), JudgedAnswer(REJECTED, rejected)
+    return PreferenceExample(prompt, answers, _read_margin(where, record), read_tools(where, record))
 
 
 def _read_unpaired(
     where: str, record: dict[str, Any], field: str | None, is_plain: bool, unpaired: bool
-) -> Example:
+) -> PreferenceExample:
     label = next((label for label in LABELS if _has_value(record, label)), None)
     if label is None:
         raise DataError(
@@ -200,16 +200,16 @@ def _read_unpaired(
     if given is None:
         if isinstance(prompt, str) or not prompt or prompt[-1]["role"] != ASSISTANT:
             raise DataError(f"{where}: no answer beside the prompt; expected 'completion' or 'output'")
-        said: Said = prompt[-1:]
+        said: TextOrTurns = prompt[-1:]
         prompt = prompt[:-1]
     else:
         said = _read_said(where, given, record[given])
     if not (isinstance(prompt, str) and isinstance(said, str) and is_plain and not record.get("system")):
         prompt, said = _with_system(where, record, prompt), _as_answer(said)
-    return Example(prompt, (Answer(kind, said),), None, read_tools(where, record))
+    return PreferenceExample(prompt, (JudgedAnswer(kind, said),), None, read_tools(where, record))
 
 
-def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> Example:
+def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> PreferenceExample:
     """Return an example whose template reads the row. Each turn has it; an answer's content is its side."""
     prompt = [{"role": "user", "content": "", ROW: row}]
     label = next((label for label in LABELS if _has_value(row, label)), None) if unpaired else None
@@ -219,13 +219,13 @@ def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> Example:
         kinds = [CHOSEN if _read_label(where, label, row[label]) else REJECTED]
     said = ["completion" if label else KIND_NAMES[kind] for kind in kinds]
     answers = (
-        Answer(kind, [{"role": ASSISTANT, "content": side, ROW: row}])
+        JudgedAnswer(kind, [{"role": ASSISTANT, "content": side, ROW: row}])
         for kind, side in zip(kinds, said, strict=True)
     )
-    return Example(prompt, tuple(answers), None, None)
+    return PreferenceExample(prompt, tuple(answers), None, None)
 
 
-def _read_said(where: str, field: str, value: Any) -> Said:
+def _read_said(where: str, field: str, value: Any) -> TextOrTurns:
     """Return a string, a turn or several."""
     if isinstance(value, str):
         return value
@@ -235,19 +235,19 @@ def _read_said(where: str, field: str, value: Any) -> Said:
 @overload
 def _without_weights(said: list[Turn]) -> list[Turn]: ...
 @overload
-def _without_weights(said: Said) -> Said: ...
-def _without_weights(said: Said) -> Said:
+def _without_weights(said: TextOrTurns) -> TextOrTurns: ...
+def _without_weights(said: TextOrTurns) -> TextOrTurns:
     """Return turns without the note that they are not learned."""
     if isinstance(said, str):
         return said
     return [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in said]
 
 
-def _as_answer(said: Said) -> list[Turn]:
+def _as_answer(said: TextOrTurns) -> list[Turn]:
     return [{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said
 
 
-def _with_system(where: str, record: dict[str, Any], prompt: Said) -> list[Turn]:
+def _with_system(where: str, record: dict[str, Any], prompt: TextOrTurns) -> list[Turn]:
     """Return the prompt as turns, behind the row's own `system` where it does not begin with another."""
     if not prompt:
         return []
@@ -259,7 +259,7 @@ def _split_turns(
     where: str, pair: tuple[str, str], chosen: list[Turn], rejected: list[Turn]
 ) -> tuple[list[Turn], list[Turn], list[Turn]]:
     """Return the turns that both begin with, and what each goes on with."""
-    count = common_start(_without_weights(chosen), _without_weights(rejected))
+    count = common_prefix_length(_without_weights(chosen), _without_weights(rejected))
     if count == len(chosen) == len(rejected):
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
     if count == 0 or any(said[count:] and said[count]["role"] != ASSISTANT for said in (chosen, rejected)):
@@ -272,7 +272,7 @@ def _split_turns(
 
 def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return the text that both begin with, up to a space, and what each goes on with."""
-    count = common_start(chosen, rejected)
+    count = common_prefix_length(chosen, rejected)
     if count and count < max(len(chosen), len(rejected)) and chosen[count - 1] == " ":
         count -= 1  # a word and the space before it are one token
     if count == 0:
@@ -282,7 +282,9 @@ def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def _refuse_other_prompt(where: str, field: str | None, prompt: Said | None, shared: list[Turn]) -> None:
+def _refuse_other_prompt(
+    where: str, field: str | None, prompt: TextOrTurns | None, shared: list[Turn]
+) -> None:
     """Raise DataError where the row's prompt is not what both conversations begin with."""
     if isinstance(prompt, str):
         is_same = any(turn["content"].strip() == prompt.strip() for turn in shared)
@@ -292,7 +294,7 @@ def _refuse_other_prompt(where: str, field: str | None, prompt: Said | None, sha
         raise DataError(f"{where}: the answers are whole conversations that do not begin with {field!r}")
 
 
-def _refuse_empty(where: str, side: str, said: Said) -> None:
+def _refuse_empty(where: str, side: str, said: TextOrTurns) -> None:
     if isinstance(said, str):
         is_empty = not said.strip()
     else:
@@ -337,12 +339,12 @@ def _read_margin(where: str, record: dict[str, Any]) -> float | None:
 
 
 # Fields that hold a prompt, in the order in which they are looked for: rows often have several.
-PROMPTS: dict[str, Callable[[str, dict[str, Any]], Said]] = {
+PROMPTS: dict[str, Callable[[str, dict[str, Any]], TextOrTurns]] = {
     "prompt": lambda where, record: _read_said(where, "prompt", record["prompt"]),
     "conversations": lambda where, record: read_turns(where, "conversations", record["conversations"]),
     "instruction": read_instruction,
-    "question": lambda where, record: read_text(where, "field 'question'", record["question"]),
-    "input": lambda where, record: read_text(where, "field 'input'", record["input"]),
+    "question": lambda where, record: read_content(where, "field 'question'", record["question"]),
+    "input": lambda where, record: read_content(where, "field 'input'", record["input"]),
     "messages": lambda where, record: read_turns(where, "messages", record["messages"]),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {

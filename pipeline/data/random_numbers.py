@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.data.batches import on_host, shown
+from pipeline.data.batches import format_batch, get_host_batch
 from pipeline.errors import DataError
 
 
@@ -32,7 +32,7 @@ def seed_step(seed: int, step: int, seed_rank: int) -> None:
     random.seed(bits)
 
 
-def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finaliser of splitmix64 (Steele, Lea & Flood 2014) to each, modulo 2**64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -40,10 +40,10 @@ def scrambled(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def seeds_at(seed: int, position: int, count: int) -> list[int]:
+def derive_seeds(seed: int, position: int, count: int) -> list[int]:
     """Return 64 random bits for each position from `position` on: one call for a batch."""
     positions = np.arange(position, position + count, dtype=np.uint64)
-    return scrambled(positions ^ np.uint64(derive_seed(seed))).tolist()
+    return scramble(positions ^ np.uint64(derive_seed(seed))).tolist()
 
 
 def seed_all(bits: int) -> None:
@@ -56,7 +56,7 @@ def seed_all(bits: int) -> None:
 
 
 @contextmanager
-def own_random_numbers(*key: int) -> Iterator[None]:
+def isolate_random_numbers(*key: int) -> Iterator[None]:
     """Let numbers drawn inside depend on `key` alone, and leave a step's dropout outside as it is."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     seed_all(derive_seed(*key))
@@ -68,7 +68,7 @@ def own_random_numbers(*key: int) -> Iterator[None]:
         random.setstate(before[2])
 
 
-def token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
+def derive_token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
     """Return 32 random bits of each token, and of how many tokens its document consists.
 
     The bits follow from `key`, from all ids of the document and from the place in it: a document has the same
@@ -84,18 +84,20 @@ def token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
     Raises:
         DataError: the batch has no such ids.
     """
-    seen = on_host(batch)
+    seen = get_host_batch(batch)
     ids = seen.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
-        raise DataError(f"model.neftune_alpha: the batch has no input_ids (rows, tokens), but {shown(batch)}")
+        raise DataError(
+            f"model.neftune_alpha: the batch has no input_ids (rows, tokens), but {format_batch(batch)}"
+        )
     counts, begins = _documents(seen, ids)
     starts = np.flatnonzero(begins)
     document = np.cumsum(begins.reshape(-1)) - 1
     before = np.cumsum(counts) - counts
     places = (before - before[starts][document]).astype(np.uint64)
-    words = scrambled(ids.cpu().numpy().reshape(-1).astype(np.uint64) ^ (places << np.uint64(32))) * counts
-    of_document = scrambled(np.add.reduceat(words, starts) ^ np.uint64(derive_seed(*key)))
-    bits = scrambled(of_document[document] + places) >> np.uint64(32)
+    words = scramble(ids.cpu().numpy().reshape(-1).astype(np.uint64) ^ (places << np.uint64(32))) * counts
+    of_document = scramble(np.add.reduceat(words, starts) ^ np.uint64(derive_seed(*key)))
+    bits = scramble(of_document[document] + places) >> np.uint64(32)
     lengths = np.add.reduceat(counts, starts)[document].astype(np.uint64)
     keys = (bits << np.uint64(32)) | lengths
     return torch.from_numpy(keys.view(np.int64).reshape(tuple(ids.shape)))

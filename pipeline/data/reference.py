@@ -25,11 +25,11 @@ from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.files import replace_file
 
-FILE = "reference_logps.safetensors"
-Keys = NDArray[np.uint64]
+REFERENCE_FILE = "reference_logps.safetensors"
+AnswerKeys = NDArray[np.uint64]
 
 
-def keys_of(batch: Batch) -> Keys:
+def compute_answer_keys(batch: Batch) -> AnswerKeys:
     """Return (B, S): digests of the tokens and labels of each segment; 0 where there is none."""
     ids, segments, kinds = (batch[name].numpy() for name in ("input_ids", "segments", "segment_kinds"))
     labels = batch["shift_labels" if "shift_labels" in batch else "labels"].numpy()
@@ -49,17 +49,17 @@ class ReferenceTable:
         logps: (N,), fp32.
     """
 
-    def __init__(self, keys: Keys, logps: NDArray[np.float32]) -> None:
+    def __init__(self, keys: AnswerKeys, logps: NDArray[np.float32]) -> None:
         self.keys, self.logps = keys, logps
 
     @staticmethod
-    def of(keys: Keys, logps: NDArray[np.float32]) -> ReferenceTable:
+    def from_answers(keys: AnswerKeys, logps: NDArray[np.float32]) -> ReferenceTable:
         """Return the table of answers in any order, some of them several times."""
         unique, places = np.unique(keys, return_index=True)
         is_answer = unique != 0
         return ReferenceTable(unique[is_answer], logps[places][is_answer])
 
-    def look_up(self, keys: Keys) -> NDArray[np.float32]:
+    def look_up(self, keys: AnswerKeys) -> NDArray[np.float32]:
         """Return values of keys (B, S), 0 where there is no segment; NaN of an answer that is not there."""
         known, logps = np.append(self.keys, np.uint64(0)), np.append(self.logps, np.float32(np.nan))
         places = self.keys.searchsorted(keys)
@@ -67,18 +67,18 @@ class ReferenceTable:
         return np.where(keys == 0, 0.0, found).astype(np.float32)
 
 
-class OfZeros(ReferenceTable):
+class ZeroReferenceTable(ReferenceTable):
     """What stands in for the reference where only its size counts."""
 
     def __init__(self) -> None:
         super().__init__(np.zeros(0, np.uint64), np.zeros(0, np.float32))
 
-    def look_up(self, keys: Keys) -> NDArray[np.float32]:
+    def look_up(self, keys: AnswerKeys) -> NDArray[np.float32]:
         """Return zeros of the shape of the keys."""
         return np.zeros(keys.shape, np.float32)
 
 
-class WithReference:
+class ReferenceCollate:
     """A collate whose batches have `reference_logps` (B, S), fp32, besides."""
 
     def __init__(self, collate: Collate, table: ReferenceTable) -> None:
@@ -92,7 +92,7 @@ class WithReference:
             DataError: an answer is in no table.
         """
         batch: Batch = as_batch(self._collate(items))
-        found = self._table.look_up(keys_of(batch))
+        found = self._table.look_up(compute_answer_keys(batch))
         if np.isnan(found).any():
             row, segment = np.argwhere(np.isnan(found))[0].tolist()
             raise DataError(
@@ -107,10 +107,10 @@ class WithReference:
 
 def add_reference_logps(data: DataBundle, table: ReferenceTable) -> DataBundle:
     """Return data whose batches have what the table says of their answers."""
-    return replace(data, collate=WithReference(data.collate, table))
+    return replace(data, collate=ReferenceCollate(data.collate, table))
 
 
-def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
+def restore_reference_logps(data: DataBundle, directory: Path, job: Job) -> DataBundle:
     """Return the data of a run that has begun: its batches have `reference_logps`. Collective.
 
     Raises:
@@ -118,10 +118,10 @@ def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
     """
 
     def read() -> ReferenceTable:
-        table = read_table(directory / FILE)
+        table = read_reference_table(directory / REFERENCE_FILE)
         if table is None:
             raise CheckpointError(
-                f"{directory / FILE} is gone or damaged, and what the run began with cannot be computed from "
+                f"{directory / REFERENCE_FILE} is gone or damaged, and what the run began with cannot be computed from "
                 "what it has trained since; bring it back, or start a new run"
             )
         return table
@@ -129,7 +129,7 @@ def with_reference(data: DataBundle, directory: Path, job: Job) -> DataBundle:
     return add_reference_logps(data, job.on_main(read))
 
 
-def read_table(file: Path) -> ReferenceTable | None:
+def read_reference_table(file: Path) -> ReferenceTable | None:
     """Return the table of a file; `None` if it is missing or damaged."""
     try:
         found = load(file.read_bytes())
@@ -140,7 +140,7 @@ def read_table(file: Path) -> ReferenceTable | None:
     return ReferenceTable(keys, logps) if is_table and keys.ndim == 1 else None
 
 
-def write_table(file: Path, table: ReferenceTable) -> None:
+def write_reference_table(file: Path, table: ReferenceTable) -> None:
     """Write the table to a file, which replaces an older one once it is whole.
 
     Raises:

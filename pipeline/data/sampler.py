@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.random_numbers import derive_seed, scrambled
+from pipeline.data.random_numbers import derive_seed, scramble
 from pipeline.errors import DataError
 
 ROUNDS = 6
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which sample stands at which position of the run."""
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -28,7 +28,7 @@ class Order(Protocol):
         ...
 
 
-class Draw(NamedTuple):
+class BatchIndices(NamedTuple):
     """What one batch is made of."""
 
     dataset: int
@@ -39,7 +39,7 @@ class Draw(NamedTuple):
     """Into the data set."""
 
 
-class GlobalOrder:
+class ShuffledOrder:
     """A different permutation of `range(num_samples)` for every epoch, one behind the other.
 
     A Feistel network over pairs of digits in base a = ceil(sqrt(n)), keyed by seed and epoch; values that
@@ -51,12 +51,12 @@ class GlobalOrder:
         assert num_samples >= 1
         self.num_samples = num_samples
         self._base = np.uint64(math.isqrt(num_samples - 1) + 1)
-        self._seed_key = scrambled(np.array([seed], dtype=np.uint64))
+        self._seed_key = scramble(np.array([seed], dtype=np.uint64))
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sample indices at `positions` (any shape) of the run; position p lies in epoch p // num_samples."""
         epochs, indices = np.divmod(positions.astype(np.uint64).reshape(-1), np.uint64(self.num_samples))
-        keys = scrambled(self._seed_key ^ epochs)
+        keys = scramble(self._seed_key ^ epochs)
         samples = self._permute(indices, keys)
         outside = np.flatnonzero(samples >= self.num_samples)
         while len(outside):
@@ -68,12 +68,12 @@ class GlobalOrder:
         """Return one pass of the network over [0, base * base)."""
         left, right = np.divmod(values, self._base)
         for turn in range(ROUNDS):
-            drawn = scrambled(right ^ (keys + np.uint64(turn))) % self._base
+            drawn = scramble(right ^ (keys + np.uint64(turn))) % self._base
             left, right = right, (left + drawn) % self._base
         return left * self._base + right
 
 
-class LeftOut:
+class LeftOutPositions:
     """Stretches of a run's positions that no step takes: the steps before and after them are unchanged.
 
     Args:
@@ -101,7 +101,7 @@ class LeftOut:
         return np.array(found)
 
 
-NONE_LEFT_OUT = LeftOut()
+NONE_LEFT_OUT = LeftOutPositions()
 
 
 class EvalSampler:
@@ -124,14 +124,14 @@ class EvalSampler:
         self._first = dp_rank * micro_batch_size
         self._stride = dp_world_size * micro_batch_size
 
-    def is_real(self, draw: Draw) -> bool:
+    def is_real(self, draw: BatchIndices) -> bool:
         return draw.position < self._sizes[draw.dataset]
 
-    def __iter__(self) -> Iterator[Draw]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         for dataset, size in enumerate(self._sizes):
             for first in range(self._first, self._first + size, self._stride):
                 indices = list(range(first, min(first + self._micro_batch_size, size)))
-                yield Draw(dataset, first, indices or [0])
+                yield BatchIndices(dataset, first, indices or [0])
 
 
 COUNTED_AT_ONCE = 1 << 16  # positions: a few MB of temporary arrays
@@ -156,7 +156,7 @@ class MixtureOrder:
     A permutation sends a position of epoch e to a slot. Slots are divided among the sources: slot k of a
     source is its own position e * share + k, and its own order maps that to a sample. So a source is gone
     through whole before it repeats, over as many epochs of the mixture as that takes. A lone source keeps its
-    own order, that of GlobalOrder. Memory and start-up are O(number of sources).
+    own order, that of ShuffledOrder. Memory and start-up are O(number of sources).
 
     Args:
         sources: In the order they have in the data set.
@@ -167,15 +167,15 @@ class MixtureOrder:
     """
 
     def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
-        drawn = drawn_per_epoch(sources)
+        drawn = count_drawn_per_epoch(sources)
         self._describe(sources, sum(drawn))
         self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) in an epoch
         self._slots = np.cumsum([0, *drawn])  # where each source's slots begin; the last one ends them
         self._active = [number for number, count in enumerate(drawn) if count]
         alone = len(self._active) == 1
-        self._slot_order = None if alone else GlobalOrder(self.samples_per_epoch, seed)
+        self._slot_order = None if alone else ShuffledOrder(self.samples_per_epoch, seed)
         self._orders = {  # a key for each source: two of equal size would otherwise go in step
-            number: GlobalOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
+            number: ShuffledOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
             for number in self._active
         }
 
@@ -236,7 +236,7 @@ class MixtureOrder:
         return sources, flat // self.samples_per_epoch * self._drawn[sources] + slots - self._slots[sources]
 
 
-def drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
+def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
     """Return samples of each source in an epoch: by its `epochs`, or its weight's share of all.
 
     Shares of a weighted mixture are rounded by largest remainder: they add up, and weight 0 draws nothing.
@@ -287,7 +287,7 @@ class SourceCounts:
             self._counted = samples_seen
             self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
 
-    def up_to(self, samples_seen: int) -> dict[str, int]:
+    def count_up_to(self, samples_seen: int) -> dict[str, int]:
         """Return counts by name of the first `samples_seen` samples; never fewer than at the last call."""
         self._counts = self._counts + self._order.count(self._counted, samples_seen)
         self._counted = samples_seen

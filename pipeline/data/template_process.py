@@ -65,9 +65,9 @@ class TemplateProcess:
         """Return the text of each conversation; see ChatTemplate.write."""
         return self._ask("write", given)
 
-    def ask(self, question: str) -> str:
-        """Return a question as text; see ChatTemplate.ask."""
-        return str(self._ask("ask", [(question,)])[0])
+    def write_question(self, question: str) -> str:
+        """Return a question as text; see ChatTemplate.write_question."""
+        return str(self._ask("write_question", [(question,)])[0])
 
     def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
         """Return where the assistant speaks in each conversation; see ChatTemplate.find_answers."""

@@ -15,17 +15,25 @@ from pipeline.config.data_schema import ChatDataConfig, DocumentsConfig, Prefere
 from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Batch, DataBundle
 from pipeline.data.curriculum import build_weights
-from pipeline.data.packing import Ints, PackedDataset, PieceRows, Pieces, join, offsets, pack
+from pipeline.data.packing import (
+    DocumentPieces,
+    Ints,
+    PackedDataset,
+    PaddedRows,
+    compute_offsets,
+    join_datasets,
+    pack_documents,
+)
 from pipeline.data.preference_layouts import MISMATCHED
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.sampler import SourceShare
 from pipeline.errors import DataError
 
 if TYPE_CHECKING:
-    from pipeline.data.prepared import Prepared, PreparedSource, TokenStore
+    from pipeline.data.prepared import PreparedDocuments, PreparedSource, TokenStore
 
 
-class SegmentRows(PieceRows):
+class PreferenceRows(PaddedRows):
     """`best_fit` and `none`: whole examples. Every segment is a prompt and an answer, and sees itself alone.
 
     A batch has besides, where segments of a row are counted from 0:
@@ -72,14 +80,14 @@ class SegmentRows(PieceRows):
         by_example = np.lexsort((found.places, found.examples))
         found = _Found(*(values[by_example] for values in found))
         ends = np.ones(len(found.starts), np.bool_)
-        pieces = Pieces(found.starts, found.lengths.astype(np.int32), ends, 0)
+        pieces = DocumentPieces(found.starts, found.lengths.astype(np.int32), ends, 0)
         order = self._arrange(pieces, share_rows, found.examples)
         self._kinds = found.kinds[order].astype(np.int8)
         # A chosen answer's, which is the first of its example.
         margins = np.where(found.places == 0, examples.margins[found.examples], np.nan)[order]
         self.has_margins = bool(np.isfinite(margins).any())
         self._margins = np.nan_to_num(margins)
-        begun = offsets(self._kinds > 0)[self._bounds]
+        begun = compute_offsets(self._kinds > 0)[self._bounds]
         self.num_segments = int(np.diff(begun).max(initial=1))
         whole = np.bincount(np.cumsum(self._kinds > 0), self._lengths)
         self.longest = int(whole.max(initial=1))
@@ -98,7 +106,7 @@ class SegmentRows(PieceRows):
         joins = placed.places[~begins]  # a prompt that another example's answer follows predicts it
         labels[joins - 1] = inputs[joins]
         batch = self._batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
-        before = offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
+        before = compute_offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
         number = np.cumsum(begins) - 1 - before[placed.of_row]
         batch["position_ids"] %= self.longest
         segments = np.full(inputs.shape, -1)
@@ -117,7 +125,7 @@ class SegmentRows(PieceRows):
         return batch
 
 
-def agree(datasets: Sequence[SegmentRows]) -> int | None:
+def unify_shapes(datasets: Sequence[PreferenceRows]) -> int | None:
     """Give the batches of all the same entries and shapes. Log how many mismatched answers are not whole.
 
     Returns:
@@ -220,7 +228,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     def rows(store: TokenStore) -> PackedDataset:
         end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
         if (preferences := config.preferences) is not None:
-            return SegmentRows(
+            return PreferenceRows(
                 store,
                 size,
                 end_id,
@@ -228,7 +236,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
                 mismatched=preferences.is_unpaired,
                 answer_length=preferences.answer_length,
             )
-        return pack(store, config.packing, size, config.separate_documents, end_id)
+        return pack_documents(store, config.packing, size, config.separate_documents, end_id)
 
     train = {source.name: rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
@@ -245,9 +253,9 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         )
         for source in config.all_sources()
     )
-    longest = agree([each for each in everything if isinstance(each, SegmentRows)])
+    longest = unify_shapes([each for each in everything if isinstance(each, PreferenceRows)])
     return DataBundle(
-        train=join(list(train.values())),
+        train=join_datasets(list(train.values())),
         eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
         eval_sets=_usable(further, prepared.eval_sets, config),
         collate=collate_items,
@@ -262,7 +270,8 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
             (
                 rows_of_source.answers()
                 for source in config.all_sources()
-                if source.weight != 0 and isinstance(rows_of_source := train[source.name or ""], SegmentRows)
+                if source.weight != 0
+                and isinstance(rows_of_source := train[source.name or ""], PreferenceRows)
             ),
             Counter[int](),
         ),
@@ -287,7 +296,7 @@ def _usable(
     return {name: dataset for name, dataset in rows.items() if len(dataset)}
 
 
-def _too_little(prepared: Prepared, config: DocumentsConfig) -> DataError:
+def _too_little(prepared: PreparedDocuments, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
     if (preferences := config.preferences) is not None:

@@ -17,16 +17,16 @@ from pipeline.files import find_unsafe_files, is_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PIECE = 100_000  # characters
-CONTEXT = 1_000  # characters on both sides of a cut by which it is judged
-TRIES = 50  # cuts that are tried before a text is taken whole
+PIECE_CHARACTERS = 100_000  # characters
+CONTEXT_CHARACTERS = 1_000  # characters on both sides of a cut by which it is judged
+MAX_CUTS_TRIED = 50  # cuts that are tried before a text is taken whole
 WORD_END = re.compile(r"\w(?=\W)")
 END_OF_DOCUMENT = "<|endoftext|>"
 # A bare tokenizer.json does not say which of its special tokens ends a document.
 USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
-def cut_text(core: Any, text: str, size: int = PIECE) -> Iterator[str]:
+def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Yield a text in pieces of about `size` characters that have the ids of the whole.
 
     A text is cut only between two words of the tokenizer's pre-tokenizer. Without one, or where nothing is
@@ -37,7 +37,7 @@ def cut_text(core: Any, text: str, size: int = PIECE) -> Iterator[str]:
     """
     start = 0
     while core.pre_tokenizer is not None and len(text) - start > size:
-        ends = islice(WORD_END.finditer(text, start + size), TRIES)
+        ends = islice(WORD_END.finditer(text, start + size), MAX_CUTS_TRIED)
         cut = next((end.end() for end in ends if _is_divided(core, text, end.end())), None)
         if cut is None:
             break
@@ -48,7 +48,7 @@ def cut_text(core: Any, text: str, size: int = PIECE) -> Iterator[str]:
 
 def _is_divided(core: Any, text: str, cut: int) -> bool:
     """Return whether the text around a cut is divided there, into the words that each side has alone."""
-    before, behind = text[max(0, cut - CONTEXT) : cut], text[cut : cut + CONTEXT]
+    before, behind = text[max(0, cut - CONTEXT_CHARACTERS) : cut], text[cut : cut + CONTEXT_CHARACTERS]
     added = [token.content for token in core.get_added_tokens_decoder().values() if not token.special]
     if any(token in before + behind for token in added):
         return False
@@ -150,7 +150,7 @@ def _wrap(**given: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(clean_up_tokenization_spaces=False, **given)
 
 
-def token_ids_end(tokenizer: PreTrainedTokenizerFast) -> int:
+def get_token_id_bound(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return one more than the largest token id; more than `len(tokenizer)` where the ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.checkpoint.shards import EngineState, Shard
-from pipeline.data.batches import LoadedBatch, moved, on_host
+from pipeline.data.batches import LoadedBatch, get_host_batch, map_tensors
 from pipeline.distributed.phases import Phases
 from pipeline.engine.replicas import ReplicaDigests
 from pipeline.errors import ModelError
@@ -28,7 +28,7 @@ def add_document_bounds(batch: Batch) -> Batch:
     What a loader moved to a device is looked at on the host; only where a batch was made on the device is the
     device waited for.
     """
-    seen = on_host(batch)
+    seen = get_host_batch(batch)
     positions, ids = seen.get("position_ids"), seen.get("input_ids")
     if (
         BOUNDS_KEY in batch or "attention_mask" in batch
@@ -38,7 +38,9 @@ def add_document_bounds(batch: Batch) -> Batch:
         return batch
     bounds = find_document_bounds(positions.cpu())
     is_pinned = positions.is_cuda or positions.is_pinned()
-    return LoadedBatch({**batch, BOUNDS_KEY: bounds.pin_memory() if is_pinned else bounds}).known_as(batch)
+    return LoadedBatch(
+        {**batch, BOUNDS_KEY: bounds.pin_memory() if is_pinned else bounds}
+    ).copy_metadata_from(batch)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -160,7 +162,7 @@ def to_device(
         is_cast = tensor.is_floating_point() and key in inputs and key not in TARGET_KEYS
         return tensor.to(device, dtype=float_dtype if is_cast else None, non_blocking=True)
 
-    return moved(batch, move)
+    return map_tensors(batch, move)
 
 
 def require_gradient_graph(loss: LossSum) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.batch_plan import BatchPlan
-from pipeline.data.batches import LoadedBatch, Reading, on_host, place_of, tensors
+from pipeline.data.batches import BatchOrigin, LoadedBatch, get_host_batch, iter_tensors, locate_sample
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepLimits
 from pipeline.models.batch_norm import is_sync_batch_norm
@@ -100,7 +100,7 @@ class FirstNonFinite:
     def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
         self._number, self._order = self._number + 1, 0
         # The first is the data; further ones may be masks.
-        is_data_finite = _is_finite(next(tensors((given, named)), None))
+        is_data_finite = _is_finite(next(iter_tensors((given, named)), None))
         self._is_input_finite = is_data_finite and not _is_spoilt((given, named))
 
     def look_at_inputs(self, batch: Batch, keys: Collection[str]) -> None:
@@ -142,10 +142,10 @@ class FirstNonFinite:
 
     def _note_input(self, key: str, batch: Batch) -> None:
         """Note an entry that is not finite; it takes the place of a layer."""
-        host, value = on_host(batch), batch[key]
+        host, value = get_host_batch(batch), batch[key]
         remark = ""
         if key in host and _is_finite(host[key]):
-            (first, *_) = filter(_is_not_finite, tensors(value))
+            (first, *_) = filter(_is_not_finite, iter_tensors(value))
             remark = f" (overflows {SHORT.get(first.dtype, first.dtype)})"
         if self.found is None or self.found.phase > INPUT:
             self.found = None
@@ -172,7 +172,7 @@ class FirstNonFinite:
             return
         number = self._number if number is None else number
         number = min(max(number, 0), len(self._micro_batches) - 1)
-        samples, is_narrowed = _samples(value, on_host(self._micro_batches[number]))
+        samples, is_narrowed = _samples(value, get_host_batch(self._micro_batches[number]))
         self.found = NonFiniteValue(
             phase=phase,
             micro_batch=number,
@@ -188,11 +188,11 @@ class FirstNonFinite:
 
 def _samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
     """Return the samples whose rows are not finite, and True; all of the batch where no rows tell."""
-    reading: Reading | None = getattr(batch, "reading", None)
+    reading: BatchOrigin | None = getattr(batch, "origin", None)
     if reading is None:
         return (), False
     indices, is_narrowed = list(reading.indices), False
-    first = next(filter(_is_not_finite, tensors(value)), None)
+    first = next(filter(_is_not_finite, iter_tensors(value)), None)
     if first is not None and first.dim() > 0 and len(first) == len(indices):
         rows = ~first.detach().isfinite().reshape(len(first), -1).all(dim=1)
         indices = [index for index, is_bad in zip(indices, rows.tolist(), strict=True) if is_bad]
@@ -200,9 +200,9 @@ def _samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
     return tuple(sample_name(index, reading) for index in indices), is_narrowed
 
 
-def sample_name(index: int, reading: Reading) -> str:
+def sample_name(index: int, reading: BatchOrigin) -> str:
     """Return the source of a sample, if it is known, and its index there."""
-    source, own = place_of(index, reading.sources)
+    source, own = locate_sample(index, reading.sources)
     return f"{source} {own}" if source else str(own)
 
 
@@ -211,7 +211,7 @@ class _ReadBatch(LoadedBatch):
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
-        self.known_as(batch)
+        self.copy_metadata_from(batch)
         self.keys_read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
@@ -259,7 +259,7 @@ def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _is_finite(value: Any) -> bool:
-    return not any(map(_is_not_finite, tensors(value)))
+    return not any(map(_is_not_finite, iter_tensors(value)))
 
 
 def _is_not_finite(tensor: Tensor) -> bool:
@@ -269,7 +269,7 @@ def _is_not_finite(tensor: Tensor) -> bool:
 def _is_spoilt(value: Any) -> bool:
     """Whether it holds more than -inf, which hides places: NaN or inf."""
     return any(
-        tensor.is_floating_point() and not bool((tensor < torch.inf).all()) for tensor in tensors(value)
+        tensor.is_floating_point() and not bool((tensor < torch.inf).all()) for tensor in iter_tensors(value)
     )
 
 
@@ -346,16 +346,16 @@ class NonFiniteCauseSearch:
         return (named,) if named is not None else ()
 
 
-def _reading_of_rows(batch: Batch) -> Reading | None:
+def _reading_of_rows(batch: Batch) -> BatchOrigin | None:
     """Return what was read of the batch where each row is one of its samples, else None."""
-    reading: Reading | None = getattr(batch, "reading", None)
-    lengths = {len(each) for each in tensors(batch) if each.dim() > 0}
+    reading: BatchOrigin | None = getattr(batch, "origin", None)
+    lengths = {len(each) for each in iter_tensors(batch) if each.dim() > 0}
     return reading if reading is not None and lengths == {len(reading.indices)} else None
 
 
 def _filled_with(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
     """Return a batch of as many rows, all of them from the given ones."""
-    reading: Reading = batch.reading  # type: ignore[attr-defined] # see _reading_of_rows
+    reading: BatchOrigin = batch.origin  # type: ignore[attr-defined] # see _reading_of_rows
     number = len(reading.indices)
     taken = [rows[place % len(rows)] for place in range(number)]
 
@@ -365,10 +365,10 @@ def _filled_with(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
         if isinstance(value, Mapping):
             return {key: of(each) for key, each in value.items()}
         if isinstance(value, (tuple, list)):
-            is_listed = len(value) == number and not any(True for _ in tensors(value))  # such as strings
+            is_listed = len(value) == number and not any(True for _ in iter_tensors(value))  # such as strings
             return type(value)(value[row] for row in taken) if is_listed else type(value)(map(of, value))
         return value
 
-    filled = LoadedBatch({key: of(value) for key, value in batch.items()}).known_as(batch)
-    filled.reading = reading._replace(indices=[reading.indices[row] for row in taken])
+    filled = LoadedBatch({key: of(value) for key, value in batch.items()}).copy_metadata_from(batch)
+    filled.origin = reading._replace(indices=[reading.indices[row] for row in taken])
     return filled

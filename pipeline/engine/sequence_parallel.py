@@ -15,7 +15,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequence_gr
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import Tensor, nn
 
-from pipeline.data.batches import IGNORE_INDEX, on_host
+from pipeline.data.batches import IGNORE_INDEX, get_host_batch
 from pipeline.engine.interface import add_document_bounds
 from pipeline.errors import DataError, ModelError
 from pipeline.models.attention import (
@@ -121,7 +121,7 @@ class SequenceParallel:
             whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
         counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
         whole.setdefault("position_ids", counted)
-        host = {key: on_host(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
+        host = {key: get_host_batch(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
         # Before the cut, from which nobody could tell where this rank's documents begin.
         whole[BOUNDS_KEY] = self._bounds = add_document_bounds(host)[BOUNDS_KEY].to(
             self._device, non_blocking=True
@@ -146,7 +146,7 @@ class SequenceParallel:
                 f"sequence_parallel_size {self._degree} does not divide sequences of {length} tokens; "
                 "pad them"
             )
-        mask = on_host(batch).get("attention_mask")  # the device's would be waited for
+        mask = get_host_batch(batch).get("attention_mask")  # the device's would be waited for
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
             raise DataError(
                 "sequence_parallel_size: an attention_mask may hide the end of a sequence only; pad on "

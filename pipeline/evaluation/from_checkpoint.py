@@ -26,7 +26,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.settings import load_settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
-from pipeline.data.reference import with_reference
+from pipeline.data.reference import restore_reference_logps
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
 from pipeline.distributed.progress import Phase, phase
@@ -202,7 +202,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     config, length = trained.config, trained.sequence_length
     objective = build_objective(config)
     if isinstance(objective, SegmentObjective) and objective.has_reference:
-        data = with_reference(data, trained.run, job)
+        data = restore_reference_logps(data, trained.run, job)
     engine = _load(trained, job, data)
     if config.model.language_model is not None:
         from pipeline.models.huggingface import check_positions

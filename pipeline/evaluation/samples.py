@@ -110,7 +110,7 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
     if asks:
         special = tokenizer.all_special_tokens
         template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
-        question: list[int] = tokenizer(template.ask(text), add_special_tokens=False)["input_ids"]
+        question: list[int] = tokenizer(template.write_question(text), add_special_tokens=False)["input_ids"]
         return question
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids or [tokenizer.eos_token_id]  # what stands between documents

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.data.batches import IGNORE_INDEX, first_wrong, shown
+from pipeline.data.batches import IGNORE_INDEX, find_bad_value, format_batch
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.interface import Batch, GlobalBatch, LossSum
 from pipeline.objectives.linear_cross_entropy import OutputHeads, compute_loss_in_head
@@ -156,7 +156,7 @@ class VocabularyObjective(BaseObjective):
         if labels_BT.dim() != 2:
             raise DataError(
                 f"objective {self.name} wants a label for each token, (samples, tokens), and the batch has "
-                f"{shown(batch)}"
+                f"{format_batch(batch)}"
             )
         labels_BT = labels_BT.long()
         return labels_BT if "shift_labels" in batch else F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -237,19 +237,19 @@ def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
     """
     name = next((name for name in names if name in batch), None)
     if name is None:
-        raise DataError(f"objective {objective} reads {names[0]!r}, and the batch has {shown(batch)}")
+        raise DataError(f"objective {objective} reads {names[0]!r}, and the batch has {format_batch(batch)}")
     labels = batch[name]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         raise DataError(
             f"objective {objective} reads class numbers (integers from 0) from {name!r}, and the batch has "
-            f"{shown({name: labels})}; make them such in the data set, or use an objective of your own"
+            f"{format_batch({name: labels})}; make them such in the data set, or use an objective of your own"
         )
     return name
 
 
 def check_labels(batch: Batch, name: str, classes: int) -> None:
     """Raise a DataError if a label is neither -100 nor in [0, classes)."""
-    if (wrong := first_wrong(batch, name, classes)) is not None:
+    if (wrong := find_bad_value(batch, name, classes)) is not None:
         raise DataError(
             f"{name!r} has {wrong.value}, and the model has {classes} outputs: expected 0 to {classes - 1} "
             f"({IGNORE_INDEX}: not counted){wrong.sample}"
@@ -292,7 +292,7 @@ class Classification(BaseObjective):
             self._warn_of_none(valid.sum(), name)
         if weights_C is None:
             return valid.sum()
-        if (wrong := first_wrong(batch, name, weights_C.numel())) is not None:
+        if (wrong := find_bad_value(batch, name, weights_C.numel())) is not None:
             raise ConfigError(
                 f"objective.class_weights: {weights_C.numel()} weights, and a label is "
                 f"{wrong.value}{wrong.sample}"

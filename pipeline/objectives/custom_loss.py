@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeline.config.import_paths import exit_as_error
-from pipeline.data.batches import IGNORE_INDEX, num_samples
+from pipeline.data.batches import IGNORE_INDEX, count_samples
 from pipeline.errors import ConfigError
 from pipeline.objectives.interface import TARGET_KEYS, Batch, LossSum
 from pipeline.objectives.model_call import (
@@ -86,7 +86,7 @@ class CustomLoss(BaseObjective):
         """See Objective.count."""
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
         if own is None:
-            return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else num_samples(batch))
+            return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else count_samples(batch))
         with exit_as_error("objective.kind: the function's count", ConfigError):
             counted = own(batch)
         if not _is_number(counted):
@@ -113,7 +113,7 @@ class CustomLoss(BaseObjective):
         count = self.count(batch).to(loss.device)
         divisor = None if checks is None else checks.mean_over(loss)
         if divisor is not None and not hasattr(self.function, "count"):
-            self._check_mean(divisor, num_samples(batch), float(count))
+            self._check_mean(divisor, count_samples(batch), float(count))
         extras = self._sums(metrics, loss.device)
         if self._reduction == "mean":  # which is NaN where there is no target
             loss = torch.where(count > 0, loss * count, 0.0)
@@ -197,7 +197,7 @@ def _num_targets(batch: Batch) -> int | Tensor:
     """Return how many targets torch's losses count by default; samples if no tensor of targets is there."""
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
-        return num_samples(batch)
+        return count_samples(batch)
     return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
 
 
@@ -233,7 +233,7 @@ class ModelLoss(BaseObjective):
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
-        return torch.as_tensor(num_samples(batch))
+        return torch.as_tensor(count_samples(batch))
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.data.batches import FURTHER, IGNORE_INDEX, first_wrong, shown, tensors
+from pipeline.data.batches import FIELD_PREFIX, IGNORE_INDEX, find_bad_value, format_batch, iter_tensors
 from pipeline.errors import DataError, ModelError
 from pipeline.models.document_attention import BOUNDS_KEY
 from pipeline.models.embeddings import NOISE_KEYS
@@ -172,7 +172,7 @@ class ModelCall:
         if self._stated is None:
             call = plan.by_signature(self._with_targets)
         elif absent := [key for key in self._stated if key not in batch]:
-            raise ModelError(f"model.inputs: the batch has no {absent[0]!r}, but {shown(batch)}")
+            raise ModelError(f"model.inputs: the batch has no {absent[0]!r}, but {format_batch(batch)}")
         else:
             call = plan.by_list(self._stated)
         if BOUNDS_KEY in batch and is_transformers_model(own) and plan.takes_any_name:
@@ -199,9 +199,9 @@ class ModelCall:
         name = f"{type(own).__name__}.forward" if isinstance(own, nn.Module) else "the model"
         arguments = ", ".join(map(str, signature.parameters))
         return (
-            f"{name}({arguments}) does not fit the batch: {misfit}; the batch has {shown(batch)}. Rename "
-            "what the data set gives (tensors, arrays or numbers: a list of anything else goes to no model "
-            "by itself), or name what goes to the model, in that order: model.inputs=[...]"
+            f"{name}({arguments}) does not fit the batch: {misfit}; the batch has {format_batch(batch)}. "
+            "Rename what the data set gives (tensors, arrays or numbers: a list of anything else goes to no "
+            "model by itself), or name what goes to the model, in that order: model.inputs=[...]"
         )
 
 
@@ -236,7 +236,7 @@ class _Plan:
         wanted = [p for p in free if p.default is Parameter.empty]
         if self.takes_any_name and (len(rest) > 1 or not self._takes_any_number) and not wanted:
             return CallPlan((), tuple((named | {key: key for key in rest}).items()))
-        inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FURTHER)]
+        inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FIELD_PREFIX)]
         if "inputs" in inputs:
             given = ["inputs"]
         else:  # a lone one where the forward still wants one: nothing else it could be
@@ -274,7 +274,7 @@ def _width(value: Any) -> int:
     """Return 0 of what holds no tensor, n of a tuple or list of n > 1 that holds some, else 1."""
     if isinstance(value, Tensor):
         return 1
-    if not any(True for _ in tensors(value)):
+    if not any(True for _ in iter_tensors(value)):
         return 0
     return len(value) if isinstance(value, (tuple, list)) and len(value) > 1 else 1
 
@@ -385,7 +385,7 @@ class IndexChecks:
     def check(self, batch: Batch) -> None:
         """Raise a DataError if an entry that is known has a number out of its range."""
         for name, known in self._by_entry.items():
-            if (wrong := first_wrong(batch, name, known.size, known.ignored)) is not None:
+            if (wrong := find_bad_value(batch, name, known.size, known.ignored)) is not None:
                 raise DataError(f"{name!r} has {wrong.value}, and {known.expected}{wrong.sample}")
 
 

@@ -30,7 +30,7 @@ from pipeline.config.objective_schema import (
     ORPOObjectiveConfig,
     SimPOObjectiveConfig,
 )
-from pipeline.data.batches import IGNORE_INDEX, on_host, shown
+from pipeline.data.batches import IGNORE_INDEX, format_batch, get_host_batch
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.errors import ConfigError, DataError, ModelError
 from pipeline.objectives.cross_entropies import VocabularyObjective, get_router
@@ -166,17 +166,17 @@ class SegmentObjective(VocabularyObjective):
         Raises:
             DataError: it is no batch of preferences.
         """
-        host = on_host(batch)
+        host = get_host_batch(batch)
         if absent := [key for key in (SEGMENTS, KINDS) if not isinstance(host.get(key), Tensor)]:
             raise DataError(
-                f"objective {self.name} reads {absent[0]!r}, and the batch has {shown(batch)}; data with "
-                "answers to compare has it (data.kind: preference)"
+                f"objective {self.name} reads {absent[0]!r}, and the batch has {format_batch(batch)}; "
+                "data with answers to compare has it (data.kind: preference)"
             )
         kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
         if segments_BT.dtype != torch.int64 or kinds_BS.dim() != 2 or len(segments_BT) != len(kinds_BS):
             raise DataError(
                 f"objective {self.name} wants {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
-                f"segments), and the batch has {shown(batch)}"
+                f"segments), and the batch has {format_batch(batch)}"
             )
         if segments_BT.device.type == "cpu" and (highest := int(segments_BT.max())) >= kinds_BS.shape[1]:
             raise DataError(
@@ -196,7 +196,7 @@ class SegmentObjective(VocabularyObjective):
         if not isinstance(found, Tensor) or found.shape != batch[KINDS].shape:
             raise DataError(
                 f"objective {self.name} reads {REFERENCE!r} (samples, segments), and the batch has "
-                f"{shown(batch)}"
+                f"{format_batch(batch)}"
             )
         return found.double()
 
@@ -366,7 +366,7 @@ class PairwisePreference(PairObjective):
 
     def _pairs_and_tokens(self, batch: Batch) -> Tensor:
         """Return (2,), fp64, on the host if the batch is known there."""
-        host = on_host(batch)
+        host = get_host_batch(batch)
         kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
         of_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
         tokens = ((self._labels(host) != IGNORE_INDEX) & (segments_BT >= 0) & of_chosen_BT).sum()

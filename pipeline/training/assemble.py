@@ -29,7 +29,7 @@ from pipeline.config.settings import ResolvedSettings
 from pipeline.data.bundle import DataBundle
 from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
-from pipeline.data.reference import with_reference
+from pipeline.data.reference import restore_reference_logps
 from pipeline.distributed.process_group import Job, allow_tf32
 from pipeline.distributed.progress import Phase, phase
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
@@ -296,7 +296,9 @@ def assemble(
     job.progress.at("starting")
     if resolved.batch_plan.is_auto:  # weights and states of the checkpoint are there
         resolved = settle_on(resolved=resolved, data=data)
-        loader.divide(resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps)
+        loader.set_batch_division(
+            resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps
+        )
     held_out = build_eval_loader(config, resolved.batch_plan, data, engine)
     owes = remembered.get("eval_loss") is None and schedule.eval.is_due_or_first(start.global_step)
     schedule = replace(schedule, owes_evaluation=owes)
@@ -401,7 +403,7 @@ def add_reference(
         resumes: Whether the run's directory has it already.
     """
     if resumes:
-        return with_reference(rows.data, directory, job)
+        return restore_reference_logps(rows.data, directory, job)
     documents = config.data.documents
     cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
     # The engine's weights do not show the adapter's base.

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings
-from pipeline.data.batches import Batch, described, tensors
+from pipeline.data.batches import Batch, describe_value, iter_tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.machine import available_memory, memory_now
@@ -439,7 +439,7 @@ class MicroBatchSearch:
             name, memory = card.name, card.total_memory
         sections = ("model", "adapter", "objective", "optimizer")
         return config.model_dump(mode="json", include=set(sections)) | {
-            "row": {key: described(value) for key, value in row.items()},
+            "row": {key: describe_value(value) for key, value in row.items()},
             "split": str(resolved.split),
             "ranks": [resolved.split.world_size, self.job.ranks.local_world_size],
             "compile": resolved.compile,
@@ -454,4 +454,4 @@ class MicroBatchSearch:
 
 
 def _bytes_of(group: Sequence[Batch]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(group))
+    return sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(group))

@@ -23,14 +23,14 @@ from pipeline.checkpoint.shards import WEIGHT
 from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import EvalLoader
 from pipeline.data.reference import (
-    FILE,
-    Keys,
-    OfZeros,
+    REFERENCE_FILE,
+    AnswerKeys,
     ReferenceTable,
+    ZeroReferenceTable,
     add_reference_logps,
-    keys_of,
-    read_table,
-    write_table,
+    compute_answer_keys,
+    read_reference_table,
+    write_reference_table,
 )
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
@@ -74,15 +74,15 @@ def compute_reference(
         CheckpointError: the directory cannot be written.
     """
     kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
-    table = job.on_main(lambda: None if kept is None else read_table(kept))
+    table = job.on_main(lambda: None if kept is None else read_reference_table(kept))
     if table is not None and not _holds(table, rows, engine, objective, job):
         table = None
     is_new = table is None
     table = table or _computed(rows, engine, objective, job)
 
     def write() -> None:
-        for file in [directory / FILE, *([kept] if is_new and kept is not None else [])]:
-            write_table(file, table)
+        for file in [directory / REFERENCE_FILE, *([kept] if is_new and kept is not None else [])]:
+            write_reference_table(file, table)
 
     job.on_main(write)
     if not is_new and job.ranks.is_main_process:
@@ -93,7 +93,7 @@ def compute_reference(
 def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
     """Data whose batches are as large as with what the reference says."""
     asked = isinstance(objective, SegmentObjective) and objective.has_reference
-    return add_reference_logps(data, OfZeros()) if asked else data
+    return add_reference_logps(data, ZeroReferenceTable()) if asked else data
 
 
 def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
@@ -114,7 +114,7 @@ def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
 
 def _said(
     batches: Iterable[Any], engine: Engine, objective: SegmentObjective, job: Job
-) -> Iterator[tuple[Keys, np.ndarray[Any, Any]]]:
+) -> Iterator[tuple[AnswerKeys, np.ndarray[Any, Any]]]:
     """Keys and log-probabilities of each batch that this rank knows them of. Collective."""
     recorded = LogprobRecorder(objective)
     for _, batch, is_real in batches:
@@ -122,7 +122,7 @@ def _said(
         recorded.logps_BS = None
         engine.eval_step(batch, recorded)
         if is_real and recorded.logps_BS is not None:
-            yield keys_of(batch).ravel(), recorded.logps_BS.float().cpu().numpy().ravel()
+            yield compute_answer_keys(batch).ravel(), recorded.logps_BS.float().cpu().numpy().ravel()
         else:
             yield np.zeros(0, np.uint64), np.zeros(0, np.float32)
 
@@ -142,7 +142,7 @@ def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, 
             log.info("reference: %d of %d batches, %.0f s left", number, total, left)
     own = tuple(np.concatenate(each) for each in zip(*found, strict=True))
     keys, logps = (np.concatenate(each) for each in zip(*job.gather_object(own), strict=True))
-    table = ReferenceTable.of(keys, logps)
+    table = ReferenceTable.from_answers(keys, logps)
     if job.ranks.is_main_process:
         seconds = time.monotonic() - started
         log.info("reference: log-probabilities of %d answers in %.1f s", len(table.keys), seconds)

@@ -18,8 +18,8 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.config.batch_plan import BatchPlan
 from pipeline.config.schema import WatchConfig
 from pipeline.data.batches import Batch, LoadedBatch
-from pipeline.data.loader import BatchSource, Replayable
-from pipeline.data.random_numbers import seed_step, token_keys
+from pipeline.data.loader import BatchSource, ReplayableSource
+from pipeline.data.random_numbers import derive_token_keys, seed_step
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine, StepLimits, StepResult
 from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
@@ -255,7 +255,7 @@ class Recovery:
     trackers: Trackers
 
     def __post_init__(self) -> None:
-        self._replayable = self.source if isinstance(self.source, Replayable) else None
+        self._replayable = self.source if isinstance(self.source, ReplayableSource) else None
         self._examined = 0
 
     def describe(self, first: int, last: int) -> str:
@@ -356,6 +356,6 @@ class Recovery:
 def add_noise_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
     """Return the batches of the step after `step`, with what noise on each of their tokens is drawn from."""
     return [
-        LoadedBatch({**batch, NOISE_KEYS: token_keys(batch, seed, step)}).known_as(batch)
+        LoadedBatch({**batch, NOISE_KEYS: derive_token_keys(batch, seed, step)}).copy_metadata_from(batch)
         for batch in micro_batches
     ]

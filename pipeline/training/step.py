@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.data.loader import BatchSource, Prefetching
+from pipeline.data.loader import BatchSource, PrefetchingSource
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.stopping import (
@@ -66,7 +66,9 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         source = self.source
-        self._prefetching = source if isinstance(source, Prefetching) and source.is_ahead else None
+        self._prefetching = (
+            source if isinstance(source, PrefetchingSource) and source.is_prefetching else None
+        )
         self._flag_reader = FlagReader(self.engine.device)
 
     def run(self, global_step: int, alarm: Alarm | None) -> StepOutcome:
@@ -104,7 +106,7 @@ class TrainStep:
                 result = engine.train_step(micro_batches, self.objective, learning_rate, flags, limits)
             if self._prefetching is not None:  # while the device computes
                 with phases.measured("data"):
-                    self._prefetching.fetch_ahead()
+                    self._prefetching.prefetch()
             found = None if self.replica_check is None else self.replica_check.end(global_step)
             if found is not None:
                 self.recovery.report_corruption(global_step, found)

@@ -25,7 +25,7 @@ from pipeline.cli.inspect_view import (
     split_row,
 )
 from pipeline.cli.screen import Screen, format_percent
-from pipeline.data.packing import pack
+from pipeline.data.packing import pack_documents
 
 END, PAD = 1, 2
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=12), max_size=4)  # of documents, by part
@@ -90,7 +90,7 @@ def test_lengths_and_copies_are_exact(first, second):
 @given(lengths=LENGTHS, size=st.integers(2, 16))
 @settings(deadline=None, max_examples=10)
 def test_targets_are_counted(packing, learned_share, lengths, size):
-    rows = pack(store(lengths, learned_share=learned_share), packing, size, True, PAD)
+    rows = pack_documents(store(lengths, learned_share=learned_share), packing, size, True, PAD)
     done = []
     counted = count_targets(rows, done.append)
     every = [rows[i] for i in range(len(rows))]
@@ -109,7 +109,7 @@ def test_every_token_of_a_row_is_shown_as_the_loss_sees_it(
     packing, separate, pad_id, lengths, size, learned_share
 ):
     """Learned tokens are the labels, in their order; tokens and padding are the row's."""
-    rows = pack(store(lengths, learned_share=learned_share), packing, size, separate, pad_id)
+    rows = pack_documents(store(lengths, learned_share=learned_share), packing, size, separate, pad_id)
     for index in range(len(rows)):
         row = {key: tensor.numpy() for key, tensor in rows[index].items()}
         labels = row["shift_labels"]

@@ -15,11 +15,11 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.documents.records import Tally
-from pipeline.data.packing import pack
+from pipeline.data.packing import pack_documents
 from pipeline.data.prepared import prepare_documents
 from pipeline.data.prepared.chat_encoder import CALLS_UNWRITTEN, UNWRITTEN, ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
-from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.data.tokenizer import get_token_id_bound, train_tokenizer
 from pipeline.errors import ConfigError, DataError
 
 END = "<|endoftext|>"
@@ -89,7 +89,7 @@ def make_encoder(tokenizer, tmp_path_factory):
         file.write_text(TEMPLATES.get(template, template))
         given = {"kind": "chat", "paths": ["x"], "chat_template": str(file), "sequence_length": 100_000}
         config = ChatDataConfig(**(given | changes))
-        return ChatEncoder(EncoderSettings(config, where, own.eos_token_id, token_ids_end(own), 1))
+        return ChatEncoder(EncoderSettings(config, where, own.eos_token_id, get_token_id_bound(own), 1))
 
     return make
 
@@ -537,7 +537,7 @@ def test_from_rows_to_labels_only_answers_are_predicted(tmp_path, packing):
     assert source.eval.num_documents
     said = ""
     for store in (source.train, source.eval):
-        rows = pack(store, packing, 96, True, tokenizer.eos_token_id)
+        rows = pack_documents(store, packing, 96, True, tokenizer.eos_token_id)
         assert rows.documents_cut == 0
         said += answers_of(rows, tokenizer)
     documents = said.split(END)[:-1]

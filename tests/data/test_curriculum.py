@@ -102,7 +102,7 @@ def test_counting_positions_is_counting_samples(curriculum, first, length):
 def test_a_checkpoint_of_other_weights_is_refused():
     sources = [SourceShare("a", 50), SourceShare("b", 50)]
     counts = SourceCounts(CurriculumOrder(sources, 0, lambda step: [1, step], 8))
-    seen = counts.up_to(80)
+    seen = counts.count_up_to(80)
     SourceCounts(CurriculumOrder(sources, 0, lambda step: [1, step], 8)).seek(80, seen)
     with pytest.raises(DataError, match="the weights that the run began with"):
         SourceCounts(CurriculumOrder(sources, 0, lambda step: [1, 1], 8)).seek(80, seen)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.tiny import MaskedTokens, token_bundle
 
-from pipeline.data.digest import check_same_data, first_difference, look_at
+from pipeline.data.digest import check_same_data, digest_samples, find_first_difference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
@@ -32,7 +32,7 @@ class Samples:
 
 
 def looks(make, size=40, **eval_sets):
-    return look_at(replace(token_bundle(), train=Samples(make, size), eval={}, eval_sets=eval_sets))
+    return digest_samples(replace(token_bundle(), train=Samples(make, size), eval={}, eval_sets=eval_sets))
 
 
 def image(index):
@@ -57,20 +57,22 @@ SAMPLES = [
 
 @pytest.mark.parametrize("make", SAMPLES)
 def test_the_same_is_the_same_and_one_other_sample_is_another(make):
-    assert first_difference(looks(make), looks(make)) is None
-    assert first_difference(looks(make), looks(make, 41)) == "the number of samples"
+    assert find_first_difference(looks(make), looks(make)) is None
+    assert find_first_difference(looks(make), looks(make, 41)) == "the number of samples"
     if make is not SAMPLES[-1]:
-        assert first_difference(looks(make), looks(lambda i: make(i + (i == 0)))) == "sample 0 of 'train'"
+        assert (
+            find_first_difference(looks(make), looks(lambda i: make(i + (i == 0)))) == "sample 0 of 'train'"
+        )
     other = {"held out": Samples(make, 7)}
-    assert first_difference(looks(make), looks(make, **other)) == "the number of samples"
+    assert find_first_difference(looks(make), looks(make, **other)) == "the number of samples"
 
 
 def test_rounding_is_no_difference():
     def nearly(scale):
         return looks(lambda i: torch.full((4,), i / 7) * scale)
 
-    assert first_difference(nearly(1.0), nearly(1.0 + 1e-6)) is None
-    assert first_difference(nearly(1.0), nearly(1.01)) is not None
+    assert find_first_difference(nearly(1.0), nearly(1.0 + 1e-6)) is None
+    assert find_first_difference(nearly(1.0), nearly(1.01)) is not None
 
 
 def check(job: Job, kind: str):

@@ -10,10 +10,10 @@ import torch
 from support.token_store import Part, Store
 from torch.utils.data import Dataset, Subset
 
-from pipeline.data.batches import collate_items, stacked, usable
-from pipeline.data.loader import EvalLoader, Fetch, TrainLoader, read_batches
-from pipeline.data.packing import pack
-from pipeline.data.sampler import Draw, MixtureOrder, SourceShare
+from pipeline.data.batches import collate_items, raise_if_error, stack_samples
+from pipeline.data.loader import BatchReader, EvalLoader, TrainLoader, read_batches
+from pipeline.data.packing import pack_documents
+from pipeline.data.sampler import BatchIndices, MixtureOrder, SourceShare
 from pipeline.errors import DataError
 
 
@@ -89,7 +89,7 @@ def text():
     """Rows of 16 tokens, which count from 0 to 9,999."""
     tokens = np.arange(10_000, dtype=np.uint16)
     store = Store([Part(tokens, np.array([10_000]))])
-    return pack(store, "concatenate", 16, separate_documents=False, end_id=60_000)
+    return pack_documents(store, "concatenate", 16, separate_documents=False, end_id=60_000)
 
 
 def test_groups_and_counts():
@@ -218,10 +218,10 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_sample():
     """Wherever the batch is read, also by a worker: on a GPU the kernel would end the process."""
     for workers in (0, 1):
         sources = [[("one", 3), ("other", 9)]]
-        fetch = Fetch([Words()], stacked, 0, is_training=False, sources=sources, num_words=10)
-        draws = [Draw(0, 0, [0, 1]), Draw(0, 2, [4, 5])]
+        fetch = BatchReader([Words()], stack_samples, 0, is_training=False, sources=sources, num_words=10)
+        draws = [BatchIndices(0, 0, [0, 1]), BatchIndices(0, 2, [4, 5])]
         right, wrong = read_batches(fetch, draws, workers, pin_memory=False, persistent=False)
-        assert usable(right)["input_ids"].shape == (2, 3)
-        assert usable(right).reading.extents == {"input_ids": (0, 0, 9)}
+        assert raise_if_error(right)["input_ids"].shape == (2, 3)
+        assert raise_if_error(right).origin.value_ranges == {"input_ids": (0, 0, 9)}
         with pytest.raises(DataError, match=r"has 10 \(sample 2 of other\), and the model knows 10 words"):
-            usable(wrong)
+            raise_if_error(wrong)

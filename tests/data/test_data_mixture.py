@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.steps import steps_of
 
-from pipeline.data.sampler import GlobalOrder, MixtureOrder, SourceCounts, SourceShare, drawn_per_epoch
+from pipeline.data.sampler import (
+    MixtureOrder,
+    ShuffledOrder,
+    SourceCounts,
+    SourceShare,
+    count_drawn_per_epoch,
+)
 from pipeline.errors import DataError
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -42,7 +48,7 @@ def by_source(sources, samples):
 def test_a_lone_source_keeps_its_order(n, seed, epochs):
     order = MixtureOrder((SourceShare("only", n, epochs=epochs),), seed)
     positions = np.arange(4 * n)
-    assert np.array_equal(order.samples_at(positions), GlobalOrder(n, seed).samples_at(positions))
+    assert np.array_equal(order.samples_at(positions), ShuffledOrder(n, seed).samples_at(positions))
     assert order.samples_per_epoch == max(1, round(n * epochs))
 
 
@@ -52,7 +58,7 @@ def test_every_epoch_has_exactly_its_shares(sources, seed, epoch):
     order = MixtureOrder(sources, seed)
     size = order.samples_per_epoch
     samples = order.samples_at(np.arange(size) + epoch * size)
-    assert by_source(sources, samples) == drawn_per_epoch(sources)
+    assert by_source(sources, samples) == count_drawn_per_epoch(sources)
 
 
 @quick
@@ -61,7 +67,7 @@ def test_a_source_is_gone_through_whole_before_it_repeats(sources, seed, epochs)
     order = MixtureOrder(sources, seed)
     seen = Counter(order.samples_at(np.arange(epochs * order.samples_per_epoch)).tolist())
     first = 0
-    for source, drawn in zip(sources, drawn_per_epoch(sources), strict=True):
+    for source, drawn in zip(sources, count_drawn_per_epoch(sources), strict=True):
         times = [seen[sample] for sample in range(first, first + source.num_samples)]
         assert sum(times) == epochs * drawn
         assert max(times) - min(times) <= 1
@@ -92,7 +98,7 @@ def test_sources_of_one_size_do_not_go_in_step():
 @given(sources=mixtures(largest=2 * 10**12), seed=st.integers(0, 100), start=st.integers(0, 10**13))
 def test_exact_at_trillions(sources, seed, start):
     total = sum(source.num_samples for source in sources)
-    drawn = drawn_per_epoch(sources)
+    drawn = count_drawn_per_epoch(sources)
     if sources[0].weight is not None:
         assert sum(drawn) == total
         weights = [source.weight for source in sources]
@@ -141,13 +147,13 @@ def test_what_was_seen_is_exact_also_after_a_resume(sources, steps, cut):
     seen = 0
     for step in steps[:cut]:
         seen += step
-        remembered = counts.up_to(seen)
+        remembered = counts.count_up_to(seen)
     for known in (remembered if cut else None, None, {"other": seen}):  # a checkpoint may have no counts
         resumed = SourceCounts(order)
         resumed.seek(seen, known)
         total = seen + sum(steps[cut:])
         expected = by_source(sources, order.samples_at(np.arange(total)))
-        assert list(resumed.up_to(total).values()) == expected
+        assert list(resumed.count_up_to(total).values()) == expected
 
 
 def test_counting_whole_epochs_looks_at_no_position():
@@ -157,10 +163,10 @@ def test_counting_whole_epochs_looks_at_no_position():
 
 def test_shares_are_rounded_so_that_they_add_up():
     thirds = [SourceShare(name, 3, weight=1.0) for name in "abc"]
-    assert drawn_per_epoch([*thirds, SourceShare("d", 1, weight=0.0)]) == [4, 3, 3, 0]
-    assert drawn_per_epoch([SourceShare("a", 10), SourceShare("b", 3, epochs=2.5)]) == [10, 8]
-    assert drawn_per_epoch([SourceShare("a", 10), SourceShare("b", 3, epochs=0.01)]) == [10, 1]
-    assert drawn_per_epoch([SourceShare("a", 10), SourceShare("empty", 0)]) == [10, 0]
+    assert count_drawn_per_epoch([*thirds, SourceShare("d", 1, weight=0.0)]) == [4, 3, 3, 0]
+    assert count_drawn_per_epoch([SourceShare("a", 10), SourceShare("b", 3, epochs=2.5)]) == [10, 8]
+    assert count_drawn_per_epoch([SourceShare("a", 10), SourceShare("b", 3, epochs=0.01)]) == [10, 1]
+    assert count_drawn_per_epoch([SourceShare("a", 10), SourceShare("empty", 0)]) == [10, 0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class Numbers(Dataset):
         return {"number": torch.tensor(index), "share": torch.tensor(index / 63)}
 
 
-def prefetcher(is_ahead=True, rank=0, world=1, micro=2, accumulation=3, dataset=None, num_workers=0):
+def prefetcher(is_prefetching=True, rank=0, world=1, micro=2, accumulation=3, dataset=None, num_workers=0):
     return TrainLoader(
         dataset or Numbers(),
         collate_items,
@@ -46,7 +46,7 @@ def prefetcher(is_ahead=True, rank=0, world=1, micro=2, accumulation=3, dataset=
         dp_world_size=world,
         seed=0,
         num_workers=num_workers,
-        is_ahead=is_ahead,
+        is_prefetching=is_prefetching,
     )
 
 
@@ -62,8 +62,8 @@ def test_what_is_fetched_ahead_is_what_would_have_come(num_workers):
         assert numbers(group) == numbers(expected)
         assert all(torch.equal(a["share"], b["share"]) for a, b in zip(group, expected, strict=True))
         if step % 3:
-            ahead.fetch_ahead()
-            ahead.fetch_ahead()  # one group ahead, no more
+            ahead.prefetch()
+            ahead.prefetch()  # one group ahead, no more
         assert ahead.state_dict() == plain.state_dict()
         row = ahead.metrics()
         assert (row["train/samples_seen"], row["train/epoch"]) == (6 * step, 6 * step / 63)
@@ -74,17 +74,17 @@ def test_on_a_cpu_nothing_is_read_before_it_is_needed():
     dataset = Numbers()
     loader = prefetcher(None, dataset=dataset)
     loader.next_group()
-    loader.fetch_ahead()
+    loader.prefetch()
     assert dataset.reads == 6
 
 
 def test_closing_drops_what_was_fetched_ahead_and_goes_on():
     plain, ahead = prefetcher(False), prefetcher()
     assert numbers(ahead.next_group()) == numbers(plain.next_group())
-    ahead.fetch_ahead()
+    ahead.prefetch()
     ahead.close()
     assert numbers(ahead.next_group()) == numbers(plain.next_group())
-    ahead.fetch_ahead()
+    ahead.prefetch()
     ahead.seek(0)
     assert (ahead.samples_seen, numbers(ahead.next_group())) == (0, numbers(prefetcher().next_group()))
 
@@ -95,7 +95,7 @@ def collected(loaders, accumulation, steps):
     for _ in range(steps):
         groups = [numbers(loader.next_group()) for loader in loaders]
         for loader in loaders:
-            loader.fetch_ahead()
+            loader.prefetch()
         samples += [s for m in range(accumulation) for group in groups for s in group[m]]
     return samples
 

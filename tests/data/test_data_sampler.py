@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.loader import training_draws
-from pipeline.data.sampler import EvalSampler, GlobalOrder
+from pipeline.data.loader import iter_batch_indices
+from pipeline.data.sampler import EvalSampler, ShuffledOrder
 
 WORLDS = (1, 2, 3, 4, 8)
 quick = settings(max_examples=40, deadline=None)
@@ -19,20 +19,20 @@ quick = settings(max_examples=40, deadline=None)
 @quick
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(n, seed, epoch):
-    samples = GlobalOrder(n, seed).samples_at(np.arange(n) + epoch * n)
+    samples = ShuffledOrder(n, seed).samples_at(np.arange(n) + epoch * n)
     assert sorted(samples.tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9, 10, 15, 16, 17, 1023, 1024, 1025, 65536, 65537, 250_000])
 def test_permutation_at_the_edges_of_the_network(n):
-    samples = GlobalOrder(n, 7).samples_at(np.arange(n))
+    samples = ShuffledOrder(n, 7).samples_at(np.arange(n))
     assert np.array_equal(np.sort(samples), np.arange(n))
 
 
 @quick
 @given(n=st.integers(2, 2**60), seed=st.integers(0, 2**32 - 1), position=st.integers(0, 2**60))
 def test_a_huge_data_set_costs_nothing(n, seed, position):
-    samples = GlobalOrder(n, seed).samples_at(np.array([position, position + 1]))
+    samples = ShuffledOrder(n, seed).samples_at(np.array([position, position + 1]))
     assert ((samples >= 0) & (samples < n)).all()
     assert samples[0] != samples[1] or position // n != (position + 1) // n
 
@@ -40,7 +40,7 @@ def test_a_huge_data_set_costs_nothing(n, seed, position):
 def test_epochs_and_seeds_differ():
     n = 1000
     orders = [
-        GlobalOrder(n, seed).samples_at(np.arange(n) + epoch * n) for seed in (0, 1) for epoch in range(4)
+        ShuffledOrder(n, seed).samples_at(np.arange(n) + epoch * n) for seed in (0, 1) for epoch in range(4)
     ]
     for i, one in enumerate(orders):
         for other in orders[:i]:
@@ -48,7 +48,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_positions_may_have_any_shape():
-    order = GlobalOrder(100, 0)
+    order = ShuffledOrder(100, 0)
     positions = np.arange(24).reshape(2, 3, 4) + 90  # across the end of an epoch
     assert np.array_equal(order.samples_at(positions).ravel(), order.samples_at(positions.ravel()))
 
@@ -56,7 +56,7 @@ def test_positions_may_have_any_shape():
 def test_the_shuffle_is_even():
     """Chi-square of (where in the epoch) x (where in the data), and of neighbours, over 40 epochs."""
     n, cells, epochs = 5000, 20, 40
-    order = GlobalOrder(n, 3)
+    order = ShuffledOrder(n, 3)
     table = np.zeros((cells, cells))
     neighbours = np.zeros((cells, cells))
     for epoch in range(epochs):
@@ -72,8 +72,8 @@ def test_the_shuffle_is_even():
 
 @pytest.mark.slow
 def test_blocks_join_without_a_seam():
-    order = GlobalOrder(10_000, 0)
-    without_end = training_draws(
+    order = ShuffledOrder(10_000, 0)
+    without_end = iter_batch_indices(
         order,
         micro_batch_size=7,
         gradient_accumulation_steps=3,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.token_store import Part, Store
 
 from pipeline.data.bundle import JoinedDataset
-from pipeline.data.packing import best_fit, join, pack
+from pipeline.data.packing import assign_best_fit, join_datasets, pack_documents
 
 END = 0
 DOCUMENTS = st.lists(st.lists(st.integers(1, 60_000), max_size=20), max_size=6)  # their end token is added
@@ -42,7 +42,7 @@ def segments(positions: list[int]) -> list[tuple[int, int]]:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(DOCUMENTS, min_size=1, max_size=3), st.integers(2, 9), st.booleans(), st.booleans())
 def test_a_stream_is_windows_of_each_part(parts, size, separate, masks):
-    dataset = pack(store_of(parts, masks), "concatenate", size, separate, END)
+    dataset = pack_documents(store_of(parts, masks), "concatenate", size, separate, END)
     expected = []
     for documents in parts:
         stream = [token for document in documents for token in (*document, END)]
@@ -83,7 +83,7 @@ def pieces_of(document: list[int], size: int, masks: bool) -> list[tuple[tuple[i
     st.sampled_from(["best_fit", "none"]),
 )
 def test_each_piece_of_a_document_is_in_one_row_and_knows_its_next_token(parts, size, masks, packing):
-    dataset = pack(store_of(parts, masks), packing, size, True, END)
+    dataset = pack_documents(store_of(parts, masks), packing, size, True, END)
     expected = Counter(
         piece for documents in parts for document in documents for piece in pieces_of(document, size, masks)
     )
@@ -105,7 +105,7 @@ def test_each_piece_of_a_document_is_in_one_row_and_knows_its_next_token(parts, 
     assert dataset.padding_share == pytest.approx(empty / (size * len(dataset)) if len(dataset) else 0.0)
     documents = [document for part in parts for document in part]
     assert dataset.documents_cut == sum(len(document) + 1 > size + 1 for document in documents)
-    together = pack(store_of(parts, masks), packing, size, False, END)
+    together = pack_documents(store_of(parts, masks), packing, size, False, END)
     for row, alone in zip(rows_of(together), rows_of(dataset), strict=True):
         assert row == {key: alone[key] for key in ("input_ids", "shift_labels")}
 
@@ -126,7 +126,7 @@ def naive_best_fit(lengths: list[int], size: int) -> list[int]:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(0, 30))
 def test_best_fit_is_best_fit_decreasing(lengths, spare):
     size = max(lengths) + spare
-    bins = best_fit(np.array(lengths, dtype=np.int32), size)
+    bins = assign_best_fit(np.array(lengths, dtype=np.int32), size)
     loads = np.bincount(bins, weights=lengths).astype(int).tolist()
     assert sorted(loads) == naive_best_fit(lengths, size)
     first = [bins.tolist().index(number) for number in range(len(loads))]
@@ -151,7 +151,7 @@ class Seeded:
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_batch_is_its_rows_in_any_order_also_in_another_process(packing, masks):
-    dataset = pack(Seeded(masks), packing, 16, True, END)
+    dataset = pack_documents(Seeded(masks), packing, 16, True, END)
     chosen = np.random.default_rng(1).permutation(len(dataset))[:20].tolist()
     batch = dataset.__getitems__(chosen)
     for row, index in enumerate(chosen):
@@ -166,17 +166,17 @@ def test_a_batch_is_its_rows_in_any_order_also_in_another_process(packing, masks
 
 def test_little_or_no_text_gives_no_rows():
     for packing in PACKINGS:
-        assert len(pack(Store([]), packing, 8, True, END)) == 0
-        assert len(pack(store_of([[], [[]]]), packing, 8, True, END)) == 0
+        assert len(pack_documents(Store([]), packing, 8, True, END)) == 0
+        assert len(pack_documents(store_of([[], [[]]]), packing, 8, True, END)) == 0
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_several_sources_are_their_rows_one_behind_the_other(packing):
     sources = [
-        pack(store_of([[[number] * 5, [number + 1] * 9]] * parts), packing, 4, True, END)
+        pack_documents(store_of([[[number] * 5, [number + 1] * 9]] * parts), packing, 4, True, END)
         for number, parts in ((1, 1), (50, 2), (90, 1))
     ]
-    whole = join(sources)
+    whole = join_datasets(sources)
     assert whole.datasets == sources
     rows = [row for source in sources for row in rows_of(source)]
     assert rows_of(whole) == rows
@@ -186,6 +186,6 @@ def test_several_sources_are_their_rows_one_behind_the_other(packing):
         assert [{key: value[i].tolist() for key, value in batch.items()} for i in range(5)] == [
             rows[index] for index in indices
         ]
-    assert join(sources[:1]) is sources[0]
+    assert join_datasets(sources[:1]) is sources[0]
     with pytest.raises(IndexError):
         whole[len(rows)]

@@ -21,7 +21,7 @@ from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import CHOSEN, MISMATCHED, REJECTED
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.preference_encoder import TOO_LONG, PreferenceEncoder
-from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.data.tokenizer import get_token_id_bound, train_tokenizer
 from pipeline.errors import ConfigError, DataError
 
 END = "<|endoftext|>"
@@ -45,7 +45,7 @@ def make_encoder(tokenizer, tmp_path_factory):
         given = {"kind": "preference", "paths": ["x"], "sequence_length": 1000} | changes
         end = tokenizer.eos_token_id
         config = PreferenceDataConfig(**given)
-        return PreferenceEncoder(EncoderSettings(config, folder, end, token_ids_end(tokenizer), 1))
+        return PreferenceEncoder(EncoderSettings(config, folder, end, get_token_id_bound(tokenizer), 1))
 
     return make
 
@@ -168,7 +168,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(tmp_path, tokenizer):
     )
     own.save_pretrained(str(tmp_path))
     config = PreferenceDataConfig(kind="preference", paths=["x"], sequence_length=1000)
-    settings = EncoderSettings(config, tmp_path, own.eos_token_id, token_ids_end(own), 1)
+    settings = EncoderSettings(config, tmp_path, own.eos_token_id, get_token_id_bound(own), 1)
     row = {"prompt": SKY, "chosen": " <|begin|>", "rejected": " it is"}
     tally = Tally()
     (document,) = PreferenceEncoder(settings)([("rows:1", row)], tally)

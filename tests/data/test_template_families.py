@@ -14,7 +14,7 @@ from pipeline.config.data_schema import ChatDataConfig
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared.chat_encoder import CALLS_UNWRITTEN, ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
-from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.data.tokenizer import get_token_id_bound, train_tokenizer
 from pipeline.errors import DataError
 
 (PACKAGE,) = importlib.util.find_spec("trl").submodule_search_locations  # of the dev extra; never imported
@@ -77,7 +77,7 @@ def make_encoder(tmp_path_factory):
             kind="chat", paths=["x"], chat_template=str(FOLDER / f"{template}.jinja"), sequence_length=100_000
         )
         end = tokenizer.eos_token_id
-        return ChatEncoder(EncoderSettings(config, folder, end, token_ids_end(tokenizer), 1)), tokenizer
+        return ChatEncoder(EncoderSettings(config, folder, end, get_token_id_bound(tokenizer), 1)), tokenizer
 
     return make
 

@@ -10,14 +10,14 @@ import re
 import pytest
 
 from pipeline.config.data_schema import ChatDataConfig, PreferenceDataConfig
-from pipeline.data.chat_layouts import unwritten_fields
+from pipeline.data.chat_layouts import find_unwritten_fields
 from pipeline.data.chat_template import BUILT_IN
 from pipeline.data.documents.records import Tally
 from pipeline.data.prepared import chat_encoder, preference_encoder
 from pipeline.data.prepared.chat_encoder import ChatEncoder
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.preference_encoder import PreferenceEncoder
-from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.data.tokenizer import get_token_id_bound, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def encoders(tokenizer):
             (ChatEncoder, ChatDataConfig(kind="chat", **given)),
             (PreferenceEncoder, PreferenceDataConfig(kind="preference", **given)),
         ):
-            made = EncoderSettings(config, folder, own.eos_token_id, token_ids_end(own), 1)
+            made = EncoderSettings(config, folder, own.eos_token_id, get_token_id_bound(own), 1)
             found[name, encoder] = encoder(made)
     return found
 
@@ -227,4 +227,4 @@ def test_a_number_in_an_unknown_field_of_a_turn_is_named():
     call = {"name": "add", "arguments": {"role": "sum", "value": 0}}
     turn = {"role": "assistant", "content": "0", "weight": 0, "wieght": 0, "train": False, "masked": True}
     row = {"messages": [turn, turn | {"tool_calls": [call]}], "tools": [{"type": "function", "strict": True}]}
-    assert unwritten_fields(row, "assistant 0 add sum") == ["messages[].wieght", "messages[].masked"]
+    assert find_unwritten_fields(row, "assistant 0 add sum") == ["messages[].wieght", "messages[].masked"]

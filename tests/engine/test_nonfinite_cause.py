@@ -63,7 +63,7 @@ def searched(job, deepspeed, spoilt_rank, cases):
 
         step(0)
         for case in cases if with_searches else ():
-            indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].reading.indices))
+            indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].origin.indices))
             NOW.case, NOW.sample = case, indices[spoilt_rank][ROW]
             search = NonFiniteCauseSearch(
                 engine, objective, job, resolved.batch_plan, lambda: seed_step(0, 9, engine.seed_rank)

@@ -15,8 +15,8 @@ from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.token_store import Part, Store
 
 from pipeline.config.model_schema import CausalLMConfig, CNNConfig
-from pipeline.data.packing import pack
-from pipeline.data.random_numbers import token_keys
+from pipeline.data.packing import pack_documents
+from pipeline.data.random_numbers import derive_token_keys
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError, ModelError
 from pipeline.models import build_model
@@ -99,7 +99,7 @@ def test_it_is_seen_in_training_alone(tmp_path, expected):
 def test_noise_is_uniform_and_as_large_as_the_document_says():
     ids = torch.randint(1, 300, (3, 512), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(size) for size in (128, 384)]).repeat(3, 1)
-    keys = token_keys({"input_ids": ids, "position_ids": positions}, 0, 7)
+    keys = derive_token_keys({"input_ids": ids, "position_ids": positions}, 0, 7)
     noise = compute_noise(keys, 64, 5.0)
     for first, last in [(0, 128), (128, 512)]:
         largest = 5.0 / math.sqrt((last - first) * 64)
@@ -116,17 +116,17 @@ def test_a_document_has_the_same_noise_wherever_it_lies_and_another_each_step():
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randint(1, 300, (size,), generator=generator) for size in (5, 9))
     pad = torch.zeros(6, dtype=torch.int64)
-    alone = compute_noise(token_keys({"input_ids": one[None]}, 0, 0), 8, ALPHA)[0]
+    alone = compute_noise(derive_token_keys({"input_ids": one[None]}, 0, 0), 8, ALPHA)[0]
     row = torch.cat([other, one, pad])[None]
     positions = torch.cat([torch.arange(9), torch.arange(5), torch.arange(6)])[None]
-    packed = token_keys({"input_ids": row, "position_ids": positions}, 0, 0)
+    packed = derive_token_keys({"input_ids": row, "position_ids": positions}, 0, 0)
     assert torch.equal(compute_noise(packed, 8, ALPHA)[0, 9:14], alone)
     for padded, real in [((pad, one), slice(6, 11)), ((one, pad), slice(5))]:
         ids = torch.cat(padded)[None]
-        masked = token_keys({"input_ids": ids, "attention_mask": (ids > 0).long()}, 0, 0)
+        masked = derive_token_keys({"input_ids": ids, "attention_mask": (ids > 0).long()}, 0, 0)
         assert torch.equal(compute_noise(masked, 8, ALPHA)[0, real], alone)
     for key in [(0, 1), (1, 0)]:
-        drawn = compute_noise(token_keys({"input_ids": one[None]}, *key), 8, ALPHA)[0]
+        drawn = compute_noise(derive_token_keys({"input_ids": one[None]}, *key), 8, ALPHA)[0]
         assert not (drawn == alone).any()
     assert not (alone[0] == alone[1]).any()
 
@@ -138,7 +138,7 @@ def test_packing_does_not_change_a_steps_loss():
     store = Store([Part(np.array(tokens, dtype=np.uint16), ends, None)])
     losses = {}
     for packing in ("none", "best_fit"):
-        rows = pack(store, packing, 24, True, END)
+        rows = pack_documents(store, packing, 24, True, END)
         losses[packing], rows_taken = [], len(rows)
         for alpha in (ALPHA, None):
             engine = make_engine(ALONE, tree_of(alpha), None, token_bundle())
@@ -158,6 +158,6 @@ def test_what_has_no_tokens_is_refused():
     with pytest.raises(
         DataError, match=r"model\.neftune_alpha: the batch has no input_ids .*inputs \(2, 3\)"
     ):
-        token_keys({"inputs": torch.zeros(2, 3)})
+        derive_token_keys({"inputs": torch.zeros(2, 3)})
     with pytest.raises(ValidationError, match="greater than 0"):
         CausalLMConfig(architecture="llama", neftune_alpha=0.0)

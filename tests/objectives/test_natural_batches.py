@@ -15,13 +15,13 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
 from pipeline.data.batches import (
+    BatchOrigin,
     LoadedBatch,
-    Reading,
     as_batch,
     collate_items,
-    moved,
-    num_samples,
-    on_host,
+    count_samples,
+    get_host_batch,
+    map_tensors,
 )
 from pipeline.data.loader import TrainLoader
 from pipeline.data.sampler import MixtureOrder, SourceShare
@@ -85,7 +85,7 @@ def loaded(dataset, num_workers=0, collate=collate_items, size=2):
 def test_samples_of_every_form_become_one_form(samples, entries):
     batch = collated(list(samples))
     assert list(batch) == list(entries)
-    assert num_samples(batch) == len(samples)
+    assert count_samples(batch) == len(samples)
     for key, expected in entries.items():
         if isinstance(expected, list):
             assert batch[key] == expected
@@ -149,9 +149,9 @@ def test_what_a_collate_may_not_return(batch, message):
 
 def test_samples_are_counted_whatever_stands_first():
     time_first = as_batch((torch.zeros(7, 3, 4), torch.zeros(3)), 3)
-    assert num_samples(time_first) == 3
-    assert num_samples(as_batch((torch.zeros(2, 4), torch.zeros(2)), 3)) == 2  # a collate left one out
-    assert num_samples(moved(time_first, lambda _, tensor: tensor * 1)) == 3
+    assert count_samples(time_first) == 3
+    assert count_samples(as_batch((torch.zeros(2, 4), torch.zeros(2)), 3)) == 2  # a collate left one out
+    assert count_samples(map_tensors(time_first, lambda _, tensor: tensor * 1)) == 3
     assert pickle.loads(pickle.dumps(time_first)).num_samples == 3
 
 
@@ -327,8 +327,8 @@ LINEAR = nn.Linear(2, 3)
 def test_labels_are_looked_at_on_the_host_whatever_is_on_the_device():
     wrong = torch.tensor([0, 1, 7])
     batch = as_batch((X, wrong), 3)
-    on_device = moved(batch, lambda key, tensor: torch.zeros_like(tensor))
-    assert on_host(on_device) is batch
+    on_device = map_tensors(batch, lambda key, tensor: torch.zeros_like(tensor))
+    assert get_host_batch(on_device) is batch
     with pytest.raises(DataError, match="'targets' has 7, and the model has 3 outputs"):
         Classification()(LINEAR, on_device)
 
@@ -412,7 +412,7 @@ def test_a_layer_that_its_input_does_not_fit(model, inputs, message):
 def batch_read(**entries):
     """A batch as a loader gives it: samples 0 to 2 are of `one`, the next of `other`."""
     batch = as_batch(entries)
-    batch.reading = Reading([4, 0, 3], [("one", 3), ("other", 2)])
+    batch.origin = BatchOrigin([4, 0, 3], [("one", 3), ("other", 2)])
     return batch
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.data.chat_template import BUILT_IN, SPECIAL_TOKENS
-from pipeline.data.tokenizer import token_ids_end, train_tokenizer
+from pipeline.data.tokenizer import get_token_id_bound, train_tokenizer
 
 ANSWERS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a lemon": "yellow"}
 
@@ -39,7 +39,7 @@ def write_base_model(
     tokenizer.chat_template = chat_template
     sizes = {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=token_ids_end(tokenizer), max_position_embeddings=128, **sizes)
+    config = LlamaConfig(vocab_size=get_token_id_bound(tokenizer), max_position_embeddings=128, **sizes)
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from itertools import islice
 
-from pipeline.data.loader import training_draws
-from pipeline.data.sampler import Order
+from pipeline.data.loader import iter_batch_indices
+from pipeline.data.sampler import SampleOrder
 
 
 def steps_of(
-    order: Order, *, micro: int, accumulation: int, world: int, samples_seen: int, num_steps: int
+    order: SampleOrder, *, micro: int, accumulation: int, world: int, samples_seen: int, num_steps: int
 ) -> list[list[int]]:
     """The samples of each optimizer step, put together from the micro-batches of every rank."""
     ranks = []
     for rank in range(world):
-        draws = training_draws(
+        draws = iter_batch_indices(
             order,
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,

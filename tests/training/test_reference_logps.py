@@ -14,7 +14,13 @@ from support.preferences import ALONE, answers_bundle, tree_of
 from support.tiny import resolve
 
 from pipeline.data.batches import as_batch, collate_items
-from pipeline.data.reference import FILE, ReferenceTable, WithReference, keys_of, with_reference
+from pipeline.data.reference import (
+    REFERENCE_FILE,
+    ReferenceCollate,
+    ReferenceTable,
+    compute_answer_keys,
+    restore_reference_logps,
+)
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, DataError
 from pipeline.objectives import LogprobRecorder, build_objective
@@ -35,7 +41,7 @@ def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cach
         rows, job=job, engine=engine, objective=objective, directory=folder, cache=cache, key="key"
     )
     engine.close()
-    table = with_reference(data, folder, job).collate._table
+    table = restore_reference_logps(data, folder, job).collate._table
     return table.keys, table.logps
 
 
@@ -58,7 +64,7 @@ def test_it_is_what_the_model_says_of_each_answer(whole, tmp_path):
     rows = [*range(len(data.train))]
     batch = as_batch(collate_items([data.train[row] for row in rows]))
     engine.eval_step(batch, recorded)
-    found = WithReference(collate_items, ReferenceTable(*whole))([data.train[row] for row in rows])
+    found = ReferenceCollate(collate_items, ReferenceTable(*whole))([data.train[row] for row in rows])
     torch.testing.assert_close(found["reference_logps"], recorded.logps_BS.float())
 
 
@@ -110,19 +116,19 @@ def test_one_that_says_something_else_is_computed_anew(tmp_path, caplog):
 
 def test_a_run_that_lost_it_says_so(tmp_path):
     with pytest.raises(
-        CheckpointError, match=f"{FILE} is gone or damaged, .*; bring it back, or start a new run"
+        CheckpointError, match=f"{REFERENCE_FILE} is gone or damaged, .*; bring it back, or start a new run"
     ):
-        with_reference(answers_bundle(), tmp_path, ALONE)
-    (tmp_path / FILE).write_bytes(b"no table")
+        restore_reference_logps(answers_bundle(), tmp_path, ALONE)
+    (tmp_path / REFERENCE_FILE).write_bytes(b"no table")
     with pytest.raises(CheckpointError, match="is gone or damaged"):
-        with_reference(answers_bundle(), tmp_path, ALONE)
+        restore_reference_logps(answers_bundle(), tmp_path, ALONE)
 
 
 def test_an_answer_that_was_not_there_is_an_error(whole):
     data = answers_bundle()
     batch = as_batch(collate_items([data.train[0], data.train[1]]))
-    few = ReferenceTable.of(keys_of(batch).ravel(), np.zeros(4, np.float32))
-    collate = WithReference(collate_items, few)
+    few = ReferenceTable.from_answers(compute_answer_keys(batch).ravel(), np.zeros(4, np.float32))
+    collate = ReferenceCollate(collate_items, few)
     assert collate([data.train[1]])["reference_logps"].shape == (1, 2)
     with pytest.raises(DataError, match=r"nothing of an answer \(segment 0 of row 1 of a batch\)"):
         replace(data, collate=collate).collate([data.train[1], data.train[2]])

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import SourceConfig
 from pipeline.data.documents.pieces import hash_file
-from pipeline.data.documents.readers import ROWS_AT_ONCE, records_of
-from pipeline.data.documents.records import BadRecords, Piece, Record
-from pipeline.data.documents.streams import DigestCache, hash_of
+from pipeline.data.documents.readers import ROWS_AT_ONCE, iter_table_records
+from pipeline.data.documents.records import BadRecordPolicy, Record, SourcePiece
+from pipeline.data.documents.streams import DigestCache, hash_json
 from pipeline.errors import DataError, summarize_error
 from pipeline.files import DESCRIPTION_LIMIT, is_path, path_inside, read_regular_file
 
@@ -134,14 +134,14 @@ class RowsPiece:
     digest: str
     size: int
 
-    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield a dict for each row; values stay as they are stored (an image is its bytes)."""
         rows = self.dataset.with_format("arrow").select(range(self.start, self.end))
         if field is not None and field in rows.column_names:
             rows = rows.select_columns([field])
         number = self.start + 1
         for table in rows.iter(ROWS_AT_ONCE):
-            yield from records_of(table, self.name, number)
+            yield from iter_table_records(table, self.name, number)
             number += table.num_rows
 
 
@@ -154,7 +154,7 @@ class ShardPiece:
     digest: str
     size: int
 
-    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield a dict for each row.
 
         Raises:
@@ -174,7 +174,7 @@ class ShardPiece:
             yield f"{self.name}: row {number}", row
 
 
-def dataset_pieces(source: SourceConfig, digests: DigestCache, size: int) -> Sequence[Piece]:
+def split_dataset(source: SourceConfig, digests: DigestCache, size: int) -> Sequence[SourcePiece]:
     """Return the source's data set in rows of about `size` bytes; where it streams, in the shards it has.
 
     A digest is of the data set's files and the piece's place among them. Of one that streams from the hub it
@@ -206,7 +206,7 @@ def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[
     pieces = []
     for start in range(0, dataset.num_rows, step):
         end = min(start + step, dataset.num_rows)
-        digest = hash_of([*content, dataset.num_rows, str(dataset.split), start, end])
+        digest = hash_json([*content, dataset.num_rows, str(dataset.split), start, end])
         length = dataset.data.nbytes * (end - start) // dataset.num_rows
         pieces.append(RowsPiece(name=name, dataset=dataset, start=start, end=end, digest=digest, size=length))
     return pieces
@@ -227,7 +227,7 @@ def _shards(
         ShardPiece(
             f"{name}, shard {index + 1} of {shards}",
             dataset.shard(num_shards=shards, index=index),
-            hash_of([*content, source.subset, source.split, index, shards]),
+            hash_json([*content, source.subset, source.split, index, shards]),
             length // shards,
         )
         for index in range(shards)
@@ -235,7 +235,7 @@ def _shards(
 
 
 def _content(files: list[str], digests: DigestCache) -> list[str]:
-    found = digests.recall(files, "content", hash_file)
+    found = digests.get_or_compute(files, "content", hash_file)
     return [found[file][1][1] for file in files]
 
 

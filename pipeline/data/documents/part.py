@@ -18,18 +18,25 @@ from typing import Any
 
 from pipeline.config.data_schema import SourceConfig
 from pipeline.config.import_paths import exit_as_error, import_object
-from pipeline.data.documents.hub import dataset_pieces
-from pipeline.data.documents.pieces import FilePiece, file_pieces
+from pipeline.data.documents.hub import split_dataset
+from pipeline.data.documents.pieces import FilePiece, split_files
 from pipeline.data.documents.records import (
     BAD_RECORDS,
-    BadRecords,
-    Piece,
+    BadRecordPolicy,
     Record,
+    SourcePiece,
     Tally,
-    text_of,
-    type_name,
+    extract_text,
+    get_json_type_name,
 )
-from pipeline.data.documents.streams import COMPRESSIONS, DigestCache, Span, hash_of, open_stream, unreadable
+from pipeline.data.documents.streams import (
+    COMPRESSIONS,
+    DigestCache,
+    FileSpan,
+    hash_json,
+    open_stream,
+    unreadable_error,
+)
 from pipeline.errors import DataError
 
 
@@ -74,9 +81,9 @@ class IterablePiece:
             raise DataError(f"{start}args hold no plain value: {error}") from None
         file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
         source = Path(file).read_text("utf-8") if file is not None and Path(file).is_file() else ""
-        return IterablePiece(import_path, written, hash_of([import_path, written, source]))
+        return IterablePiece(import_path, written, hash_json([import_path, written, source]))
 
-    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield each text or dict of the function.
 
         Raises:
@@ -87,7 +94,7 @@ class IterablePiece:
             given = function(**json.loads(self.args))
         if isinstance(given, str | dict) or not isinstance(given, Iterable):
             raise DataError(
-                f"data iterable {self.import_path}: returned a {type_name(given)}; expected an iterable of "
+                f"data iterable {self.import_path}: returned a {get_json_type_name(given)}; expected an iterable of "
                 "texts or dicts"
             )
         for number, record in enumerate(given, start=1):
@@ -95,7 +102,7 @@ class IterablePiece:
             if isinstance(record, str | dict):
                 yield where, record
             else:
-                bad.refuse(f"{where} is a {type_name(record)}; expected a string or a dict")
+                bad.skip_or_raise(f"{where} is a {get_json_type_name(record)}; expected a string or a dict")
 
 
 PYTHON_STDLIB = "python_stdlib"
@@ -126,7 +133,7 @@ STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 STDLIB_TOPICS = "pydoc_data/topics.py"
 
 
-def find_files(paths: Sequence[str]) -> list[Span]:
+def find_files(paths: Sequence[str]) -> list[FileSpan]:
     """Return the files that `paths` name, each once, sorted within each entry.
 
     Names that begin with a dot, and links to folders inside a folder, are left out: links cannot lead in
@@ -135,7 +142,7 @@ def find_files(paths: Sequence[str]) -> list[Span]:
     Raises:
         DataError: an entry does not exist, cannot be read, or holds no file of a known suffix.
     """
-    found: dict[str, Span] = {}
+    found: dict[str, FileSpan] = {}
     for entry in paths:
         try:
             spans = _find_stdlib() if entry == PYTHON_STDLIB else _find_entry(entry)
@@ -146,21 +153,23 @@ def find_files(paths: Sequence[str]) -> list[Span]:
     return list(found.values())
 
 
-def whole_file(path: Path) -> Span | None:
+def classify_file(path: Path) -> FileSpan | None:
     """Return the file, with what its suffixes say; `None` where they say nothing."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     if compression:
         suffixes.pop()
     kind = SUFFIX_KINDS.get(suffixes[-1]) if suffixes else None
-    return None if kind is None or (compression and kind in TABLES) else Span(str(path), kind, compression)
+    return (
+        None if kind is None or (compression and kind in TABLES) else FileSpan(str(path), kind, compression)
+    )
 
 
-def _find_entry(entry: str) -> list[Span]:
+def _find_entry(entry: str) -> list[FileSpan]:
     """Return the files of a file, a folder or a glob."""
     path = Path(entry).expanduser()
     if entry.strip() and path.exists() and not path.is_dir():
-        span = whole_file(path)
+        span = classify_file(path)
         if not path.is_file():
             raise DataError(
                 f"data.paths: {entry} is no file: a pipe, a socket or a device; write it to a file"
@@ -178,7 +187,7 @@ def _find_entry(entry: str) -> list[Span]:
     files = sorted(named | {file for match in matches if match.is_dir() for file in _walk(match)})
     usable = []
     for file in files:
-        span = whole_file(file)
+        span = classify_file(file)
         if span is not None and not file.exists():
             raise DataError(f"data.paths: {file} is a link to something that is not there; remove or mend it")
         if span is not None and file.is_file() and (file in named or not _is_description(span)):
@@ -190,7 +199,7 @@ def _find_entry(entry: str) -> list[Span]:
     return usable
 
 
-def _is_description(span: Span) -> bool:
+def _is_description(span: FileSpan) -> bool:
     """Return whether a file of JSON that was found in a folder holds no list of rows: settings, an index."""
     if span.kind != "json":
         return False
@@ -214,14 +223,14 @@ def _glob(entry: str) -> list[Path]:
 
 def _walk(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> Iterator[Path]:
     def fail(error: OSError) -> None:
-        raise unreadable(error.filename or folder, error)
+        raise unreadable_error(error.filename or folder, error)
 
     for directory, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         yield from (Path(directory, name) for name in files if not name.startswith("."))
 
 
-def _find_stdlib() -> list[Span]:
+def _find_stdlib() -> list[FileSpan]:
     """Return the standard library's own source, and the topics of its documentation."""
     root = Path(sysconfig.get_path("stdlib"))
     machine = [path.name for path in root.glob("config-*")]  # says how this Python was built
@@ -233,7 +242,7 @@ def _find_stdlib() -> list[Span]:
     if not files:
         raise DataError(f"data.paths: {PYTHON_STDLIB} finds no source in {root}; give your own text")
     topics = root / STDLIB_TOPICS
-    return [Span(str(file), "stdlib_topics" if file == topics else "stdlib_source") for file in files]
+    return [FileSpan(str(file), "stdlib_topics" if file == topics else "stdlib_source") for file in files]
 
 
 def _suggestion(path: Path) -> str:
@@ -253,7 +262,7 @@ READING_VERSION = 2  # part of every digest: raise it when documents would come 
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """A share of a source, in its order. Goes to other processes by pickle.
 
     Attributes:
@@ -270,14 +279,14 @@ class Part:
     source: str
     digest: str
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SourcePiece, ...]
     text_field: str
     skip_bad_records: bool
     max_documents: int | None
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[Part]:
+def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[SourcePart]:
     """Return the parts of a source, in order: together they hold each of its documents once.
 
     Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether
@@ -292,16 +301,16 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
     Raises:
         DataError: there is nothing, nothing that can be read, or only empty files.
     """
-    pieces: Sequence[Piece]
+    pieces: Sequence[SourcePiece]
     if source.paths is not None:
         files = find_files(source.paths)
-        whole = file_pieces(files, digests, part_size)
+        whole = split_files(files, digests, part_size)
         if not whole:
             raise DataError(f"data.paths: no text in {len(files)} files, all empty (first: {files[0].path})")
         pieces, groups = whole, _group_files(whole, part_size // 4)
     else:
         if source.dataset is not None:
-            pieces = dataset_pieces(source, digests, part_size)
+            pieces = split_dataset(source, digests, part_size)
         else:
             assert source.iterable is not None  # the schema: exactly one of the three
             pieces = [IterablePiece.of(source.iterable, source.args)]
@@ -311,9 +320,9 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
     return [_part(source, group) for group in groups]
 
 
-def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piece, ...]]:
+def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[SourcePiece, ...]]:
     """Group neighbours. A file's own digest ends a group: after a change groups end where they did."""
-    groups: list[list[Piece]] = [[]]
+    groups: list[list[SourcePiece]] = [[]]
     for piece in pieces:
         if piece.size >= mean_size:
             groups += [[piece], []]
@@ -324,12 +333,12 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Piec
     return [tuple(group) for group in groups if group]
 
 
-def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
+def _part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourcePart:
     skip = source.bad_records == "skip"
     reading = [READING_VERSION, source.text_field, source.max_documents, skip, source.fields]
-    return Part(
+    return SourcePart(
         source=source.name or "source",
-        digest=hash_of([*reading, *(piece.digest for piece in pieces)]),
+        digest=hash_json([*reading, *(piece.digest for piece in pieces)]),
         size=sum(piece.size for piece in pieces),
         pieces=pieces,
         text_field=source.text_field,
@@ -339,7 +348,7 @@ def _part(source: SourceConfig, pieces: tuple[Piece, ...]) -> Part:
     )
 
 
-def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
+def read_records(part: SourcePart, tally: Tally) -> Iterator[tuple[str, Record]]:
     """Yield (where, record) of a part. Texts of white space are left out, rows of it are not.
 
     Args:
@@ -349,20 +358,20 @@ def read_records(part: Part, tally: Tally) -> Iterator[tuple[str, Record]]:
     Raises:
         DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
     """
-    bad = BadRecords(part.skip_bad_records, tally)
+    bad = BadRecordPolicy(part.skip_bad_records, tally)
     records = islice(_records(part, bad, None), part.max_documents)
     return ((where, _renamed(record, part.fields)) for where, record in records) if part.fields else records
 
 
-def read_texts(part: Part, tally: Tally) -> Iterator[tuple[str, str]]:
+def read_texts(part: SourcePart, tally: Tally) -> Iterator[tuple[str, str]]:
     """Yield (where, text) of a part; no text is empty or all white space. See `read_records`.
 
     A row without its text is a bad record like any other. Reads no column but that of the text.
     """
-    return islice(_texts(part, BadRecords(part.skip_bad_records, tally)), part.max_documents)
+    return islice(_texts(part, BadRecordPolicy(part.skip_bad_records, tally)), part.max_documents)
 
 
-def _records(part: Part, bad: BadRecords, column: str | None) -> Iterator[tuple[str, Record]]:
+def _records(part: SourcePart, bad: BadRecordPolicy, column: str | None) -> Iterator[tuple[str, Record]]:
     for piece in part.pieces:
         for where, record in piece.read(bad, column):
             if not isinstance(record, str) or (record and not record.isspace()):
@@ -377,18 +386,18 @@ def _renamed(record: Record, fields: Mapping[str, str]) -> Record:
     return {key: value for key, value in record.items() if key not in fields.values()} | own
 
 
-def _texts(part: Part, bad: BadRecords) -> Iterator[tuple[str, str]]:
+def _texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, str]]:
     for where, record in _records(part, bad, part.text_field):
         try:
-            text = text_of(where, record, part.text_field)
+            text = extract_text(where, record, part.text_field)
         except DataError as error:
-            bad.refuse(str(error))
+            bad.skip_or_raise(str(error))
             continue
         if text and not text.isspace():
             yield where, text
 
 
-def no_text(source: SourceConfig, tally: Tally) -> DataError:
+def no_text_error(source: SourceConfig, tally: Tally) -> DataError:
     """Return the error for a source of which every part was read and no document has text."""
     given = source.dataset or source.iterable or ", ".join(source.paths or [])
     bad = tally[BAD_RECORDS]

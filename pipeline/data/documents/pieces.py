@@ -10,12 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.data.documents.readers import READERS, row_groups
-from pipeline.data.documents.records import BadRecords, Record
-from pipeline.data.documents.streams import BUFFER_SIZE, DigestCache, Span, Stamp, open_stream, stamp_of
+from pipeline.data.documents.readers import READERS, split_row_groups
+from pipeline.data.documents.records import BadRecordPolicy, Record
+from pipeline.data.documents.streams import (
+    BUFFER_SIZE,
+    DigestCache,
+    FileSpan,
+    FileStamp,
+    open_stream,
+    read_file_stamp,
+)
 from pipeline.errors import DataError
 
-Found = list[tuple[int, int | None, int, int, str]]  # start, end and first of a Span, size in bytes, digest
+FileRanges = list[
+    tuple[int, int | None, int, int, str]
+]  # start, end and first of a Span, size in bytes, digest
 LOOK_VERSION = 1  # raise it when the looks below find something else
 
 
@@ -30,12 +39,12 @@ class FilePiece:
         stamp: Of the file: what is read is what the digest was made of, or an error.
     """
 
-    span: Span
+    span: FileSpan
     size: int
     digest: str
-    stamp: Stamp
+    stamp: FileStamp
 
-    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield (where, record) one by one.
 
         Raises:
@@ -47,13 +56,13 @@ class FilePiece:
         self._check()
 
     def _check(self) -> None:
-        if stamp_of(self.span.path) != self.stamp:
+        if read_file_stamp(self.span.path) != self.stamp:
             raise DataError(
                 f"{self.span.path}: changed since its digest was made; start again when it is finished"
             )
 
 
-def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[FilePiece]:
+def split_files(files: Sequence[FileSpan], digests: DigestCache, size: int) -> list[FilePiece]:
     """Return the pieces of all files in order, of about `size` bytes where a file can be cut.
 
     Empty files have none. Files that are new to `digests` are read: about 1 GB/s a core.
@@ -61,11 +70,11 @@ def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[
     Raises:
         DataError: a file cannot be read, or is no parquet.
     """
-    found: dict[str, tuple[Stamp, Found]] = {}
+    found: dict[str, tuple[FileStamp, FileRanges]] = {}
     for kind, compression in sorted({(file.kind, file.compression) for file in files}):
         paths = [file.path for file in files if (file.kind, file.compression) == (kind, compression)]
         look = partial(_look, kind=kind, compression=compression, size=size)
-        found |= digests.recall(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
+        found |= digests.get_or_compute(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
     return [
         FilePiece(replace(file, start=start, end=end, first=first), length, digest, found[file.path][0])
         for file in files
@@ -73,22 +82,22 @@ def file_pieces(files: Sequence[Span], digests: DigestCache, size: int) -> list[
     ]
 
 
-def _look(path: str, kind: str, compression: str, size: int) -> Found:
+def _look(path: str, kind: str, compression: str, size: int) -> FileRanges:
     if kind == "jsonl" and not compression:
         return _ranges_of_lines(path, size)
     length, content = hash_file(path)
     if kind == "parquet":
         return [
             (start, end, first, held, _digest("parquet", content, start, end))
-            for start, end, first, held in row_groups(path, size)
+            for start, end, first, held in split_row_groups(path, size)
         ]
     if length == 0 and (compression or kind == "arrow"):
         raise DataError(f"{path}: is empty, so no {compression or 'Arrow'} file; fetch or write it again")
     return [(0, None, 1, length, _digest(f"{kind} {compression}", content))] if length else []
 
 
-def _ranges_of_lines(path: str, size: int) -> Found:
-    found: Found = []
+def _ranges_of_lines(path: str, size: int) -> FileRanges:
+    found: FileRanges = []
     start, first = 0, 1
     with open_stream(path, "") as stream:
         while content := stream.read(size):

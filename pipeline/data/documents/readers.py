@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pipeline.data.documents.records import BadRecords, Record, type_name
-from pipeline.data.documents.streams import Span, decode, open_stream
+from pipeline.data.documents.records import BadRecordPolicy, Record, get_json_type_name
+from pipeline.data.documents.streams import FileSpan, decode_utf8, open_stream
 from pipeline.errors import DataError, summarize_error
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 256  # documents that are Python objects together
 BYTE_ORDER_MARK = "\ufeff"
 NO_UTF8 = re.compile("[\udc80-\udcff]")  # how Python reads other bytes with `surrogateescape`
-Reader = Callable[[Span, BadRecords, str | None], Iterator[tuple[str, Record]]]
+Reader = Callable[[FileSpan, BadRecordPolicy, str | None], Iterator[tuple[str, Record]]]
 
 
-def read_parquet(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_parquet(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield the rows of row groups `start` to `end`; only the column `field` where there is one."""
     import pyarrow.parquet as pq
 
@@ -37,11 +37,11 @@ def read_parquet(span: Span, bad: BadRecords, field: str | None) -> Iterator[tup
             columns=[field] if field is not None and field in file.schema_arrow.names else None,
         )
         for batch in batches:
-            yield from records_of(batch, span.path, number)
+            yield from iter_table_records(batch, span.path, number)
             number += batch.num_rows
 
 
-def row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
+def split_row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
     """Return row groups put together to about `size` bytes: start, end, first row from 1, bytes uncompressed.
 
     Raises:
@@ -62,7 +62,7 @@ def row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_arrow(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield the rows of an Arrow file or an Arrow stream, as its first bytes say."""
     import pyarrow as pa
 
@@ -73,11 +73,13 @@ def read_arrow(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
         reader: Any = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
             is_there = field is not None and field in batch.schema.names
-            yield from records_of(batch.select([field]) if is_there else batch, span.path, number)
+            yield from iter_table_records(batch.select([field]) if is_there else batch, span.path, number)
             number += batch.num_rows
 
 
-def records_of(batch: pa.RecordBatch | pa.Table, path: str, first: int) -> Iterator[tuple[str, Record]]:
+def iter_table_records(
+    batch: pa.RecordBatch | pa.Table, path: str, first: int
+) -> Iterator[tuple[str, Record]]:
     """Yield a dict for each row, with `path: row N` counted from `first`.
 
     Columns of JSON are decoded: `datasets` stores fields so that have no common type, such as tool calls
@@ -121,19 +123,19 @@ def table_errors(path: str, what: str) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as {what}: {summarize_error(error)}; is it whole?") from None
 
 
-def read_text(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_text_file(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield the whole file as one document."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:
-        text = decode(content, span.path, 0)
+        text = decode_utf8(content, span.path, 0)
     except DataError as error:
-        bad.refuse(str(error))
+        bad.skip_or_raise(str(error))
         return
     yield span.path, text.removeprefix(BYTE_ORDER_MARK)
 
 
-def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_jsonl(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield an object a line; lines of white space are left out."""
     with open_stream(span.path, span.compression) as stream:
         if span.start:
@@ -146,7 +148,7 @@ def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
             try:
                 record = _object_of_line(line, where, offset)
             except DataError as error:
-                bad.refuse(str(error))
+                bad.skip_or_raise(str(error))
             else:
                 if record is not None:
                     yield where, record
@@ -154,7 +156,7 @@ def read_jsonl(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple
 
 
 def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
-    content = decode(line, where, offset)
+    content = decode_utf8(line, where, offset)
     if offset == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
     if content.isspace():
@@ -164,14 +166,14 @@ def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | No
     except (ValueError, RecursionError) as error:  # no JSON, a number too long to convert, nested too deep
         raise DataError(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: is a {type_name(record)}; expected an object with fields")
+        raise DataError(f"{where}: is a {get_json_type_name(record)}; expected an object with fields")
     return record
 
 
-def read_json(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield a list's objects. Many tools give lines of objects this name too: such a file is read as them."""
     with open_stream(span.path, span.compression) as stream:
-        text = decode(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
+        text = decode_utf8(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -181,17 +183,17 @@ def read_json(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[
         return
     if not isinstance(rows, list):
         raise DataError(
-            f"{span.path}: is one JSON {type_name(rows)}; expected a list of rows, [...], or an object a line"
+            f"{span.path}: is one JSON {get_json_type_name(rows)}; expected a list of rows, [...], or an object a line"
         )
     for number, record in enumerate(rows, start=1):
         where = f"{span.path}: row {number}"
         if isinstance(record, dict):
             yield where, record
         else:
-            bad.refuse(f"{where}: is a {type_name(record)}; expected an object with fields")
+            bad.skip_or_raise(f"{where}: is a {get_json_type_name(record)}; expected an object with fields")
 
 
-def read_csv(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
     """Yield the rows; the first one names the fields. Quoted fields may hold line breaks.
 
     Unless the row's one `field` is wanted, a cell with a conversation's turns as JSON becomes these turns.
@@ -221,7 +223,7 @@ def read_csv(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[s
             if fault is not None and not names:
                 raise DataError(fault)  # without names no other row can be used
             if fault is not None:
-                bad.refuse(fault)
+                bad.skip_or_raise(fault)
             elif row and names:
                 cells = row if field is not None else map(_turns_or_text, row)
                 yield where, dict(zip(names, cells, strict=True))
@@ -244,7 +246,9 @@ def _turns_or_text(cell: str) -> Any:
     return value if turns and is_turns else cell
 
 
-def read_stdlib_source(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_stdlib_source(
+    span: FileSpan, bad: BadRecordPolicy, field: str | None
+) -> Iterator[tuple[str, Record]]:
     """Yield a module of the standard library; a few declare another encoding and are left out."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
@@ -254,7 +258,9 @@ def read_stdlib_source(span: Span, bad: BadRecords, field: str | None) -> Iterat
         return
 
 
-def read_stdlib_topics(span: Span, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+def read_stdlib_topics(
+    span: FileSpan, bad: BadRecordPolicy, field: str | None
+) -> Iterator[tuple[str, Record]]:
     """Yield the topics of Python's documentation, in the order of their names."""
     from pydoc_data.topics import topics
 
@@ -263,7 +269,7 @@ def read_stdlib_topics(span: Span, bad: BadRecords, field: str | None) -> Iterat
 
 
 READERS: dict[str, Reader] = {
-    "text": read_text,
+    "text": read_text_file,
     "jsonl": read_jsonl,
     "json": read_json,
     "csv": read_csv,

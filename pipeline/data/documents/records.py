@@ -46,7 +46,7 @@ class Tally(Counter[str]):
         self.first = other.first | self.first
 
 
-class BadRecords:
+class BadRecordPolicy:
     """Stops at a record that cannot be used, or leaves it out and counts it.
 
     Args:
@@ -58,7 +58,7 @@ class BadRecords:
         self.skip = skip
         self.tally = tally
 
-    def refuse(self, message: str) -> None:
+    def skip_or_raise(self, message: str) -> None:
         """Return where bad records are skipped.
 
         Raises:
@@ -69,7 +69,7 @@ class BadRecords:
         self.tally.note(BAD_RECORDS, message)
 
 
-class Piece(Protocol):
+class SourcePiece(Protocol):
     """What a part is made of. Goes to other processes by pickle.
 
     Attributes:
@@ -81,11 +81,11 @@ class Piece(Protocol):
     def digest(self) -> str: ...
     @property
     def size(self) -> int: ...
-    def read(self, bad: BadRecords, field: str | None) -> Iterator[tuple[str, Record]]:
+    def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
         """Yield (where, record). Where `field` is given, a row may come without its others."""
 
 
-def text_of(where: str, record: Record, field: str) -> str:
+def extract_text(where: str, record: Record, field: str) -> str:
     """Return the text of a record: the record itself, or its `field`.
 
     Raises:
@@ -101,7 +101,7 @@ def text_of(where: str, record: Record, field: str) -> str:
             f"{where}: no field {field!r}; its fields: {fields}. Set data.text_field (or the source's)"
         )
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} is a {type_name(text)}; expected a string")
+        raise DataError(f"{where}: field {field!r} is a {get_json_type_name(text)}; expected a string")
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -110,6 +110,6 @@ def text_of(where: str, record: Record, field: str) -> str:
     return text
 
 
-def type_name(value: object) -> str:
+def get_json_type_name(value: object) -> str:
     """Return what JSON calls the type of `value`."""
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)

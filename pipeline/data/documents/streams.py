@@ -26,7 +26,7 @@ HARMLESS_SIZE = 1 << 30  # bytes that a file may decompress to whatever its rati
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A stretch of a file.
 
     Attributes:
@@ -67,7 +67,7 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
             raise DataError(
                 f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
             ) from None
-        raise unreadable(path, error) from None
+        raise unreadable_error(path, error) from None
 
 
 class _Bounded(io.RawIOBase):
@@ -92,12 +92,12 @@ class _Bounded(io.RawIOBase):
         return size
 
 
-def unreadable(path: str | os.PathLike[str], error: OSError) -> DataError:
+def unreadable_error(path: str | os.PathLike[str], error: OSError) -> DataError:
     """Return the error for a file the system does not give."""
     return DataError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}")
 
 
-def decode(content: bytes, where: str, offset: int) -> str:
+def decode_utf8(content: bytes, where: str, offset: int) -> str:
     """Return bytes as text.
 
     Args:
@@ -128,7 +128,7 @@ KNOWN = "SELECT value FROM found WHERE path=? AND what=? AND size=? AND mtime_ns
 log = logging.getLogger(__name__)
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """Tells whether a file is still what it was: size in bytes, time of its last change, inode."""
 
     size: int
@@ -136,7 +136,7 @@ class Stamp(NamedTuple):
     inode: int
 
 
-def stamp_of(path: str | Path) -> Stamp:
+def read_file_stamp(path: str | Path) -> FileStamp:
     """Return the stamp of a file as it is now.
 
     Raises:
@@ -145,11 +145,11 @@ def stamp_of(path: str | Path) -> Stamp:
     try:
         stat = os.stat(path)
     except OSError as error:
-        raise unreadable(path, error) from None
-    return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        raise unreadable_error(path, error) from None
+    return FileStamp(stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def hash_of(content: Any) -> str:
+def hash_json(content: Any) -> str:
     """Return 32 hexadecimal digits that stand for a JSON value; the order of keys does not count."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -164,9 +164,9 @@ class DigestCache:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
 
-    def recall(
+    def get_or_compute(
         self, paths: Sequence[str], what: str, look: Callable[[str], Any]
-    ) -> dict[str, tuple[Stamp, Any]]:
+    ) -> dict[str, tuple[FileStamp, Any]]:
         """Return the value that `look` finds in each file; only new and changed files are read, in threads.
 
         Args:
@@ -177,7 +177,7 @@ class DigestCache:
         Raises:
             DataError: a file is gone, cannot be read, or changes meanwhile; and what `look` raises.
         """
-        stamps = {path: stamp_of(path) for path in paths}
+        stamps = {path: read_file_stamp(path) for path in paths}
         keys = {path: (os.path.abspath(path), what, *stamp) for path, stamp in stamps.items()}
         found = {path: json.loads(rows[0][0]) for path, rows in self._run(KNOWN, keys) if rows}
         missing = [path for path in stamps if path not in found]
@@ -189,7 +189,7 @@ class DigestCache:
         news: dict[str, tuple[Any, ...]] = {}
         try:
             for path, value in zip(missing, pool.map(look, missing), strict=True):
-                if stamp_of(path) != stamps[path]:
+                if read_file_stamp(path) != stamps[path]:
                     raise DataError(f"{path}: changed while it was read; start again when it is finished")
                 found[path] = value
                 if time.time_ns() - stamps[path].mtime_ns > SETTLED_NANOSECONDS:

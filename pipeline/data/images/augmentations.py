@@ -19,23 +19,23 @@ from pipeline.config.loading import did_you_mean
 from pipeline.errors import DataError
 
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
-Draw = Callable[[float, float], float]
+DrawNumber = Callable[[float, float], float]
 """Draws a number between two."""
 LIMITS = {"p": (0.0, 1.0), "scale": (0.0, 1.0), "ratio": (0.01, 100.0)}
 """Least and most of an argument; any other one is from 0 on."""
 
 
-def flip_horizontally(image: Tensor, draw: Draw, *, p: float = 0.5) -> Tensor:
+def flip_horizontally(image: Tensor, draw: DrawNumber, *, p: float = 0.5) -> Tensor:
     """Mirror left and right, with probability `p`."""
     return image.flip(-1) if draw(0, 1) < p else image
 
 
-def flip_vertically(image: Tensor, draw: Draw, *, p: float = 0.5) -> Tensor:
+def flip_vertically(image: Tensor, draw: DrawNumber, *, p: float = 0.5) -> Tensor:
     """Mirror top and bottom, with probability `p`."""
     return image.flip(-2) if draw(0, 1) < p else image
 
 
-def crop(image: Tensor, draw: Draw, *, padding: float = 4) -> Tensor:
+def crop(image: Tensor, draw: DrawNumber, *, padding: float = 4) -> Tensor:
     """Pad with black on all sides, and cut the old size out anywhere."""
     margin = int(padding)
     top, left = int(draw(0, 2 * margin + 1)), int(draw(0, 2 * margin + 1))
@@ -45,7 +45,7 @@ def crop(image: Tensor, draw: Draw, *, padding: float = 4) -> Tensor:
 
 def resized_crop(
     image: Tensor,
-    draw: Draw,
+    draw: DrawNumber,
     *,
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
@@ -61,7 +61,7 @@ def resized_crop(
     return functional.interpolate(part, (height, width), mode="bilinear", antialias=True)[0]
 
 
-def rotate(image: Tensor, draw: Draw, *, degrees: float = 15.0) -> Tensor:
+def rotate(image: Tensor, draw: DrawNumber, *, degrees: float = 15.0) -> Tensor:
     """Rotate by up to `degrees` either way around the middle; corners become black."""
     angle = math.radians(draw(-degrees, degrees))
     turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]])
@@ -70,7 +70,12 @@ def rotate(image: Tensor, draw: Draw, *, degrees: float = 15.0) -> Tensor:
 
 
 def jitter_colors(
-    image: Tensor, draw: Draw, *, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0
+    image: Tensor,
+    draw: DrawNumber,
+    *,
+    brightness: float = 0.0,
+    contrast: float = 0.0,
+    saturation: float = 0.0,
 ) -> Tensor:
     """Scale brightness, contrast and saturation, each by 1 - x to 1 + x."""
     image = image * _factor(draw, brightness)
@@ -80,11 +85,11 @@ def jitter_colors(
     return (grey + (image - grey) * _factor(draw, saturation)).clamp(0, 1)
 
 
-def _factor(draw: Draw, most: float) -> float:
+def _factor(draw: DrawNumber, most: float) -> float:
     return draw(max(0.0, 1 - most), 1 + most)
 
 
-def make_grey(image: Tensor, draw: Draw, *, p: float = 0.1) -> Tensor:
+def make_grey(image: Tensor, draw: DrawNumber, *, p: float = 0.1) -> Tensor:
     """Take the colours away, with probability `p`."""
     return _grey(image).expand_as(image).clone() if draw(0, 1) < p else image
 
@@ -95,7 +100,9 @@ def _grey(image: Tensor) -> Tensor:
     return (image * torch.tensor(GREY_WEIGHTS)[:, None, None]).sum(0, keepdim=True)
 
 
-def erase(image: Tensor, draw: Draw, *, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33)) -> Tensor:
+def erase(
+    image: Tensor, draw: DrawNumber, *, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33)
+) -> Tensor:
     """Make a rectangle with a share of the area (`scale`) black, with probability `p`."""
     if draw(0, 1) >= p:
         return image

@@ -82,7 +82,7 @@ class ImageDataset(Dataset[Batch]):
         try:
             encoded = self.images.encoded(row)
         except OSError as error:
-            raise DataError(f"{self.images.where(row)}: cannot be read: {describe(error)}") from error
+            raise DataError(f"{self.images.where(row)}: cannot be read: {describe_error(error)}") from error
         return decode_image(encoded, self.images.where(row), self.image_size, self.num_channels)
 
     def _item(self, index: int, pixels: Tensor) -> Batch:
@@ -179,7 +179,9 @@ def decode_image(encoded: bytes, where: str, image_size: int, channels: int) -> 
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise what they like
-        raise DataError(f"{where}: not a readable image ({describe(error)}); repair or remove it") from error
+        raise DataError(
+            f"{where}: not a readable image ({describe_error(error)}); repair or remove it"
+        ) from error
     array = np.asarray(image, dtype=np.float32).reshape(image_size, image_size, channels)
     return torch.from_numpy(array / 255.0).permute(2, 0, 1).contiguous()
 
@@ -208,7 +210,7 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
     return Image.fromarray(levels.astype(np.uint8))
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an exception of Pillow's or the file system's in a few words, on one line."""
     reason = getattr(error, "strerror", None) or str(error).split(" <_io")[0]
     return " ".join(str(reason).split())[:200] or type(error).__name__

@@ -20,11 +20,11 @@ from pipeline.errors import DataError
 from pipeline.files import IMAGE_LIMIT, open_regular_file, read_regular_file
 
 TAIL = 4096  # bytes
-READERS = 16  # threads that read the ends of files: over a network each one waits
+READER_THREADS = 16  # threads that read the ends of files: over a network each one waits
 CHUNK = 256  # files a thread takes together
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
-HELD_OUT = ("val", "valid", "validation", "test")  # names of folders of splits, beside train
+HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")  # names of folders of splits, beside train
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class FolderImages:
             DataError: a file cannot be read.
         """
         starts = range(0, len(self.names), CHUNK)
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(READER_THREADS) as pool:
             try:
                 digests = b"".join(pool.map(self._digests, starts))
             except OSError as error:
@@ -126,7 +126,7 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
 
 def _refuse_splits(root: Path, found: list[str], where: str) -> None:
     """Raise DataError for folders of splits, each with class folders: they would be taken for classes."""
-    held_out = [name for name in HELD_OUT if name in found]
+    held_out = [name for name in HELD_OUT_FOLDERS if name in found]
     if not held_out or set(found) != {"train", *held_out}:
         return
     if all(any(entry.is_dir() for entry in os.scandir(root / name)) for name in found):

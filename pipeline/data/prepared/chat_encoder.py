@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.chat_layouts import Conversation, Spans, Turn, read_conversation, unwritten_fields
+from pipeline.data.chat_layouts import Conversation, Spans, Turn, find_unwritten_fields, read_conversation
 from pipeline.data.chat_template import BEGIN, DIVIDE, END, REASONING_FIELDS, find_template
 from pipeline.data.documents.records import Record, Tally
-from pipeline.data.prepared.encoder import Document, EncoderSettings, Records, plain_text_tokenizer
+from pipeline.data.prepared.encoder import EncoderSettings, Records, TokenizedDocument, plain_text_tokenizer
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
 
 MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
 MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
-Tokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
+MaskedTokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
 
 
 CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat template does not write"
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenConversation:
     """A conversation as its template writes it, and the tokens of that.
 
     Attributes:
@@ -119,7 +119,7 @@ class ConversationWriter:
         core.post_processor = None
         return core
 
-    def find_answers(self, written: Sequence[Written], tally: Tally) -> list[list[Spans]]:
+    def find_answers(self, written: Sequence[WrittenConversation], tally: Tally) -> list[list[Spans]]:
         """Return for each of the conversations where in its text the answers are that are learned.
 
         An answer of tool calls alone, which the template does not write, is not learned, and counted.
@@ -133,7 +133,7 @@ class ConversationWriter:
         found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
         return [self._learned(each, answers, tally) for each, answers in zip(written, found, strict=True)]
 
-    def _learned(self, written: Written, answers: list[Spans], tally: Tally) -> list[Spans]:
+    def _learned(self, written: WrittenConversation, answers: list[Spans], tally: Tally) -> list[Spans]:
         conversation = written.conversation
         learned: list[Spans] = []
         for number, spans in zip(conversation.answers, answers, strict=True):
@@ -153,7 +153,7 @@ class ConversationWriter:
             learned.append(self._content(written, turn, spans) if self._learns_content else spans)
         return learned
 
-    def _content(self, written: Written, turn: Turn, spans: Spans) -> Spans:
+    def _content(self, written: WrittenConversation, turn: Turn, spans: Spans) -> Spans:
         """Return where a turn's reasoning and content are, and the end-of-document token behind them."""
         if not spans:
             return []
@@ -178,7 +178,7 @@ class ConversationWriter:
         """The end-of-document token as it is written."""
         return str(self._core.id_to_token(self._settings.end_of_document))
 
-    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[Written]:
+    def write(self, given: Sequence[tuple[str, Conversation]]) -> list[WrittenConversation]:
         """Return each (where, conversation that `escape` gave) as the template writes it.
 
         Raises:
@@ -194,7 +194,7 @@ class ConversationWriter:
             else:
                 encoding = next(encodings)
                 ids, offsets = encoding.ids, encoding.offsets
-            written.append(Written(where, conversation, text, ids, offsets))
+            written.append(WrittenConversation(where, conversation, text, ids, offsets))
         return written
 
     def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -232,7 +232,7 @@ class ConversationWriter:
         ids: list[int] = self._core.encode("\n", add_special_tokens=False).ids
         return ids
 
-    def is_ended(self, written: Written) -> bool:
+    def is_ended(self, written: WrittenConversation) -> bool:
         """Whether nothing is added: the end of a document stands behind all but white space, or never is."""
         if not self._config.append_eos:
             return True
@@ -249,7 +249,7 @@ class ConversationWriter:
         stop = self.template.turn_stop
         return self._settings.end_of_document if stop is None else int(self._core.token_to_id(stop))
 
-    def _is_end(self, ids: NDArray[Any], written: Written, first: int) -> bool:
+    def _is_end(self, ids: NDArray[Any], written: WrittenConversation, first: int) -> bool:
         """Whether tokens from `first` on are white space and ends of the document, and nothing else."""
         ends = (self._settings.end_of_document, self._end)
         texts = [written.text[start:end] for start, end in written.offsets[first:]]
@@ -258,11 +258,11 @@ class ConversationWriter:
         ]
         return not others
 
-    def length(self, written: Written) -> int:
+    def length(self, written: WrittenConversation) -> int:
         """Return the number of tokens, the end-of-document token included."""
         return len(written.ids) + (not self.is_ended(written))
 
-    def tokens(self, written: Written, spans: Spans | None) -> Tokens:
+    def tokens(self, written: WrittenConversation, spans: Spans | None) -> MaskedTokens:
         """Return the tokens; those in `spans` of the text count. `None`: all count.
 
         The end counts with the last answer it follows, and so does white space between the two: a model whose
@@ -310,7 +310,7 @@ class ChatEncoder:
         self._writer = ConversationWriter(settings)
         _ = self._writer.template  # what is wrong with it shows before a record is read
 
-    def __call__(self, records: Records, tally: Tally) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
         """Return a document for each conversation that is kept, in order.
 
         Raises:
@@ -330,7 +330,7 @@ class ChatEncoder:
                 rows.append((conversation.key, record))
         written = self._writer.write(given)
         for each, (_, record) in zip(written, rows, strict=True):
-            for name in unwritten_fields(record, each.said):
+            for name in find_unwritten_fields(record, each.said):
                 tally.note(f"{UNWRITTEN}: {name}", each.where)
             if each.is_escaped:
                 tally.note(ESCAPED, each.where)
@@ -338,22 +338,22 @@ class ChatEncoder:
         kept = [each if self._fits(each) else next(shorter) for each in written]
         found = [(each, key) for each, (key, _) in zip(kept, rows, strict=True) if each is not None]
         if is_all:
-            return [Document(*self._writer.tokens(each, None), key) for each, key in found]
+            return [TokenizedDocument(*self._writer.tokens(each, None), key) for each, key in found]
         documents = []
         answers = self._writer.find_answers([each for each, _ in found], tally)
         for (each, key), own in zip(found, answers, strict=True):
             spans = [span for spans in own for span in spans]
             if spans:
-                documents.append(Document(*self._writer.tokens(each, spans), key))
+                documents.append(TokenizedDocument(*self._writer.tokens(each, spans), key))
             else:
                 tally.note(NO_ANSWER, each.where)
         return documents
 
-    def _fits(self, written: Written) -> bool:
+    def _fits(self, written: WrittenConversation) -> bool:
         """Return whether it fits in a sequence and the token behind it, which is only predicted."""
         return self._writer.length(written) <= self._config.sequence_length + 1
 
-    def _shorten(self, written: list[Written], tally: Tally) -> list[Written | None]:
+    def _shorten(self, written: list[WrittenConversation], tally: Tally) -> list[WrittenConversation | None]:
         """Return the first turns, up to an answer, of each that is too long, or None."""
         if written and self._config.too_long == "error":
             raise ConfigError(
@@ -367,11 +367,11 @@ class ChatEncoder:
             shortened.append(first)
         return shortened
 
-    def _first_turns(self, long: Written) -> Written | None:
+    def _first_turns(self, long: WrittenConversation) -> WrittenConversation | None:
         """Return as many turns, up to an answer, as fit; `None`: the first answer does not."""
 
         @cache
-        def first(end: int) -> Written:
+        def first(end: int) -> WrittenConversation:
             (written,) = self._writer.write([(long.where, long.conversation.first(end))])
             return written
 

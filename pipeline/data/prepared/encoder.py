@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record, Tally
-from pipeline.data.tokenizer import PIECE, cut_text
+from pipeline.data.tokenizer import PIECE_CHARACTERS, cut_text
 
 Records = list[tuple[str, Record]]  # where it stands, and what is there
 LONG = 1_000_000  # characters: longer texts are cut, and no more of their pieces encoded together
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """One tokenised document.
 
     Attributes:
@@ -40,7 +40,7 @@ class Document:
 
 
 # Tokenises a batch of records; what it leaves out, or changes, is counted in the tally.
-Encoder = Callable[[Records, Tally], list[Document]]
+Encoder = Callable[[Records, Tally], list[TokenizedDocument]]
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,15 @@ class TextEncoder:
         self._end = np.array([settings.end_of_document], dtype=self._dtype)
         self._core = plain_text_tokenizer(settings.tokenizer)
 
-    def __call__(self, records: Records, tally: Tally) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
         texts = [record for _, record in records if isinstance(record, str)]
         assert len(texts) == len(records), "read_texts gives texts"
         keys = [text.encode() for text in texts]
         short = iter(self._encode([text for text in texts if len(text) <= LONG]))
         rows = [next(short) if len(text) <= LONG else self._encode_long(text) for text in texts]
         return [
-            Document(np.concatenate([row, self._end]), None, key) for row, key in zip(rows, keys, strict=True)
+            TokenizedDocument(np.concatenate([row, self._end]), None, key)
+            for row, key in zip(rows, keys, strict=True)
         ]
 
     def _encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -103,6 +104,6 @@ class TextEncoder:
     def _encode_long(self, text: str) -> NDArray[Any]:
         pieces = cut_text(self._core, text)
         found = []
-        while some := list(islice(pieces, LONG // PIECE)):
+        while some := list(islice(pieces, LONG // PIECE_CHARACTERS)):
             found += self._encode(some)
         return np.concatenate(found)

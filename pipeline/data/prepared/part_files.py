@@ -22,7 +22,7 @@ import xxhash
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from pipeline.data.prepared.encoder import Document
+from pipeline.data.prepared.encoder import TokenizedDocument
 from pipeline.errors import DataError
 from pipeline.files import format_bytes, publish_folder, replace_file
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
+def explain_write_errors(cache_dir: Path, what: str) -> Iterator[None]:
     """Turn a failure to write into one line that says where, how much is free, and what to do.
 
     Raises:
@@ -58,7 +58,7 @@ def writing_to(cache_dir: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def held_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> Iterator[bool]:
+def hold_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> Iterator[bool]:
     """Hold the lock `name` of the cache; no other process then has it, however that one ended.
 
     Args:
@@ -68,7 +68,7 @@ def held_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> I
         Whether it is held.
     """
     folder = cache_dir / "locks"
-    with writing_to(cache_dir, "a lock file"):
+    with explain_write_errors(cache_dir, "a lock file"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
         seconds = 0.0
@@ -96,7 +96,7 @@ def discard_unfinished() -> None:
 
 
 @contextmanager
-def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
+def fill_folder(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
     """Yield an empty folder, which gets the name `folder` in one rename once all of it is on the disk.
 
     Only with a lock held that is this folder's own. If the body raises, nothing is left behind.
@@ -107,11 +107,11 @@ def filling(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
     temporary = folder.with_name(f"{folder.name}.tmp")
     _unfinished.add(temporary)
     try:
-        with writing_to(cache_dir, what):
+        with explain_write_errors(cache_dir, what):
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed writer
             temporary.mkdir(parents=True)
         yield temporary
-        with writing_to(cache_dir, what):
+        with explain_write_errors(cache_dir, what):
             write_json(temporary / CHECKED, {path.name: _changed(path) for path in temporary.iterdir()})
             if folder.exists():  # damaged
                 shutil.rmtree(folder)
@@ -141,10 +141,10 @@ def find_damage(folder: Path, index: str, verify: bool) -> str | None:
         index: Name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
         verify: Whether to read the content of all.
     """
-    files = (read_json(folder / index) or {}).get("files")
+    files = (read_json_object(folder / index) or {}).get("files")
     if not files:
         return f"{index} cannot be read"
-    known = read_json(folder / CHECKED) or {}
+    known = read_json_object(folder / CHECKED) or {}
     times = {}
     for name, expected in files.items():
         try:
@@ -153,7 +153,7 @@ def find_damage(folder: Path, index: str, verify: bool) -> str | None:
                 return f"{name} has {size} bytes, {expected['bytes']} were written"
             times[name] = _changed(folder / name)
             is_read = verify or known.get(name) != times[name]
-            if is_read and checksum_of(folder / name) != expected["xxh3_128"]:
+            if is_read and compute_checksum(folder / name) != expected["xxh3_128"]:
                 return f"the content of {name} is not what was written, by its checksum"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
@@ -163,7 +163,7 @@ def find_damage(folder: Path, index: str, verify: bool) -> str | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json_object(path: Path) -> dict[str, Any] | None:
     """Return the object of a JSON file; `None` where there is none."""
     try:
         found = json.loads(path.read_text("utf-8"))
@@ -172,20 +172,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def checksum_of(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
     """Return the checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def damage_of(folder: Path, verify: bool) -> str | None:
+def find_part_damage(folder: Path, verify: bool) -> str | None:
     """Return what is wrong with a prepared part that is there; `None`: nothing."""
     return find_damage(folder, INDEX, verify)
 
 
 def is_prepared(folder: Path) -> bool:
     """Return whether a part is there, and whole."""
-    return folder.is_dir() and damage_of(folder, verify=False) is None
+    return folder.is_dir() and find_part_damage(folder, verify=False) is None
 
 
 def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
@@ -194,7 +194,7 @@ def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
     return np.frombuffer(digests, dtype=">u8").astype("<u8")
 
 
-def is_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
+def select_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
     """Return (documents,) whether each belongs to eval: by its own hash, so it stays whatever is added."""
     bound = math.ceil(eval_fraction * 2**64)
     if bound >= 2**64:
@@ -203,7 +203,7 @@ def is_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.
     return held_out
 
 
-class _File:
+class _ChecksummedFile:
     """A file that grows and knows its size and checksum."""
 
     def __init__(self, path: Path) -> None:
@@ -248,17 +248,17 @@ class PartWriter:
         arrays = ["tokens", "ends", "hashes"] + ["learned"] * has_loss_mask
         arrays += ["segments", "margins"] * has_segments
         names = [f"{split}.{array}" for split in SPLITS for array in arrays]
-        self._files = {name: _File(folder / name) for name in names}
+        self._files = {name: _ChecksummedFile(folder / name) for name in names}
 
-    def append(self, documents: Sequence[Document], eval_fraction: float) -> None:
+    def append(self, documents: Sequence[TokenizedDocument], eval_fraction: float) -> None:
         """Add documents, each to the split that its hash says."""
         hashes = hash_keys(document.key for document in documents)
-        held_out = is_held_out(hashes, eval_fraction)
+        held_out = select_held_out(hashes, eval_fraction)
         for split, chosen in (("train", ~held_out), ("eval", held_out)):
             if chosen.any():
                 self._append(split, list(compress(documents, chosen.tolist())), hashes[chosen])
 
-    def _append(self, split: str, documents: list[Document], hashes: NDArray[np.uint64]) -> None:
+    def _append(self, split: str, documents: list[TokenizedDocument], hashes: NDArray[np.uint64]) -> None:
         lengths = np.fromiter((len(document.ids) for document in documents), np.int64, len(documents))
         ends = self._tokens[split] + np.cumsum(lengths)
         tokens = np.concatenate([document.ids for document in documents]).astype(self._dtype, copy=False)
@@ -276,7 +276,7 @@ class PartWriter:
         self._documents[split] += len(documents)
         self._tokens[split] += len(tokens)
 
-    def _append_segments(self, split: str, documents: list[Document]) -> None:
+    def _append_segments(self, split: str, documents: list[TokenizedDocument]) -> None:
         table = np.zeros((len(documents), MOST_SEGMENTS, 3), dtype="<i4")
         for row, document in zip(table, documents, strict=True):
             assert document.segments is not None
@@ -310,7 +310,7 @@ class TokenPart:
     """
 
     def __init__(self, folder: Path, split: str) -> None:
-        index = read_json(folder / INDEX)
+        index = read_json_object(folder / INDEX)
         if index is None:
             raise DataError(f"prepared data {folder} cannot be read; start again")
         self.folder = folder

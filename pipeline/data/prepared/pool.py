@@ -20,16 +20,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.documents.part import SourcePart, read_records, read_texts
 from pipeline.data.documents.records import BAD_RECORDS, Record, Tally
-from pipeline.data.prepared.encoder import Document, Encoder, EncoderSettings, Records, TextEncoder
+from pipeline.data.prepared.encoder import Encoder, EncoderSettings, Records, TextEncoder, TokenizedDocument
 from pipeline.data.prepared.part_files import (
     PartWriter,
     discard_unfinished,
-    filling,
-    held_lock,
+    explain_write_errors,
+    fill_folder,
+    hold_lock,
     is_prepared,
-    writing_to,
 )
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
@@ -42,7 +42,7 @@ SCRIPT_RAN_CODE = 3  # of a worker in which the user's script, which it imports,
 log = logging.getLogger(__name__)
 
 
-Report = Callable[[Mapping[str, int]], None]
+ReportProgress = Callable[[Mapping[str, int]], None]
 """Is called with the bytes, documents and tokens since the last call."""
 
 
@@ -58,7 +58,7 @@ class PartTask:
         cache_dir: Of the recipe, expanded.
     """
 
-    part: Part
+    part: SourcePart
     key: str
     eval_fraction: float
     identity: dict[str, Any]
@@ -104,7 +104,7 @@ class PrepareProgress:
 
 
 def prepare_part(
-    task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report, wait: bool
+    task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress, wait: bool
 ) -> bool:
     """Make the part's folder, unless it is there.
 
@@ -122,7 +122,7 @@ def prepare_part(
         DataError: a record cannot be used, the cache cannot be written, or there is no memory left.
     """
     notice = f"another process prepares {task.label}: waiting for it"
-    with held_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as held:
+    with hold_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as held:
         if held and not is_prepared(task.folder):
             try:
                 _write(task, settings, encoder, report)
@@ -131,18 +131,18 @@ def prepare_part(
         return held
 
 
-def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: Report) -> None:
+def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress) -> None:
     has_rows = settings.config.conversations is not None
     has_segments = settings.config.preferences is not None
     tally = Tally()
     records = read_records(task.part, tally) if has_rows else read_texts(task.part, tally)
-    with filling(task.folder, task.cache_dir, task.label) as folder:
-        with writing_to(task.cache_dir, task.label):
+    with fill_folder(task.folder, task.cache_dir, task.label) as folder:
+        with explain_write_errors(task.cache_dir, task.label):
             writer = PartWriter(folder, settings.dtype, has_rows, has_segments)
         for batch in _batches(records):
             documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
             if documents:
-                with writing_to(task.cache_dir, task.label):
+                with explain_write_errors(task.cache_dir, task.label):
                     writer.append(documents, task.eval_fraction)
             sizes = {
                 "bytes": sum(len(document.key) for document in documents),
@@ -151,11 +151,11 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
             }
             report(sizes)
         facts = {"identity": task.identity, "tally": dict(sorted(tally.items())), "first": tally.first}
-        with writing_to(task.cache_dir, task.label):
+        with explain_write_errors(task.cache_dir, task.label):
             writer.finish(facts)
 
 
-def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[Document]:
+def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[TokenizedDocument]:
     """Return the documents of a batch. If a record is bad and may be left out, each is encoded by itself."""
     counts = Tally()
     try:
@@ -320,7 +320,7 @@ def _describe_death(codes: Sequence[int]) -> str:
     )
 
 
-def end_if_imported() -> None:
+def exit_if_imported() -> None:
     """End a process that imports a script which trains without asking whether it is the main program.
 
     It would wait for its own parent's lock, for ever.

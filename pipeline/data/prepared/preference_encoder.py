@@ -11,19 +11,19 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.data.chat_layouts import unwritten_fields
+from pipeline.data.chat_layouts import find_unwritten_fields
 from pipeline.data.documents.records import Tally
 from pipeline.data.preference_layouts import (
     KIND_NAMES,
     LABELS,
     MARGIN,
     SCORES,
-    Answer,
-    Example,
+    JudgedAnswer,
+    PreferenceExample,
     read_example,
 )
-from pipeline.data.prepared.chat_encoder import ConversationWriter, Tokens
-from pipeline.data.prepared.encoder import Document, EncoderSettings, Records
+from pipeline.data.prepared.chat_encoder import ConversationWriter, MaskedTokens
+from pipeline.data.prepared.encoder import EncoderSettings, Records, TokenizedDocument
 from pipeline.errors import ConfigError, DataError
 
 TOO_LONG = "examples dropped: longer than data.sequence_length together, or than data.answer_length alone"
@@ -38,8 +38,8 @@ class _Judged:
     """An answer of an example, and where it stands."""
 
     where: str
-    example: Example
-    answer: Answer
+    example: PreferenceExample
+    answer: JudgedAnswer
 
     @property
     def is_plain(self) -> bool:
@@ -67,7 +67,7 @@ class PreferenceEncoder:
         self._config = settings.config.preferences
         self._writer = ConversationWriter(settings)
 
-    def __call__(self, records: Records, tally: Tally) -> list[Document]:
+    def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
         """Return a document for each example that is kept, in order.
 
         Raises:
@@ -95,13 +95,13 @@ class PreferenceEncoder:
             documents.append(document)
             assert isinstance(record, dict)  # it holds an example
             texts = {name: value for name, value in record.items() if name not in VALUES}
-            for name in unwritten_fields(texts, "\n".join(text for _, text in segments)):
+            for name in find_unwritten_fields(texts, "\n".join(text for _, text in segments)):
                 tally.note(f"{UNWRITTEN}: {name}", where)
             if any(map(self._writer.special.search, example.texts())):
                 tally.note(ESCAPED, where)
         return documents
 
-    def _write_plain(self, judged: list[_Judged]) -> Iterator[tuple[Tokens, str]]:
+    def _write_plain(self, judged: list[_Judged]) -> Iterator[tuple[MaskedTokens, str]]:
         """Yield the tokens of each prompt and answer of plain text, and that text."""
         texts, answers_begin = [], []
         for each in judged:
@@ -135,7 +135,7 @@ class PreferenceEncoder:
 
         return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
 
-    def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[tuple[Tokens, str]]:
+    def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[tuple[MaskedTokens, str]]:
         """Yield the tokens of each conversation, and what the template writes."""
         if not judged:
             return
@@ -162,7 +162,9 @@ class PreferenceEncoder:
                 ids, mask = ids[:end], mask[:end]
             yield (ids, mask), text.said
 
-    def _document(self, where: str, example: Example, segments: list[Tokens]) -> Document | None:
+    def _document(
+        self, where: str, example: PreferenceExample, segments: list[MaskedTokens]
+    ) -> TokenizedDocument | None:
         """Return the document of an example; `None`: it does not fit."""
         masks = []
         for answer, (_, mask) in zip(example.answers, segments, strict=True):
@@ -198,7 +200,7 @@ class PreferenceEncoder:
             (answer.kind, int(mask.argmax()), size)
             for answer, mask, size in zip(example.answers, masks, sizes, strict=True)
         ]
-        return Document(
+        return TokenizedDocument(
             np.concatenate([ids for ids, _ in segments]),
             np.concatenate(masks),
             example.key,

@@ -20,19 +20,19 @@ from pipeline.config.data_schema import (
     DocumentsConfig,
     SourceConfig,
 )
-from pipeline.data.documents.part import Part, find_parts, no_text
+from pipeline.data.documents.part import SourcePart, find_parts, no_text_error
 from pipeline.data.documents.records import Tally
-from pipeline.data.documents.streams import DigestCache, hash_of
+from pipeline.data.documents.streams import DigestCache, hash_json
 from pipeline.data.prepared.encoder import EncoderSettings
 from pipeline.data.prepared.part_files import (
     FORMAT_VERSION,
     INDEX,
     TokenStore,
-    damage_of,
-    held_lock,
+    explain_write_errors,
+    find_part_damage,
+    hold_lock,
     is_prepared,
-    read_json,
-    writing_to,
+    read_json_object,
 )
 from pipeline.data.prepared.pool import PartTask, PrepareProgress, prepare_here, prepare_in_pool
 from pipeline.data.prepared.tokenizer_folder import TokenizerFolder, find_tokenizer
@@ -47,7 +47,7 @@ class FoundSource:
     """A source or an eval set, and its parts in order."""
 
     source: SourceConfig
-    parts: list[Part]
+    parts: list[SourcePart]
     is_eval_set: bool
 
 
@@ -63,7 +63,7 @@ def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
     return found + [FoundSource(source, find_parts(source, digests), True) for source in sets]
 
 
-def trained_on(sources: Sequence[FoundSource]) -> Iterator[str]:
+def find_trained_eval_files(sources: Sequence[FoundSource]) -> Iterator[str]:
     """Yield a line for each eval set whose files are training data too: they are trained on.
 
     Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
@@ -99,7 +99,7 @@ def plan_tasks(
             "eval_fraction": eval_fraction,
             "encoding": _describe_encoding(config, tokenizer),
         }
-        tasks.append(PartTask(part, hash_of(identity), eval_fraction, identity, cache_dir))
+        tasks.append(PartTask(part, hash_json(identity), eval_fraction, identity, cache_dir))
     return tasks
 
 
@@ -119,7 +119,7 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
         return {"kind": "text"}
     return {
         "version": CONVERSATIONS_VERSION,
-        "chat_template": hash_of(tokenizer.tokenizer.chat_template),
+        "chat_template": hash_json(tokenizer.tokenizer.chat_template),
         **config.model_dump(include=ENCODING_SETTINGS),
     }
 
@@ -147,7 +147,7 @@ class PreparedSource:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDocuments:
     """All documents of a recipe as tokens.
 
     Attributes:
@@ -167,7 +167,7 @@ class Prepared:
 
 def prepare_documents(
     config: DocumentsConfig, shard: tuple[int, int] | None = None, verify: bool = False
-) -> Prepared:
+) -> PreparedDocuments:
     """Return all documents of a recipe as tokens; what is not in the cache is tokenised first.
 
     Any number of processes may call this at once: each part is made by one of them. On one machine a single
@@ -183,7 +183,7 @@ def prepare_documents(
     """
     cache_dir = Path(config.cache_dir).expanduser()
     sources = find_sources(config, cache_dir)
-    for line in trained_on(sources):
+    for line in find_trained_eval_files(sources):
         log.info("%s", line)  # every rank finds it; one shows it
     to_train_on = [part for found in sources if not found.is_eval_set for part in found.parts]
     tokenizer = find_tokenizer(config, to_train_on, cache_dir)
@@ -194,13 +194,13 @@ def prepare_documents(
     if missing:
         if len(missing) < len(tasks):
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
-        lock = f"{platform.node()}-{hash_of([task.key for task in tasks])}"
+        lock = f"{platform.node()}-{hash_json([task.key for task in tasks])}"
 
         def notice() -> str:
             num_there = sum(task.folder.is_dir() for task in tasks)
             return f"another process prepares this data: {num_there} of {len(tasks)} parts are there; waiting"
 
-        with held_lock(cache_dir, lock, notice):
+        with hold_lock(cache_dir, lock, notice):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
     prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)
@@ -214,10 +214,10 @@ def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
     def is_missing(task: PartTask) -> bool:
         if not task.folder.is_dir():
             return True
-        damage = damage_of(task.folder, verify)
+        damage = find_part_damage(task.folder, verify)
         if damage is not None:
             log.warning("%s is damaged (%s): it is prepared again", task.folder, damage)
-            with writing_to(task.cache_dir, "a damaged part"):
+            with explain_write_errors(task.cache_dir, "a damaged part"):
                 (task.folder / INDEX).unlink(missing_ok=True)
         return damage is not None
 
@@ -262,7 +262,7 @@ def _gather(
     tasks: Sequence[PartTask],
     tokenizer: TokenizerFolder,
     complete: bool,
-) -> Prepared:
+) -> PreparedDocuments:
     """Return all that is prepared now.
 
     Raises:
@@ -278,17 +278,19 @@ def _gather(
         train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
         tally = Tally()
         for folder in folders:
-            index = read_json(folder / INDEX) or {}
+            index = read_json_object(folder / INDEX) or {}
             tally.add(Tally(index.get("tally", {}), index.get("first", {})))
             content.append([source.name, {name: file["xxh3_128"] for name, file in index["files"].items()}])
         if complete and train.num_documents + held_out.num_documents == 0:
-            raise no_text(source, tally)
+            raise no_text_error(source, tally)
         prepared = PreparedSource(source.name or "", train, held_out, tally)
         (eval_sets if found.is_eval_set else trained).append(prepared)
-    return Prepared(tokenizer.tokenizer, tokenizer.vocab_size, trained, eval_sets, hash_of(content))
+    return PreparedDocuments(
+        tokenizer.tokenizer, tokenizer.vocab_size, trained, eval_sets, hash_json(content)
+    )
 
 
-def _summarise(prepared: Prepared, cache_dir: Path) -> None:
+def _summarise(prepared: PreparedDocuments, cache_dir: Path) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
         log.info(
             "%s: %s documents, %s tokens; %s documents, %s tokens held out",

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.data_schema import ConversationsConfig, DocumentsConfig
 from pipeline.data.chat_layouts import Conversation, read_conversation
-from pipeline.data.chat_template import find_template, special_tokens_of
-from pipeline.data.documents.part import Part, read_records, read_texts
+from pipeline.data.chat_template import find_template, get_special_tokens
+from pipeline.data.documents.part import SourcePart, read_records, read_texts
 from pipeline.data.documents.records import Tally
-from pipeline.data.documents.streams import hash_of
-from pipeline.data.preference_layouts import Example, read_example
+from pipeline.data.documents.streams import hash_json
+from pipeline.data.preference_layouts import PreferenceExample, read_example
 from pipeline.data.prepared.part_files import (
-    checksum_of,
-    filling,
+    compute_checksum,
+    explain_write_errors,
+    fill_folder,
     find_damage,
     hash_keys,
-    held_lock,
-    is_held_out,
+    hold_lock,
+    select_held_out,
     write_json,
-    writing_to,
 )
 from pipeline.data.tokenizer import (
     digest_tokenizer,
+    get_token_id_bound,
     load_pretrained,
     read_tokenizer,
-    token_ids_end,
     train_tokenizer,
 )
 from pipeline.errors import DataError
@@ -64,7 +64,7 @@ class TokenizerFolder:
     vocab_size: int
 
 
-def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Path) -> TokenizerFolder:
+def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_dir: Path) -> TokenizerFolder:
     """Return the recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
     conversations, with a template.
 
@@ -81,7 +81,7 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
             tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
             _tell_unknown_markers(spoken, tokenizer)
         digest = digest_tokenizer(tokenizer)
-        path = _keep(cache_dir, hash_of([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+        path = _keep(cache_dir, hash_json([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
         content: list[Any] = [
             TRAINING_VERSION,
@@ -92,12 +92,12 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[Part], cache_dir: Pa
         ]
         template = _template(spoken, None) if spoken is not None else None  # fails before the training
         if spoken is not None:
-            content.append([spoken.layout, *special_tokens_of(spoken)])
-        path = _keep(cache_dir, hash_of(content), lambda: _train(config, parts))
+            content.append([spoken.layout, *get_special_tokens(spoken)])
+        path = _keep(cache_dir, hash_json(content), lambda: _train(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
-    return TokenizerFolder(path, tokenizer, digest, token_ids_end(tokenizer))
+    return TokenizerFolder(path, tokenizer, digest, get_token_id_bound(tokenizer))
 
 
 def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
@@ -139,38 +139,38 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     if find_damage(folder, INDEX, verify=False) is None:
         return folder
     notice = "another process is making the tokenizer: waiting for it"
-    with held_lock(cache_dir, f"tokenizer-{key}", lambda: notice):
+    with hold_lock(cache_dir, f"tokenizer-{key}", lambda: notice):
         if find_damage(folder, INDEX, verify=False) is not None:
             if folder.exists():
                 log.warning("the tokenizer in %s is damaged: making it again", folder)
             tokenizer = make()
             with (
-                filling(folder, cache_dir, "the tokenizer") as temporary,
-                writing_to(cache_dir, "the tokenizer"),
+                fill_folder(folder, cache_dir, "the tokenizer") as temporary,
+                explain_write_errors(cache_dir, "the tokenizer"),
             ):
                 tokenizer.save_pretrained(str(temporary))
                 # Worker processes read ids out of this one: as it is now, whatever saving made of it.
                 (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
                 files = {
-                    file.name: {"bytes": file.stat().st_size, "xxh3_128": checksum_of(file)}
+                    file.name: {"bytes": file.stat().st_size, "xxh3_128": compute_checksum(file)}
                     for file in sorted(temporary.iterdir())
                 }
                 write_json(temporary / INDEX, {"files": files})
     return folder
 
 
-def _train(config: DocumentsConfig, parts: Sequence[Part]) -> PreTrainedTokenizerFast:
+def _train(config: DocumentsConfig, parts: Sequence[SourcePart]) -> PreTrainedTokenizerFast:
     size = min(sum(part.size for part in parts), TRAINING_BYTES)
     log.info("training the tokenizer on %s", format_bytes(size))
     start = time.perf_counter()
     documents = _training_documents(config, parts)
-    special_tokens = () if config.conversations is None else special_tokens_of(config.conversations)
+    special_tokens = () if config.conversations is None else get_special_tokens(config.conversations)
     tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
     log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
     return tokenizer
 
 
-def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Iterator[str]:
+def _training_documents(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Iterator[str]:
     """Yield texts of the training split, TRAINING_BYTES of them at most.
 
     Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
@@ -178,7 +178,7 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
     left = TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
         for key, text in _keys_and_texts(config, part):
-            if is_held_out(hash_keys([key]), config.eval_fraction)[0]:
+            if select_held_out(hash_keys([key]), config.eval_fraction)[0]:
                 continue
             yield text
             left -= len(key)
@@ -186,7 +186,7 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[Part]) -> Itera
                 return
 
 
-def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes, str]]:
+def _keys_and_texts(config: DocumentsConfig, part: SourcePart) -> Iterator[tuple[bytes, str]]:
     """Yield (content of its hash, text) of each document; of a conversation what is said in it."""
     conversations = config.conversations
     preferences = config.preferences
@@ -195,7 +195,7 @@ def _keys_and_texts(config: DocumentsConfig, part: Part) -> Iterator[tuple[bytes
         return
     for where, record in read_records(part, Tally()):
         try:
-            said: Conversation | Example
+            said: Conversation | PreferenceExample
             if preferences is not None:
                 said = read_example(where, record, preferences.layout, unpaired=preferences.is_unpaired)
             else:

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from pipeline.config.data_schema import SourceConfig
-from pipeline.data.documents.part import Part, find_parts, read_records, read_texts
+from pipeline.data.documents.part import SourcePart, find_parts, read_records, read_texts
 from pipeline.data.documents.records import Tally
 from pipeline.data.documents.streams import DigestCache
 from pipeline.errors import DataError
@@ -31,7 +31,7 @@ def source(*paths: Path | str, **settings: object) -> SourceConfig:
     return SourceConfig(name="web", **settings)
 
 
-def parts_of(config: SourceConfig, cache: Path, **settings: int) -> list[Part]:
+def parts_of(config: SourceConfig, cache: Path, **settings: int) -> list[SourcePart]:
     return find_parts(config, DigestCache(cache), **settings)
 
 

@@ -35,7 +35,7 @@ def settled(path, content):
 
 
 def values(cache, paths, look, what="text"):
-    return [value for _, value in cache.recall(paths, what, look).values()]
+    return [value for _, value in cache.get_or_compute(paths, what, look).values()]
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):
@@ -77,7 +77,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         return 1
 
     with pytest.raises(DataError, match="a: changed while it was read"):
-        DigestCache(tmp_path).recall([path], "text", look)
+        DigestCache(tmp_path).get_or_compute([path], "text", look)
 
 
 def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path, caplog):

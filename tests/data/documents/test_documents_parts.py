@@ -12,7 +12,7 @@ from documents_support import COMPRESS, one_line, parts_of, read, source, texts,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.documents.part import find_parts, no_text, read_records
+from pipeline.data.documents.part import find_parts, no_text_error, read_records
 from pipeline.data.documents.records import Tally
 from pipeline.data.documents.streams import DigestCache
 from pipeline.errors import DataError
@@ -170,7 +170,7 @@ def test_a_source_without_text(tmp_path):
         write(tmp_path / name, "")
     message = one_line(source(tmp_path), tmp_path / "cache")
     assert message == f"data.paths: no text in 3 files, all empty (first: {tmp_path}/a.txt)"
-    assert str(no_text(source(tmp_path), Tally({"bad records": 3}))) == (
+    assert str(no_text_error(source(tmp_path), Tally({"bad records": 3}))) == (
         f"data source web: no document of {tmp_path} has any text; 3 bad records were skipped "
         "(bad_records: error shows the first)"
     )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.data.documents import streams
 from pipeline.data.documents.readers import read_csv
-from pipeline.data.documents.records import BadRecords, Tally
-from pipeline.data.documents.streams import Span
+from pipeline.data.documents.records import BadRecordPolicy, Tally
+from pipeline.data.documents.streams import FileSpan
 from pipeline.errors import DataError
 
 ROWS = [{"text": "one\nline two", "id": 1}, {"text": 'é "quoted", 😀', "id": 2}, {"text": "last", "id": 3}]
@@ -209,8 +209,8 @@ def test_csv_comes_back_as_it_was_written(tmp_path_factory, rows, ending):
     path = tmp_path_factory.mktemp("csv") / "data.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator=ending, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
-    span = Span(str(path), "csv")
-    found = [record for _, record in read_csv(span, BadRecords(False, Tally()), None)]
+    span = FileSpan(str(path), "csv")
+    found = [record for _, record in read_csv(span, BadRecordPolicy(False, Tally()), None)]
     assert found == [{"a": first, "b": second} for first, second in rows]
 
 
@@ -242,7 +242,7 @@ def test_only_the_wanted_column_of_a_table_is_read(tmp_path):
         path = write(tmp_path / name, FILES[name])
         [part] = parts_of(source(path), tmp_path)
         for wanted, expected in (("text", ["text"]), ("missing", ["text", "id"]), (None, ["text", "id"])):
-            rows = part.pieces[0].read(BadRecords(False, Tally()), wanted)
+            rows = part.pieces[0].read(BadRecordPolicy(False, Tally()), wanted)
             assert [list(row) for _, row in rows] == [expected] * 3
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.cli.inspect_view import read_hashes, read_lengths
-from pipeline.data.packing import join, pack
-from pipeline.data.prepared.encoder import Document
+from pipeline.data.packing import join_datasets, pack_documents
+from pipeline.data.prepared.encoder import TokenizedDocument
 from pipeline.data.prepared.part_files import PartWriter, TokenStore
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
         ids = np.arange(number, number + 40, dtype=np.uint16)
         (root / str(number)).mkdir()
         writer = PartWriter(root / str(number), np.dtype("<u2"), has_loss_mask=True)
-        writer.append([Document(ids, ids % 3 != 0, str(number).encode())], 0.0)
+        writer.append([TokenizedDocument(ids, ids % 3 != 0, str(number).encode())], 0.0)
         writer.finish({"identity": {"format": 1}})
         made.append(root / str(number))
     return made
@@ -40,10 +40,11 @@ def everything_of(folders) -> list[int]:
     store = TokenStore(folders, "train")
     found = [len(read_hashes([store])), int(read_lengths([store]).sum())]
     streams = [
-        pack(TokenStore(half, "train"), "concatenate", 8, True, 9) for half in (folders[::2], folders[1::2])
+        pack_documents(TokenStore(half, "train"), "concatenate", 8, True, 9)
+        for half in (folders[::2], folders[1::2])
     ]
-    datasets = [pack(store, packing, 8, True, 9) for packing in ("concatenate", "best_fit", "none")]
-    for dataset in [*datasets, join(streams), pickle.loads(pickle.dumps(datasets[0]))]:
+    datasets = [pack_documents(store, packing, 8, True, 9) for packing in ("concatenate", "best_fit", "none")]
+    for dataset in [*datasets, join_datasets(streams), pickle.loads(pickle.dumps(datasets[0]))]:
         order = np.random.default_rng(0).permutation(len(dataset)).tolist()
         for start in range(0, len(order), 50):
             batch = dataset.__getitems__(order[start : start + 50])

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.prepared import part_files
-from pipeline.data.prepared.encoder import Document
+from pipeline.data.prepared.encoder import TokenizedDocument
 from pipeline.data.prepared.part_files import (
     CHECKED,
     FORMAT_VERSION,
     PartWriter,
     TokenStore,
-    filling,
+    explain_write_errors,
+    fill_folder,
     hash_keys,
-    held_lock,
-    is_held_out,
-    writing_to,
+    hold_lock,
+    select_held_out,
 )
 from pipeline.errors import DataError
 
@@ -33,14 +33,16 @@ FACTS = {"identity": {"format": FORMAT_VERSION}}
 keys = st.lists(st.binary(max_size=12), max_size=30)
 
 
-def document(key: bytes, with_loss_mask: bool) -> Document:
+def document(key: bytes, with_loss_mask: bool) -> TokenizedDocument:
     ids = np.frombuffer(key + b"\xff", dtype=np.uint8).astype(np.uint16)
-    return Document(ids, ids % 2 == 0 if with_loss_mask else None, key)
+    return TokenizedDocument(ids, ids % 2 == 0 if with_loss_mask else None, key)
 
 
-def write(folder: Path, documents: list[Document], cuts: list[int], with_mask: bool) -> dict[str, bytes]:
+def write(
+    folder: Path, documents: list[TokenizedDocument], cuts: list[int], with_mask: bool
+) -> dict[str, bytes]:
     bounds = [0, *sorted(cut % (len(documents) + 1) for cut in cuts), len(documents)]
-    with filling(folder, folder.parent, "a part") as temporary:
+    with fill_folder(folder, folder.parent, "a part") as temporary:
         writer = PartWriter(temporary, np.dtype("<u2"), with_mask)
         for start, end in itertools.pairwise(bounds):
             writer.append(documents[start:end], 0.5)
@@ -55,7 +57,7 @@ def test_documents_come_back_and_batches_leave_no_trace(keys, cuts, learned):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         assert write(folder / "a", documents, cuts, learned) == write(folder / "b", documents, [], learned)
-        mask = is_held_out(hash_keys(each.key for each in documents), 0.5)
+        mask = select_held_out(hash_keys(each.key for each in documents), 0.5)
         for split, chosen in (("train", ~mask), ("eval", mask)):
             store = TokenStore([folder / "a"], split)
             expected = [each for each, take in zip(documents, chosen, strict=True) if take]
@@ -77,17 +79,17 @@ def test_documents_come_back_and_batches_leave_no_trace(keys, cuts, learned):
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1), st.floats(0, 1))
 def test_a_larger_fraction_holds_out_more_and_nothing_goes_back(hashes, fraction):
     values = np.array(hashes, dtype=np.uint64)
-    held_out = is_held_out(values, fraction)
+    held_out = select_held_out(values, fraction)
     assert held_out.tolist() == [value < fraction * 2**64 for value in hashes]
-    assert (is_held_out(values, min(1.0, fraction + 0.1)) >= held_out).all()
-    assert is_held_out(values, 1.0).all()
-    assert not is_held_out(values, 0.0).any()
+    assert (select_held_out(values, min(1.0, fraction + 0.1)) >= held_out).all()
+    assert select_held_out(values, 1.0).all()
+    assert not select_held_out(values, 0.0).any()
 
 
 def test_a_full_disk_is_one_line_with_where_and_what_to_do(tmp_path):
     with (
         pytest.raises(DataError, match=r"No space left on device \(.* GiB free there\); make room") as caught,
-        writing_to(tmp_path, "part 1"),
+        explain_write_errors(tmp_path, "part 1"),
         open("/dev/full", "wb", buffering=0) as full,
     ):
         full.write(b"tokens")
@@ -98,7 +100,7 @@ def test_a_full_disk_is_one_line_with_where_and_what_to_do(tmp_path):
 
 def test_what_is_abandoned_leaves_nothing(tmp_path):
     def fail():
-        with filling(tmp_path / "a", tmp_path, "a part") as temporary:
+        with fill_folder(tmp_path / "a", tmp_path, "a part") as temporary:
             writer = PartWriter(temporary, np.dtype("<u2"), False)
             writer.append([document(b"x", False)], 0.5)
             raise KeyError
@@ -109,9 +111,9 @@ def test_what_is_abandoned_leaves_nothing(tmp_path):
 
 
 def test_a_lock_is_held_by_one(tmp_path):
-    with held_lock(tmp_path, "a", None) as first, held_lock(tmp_path, "a", None) as second:
+    with hold_lock(tmp_path, "a", None) as first, hold_lock(tmp_path, "a", None) as second:
         assert (first, second) == (True, False)
-    with held_lock(tmp_path, "a", None) as third:
+    with hold_lock(tmp_path, "a", None) as third:
         assert third
 
 
@@ -121,11 +123,11 @@ def test_a_lock_is_waited_for_with_notices(tmp_path, caplog, monkeypatch):
     is_free = []
 
     def wait():
-        with held_lock(tmp_path, "a", lambda: "waiting"):
+        with hold_lock(tmp_path, "a", lambda: "waiting"):
             is_free.append(True)
 
     other = threading.Thread(target=wait)
-    with held_lock(tmp_path, "a", None):
+    with hold_lock(tmp_path, "a", None):
         other.start()
         while caplog.text.count("waiting") < 2:
             time.sleep(0.01)

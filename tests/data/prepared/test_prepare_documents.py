@@ -208,7 +208,7 @@ def test_a_copied_cache_is_read_once_and_then_trusted(corpus, tmp_path, make_con
     for path in folder.iterdir():
         os.utime(path)
     prepare_documents(config)
-    monkeypatch.setattr(part_files, "checksum_of", None)  # nothing is read now
+    monkeypatch.setattr(part_files, "compute_checksum", None)  # nothing is read now
     prepare_documents(config)
     assert "damaged" not in told()
 
