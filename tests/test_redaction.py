@@ -19,7 +19,7 @@ from support.wandb_server import KEY, Server
 
 from pipeline.errors import ConfigError, escape_unprintable, summarize_error
 from pipeline.monitoring.events import Event
-from pipeline.monitoring.report.page import encode
+from pipeline.monitoring.report.page import encode_runs
 from pipeline.redaction import REDACTED, declare_secret_variable, redact, redact_text
 from pipeline.training.api import evaluate
 from pipeline.training.run_directory import read_git_diff
@@ -417,6 +417,6 @@ def test_the_report_of_an_earlier_version_s_run_has_none(tmp_path: Path):
     arguments = {"password": secret, "words": ["--token", secret]}
     (run / "recipe.yaml").write_text(json.dumps({"model": {"kind": "x:y", "args": arguments}}))
     (run / "logs" / "rank00000.log").write_text(f"2026-11-27 10:00:00,000 ERROR pipeline.failure {secret}\n")
-    shown = encode([run])
+    shown = encode_runs([run])
     assert shown.count(REDACTED) >= 5
     assert secret not in shown

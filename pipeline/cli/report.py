@@ -27,12 +27,12 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         PipelineError: A folder is no run, its metrics are damaged, or the page cannot be written.
     """
-    from pipeline.monitoring.report.page import REPORT_FILE, encode, render
-    from pipeline.monitoring.report.runs import find_run
+    from pipeline.monitoring.report.page import REPORT_FILE, encode_runs, render_page
+    from pipeline.monitoring.report.runs import check_run_directory
 
-    runs = list(dict.fromkeys(find_run(path) for path in arguments.runs))
+    runs = list(dict.fromkeys(check_run_directory(path) for path in arguments.runs))
     output = arguments.output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     if output.suffix not in (".html", ".htm"):
         raise ConfigError(f"--output {output}: expected the name of a file that ends in .html")
-    replace_file(output, render(encode(runs)))
+    replace_file(output, render_page(encode_runs(runs)))
     print(output)

@@ -145,9 +145,9 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
     write_exit_code(ranks.rank, ranks.world_size, code)
-    from pipeline.monitoring.trackers.interface import bound_exit  # which the run has imported
+    from pipeline.monitoring.trackers.interface import limit_exit_time  # which the run has imported
 
-    bound_exit(code)
+    limit_exit_time(code)
     return code
 
 

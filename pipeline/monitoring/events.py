@@ -31,7 +31,9 @@ SAMPLE = "sample"
 """Text of the model after an evaluation: the fields `prompt` and `text`."""
 STOPPED_EARLY = "stopped_early"
 """A callback ended the run before its last step."""
-OWN_NAMES = frozenset((RUN_FAILED, TIME, PLAN, RUN_KILLED, ROLLBACK, CORRUPTION, SAMPLE, STOPPED_EARLY))
+RESERVED_EVENT_NAMES = frozenset(
+    (RUN_FAILED, TIME, PLAN, RUN_KILLED, ROLLBACK, CORRUPTION, SAMPLE, STOPPED_EARLY)
+)
 """Names that readers of a record act on."""
 Level = Literal["info", "warning", "error"]
 
@@ -95,5 +97,5 @@ class Histograms:
     """Name -> (bins,), as the weights moved by them; empty if the step was not taken."""
 
 
-Shown: TypeAlias = "SavedCheckpoints | Histograms"
+Showable: TypeAlias = "SavedCheckpoints | Histograms"
 """Neither rows nor events: metrics.jsonl has none of it."""

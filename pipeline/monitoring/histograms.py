@@ -17,15 +17,15 @@ from pipeline.checkpoint.shards import WEIGHT, Shard
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.monitoring.events import Histograms
-from pipeline.monitoring.row_queue import Deferred
+from pipeline.monitoring.row_queue import DeferredValue
 
 # Of magnitudes, as powers of 2: below the one a value counts as 0, above the other as just below it.
-LOWEST, HIGHEST = -40, 10
-_CODES = HIGHEST - LOWEST
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -40, 10
+_CODES = HIGHEST_EXPONENT - LOWEST_EXPONENT
 BINS = 2 * _CODES + 1
-_MAGNITUDES = 2.0 ** np.arange(LOWEST, HIGHEST + 1)
+_MAGNITUDES = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
 EDGES = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
-CHUNK = 2**22  # values: so many more numbers are in memory, and fp32 still counts each
+CHUNK_SIZE = 2**22  # values: so many more numbers are in memory, and fp32 still counts each
 
 
 class HistogramMeter:
@@ -45,7 +45,7 @@ class HistogramMeter:
         self._rows = {name: row for row, name in enumerate(names)}
         self._gradients: Tensor | None = None
 
-    def looking(self, step: int) -> AbstractContextManager[None]:
+    def watch_step(self, step: int) -> AbstractContextManager[None]:
         """Surround a step, given its number."""
         self._gradients = None
         if step % self._every:
@@ -53,7 +53,7 @@ class HistogramMeter:
         gradients = self._gradients = self._none()
         return self._engine.observe_gradients(lambda shard: self._add(gradients, shard))
 
-    def taken(self, step: int) -> Deferred[Histograms] | None:
+    def finish_step(self, step: int) -> DeferredValue[Histograms] | None:
         """Return the histograms after a step that counts; `None` if none are due."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
@@ -70,14 +70,14 @@ class HistogramMeter:
             has_moved = any(each.any() for each in gradients.values())
             return Histograms(step, EDGES, weights, gradients if has_moved else {})
 
-        return Deferred({"both": both}, make)
+        return DeferredValue({"both": both}, make)
 
     def _none(self) -> Tensor:
         return torch.zeros(len(self._rows), BINS, dtype=torch.int64, device=self._engine.device)
 
     def _add(self, counts: Tensor, shard: Shard) -> None:
         assert shard.values is not None
-        counts[self._rows[shard.name]] += count(shard.values).to(counts.device, non_blocking=True)
+        counts[self._rows[shard.name]] += count_bins(shard.values).to(counts.device, non_blocking=True)
 
 
 def _is_counted(shard: Shard) -> bool:
@@ -85,7 +85,7 @@ def _is_counted(shard: Shard) -> bool:
 
 
 @torch.no_grad()
-def count(values: Tensor) -> Tensor:
+def count_bins(values: Tensor) -> Tensor:
     """Return the number of values between two of EDGES each, (BINS,) int64, on their device.
 
     Infinite values and NaN are not counted.
@@ -94,9 +94,9 @@ def count(values: Tensor) -> Tensor:
         values: (values,)
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
-    for part in values.split(CHUNK):
+    for part in values.split(CHUNK_SIZE):
         exact = part.float()  # the exponent is a bin's number: no edge is looked for, and no value rounded
-        code = (torch.frexp(exact).exponent - LOWEST).clamp(0, _CODES) * exact.sign()
+        code = (torch.frexp(exact).exponent - LOWEST_EXPONENT).clamp(0, _CODES) * exact.sign()
         code = torch.where(exact.isfinite(), code, 2.0 * BINS)  # beyond all bins
         counts += torch.histc(code, BINS, -_CODES - 0.5, _CODES + 0.5).to(torch.int64)
     return counts

@@ -25,12 +25,12 @@ from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, c
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult, compute_extra_means, mean_loss
 from pipeline.files import GIB, format_duration
-from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.alerts import RowDetails
 from pipeline.monitoring.events import TIME, Event
 from pipeline.monitoring.row_queue import DeferredRow
-from pipeline.monitoring.trackers.jsonl import newest
+from pipeline.monitoring.trackers.jsonl import read_newest
 
-LEAST_SECONDS = 1.0  # between two questions to the driver: each takes the host up to a millisecond
+MIN_QUERY_SECONDS = 1.0  # between two questions to the driver: each takes the host up to a millisecond
 
 
 class GpuMeter:
@@ -55,9 +55,9 @@ class GpuMeter:
         self._asked_at = -math.inf
         self._answers = [math.nan] * len(self._questions)
 
-    def take(self) -> list[float]:
+    def read(self) -> list[float]:
         """Return the utilisation, the watts and the degrees Celsius; NaN if the driver does not know."""
-        if self._clock() - self._asked_at >= LEAST_SECONDS:
+        if self._clock() - self._asked_at >= MIN_QUERY_SECONDS:
             self._asked_at = self._clock()
             percent, milliwatts, celsius = (self._ask(question) for question in self._questions)
             self._answers = [percent / 100, milliwatts / 1000, celsius]
@@ -70,7 +70,7 @@ class GpuMeter:
             return math.nan
 
     @staticmethod
-    def row(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
+    def combine_ranks(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
         """Return the columns of a row that a rank knows.
 
         Args:
@@ -88,13 +88,13 @@ class GpuMeter:
         return row
 
 
-ELAPSED = "perf/elapsed_seconds"
-COST = "perf/cost"
+ELAPSED_COLUMN = "perf/elapsed_seconds"
+COST_COLUMN = "perf/cost"
 SMALLEST_SHARE = 0.005  # of the process's time that the closing line names
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PriorUsage:
     """Time and cost of the run's processes before this one."""
 
     elapsed_seconds: float = 0.0
@@ -103,14 +103,14 @@ class Earlier:
     cost: float = 0.0
 
     @staticmethod
-    def of(record: Path, state: Mapping[str, Any]) -> Earlier:
+    def read(record: Path, state: Mapping[str, Any]) -> PriorUsage:
         """Read metrics.jsonl, before rows are taken back, and the checkpoint that the run resumes from."""
-        row, end = newest(record, ELAPSED) or {}, newest(record, _name(ELAPSED)) or {}
+        row, end = read_newest(record, ELAPSED_COLUMN) or {}, read_newest(record, _name(ELAPSED_COLUMN)) or {}
 
         def most(key: str) -> float:
             return max(row.get(key, 0.0), end.get(_name(key), 0.0), state.get(_name(key), 0.0))
 
-        return Earlier(most(ELAPSED), state.get("training_seconds", 0.0), most(COST))
+        return PriorUsage(most(ELAPSED_COLUMN), state.get("training_seconds", 0.0), most(COST_COLUMN))
 
 
 def _name(key: str) -> str:
@@ -126,7 +126,7 @@ class WallTime:
         phases: Phases,
         clock: Callable[[], float],
         *,
-        earlier: Earlier | None = None,
+        earlier: PriorUsage | None = None,
         devices: int = 1,
         price: float | None = None,
         communicates: bool = False,
@@ -143,9 +143,9 @@ class WallTime:
         """
         self.phases = phases
         self._clock = clock
-        self.began = clock()
+        self.start_time = clock()
         """When the process began."""
-        self._earlier = earlier or Earlier()
+        self._earlier = earlier or PriorUsage()
         self._price_per_second = None if price is None else price * devices / 3600
         self._communicates = communicates
         self._startup = 0.0
@@ -155,7 +155,7 @@ class WallTime:
 
     def begin(self) -> None:
         """Begin the loop: the time until now is startup."""
-        self._startup = self._clock() - self.began
+        self._startup = self._clock() - self.start_time
         self.phases.restart()
         self._loop_began = self.phases.began
 
@@ -164,7 +164,7 @@ class WallTime:
         if self._first_step is None:
             self._first_step = self.phases.now()
 
-    def by_phase(self, spent: Mapping[str, float]) -> dict[str, float]:
+    def phase_columns(self, spent: Mapping[str, float]) -> dict[str, float]:
         """Return the columns of a row.
 
         Args:
@@ -183,18 +183,18 @@ class WallTime:
             return None
         return self._startup + seconds_between(self._loop_began, self._first_step)
 
-    def so_far(self) -> dict[str, float]:
+    def elapsed_columns(self) -> dict[str, float]:
         """Return the columns of the run up to now. Waits for nothing."""
-        state = self.remembered()
+        state = self.state_dict()
         elapsed = state["elapsed_seconds"]
-        row = {ELAPSED: elapsed, "perf/goodput": state["training_seconds"] / max(elapsed, 1e-9)}
+        row = {ELAPSED_COLUMN: elapsed, "perf/goodput": state["training_seconds"] / max(elapsed, 1e-9)}
         if self._price_per_second is not None:
-            row[COST] = self._earlier.cost + self._price_per_second * (self._clock() - self.began)
+            row[COST_COLUMN] = self._earlier.cost + self._price_per_second * (self._clock() - self.start_time)
         return row
 
-    def remembered(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps: seconds of the run, and of its steps."""
-        process = self._clock() - self.began
+        process = self._clock() - self.start_time
         totals = self.phases.totals()
         training = process - self._startup - sum(totals.get(phase, 0.0) for phase in NO_STEP)
         return {
@@ -202,11 +202,11 @@ class WallTime:
             "training_seconds": self._earlier.training_seconds + max(0.0, training),
         }
 
-    def conclusion(self) -> Event:
+    def build_time_event(self) -> Event:
         """Return where the time of this process went, to its last moment. Waits for the device."""
         phases = columns(self.phases.totals(waits=True), communicates=self._communicates)
-        process = max(1e-9, self._clock() - self.began)
-        row = self.so_far()
+        process = max(1e-9, self._clock() - self.start_time)
+        row = self.elapsed_columns()
         fields = {"startup_seconds": self._startup}
         if (first := self._first_step_seconds()) is not None:
             fields["first_step_seconds"] = first
@@ -215,9 +215,9 @@ class WallTime:
         shares = sorted({"startup": self._startup, **phases}.items(), key=lambda each: -each[1])
         named = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
         message = f"Wall time {format_duration(process)}: {', '.join(named)}. Goodput "
-        message += f"{row['perf/goodput']:.1%} of the run's {format_duration(row[ELAPSED])}"
-        if COST in row:
-            message += f", cost {row[COST]:.2f}"
+        message += f"{row['perf/goodput']:.1%} of the run's {format_duration(row[ELAPSED_COLUMN])}"
+        if COST_COLUMN in row:
+            message += f", cost {row[COST_COLUMN]:.2f}"
         return Event(TIME, message, level="info", fields=fields)
 
 
@@ -240,7 +240,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RowInterval:
     """The steps between two rows of the log, as the host knows them when the last one is launched."""
 
     last: StepResult
@@ -250,49 +250,49 @@ class Interval:
     """Columns of the row: saves, memory, the run's time so far."""
 
 
-def training_seconds(spent: Mapping[str, float]) -> float:
+def sum_step_seconds(spent: Mapping[str, float]) -> float:
     """Return the seconds of steps among the seconds by phase."""
     return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
 
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
-FORGET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
+PROC_STATUS = Path("/proc/self/status")
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
 
 
-def resident_now() -> int:
+def read_resident_bytes() -> int:
     """Return the resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
-def resident_peak() -> int:
-    """Return the most resident bytes since `forget_peak`.
+def read_peak_resident_bytes() -> int:
+    """Return the most resident bytes since `reset_resident_peak`.
 
     Raises:
         OSError: The system is not Linux.
     """
-    for line in STATUS.read_text().splitlines():
+    for line in PROC_STATUS.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{STATUS} has no VmHWM")
+    raise OSError(f"{PROC_STATUS} has no VmHWM")
 
 
-def process_peak() -> int:
-    """Return the most resident bytes since the process began or `forget_peak`."""
+def read_process_peak_bytes() -> int:
+    """Return the most resident bytes since the process began or `reset_resident_peak`."""
     try:
-        return resident_peak()
+        return read_peak_resident_bytes()
     except OSError:
         # It includes the memory of the process that started this one.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def forget_peak() -> None:
+def reset_resident_peak() -> None:
     """Reset the mark of the peak to what is resident now.
 
     Raises:
         OSError: The system is not Linux, or /proc cannot be written.
     """
-    CLEAR.write_text(FORGET_PEAK)
+    PROC_CLEAR_REFS.write_text(RESET_PEAK)
 
 
 class MemoryMeter:
@@ -303,20 +303,20 @@ class MemoryMeter:
         # Trials of a micro-batch are no steps.
         self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
 
-    def take(self) -> dict[str, float]:
+    def read_and_reset(self) -> dict[str, float]:
         """Return the peaks since the last call.
 
         The host's is since the process began or, on a CPU, had tried micro-batches.
         """
-        host = {"memory/peak_resident_gib": process_peak() / GIB}
+        host = {"memory/peak_resident_gib": read_process_peak_bytes() / GIB}
         if self._device.type != "cuda":
             return host
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         before, self._before = self._before, stats
-        return memory_row(stats, before) | host
+        return memory_columns(stats, before) | host
 
-    def in_use(self) -> dict[str, float]:
+    def read_in_use(self) -> dict[str, float]:
         """Return the GiB in use now.
 
         `host` is what the process holds alone, without the pages of files that it maps. `device` is the
@@ -329,7 +329,7 @@ class MemoryMeter:
         return used
 
 
-def memory_row(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics between two readings of torch.cuda.memory_stats.
 
     `memory/alloc_retries`: how often, since the reading before, the allocator was out of memory, waited for
@@ -351,14 +351,14 @@ class Meters:
         job: Job,
         clock: Callable[[], float],
         *,
-        own_phases: Sequence[str] = (),
+        local_phases: Sequence[str] = (),
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
     ):
         """Begin to measure.
 
         Args:
-            own_phases: Phases, besides the reading of data, in which no rank waits for another.
+            local_phases: Phases, besides the reading of data, in which no rank waits for another.
             wall: Measures the wall time of the engine's steps.
             gpu: Asks the driver about the device; `None` asks nothing.
         """
@@ -370,12 +370,12 @@ class Meters:
         """The phases of the engine's steps."""
         self._gpu = gpu
         self._memory = MemoryMeter(job.device)
-        self._own_phases = ("data", *own_phases)
+        self._local_phases = ("data", *local_phases)
         self._each: dict[str, list[Tensor]] = {}
         """Numbers of each step since the last row, 0-dim."""
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
-        self._before: Interval | None = None
+        self._before: RowInterval | None = None
         self._steps = 0
         self._saves: dict[str, float] = {}
         self.peak_gib = 0.0
@@ -394,7 +394,7 @@ class Meters:
 
     def set_start_time(self, began: float) -> None:
         """Set when the process of the run began, by the clock."""
-        self._wall.began = began
+        self._wall.start_time = began
 
     def begin(self) -> None:
         """Begin the run, before its first step or evaluation. The time until now is startup."""
@@ -404,13 +404,13 @@ class Meters:
         """Measure what is no part of a step: `evaluation`, `checkpoint`, or what has no name."""
         return self.phases.measured(phase)
 
-    def remembered(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps of the run's time."""
-        return self._wall.remembered()
+        return self._wall.state_dict()
 
-    def conclusion(self) -> Event:
+    def build_time_event(self) -> Event:
         """Return where the time of this process went, after its last row. Waits for the device."""
-        return self._wall.conclusion()
+        return self._wall.build_time_event()
 
     def observe(self, result: StepResult) -> None:
         """Note a step, without waiting for it."""
@@ -435,7 +435,7 @@ class Meters:
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def summary(self, further: Mapping[str, float | Tensor] | None = None) -> DeferredRow:
+    def collect_row(self, further: Mapping[str, float | Tensor] | None = None) -> DeferredRow:
         """Return the row of the steps since the last call, to be read later. Collective.
 
         Args:
@@ -443,7 +443,7 @@ class Meters:
         """
         result, further = self._last, further or {}
         assert result is not None, "summary before the first step"
-        interval = Interval(result, self._steps, self.phases.take())
+        interval = RowInterval(result, self._steps, self.phases.take())
         numbers = {name: torch.stack(each) for name, each in self._each.items()}
         self._each = {}
         own = self._own_numbers(interval)
@@ -460,13 +460,13 @@ class Meters:
         numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
-        interval.measured.update(self._memory.take() | self._saves | self._wall.so_far())
+        interval.measured.update(self._memory.read_and_reset() | self._saves | self._wall.elapsed_columns())
         self._steps = 0
         self._saves = {}
         return DeferredRow(numbers, partial(self._seen, interval, own, further))
 
-    def _own_numbers(self, interval: Interval) -> dict[str, float]:
-        """Return what this rank measures of itself for all ranks, see Seen.own and GpuMeter.take.
+    def _own_numbers(self, interval: RowInterval) -> dict[str, float]:
+        """Return what this rank measures of itself for all ranks, see RowDetails.per_rank and GpuMeter.read.
 
         On a GPU seconds are those of the interval before: the device still works on this one.
         """
@@ -475,14 +475,14 @@ class Meters:
         numbers = {}
         if measured is not None:
             spent = measured.spent.seconds()
-            seconds = {phase: spent.get(phase, 0.0) for phase in self._own_phases}
-            seconds["step"] = training_seconds(spent)
+            seconds = {phase: spent.get(phase, 0.0) for phase in self._local_phases}
+            seconds["step"] = sum_step_seconds(spent)
             numbers = {key: each / measured.steps for key, each in seconds.items()}
         if self._job.device.type == "cpu":
             numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
-        numbers |= self._memory.in_use()
+        numbers |= self._memory.read_in_use()
         if self._gpu is not None:
-            numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.take())}
+            numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.read())}
         return numbers
 
     def _from_all(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -499,11 +499,11 @@ class Meters:
 
     def _seen(
         self,
-        interval: Interval,
+        interval: RowInterval,
         own: Mapping[str, float],
         further: Mapping[str, float | Tensor],
         host: dict[str, Tensor],
-    ) -> Seen:
+    ) -> RowDetails:
         """Return the row and what is behind it. Waits for the device.
 
         Args:
@@ -527,31 +527,31 @@ class Meters:
         if skips := int(host["skips in a row"]):
             row["train/skipped_in_a_row"] = skips
         row |= self._rates(spent, interval.steps, counted=float(host["count"].sum())) | interval.measured
-        row |= self._wall.by_phase(spent)
+        row |= self._wall.phase_columns(spent)
         everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
         owns = dict(zip(own, everyones, strict=True))
         gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
         if self._job.ranks.world_size > 1:
-            row |= slowest(owns)
+            row |= slowest_rank_columns(owns)
         if gpu:
-            row |= GpuMeter.row(gpu)
+            row |= GpuMeter.combine_ranks(gpu)
         for key, each in further.items():
             row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
         resident = row["memory/peak_resident_gib"]
         self.peak_gib = max(self.peak_gib, row.get("memory/peak_reserved_gib", resident))
         self.samples_per_second.append(row["perf/samples_per_second"])
-        return Seen(
+        return RowDetails(
             row=row,
             losses=losses.tolist(),
-            norms=norms,
+            grad_norms=norms,
             skipped=[bool(each) for each in host["skipped"]],
-            counts=host["count"].tolist(),
-            own=owns,
+            target_counts=host["count"].tolist(),
+            per_rank=owns,
         )
 
     def _rates(self, spent: Mapping[str, float], steps: int, counted: float) -> dict[str, float]:
         work = self._workload
-        seconds = training_seconds(spent)
+        seconds = sum_step_seconds(spent)
         rates = {
             "perf/step_time_seconds": seconds / steps,
             "perf/data_time_seconds": spent.get("data", 0.0) / steps,
@@ -568,8 +568,8 @@ class Meters:
         return rates
 
 
-def slowest(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the columns that name the slowest rank, by the seconds a step of Seen.own."""
+def slowest_rank_columns(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the columns that name the slowest rank, by the seconds a step of RowDetails.per_rank."""
     phases = [own[phase] for phase in ("data", "forward", "backward") if phase in own]
     together = [sum(each) for each in zip(*phases, strict=True)]
     if len(together) < 2:

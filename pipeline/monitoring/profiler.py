@@ -19,17 +19,17 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from pipeline.config.schema import RunConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import summarize_error
-from pipeline.monitoring.alerts import Tell
+from pipeline.monitoring.alerts import EmitEvent
 from pipeline.monitoring.events import Event
 
 log = logging.getLogger(__name__)
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 NUM_OPERATORS = 40  # in the table
 NUM_TOLD = 3  # in the event
 MOST_ALLOCATIONS = 200_000  # the last ones that are remembered; each keeps its stack in host memory
 
-Profiled = Callable[[int], AbstractContextManager[object]]
+StepContext = Callable[[int], AbstractContextManager[object]]
 """Takes a step's number, and is around its work."""
 
 
@@ -37,7 +37,7 @@ class StepProfiler:
     """Profiles a range of steps: `with profiler(step): ...`. As a context manager it writes what is left."""
 
     def __init__(
-        self, folder: Path, steps: tuple[int, int], *, start: int, device: torch.device, tell: Tell
+        self, folder: Path, steps: tuple[int, int], *, start: int, device: torch.device, tell: EmitEvent
     ) -> None:
         """Profile nothing yet.
 
@@ -48,7 +48,7 @@ class StepProfiler:
             device: Device whose kernels are recorded beside the host's calls.
             tell: Takes the event that names the files and the most expensive operators.
         """
-        self._folder = folder / FOLDER
+        self._folder = folder / PROFILE_FOLDER
         self._first = max(steps[0], start + 1)
         self._last = steps[1]
         self._warmup = int(self._first > start + 1)
@@ -118,7 +118,7 @@ class StepProfiler:
         ended.export_chrome_trace(str(self._folder / f"trace-rank0-step{self._first}.json.gz"))
         message = (
             f"profiled {what}: {self._folder} has the trace (for ui.perfetto.dev) and operators.txt; "
-            f"most time took {most_expensive(averages, key)}"
+            f"most time took {format_most_expensive(averages, key)}"
         )
         self._tell(self._step, Event("profile", message, level="info"))
 
@@ -130,7 +130,7 @@ class StepProfiler:
             log.warning("the profile is not written (%s: %s)", type(error).__name__, summarize_error(error))
 
 
-def most_expensive(averages: Any, key: str) -> str:
+def format_most_expensive(averages: Any, key: str) -> str:
     """Return the first operators of torch's table with their shares of all time: `aten::mm 41 %, ...`."""
     of_all = sum(getattr(each, key) for each in averages) or 1
     first = sorted(averages, key=lambda each: -getattr(each, key))[:NUM_TOLD]
@@ -138,7 +138,7 @@ def most_expensive(averages: Any, key: str) -> str:
 
 
 @contextmanager
-def snapshot_when_out(device: torch.device, path: Path) -> Iterator[None]:
+def snapshot_on_oom(device: torch.device, path: Path) -> Iterator[None]:
     """Write to `path` what a GPU held, and which stacks allocated it, when its memory runs out.
 
     The allocator calls at that very moment, before anything is freed. Keeping the stack of every allocation
@@ -148,7 +148,7 @@ def snapshot_when_out(device: torch.device, path: Path) -> Iterator[None]:
         yield
         return
     memory: Any = torch.cuda.memory
-    snapshot = OutOfMemory(path, memory._dump_snapshot)
+    snapshot = OomSnapshotWriter(path, memory._dump_snapshot)
     memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
     torch._C._cuda_attach_out_of_memory_observer(snapshot)  # type: ignore[attr-defined]
     try:
@@ -158,7 +158,7 @@ def snapshot_when_out(device: torch.device, path: Path) -> Iterator[None]:
         memory._record_memory_history(enabled=None)
 
 
-class OutOfMemory:
+class OomSnapshotWriter:
     """Observer of the allocator that writes a snapshot the first time it is out of memory."""
 
     def __init__(self, path: Path, dump: Callable[[str], None]) -> None:
@@ -178,8 +178,8 @@ class OutOfMemory:
 
 
 def build_profiler(
-    config: RunConfig, folder: Path, *, job: Job, start: int, tell: Tell
-) -> AbstractContextManager[Profiled]:
+    config: RunConfig, folder: Path, *, job: Job, start: int, tell: EmitEvent
+) -> AbstractContextManager[StepContext]:
     """Return the main rank's profiler, or one that does nothing. Closed, it writes what is left.
 
     Args:
@@ -196,8 +196,8 @@ def build_profiler(
     return StepProfiler(folder, (first, last), start=start, device=job.device, tell=tell)
 
 
-def watch_memory(config: RunConfig, job: Job, folder: Path) -> AbstractContextManager[None]:
+def snapshot_if_profiling(config: RunConfig, job: Job, folder: Path) -> AbstractContextManager[None]:
     """Write what a GPU held when its memory runs out, if the recipe profiles anything."""
     if config.profile.start_step is None:
         return nullcontext()
-    return snapshot_when_out(job.device, folder / FOLDER / f"memory-rank{job.ranks.rank}.pickle")
+    return snapshot_on_oom(job.device, folder / PROFILE_FOLDER / f"memory-rank{job.ranks.rank}.pickle")

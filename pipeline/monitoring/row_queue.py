@@ -14,17 +14,17 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.monitoring.alerts import Alert, HandleAlert, RollbackRequested, Seen, check_row
+from pipeline.monitoring.alerts import Alert, HandleAlert, RollbackRequested, RowDetails, check_row
 from pipeline.monitoring.events import Histograms
 from pipeline.monitoring.trackers.interface import Trackers
 
 T = TypeVar("T")
 
-LAST_WAIT = 5.0
+FAILURE_WAIT_SECONDS = 5.0
 """Seconds that a failed run gives the device to reach the end of a row."""
 
 
-class Deferred(Generic[T]):
+class DeferredValue(Generic[T]):
     """An object that is made of numbers of the device, later. Making one waits for nothing."""
 
     def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], T]):
@@ -61,7 +61,7 @@ class Deferred(Generic[T]):
         return self._made
 
 
-DeferredRow = Deferred[Seen]
+DeferredRow = DeferredValue[RowDetails]
 """A row and what is behind it."""
 
 
@@ -87,9 +87,9 @@ class RowQueue:
         self._alerts = tuple(alerts)
         self._handle_alert = handle_alert
         self._trackers = trackers
-        self._rows: deque[tuple[int, DeferredRow, Deferred[Histograms] | None]] = deque()
+        self._rows: deque[tuple[int, DeferredRow, DeferredValue[Histograms] | None]] = deque()
 
-    def add(self, step: int, row: DeferredRow, histograms: Deferred[Histograms] | None = None) -> None:
+    def add(self, step: int, row: DeferredRow, histograms: DeferredValue[Histograms] | None = None) -> None:
         """Add the row of a later step than all before, and the histograms of that step."""
         self._rows.append((step, row, histograms))
 
@@ -113,7 +113,7 @@ class RowQueue:
                 self._trackers.show(histograms.read())
         return None
 
-    def write(self, step: int, seen: Seen) -> RollbackRequested | None:
+    def write(self, step: int, seen: RowDetails) -> RollbackRequested | None:
         """Write a row that waits for nothing, behind those that were added. See write_until."""
         try:
             rollback = check_row(self._alerts, step, seen, self._handle_alert)
@@ -127,7 +127,7 @@ class RowQueue:
 
     def write_what_arrives(self) -> None:
         """Write the rows that the device reaches in a moment, after a failure. Waits for no other rank."""
-        until = time.monotonic() + LAST_WAIT
+        until = time.monotonic() + FAILURE_WAIT_SECONDS
         with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
             while self._rows and not self._trackers.is_empty:
                 at, row, _ = self._rows[0]

@@ -42,11 +42,11 @@ from pipeline.evaluation.samples import TEMPERATURE, generate_text, sample_text,
 from pipeline.files import replace_file
 from pipeline.models.generation import GenerationSettings
 from pipeline.monitoring.logs import log_to_console, log_to_file
-from pipeline.monitoring.profiler import build_profiler, watch_memory
-from pipeline.monitoring.report.page import report_of_killed
-from pipeline.monitoring.report.runs import note_processes
+from pipeline.monitoring.profiler import build_profiler, snapshot_if_profiling
+from pipeline.monitoring.report.page import report_killed_run
+from pipeline.monitoring.report.runs import record_processes
 from pipeline.monitoring.trackers import check_trackers
-from pipeline.monitoring.trackers.notify import tell_at_once
+from pipeline.monitoring.trackers.notify import notify_failure
 from pipeline.planner.shapes import check_pretrained
 from pipeline.redaction import declare_secret_variable, redact
 from pipeline.training.assemble import assemble
@@ -187,17 +187,17 @@ class Run:
             if lock is not None:
                 stack.callback(lock.release)
             advise = self._advice.advise_on_killed
-            killed = report_of_killed(self._directory, advise) if lock is not None else None
+            killed = report_killed_run(self._directory, advise) if lock is not None else None
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
             if self._job.ranks.is_main_process:
-                note_processes(self._directory, self._job.everyone)
+                record_processes(self._directory, self._job.everyone)
             if self._job.watchdog is not None:
-                tell = partial(tell_at_once, config.notify, self._directory.resolve().name)
+                tell = partial(notify_failure, config.notify, self._directory.resolve().name)
                 self._job.watchdog.write_to(self._directory, tell)
                 self._job.watchdog.advised_by(advise)
             long_lived = stack.enter_context(GcFreezer())
-            stack.enter_context(watch_memory(config, self._job, self._directory))
+            stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_auto:

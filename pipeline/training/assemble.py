@@ -52,7 +52,7 @@ from pipeline.models.transforms import AdapterRequest, TransformContext, apply_t
 from pipeline.models.weights import load_weights
 from pipeline.monitoring.alerts.rules import build_alerts
 from pipeline.monitoring.histograms import HistogramMeter
-from pipeline.monitoring.metrics import Earlier, GpuMeter, Meters, WallTime, Workload
+from pipeline.monitoring.metrics import GpuMeter, Meters, PriorUsage, WallTime, Workload
 from pipeline.monitoring.trackers import build_trackers
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.objectives import Objective, SegmentObjective, build_objective
@@ -98,9 +98,9 @@ def build_meters(
         recomputed_flops=_recomputed(language, engine, length),
     )
     clock = time.perf_counter
-    earlier = Earlier()
+    earlier = PriorUsage()
     if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
-        earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
+        earlier = PriorUsage.read(directory / METRICS_FILE, resumed.state if resumed is not None else {})
     replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
     wall = WallTime(
         engine.phases,
@@ -115,7 +115,7 @@ def build_meters(
         workload,
         job,
         clock,
-        own_phases=list_own_phases(resolved, engine),
+        local_phases=list_own_phases(resolved, engine),
         wall=wall,
         gpu=gpu,
     )
@@ -326,7 +326,7 @@ def assemble(
         start_step=start.global_step,
         max_steps=schedule.max_steps,
         detectors=safeguard.detectors,
-        remembered=remembered,
+        checkpoint_state=remembered,
     )
     replica_check = ReplicaCheck(job, engine.replicas, config.watch, start.global_step)
     every = config.wandb.histograms_every

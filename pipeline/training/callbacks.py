@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.import_paths import check_signature, errors_in_one_line, import_object
 from pipeline.config.schema import CallbackConfig, RunConfig
 from pipeline.errors import CallbackError, ConfigError, PipelineError
-from pipeline.monitoring.events import OWN_NAMES, Event
+from pipeline.monitoring.events import RESERVED_EVENT_NAMES, Event
 
 if TYPE_CHECKING:
     from pipeline.distributed.process_group import Job
@@ -214,7 +214,7 @@ class CallbackRunner:
         return requests
 
     def _alert(self, step: int, alert: Event) -> None:
-        if alert.name in OWN_NAMES:
+        if alert.name in RESERVED_EVENT_NAMES:
             raise ValueError(f"{alert.name!r} is an event of the run itself; give the alert another name")
         self._tell(step, alert)
 

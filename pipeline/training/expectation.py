@@ -21,7 +21,7 @@ from pipeline.errors import ModelError, PipelineError, summarize_error
 from pipeline.files import GIB
 from pipeline.models import sizes
 from pipeline.monitoring.events import PLAN, Event
-from pipeline.monitoring.metrics import process_peak
+from pipeline.monitoring.metrics import read_process_peak_bytes
 from pipeline.planner.forecast import Forecast, choose_auto_micro_batch, forecast_resolved
 from pipeline.planner.hardware import PlannedHardware, build_gpu_hardware, detect_hardware
 from pipeline.planner.shapes import read_model_spec
@@ -111,7 +111,7 @@ def build_expectation(
         )
         if model is not None:
             found = forecast_resolved(config, resolved, model, _place(job))
-            return Expectation(found, length, process_peak() / GIB)
+            return Expectation(found, length, read_process_peak_bytes() / GIB)
     return Expectation(None, length)
 
 

@@ -29,11 +29,11 @@ from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.held_out import evaluate, record_best_metric
-from pipeline.monitoring.alerts import Alert, RollbackRequested, Seen, state_of
+from pipeline.monitoring.alerts import Alert, RollbackRequested, RowDetails, collect_alert_state
 from pipeline.monitoring.events import STOPPED_EARLY, Event
 from pipeline.monitoring.histograms import HistogramMeter
 from pipeline.monitoring.metrics import Meters
-from pipeline.monitoring.profiler import Profiled
+from pipeline.monitoring.profiler import StepContext
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
 from pipeline.monitoring.trackers.interface import Trackers
 from pipeline.objectives import Objective
@@ -214,7 +214,7 @@ class TrainLoop:
     """
 
     def __init__(
-        self, parts: RunComponents, long_lived: GcFreezer | None = None, profiled: Profiled = nullcontext
+        self, parts: RunComponents, long_lived: GcFreezer | None = None, profiled: StepContext = nullcontext
     ):
         self.state = parts.start
         self._parts = parts
@@ -318,7 +318,7 @@ class TrainLoop:
             self._prepare_saves(step)
         if step == 1 or schedule.log.is_due(step):
             row = self._row(learning_rate)
-            self._rows.add(step, row, parts.histograms.taken(step) if parts.histograms else None)
+            self._rows.add(step, row, parts.histograms.finish_step(step) if parts.histograms else None)
         # On a GPU the row of the step before: no step waits for its own.
         rollback = self._rows.write_until(step - schedule.rows_behind)
         if rollback is not None:
@@ -400,7 +400,7 @@ class TrainLoop:
             came = self._parts.expectation.conclusion(meters.peak_gib, meters.samples_per_second)
             if came is not None:
                 self._parts.trackers.tell(self.state.global_step, came)
-            time_spent = meters.conclusion()
+            time_spent = meters.build_time_event()
             if self._parts.objective.unit == "tokens":
                 tokens = {"tokens_seen": float(self.state.tokens_seen)}
                 time_spent = replace(time_spent, fields={**time_spent.fields, **tokens})
@@ -511,7 +511,7 @@ class TrainLoop:
         }
         if parts.objective.unit == "tokens":
             further["train/tokens_seen"] = self.state.tokens_seen
-        return parts.meters.summary(further)
+        return parts.meters.collect_row(further)
 
     def _evaluate(self) -> dict[str, float] | None:
         parts, step = self._parts, self.state.global_step
@@ -529,7 +529,7 @@ class TrainLoop:
             if row is None:
                 self._stopped = True
             else:
-                rollback = self._rows.write(step, Seen(row))
+                rollback = self._rows.write(step, RowDetails(row))
                 assert rollback is None  # alerts about training alone lead to one
                 self._evaluation, self._evaluated_at = row, step
                 if parts.tell_sample is not None:
@@ -585,9 +585,9 @@ class TrainLoop:
             if row is not None
             else None,
             "safeguard": self._parts.safeguard.state_dict(),
-            "watchers": state_of(self._parts.alerts),
+            "watchers": collect_alert_state(self._parts.alerts),
             "callbacks": self._parts.callbacks.state_dict() if self._parts.callbacks is not None else {},
             **self._parts.adapter,
-            **self._parts.meters.remembered(),
+            **self._parts.meters.state_dict(),
             **self._parts.loader.state_dict(),
         }

@@ -36,7 +36,7 @@ from pipeline.engine.memory import trim_heap
 from pipeline.errors import ConfigError, Terminated
 from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_file
 from pipeline.models.blocks import reset_compilation
-from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
+from pipeline.monitoring.metrics import read_peak_resident_bytes, read_resident_bytes, reset_resident_peak
 from pipeline.objectives import Objective
 from pipeline.training.device_failures import is_out_of_memory
 from pipeline.training.safeguard import add_noise_keys
@@ -181,18 +181,18 @@ class PeakMemory:
             most = torch.cuda.max_memory_allocated(self._cuda)
             torch.cuda.reset_peak_memory_stats(self._cuda)
         else:
-            most = resident_peak()
-            forget_peak()
+            most = read_peak_resident_bytes()
+            reset_resident_peak()
         return most
 
     def now(self) -> int:
         """Return what is held."""
-        return resident_now() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
+        return read_resident_bytes() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def limit(self) -> int:
         """Return what this rank may hold: what it does, and its share of what is free."""
         if self._cuda is None:
-            return resident_now() + available_memory() // self._sharers
+            return read_resident_bytes() + available_memory() // self._sharers
         free, _ = torch.cuda.mem_get_info(self._cuda)  # without what CUDA and NCCL take for themselves
         return free + torch.cuda.memory_reserved(self._cuda)
 

@@ -34,8 +34,8 @@ from pipeline.errors import (
     explain_long_path,
 )
 from pipeline.files import is_run_locked
-from pipeline.monitoring.report.page import write_at_end
-from pipeline.monitoring.report.runs import closing_line, summary_lines
+from pipeline.monitoring.report.page import write_final_report
+from pipeline.monitoring.report.runs import format_closing_line, summary_lines
 from pipeline.training.api import JobContext, Run, join_job
 from pipeline.training.device_failures import TrainingAdvice, explain_failure
 from pipeline.training.run_directory import remove_created_folders
@@ -119,11 +119,11 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
         print(f"\nthe model wrote:\n\n{escape_unprintable(text)}\n")
     for line in summary_lines(path, settings.config.eval):
         print(line)
-    print(closing_line("metrics", path / "metrics.jsonl"))
-    if (report := write_at_end(path)) is not None:
-        print(closing_line("report", report))
-    print(closing_line("checkpoint", path / "checkpoints"))
-    print(closing_line("settings", path / "recipe.yaml"), flush=True)
+    print(format_closing_line("metrics", path / "metrics.jsonl"))
+    if (report := write_final_report(path)) is not None:
+        print(format_closing_line("report", report))
+    print(format_closing_line("checkpoint", path / "checkpoints"))
+    print(format_closing_line("settings", path / "recipe.yaml"), flush=True)
 
 
 def _report(begun: JobContext) -> None:
@@ -135,9 +135,9 @@ def _report(begun: JobContext) -> None:
         or (not begun.job.ranks.is_main_process and is_run_locked(directory))
     ):
         return
-    if (report := write_at_end(directory)) is not None:
+    if (report := write_final_report(directory)) is not None:
         with suppress(OSError):  # not by a stream, whose lock a stuck thread may have
-            os.write(STDOUT, f"{closing_line('report', report)}\n".encode())
+            os.write(STDOUT, f"{format_closing_line('report', report)}\n".encode())
 
 
 def _end(

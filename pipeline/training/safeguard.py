@@ -25,8 +25,8 @@ from pipeline.engine.interface import Engine, StepLimits, StepResult
 from pipeline.engine.nonfinite_cause import NonFiniteCauseSearch
 from pipeline.errors import DeviceFailedError, NonFiniteLossError, StoppedError
 from pipeline.models.embeddings import NOISE_KEYS
-from pipeline.monitoring.alerts import Alert, RollbackRequested, Tell, restore
-from pipeline.monitoring.alerts.rules import GRADIENT_NORM, LOSS, SpikeDetector
+from pipeline.monitoring.alerts import Alert, EmitEvent, RollbackRequested, restore_alerts
+from pipeline.monitoring.alerts.rules import GRAD_NORM_THRESHOLD, LOSS_THRESHOLD, SpikeDetector
 from pipeline.monitoring.events import NO_TARGETS, ROLLBACK, Event
 from pipeline.monitoring.metrics import Meters
 from pipeline.monitoring.trackers.interface import Trackers
@@ -52,12 +52,15 @@ class Safeguard:
         tell: Takes what happened.
     """
 
-    def __init__(self, watch: WatchConfig, steps_kept: int, tell: Tell):
+    def __init__(self, watch: WatchConfig, steps_kept: int, tell: EmitEvent):
         self._watch = watch
         self._tell = tell
         self.reads_steps = "skip" in (watch.on_spike, watch.on_nonfinite)
         """Whether each step is read, and may be left out."""
-        self._detectors = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
+        self._detectors = {
+            "loss": SpikeDetector(LOSS_THRESHOLD),
+            "gradient norm": SpikeDetector(GRAD_NORM_THRESHOLD),
+        }
         self._left_out = 0
         self.is_nonfinite = False
         """The step that was left out last had an infinite or NaN loss or gradient."""
@@ -307,7 +310,7 @@ class Recovery:
         if self._replayable is not None:
             self._replayable.leave_out(stretches)
         self.safeguard.load_state_dict(remembered.get("safeguard", {}))
-        restore(self.alerts, remembered.get("watchers", {}))
+        restore_alerts(self.alerts, remembered.get("watchers", {}))
         if self.callbacks is not None:
             self.callbacks.load_state_dict(remembered.get("callbacks", {}))
         if self.replica_check is not None:

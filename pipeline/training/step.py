@@ -22,7 +22,7 @@ from pipeline.distributed.stopping import (
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.monitoring.histograms import HistogramMeter
-from pipeline.monitoring.profiler import Profiled
+from pipeline.monitoring.profiler import StepContext
 from pipeline.objectives import Objective
 from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
@@ -61,7 +61,7 @@ class TrainStep:
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
     callbacks: CallbackRunner | None = None
-    profiled: Profiled = nullcontext
+    profiled: StepContext = nullcontext
     """Around each step, given its number."""
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class TrainStep:
                 for request in self.callbacks.to_send():
                     flags |= FLAGS[request]
             limits = self.safeguard.limits if self.safeguard.reads_steps else None
-            shown = nullcontext() if self.histograms is None else self.histograms.looking(global_step + 1)
+            shown = nullcontext() if self.histograms is None else self.histograms.watch_step(global_step + 1)
             with self.profiled(global_step + 1), shown:
                 result = engine.train_step(micro_batches, self.objective, learning_rate, flags, limits)
             if self._prefetching is not None:  # while the device computes

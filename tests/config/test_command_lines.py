@@ -84,8 +84,8 @@ def test_a_report_that_takes_too_long_prints_the_command_for_it(
     run_directory, monkeypatch, caplog, run_elsewhere
 ):
     monkeypatch.chdir(run_directory.parents[1])
-    monkeypatch.setattr(page, "LONGEST_END", 0.0)
-    page.write_at_end(Path("runs/tiny"))
+    monkeypatch.setattr(page, "REPORT_TIMEOUT", 0.0)
+    page.write_final_report(Path("runs/tiny"))
     done = run_elsewhere(one(r"this makes it: (.*)", caplog.text))
     assert done.returncode == 0, done.stderr
 

@@ -19,7 +19,7 @@ from pipeline.config.optional_packages import DISTRIBUTIONS, EXTRAS, is_installe
 from pipeline.config.schema import RunConfig
 from pipeline.data.template_process import TemplateProcess
 from pipeline.errors import ConfigError
-from pipeline.monitoring.report.page import write_at_end
+from pipeline.monitoring.report.page import write_final_report
 from pipeline.monitoring.trackers import check_trackers
 
 HIDING = ROOT / "tests" / "config" / "hidden_packages"
@@ -197,7 +197,7 @@ def test_the_report_of_a_run_is_left_out_without_plotly_and_an_error_on_request(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     hide("plotly")
     said = "the report needs plotly, which is not installed: pip install plotly"
-    assert write_at_end(tmp_path) is None
+    assert write_final_report(tmp_path) is None
     report = tmp_path / "report.html"
     assert caplog.messages == [
         f"{report} is not written: {said}; then: {format_pipeline_command('report', tmp_path)}"

@@ -113,7 +113,7 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
             result = engine.train_step(group, objective, 1e-3, 0)
             state = state.after(result)
             meters.observe(result)
-            spent = meters.remembered()  # as far as the device has come, which is everywhere here
+            spent = meters.state_dict()  # as far as the device has come, which is everywhere here
         assert 0 < spent["training_seconds"] < spent["elapsed_seconds"]
         assert {"forward", "backward", "optimizer"} <= set(engine.phases.totals())
         assert {t.device for t in (result.loss_sum, result.grad_norm, result.skipped)} == {DEVICE}

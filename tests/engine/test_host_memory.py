@@ -16,7 +16,7 @@ from support.weights import SIZES
 
 from pipeline.distributed.process_group import Job
 from pipeline.engine.memory import is_malloc_tuned
-from pipeline.monitoring.metrics import forget_peak, resident_now, resident_peak
+from pipeline.monitoring.metrics import read_peak_resident_bytes, read_resident_bytes, reset_resident_peak
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +29,12 @@ def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tu
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, resident = held_bytes(), resident_now()
-    forget_peak()
+    held, resident = held_bytes(), read_resident_bytes()
+    reset_resident_peak()
     engine = make_engine(job, tree, split, data)
     size = 4 * engine.num_parameters
     gc.collect()
-    return (resident_peak() - resident) / size, (held_bytes() - held) / size
+    return (read_peak_resident_bytes() - resident) / size, (held_bytes() - held) / size
 
 
 def test_a_stage_is_all_that_a_rank_ever_has(ranks):

@@ -66,7 +66,7 @@ def step_of(
         result = made.train_step(group, objective, 1e-3, 0)
         state = state.after(result)
         meters.observe(result)
-        row = meters.summary({"train/tokens_seen": state.tokens_seen, "train/epoch": 0.0})
+        row = meters.collect_row({"train/tokens_seen": state.tokens_seen, "train/epoch": 0.0})
     assert row.read().row["train/loss"] > 0
     loader.close()
     made.close()

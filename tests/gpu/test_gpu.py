@@ -124,10 +124,10 @@ def test_a_run_that_dies_of_the_device_says_so_in_one_line(tmp_path, how, code, 
 
 def test_peaks_of_memory_are_those_since_the_last_row():
     meter = MemoryMeter(torch.device("cuda", 0))
-    meter.take()
+    meter.read_and_reset()
     held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del held
-    high, low = meter.take(), meter.take()
+    high, low = meter.read_and_reset(), meter.read_and_reset()
     assert high["memory/peak_allocated_gib"] >= 0.25 + low["memory/peak_allocated_gib"]
     assert high["memory/peak_reserved_gib"] >= 0.25
     assert low["memory/alloc_retries"] == 0

@@ -34,7 +34,7 @@ def test_a_row_waits_for_nothing_until_it_is_read():
             with meters.exclude_from_step_time("evaluation"):
                 torch.cuda._sleep(int(1e8))
             meters.observe(StepResult(*numbers, None))
-            late.append(meters.summary({"train/tokens_seen": numbers[1]}))
+            late.append(meters.collect_row({"train/tokens_seen": numbers[1]}))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not late[-1].has_arrived()

@@ -51,20 +51,20 @@ def of(*ranks):
     ids=["all", "no power", "nothing"],
 )
 def test_power_is_of_all_ranks_and_the_hottest_is_told(answers, other, row):
-    own = GpuMeter(CUDA, Driver(*answers).questions()).take()
+    own = GpuMeter(CUDA, Driver(*answers).questions()).read()
     assert len(own) == 3
-    assert GpuMeter.row(of(own, other)) == pytest.approx(row)
+    assert GpuMeter.combine_ranks(of(own, other)) == pytest.approx(row)
 
 
 def test_the_driver_is_asked_once_a_second():
     driver, clock = Driver(80, 650_000, 61), Clock()
     meter = GpuMeter(CUDA, driver.questions(), clock)
-    assert meter.take() == [0.8, 650.0, 61.0]
+    assert meter.read() == [0.8, 650.0, 61.0]
     driver.answers[0] = 90
-    assert meter.take()[0] == 0.8
+    assert meter.read()[0] == 0.8
     clock.now += 1.0
-    assert meter.take()[0] == 0.9
+    assert meter.read()[0] == 0.9
 
 
 def test_torch_is_asked_and_may_know_nothing():
-    assert len(GpuMeter(CUDA).take()) == 3
+    assert len(GpuMeter(CUDA).read()) == 3

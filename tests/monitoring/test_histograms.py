@@ -11,7 +11,14 @@ from parity.splits import GPT2, LLAMA
 from support.exchange import SPLITS, Gathered, Run, run_on, shards_now, tree, whole_of
 
 from pipeline.distributed.process_group import Job
-from pipeline.monitoring.histograms import BINS, EDGES, HIGHEST, LOWEST, HistogramMeter, count
+from pipeline.monitoring.histograms import (
+    BINS,
+    EDGES,
+    HIGHEST_EXPONENT,
+    LOWEST_EXPONENT,
+    HistogramMeter,
+    count_bins,
+)
 
 EVERY = 2
 
@@ -32,17 +39,17 @@ def test_counts_are_numpys():
     drawn = torch.randn(50_000, generator=generator) * torch.exp(
         12 * torch.randn(50_000, generator=generator)
     )
-    powers = 2.0 ** torch.arange(LOWEST - 3, HIGHEST + 3)
+    powers = 2.0 ** torch.arange(LOWEST_EXPONENT - 3, HIGHEST_EXPONENT + 3)
     odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, 3e38])
     values = torch.cat([drawn, powers, -powers, odd])
-    assert count(values).tolist() == of_numpy(values.numpy()).tolist()
+    assert count_bins(values).tolist() == of_numpy(values.numpy()).tolist()
     assert len(EDGES) == BINS + 1 <= 513, "W&B takes 512 bins"
     assert (np.diff(EDGES) > 0).all()
 
 
 def test_more_values_than_fp32_counts(monkeypatch):
-    monkeypatch.setattr("pipeline.monitoring.histograms.CHUNK", 1000)
-    assert count(torch.ones(2**20 + 7)).sum() == 2**20 + 7
+    monkeypatch.setattr("pipeline.monitoring.histograms.CHUNK_SIZE", 1000)
+    assert count_bins(torch.ones(2**20 + 7)).sum() == 2**20 + 7
 
 
 def look(job: Job, tree: dict[str, Any], split: dict[str, Any]):
@@ -51,9 +58,9 @@ def look(job: Job, tree: dict[str, Any], split: dict[str, Any]):
     meter = HistogramMeter(run.engine, job, EVERY)
     told = []
     for step in range(EVERY):
-        with meter.looking(step + 1):
+        with meter.watch_step(step + 1):
             run.train(step, step + 1)
-        told.append(meter.taken(step + 1))
+        told.append(meter.finish_step(step + 1))
     assert told[-1] is not None
     return told[-1].read(), shards_now(run.engine), told[0]
 

@@ -17,13 +17,13 @@ from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.distributed.ranks import Ranks
 from pipeline.monitoring.profiler import (
-    FOLDER,
-    OutOfMemory,
+    PROFILE_FOLDER,
+    OomSnapshotWriter,
     StepProfiler,
     build_profiler,
-    most_expensive,
-    snapshot_when_out,
-    watch_memory,
+    format_most_expensive,
+    snapshot_if_profiling,
+    snapshot_on_oom,
 )
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
@@ -63,7 +63,7 @@ def traced(folder: Path) -> dict[str, int]:
     """Trace file -> steps of the optimizer in it."""
     return {
         path.name: sum("Optimizer.step#" in name for name in names(path))
-        for path in (folder / FOLDER).glob("trace-*")
+        for path in (folder / PROFILE_FOLDER).glob("trace-*")
     }
 
 
@@ -95,7 +95,7 @@ def test_without_the_section_nothing_is_there(tmp_path, plain):
         assert not isinstance(around, StepProfiler)
         assert not torch.autograd.profiler._is_profiler_enabled
     parts.loader.close()
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / PROFILE_FOLDER).exists()
     assert told(plain) == []
 
 
@@ -107,11 +107,13 @@ def test_the_steps_asked_for_are_in_trace_and_table(tmp_path, plain, first, coun
     last = min(first + count - 1, 8)
     assert losses(rows) == losses(plain)
     assert traced(tmp_path / "run") == {f"trace-rank0-step{first}.json.gz": last - first + 1}
-    table = (tmp_path / "run" / FOLDER / "operators.txt").read_text()
+    table = (tmp_path / "run" / PROFILE_FOLDER / "operators.txt").read_text()
     assert table.startswith(f"steps {first} to {last}\n")
     assert "aten::mm" in table
     (line,) = told(rows)
-    assert line.startswith(f"profiled steps {first} to {last}: {tmp_path / 'run' / FOLDER} has the trace")
+    assert line.startswith(
+        f"profiled steps {first} to {last}: {tmp_path / 'run' / PROFILE_FOLDER} has the trace"
+    )
     assert re.search(r"most time took \S.* \d+ %, \S.* \d+ %", line)  # some names have spaces
     assert not torch.autograd.profiler._is_profiler_enabled
 
@@ -122,7 +124,7 @@ def test_a_run_that_goes_on_profiles_what_is_left(tmp_path, plain):
     asked = {"start_step": 4, "num_steps": 4}
     assert told(run(tmp_path / "run", stop_at=5, **asked))[0].startswith("profiled steps 4 to ")
     stopped = int(
-        re.findall(r"steps 4 to (\d)", (tmp_path / "run" / FOLDER / "operators.txt").read_text())[0]
+        re.findall(r"steps 4 to (\d)", (tmp_path / "run" / PROFILE_FOLDER / "operators.txt").read_text())[0]
     )
     rows = run(tmp_path / "run", **asked)
     assert losses(rows) == losses(plain)
@@ -154,7 +156,7 @@ def test_a_step_that_comes_again_begins_no_second_profile(tmp_path):
 @pytest.mark.slow
 def test_a_trace_that_cannot_be_written_ends_nothing(tmp_path, plain, caplog):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FOLDER).write_text("in the way")
+    (tmp_path / "run" / PROFILE_FOLDER).write_text("in the way")
     rows = run(tmp_path / "run", start_step=2, num_steps=1)
     assert losses(rows) == losses(plain)
     assert told(rows) == []
@@ -169,10 +171,10 @@ def test_steps_have_the_numbers_of_the_run_and_no_share_of_its_time(tmp_path, st
         for step in (100, 101, 102, 102, 103, 104)[start // 100 :]:  # the second is left out, and comes again
             with profiler(step):
                 torch.ones(400, 400) @ torch.ones(400, 400)
-    (trace,) = (tmp_path / FOLDER).glob("trace-*")
+    (trace,) = (tmp_path / PROFILE_FOLDER).glob("trace-*")
     steps = [name for name in names(trace) if name.startswith("ProfilerStep")]
     assert sorted(steps) == [f"ProfilerStep#{step}" for step in (101, 102, 102, 103)]
-    table = (tmp_path / FOLDER / "operators.txt").read_text()
+    table = (tmp_path / PROFILE_FOLDER / "operators.txt").read_text()
     assert table.startswith("steps 101 to 103\n")
     assert "ProfilerStep" not in table
     assert shares(table) == pytest.approx(100, abs=1)  # each is rounded
@@ -185,7 +187,7 @@ def test_the_most_expensive_operators_are_told_with_their_shares():
             self.key, self.self_cpu_time_total = key, time
 
     rows = [Row("a", 10), Row("b", 60), Row("c", 30), Row("d", 0)]
-    assert most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
+    assert format_most_expensive(rows, "self_cpu_time_total") == "b 60 %, c 30 %, a 10 %"
 
 
 def test_other_ranks_do_not_profile(tmp_path):
@@ -205,17 +207,17 @@ def test_memory_that_runs_out_is_written_once_and_hides_no_error(tmp_path, caplo
         if error is not None:
             raise error
 
-    observer = OutOfMemory(tmp_path / FOLDER / "memory-rank0.pickle", dump)
+    observer = OomSnapshotWriter(tmp_path / PROFILE_FOLDER / "memory-rank0.pickle", dump)
     for _ in range(2):
         observer(0, 1, 2, 3)
-    assert written == [str(tmp_path / FOLDER / "memory-rank0.pickle")]
+    assert written == [str(tmp_path / PROFILE_FOLDER / "memory-rank0.pickle")]
     said = "cannot be written (full)" if error else f"what the memory held: {written[0]}"
     assert said in caplog.text
 
 
 def test_no_memory_is_watched_on_a_cpu_or_unasked(tmp_path):
     config, _ = resolve(recipe(), None, 1)
-    with watch_memory(config, ALONE, tmp_path), snapshot_when_out(torch.device("cpu"), tmp_path / "x"):
+    with snapshot_if_profiling(config, ALONE, tmp_path), snapshot_on_oom(torch.device("cpu"), tmp_path / "x"):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -223,8 +225,8 @@ def test_no_memory_is_watched_on_a_cpu_or_unasked(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_that_runs_out_leaves_what_it_held(tmp_path):
-    path = tmp_path / FOLDER / "memory-rank0.pickle"
-    with snapshot_when_out(torch.device("cuda"), path):
+    path = tmp_path / PROFILE_FOLDER / "memory-rank0.pickle"
+    with snapshot_on_oom(torch.device("cuda"), path):
         held = torch.ones(1 << 20, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")

@@ -15,7 +15,7 @@ from support.tiny import recipe, resolve, token_bundle
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import NonFiniteLossError
-from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.alerts import RowDetails
 from pipeline.monitoring.report.runs import summary_lines
 from pipeline.monitoring.row_queue import DeferredRow, RowQueue
 from pipeline.monitoring.trackers.interface import Trackers
@@ -160,7 +160,7 @@ class Slow(DeferredRow):
 
 
 def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch):
-    monkeypatch.setattr("pipeline.monitoring.row_queue.LAST_WAIT", 0.02)
+    monkeypatch.setattr("pipeline.monitoring.row_queue.FAILURE_WAIT_SECONDS", 0.02)
     written = []
 
     class Kept:
@@ -172,14 +172,16 @@ def test_after_a_failure_a_row_is_waited_for_no_longer_than_a_moment(monkeypatch
 
     rows = RowQueue((), Trackers([Kept()]), lambda step, event: None)
     for step, kind in enumerate((DeferredRow, Slow, DeferredRow), 1):
-        rows.add(step, kind({"loss": torch.ones(())}, lambda host: Seen({"train/loss": float(host["loss"])})))
+        rows.add(
+            step, kind({"loss": torch.ones(())}, lambda host: RowDetails({"train/loss": float(host["loss"])}))
+        )
     rows.write_what_arrives()
     assert written == [1]
 
 
 def test_numbers_of_any_shape_come_over_in_one_piece():
     numbers = {"a": torch.tensor(3), "b": torch.arange(2.0), "c": torch.tensor(True)}
-    late = DeferredRow(numbers, lambda host: Seen({n: float(each.sum()) for n, each in host.items()}))
+    late = DeferredRow(numbers, lambda host: RowDetails({n: float(each.sum()) for n, each in host.items()}))
     numbers["b"].zero_()  # the next step has begun
     assert late.read().row == {"a": 3.0, "b": 1.0, "c": 1.0}
 

@@ -16,7 +16,7 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.phases import NO_STEP, PHASES, Phases
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
-from pipeline.monitoring.metrics import Earlier, WallTime
+from pipeline.monitoring.metrics import PriorUsage, WallTime
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
@@ -42,14 +42,14 @@ def test_start_and_phases_are_the_process():
     clock = Clock()
     clock.now = 100.0
     wall = walls(clock)
-    wall.began = 93.0
+    wall.start_time = 93.0
     wall.begin()
     spend(wall, clock, evaluation=2.0, data=1.0, forward=4.0, backward=8.0, optimizer=1.0)
     clock.now += 0.5
     wall.end_first_step()
     spend(wall, clock, forward=4.0, checkpoint=3.0, generation=0.5, aside=1.0)
     wall.end_first_step()
-    event = wall.conclusion()
+    event = wall.build_time_event()
     told = event.fields
     assert (event.name, event.level) == ("time", "info")
     assert (told["startup_seconds"], told["first_step_seconds"]) == (7.0, 23.5)
@@ -66,34 +66,34 @@ def test_a_row_says_what_the_run_has_taken_so_far_and_cost():
     clock = Clock()
     wall = walls(clock, price=7.2, devices=4)
     spend(wall, clock, forward=75.0, evaluation=25.0)
-    assert wall.so_far() == {"perf/elapsed_seconds": 100.0, "perf/goodput": 0.75, "perf/cost": 0.8}
-    assert "perf/cost" not in walls(clock).so_far()
-    assert wall.conclusion().message.endswith(", cost 0.80")
+    assert wall.elapsed_columns() == {"perf/elapsed_seconds": 100.0, "perf/goodput": 0.75, "perf/cost": 0.8}
+    assert "perf/cost" not in walls(clock).elapsed_columns()
+    assert wall.build_time_event().message.endswith(", cost 0.80")
 
 
 def test_a_process_goes_on_where_its_run_was_and_what_was_lost_counts_as_lost():
     clock = Clock()
     # The checkpoint has 60 of the 100 seconds that the dead process is known to have run.
-    wall = walls(clock, earlier=Earlier(100.0, 60.0, cost=1.0), price=36.0)
+    wall = walls(clock, earlier=PriorUsage(100.0, 60.0, cost=1.0), price=36.0)
     spend(wall, clock, forward=40.0)
-    assert wall.so_far() == {
+    assert wall.elapsed_columns() == {
         "perf/elapsed_seconds": 140.0,
         "perf/goodput": pytest.approx(100 / 140),
         "perf/cost": pytest.approx(1.4),
     }
-    assert wall.remembered() == {"elapsed_seconds": 140.0, "training_seconds": 100.0}
+    assert wall.state_dict() == {"elapsed_seconds": 140.0, "training_seconds": 100.0}
 
 
 def test_what_was_before_is_read_from_the_record_as_it_was_left(tmp_path):
     record, state = tmp_path / "metrics.jsonl", {"elapsed_seconds": 50.0, "training_seconds": 30.0}
-    assert Earlier.of(record, {}) == Earlier()
-    assert Earlier.of(record, state) == Earlier(50.0, 30.0)
+    assert PriorUsage.read(record, {}) == PriorUsage()
+    assert PriorUsage.read(record, state) == PriorUsage(50.0, 30.0)
     row = {"step": 7, "perf/elapsed_seconds": 80.0, "perf/cost": 3.0}
     record.write_text(json.dumps(row) + '\n{"step": 7, "eval/loss": 1.0}\n{"step": 8, "perf/elap')
-    assert Earlier.of(record, state) == Earlier(80.0, 30.0, 3.0)
+    assert PriorUsage.read(record, state) == PriorUsage(80.0, 30.0, 3.0)
     end = {"step": 7, "event": "time", "elapsed_seconds": 90.0, "cost": 4.0}
     record.write_text("".join(json.dumps(each) + "\n" for each in (row, end)))
-    assert Earlier.of(record, state) == Earlier(90.0, 30.0, 4.0)
+    assert PriorUsage.read(record, state) == PriorUsage(90.0, 30.0, 4.0)
 
 
 def trained(folder, data=None, changed=lambda parts: None, **changes):

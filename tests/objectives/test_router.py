@@ -49,7 +49,7 @@ def train_rows(job: Job, tree, deepspeed) -> list[tuple[float, float, float]]:
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
         meters.observe(engine.train_step(loader.next_group(), objective, 3e-4, 0))
-        row = meters.summary().read().row
+        row = meters.collect_row().read().row
         rows.append((row["train/loss"], row.get("train/router_aux_loss", 0.0), row["train/grad_norm"]))
     return rows
 

@@ -145,7 +145,9 @@ def train_answers(
         group = group_of(data.train, step, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
         result = engine.train_step(group, objective, 1e-3, 0)
         meters.observe(result)
-        rows.append({key: value for key, value in meters.summary().read().row.items() if key[:6] == "train/"})
+        rows.append(
+            {key: value for key, value in meters.collect_row().read().row.items() if key[:6] == "train/"}
+        )
     rows.append(
         evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), job)
     )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.clipping import suppress_steps
-from pipeline.monitoring.metrics import resident_now
+from pipeline.monitoring.metrics import read_resident_bytes
 from pipeline.training.micro_batch import PeakMemory, allocate_optimizer_states
 
 MIB = 2**20
@@ -29,10 +29,10 @@ def test_states_of_a_refused_step_are_in_memory_and_unchanged():
     p = nn.Parameter(torch.ones(16 * MIB))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW([p], fused=True)
-    before = resident_now()
+    before = read_resident_bytes()
     with allocate_optimizer_states() as unmade, suppress_steps(optimizer, p.device):
         optimizer.step()
-    assert resident_now() - before > 120 * MIB  # two states of 64 MiB
+    assert read_resident_bytes() - before > 120 * MIB  # two states of 64 MiB
     state = optimizer.state[p]
     assert not any(bool(state[name].any()) for name in ("exp_avg", "exp_avg_sq", "step"))
     assert unmade == [0]

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from pipeline.errors import PipelineError
 from pipeline.monitoring.events import Event
 
-Tell = Callable[[int, Event], None]
+EmitEvent = Callable[[int, Event], None]
 """Takes what happened at a step."""
 
 
@@ -31,24 +31,24 @@ class RollbackRequested:
 HandleAlert = Callable[[int, Event], RollbackRequested | None]
 """Takes an alert at a step, and answers whether the run is to roll back."""
 
-CROWDED = 1.5  # processes that want to run, a core
+CONTENDED_LOAD = 1.5  # processes that want to run, a core
 
 
 @dataclass(frozen=True)
-class Seen:
+class RowDetails:
     """A row, and the steps since the row before; only the row of an evaluation."""
 
     row: dict[str, float]
     """Row as it is written."""
     losses: Sequence[float] = ()
     """Loss of each step, the exact mean over its global batch."""
-    norms: Sequence[float] = ()
+    grad_norms: Sequence[float] = ()
     """Gradient norm of each step before clipping; empty if the engine has none."""
     skipped: Sequence[bool] = ()
     """Whether the gradient of each step was not finite."""
-    counts: Sequence[float] = ()
+    target_counts: Sequence[float] = ()
     """Number (or sum of weights) of the targets in each step's global batch."""
-    own: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    per_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Name -> number of every rank, in order. Seconds a step (on a GPU those of the row before): `step`, its
     parts `data` and, if they wait for no other rank, `forward` and `backward`. GiB in use: `device`, `host`.
     On a CPU `load`: runnable processes on the machine per core."""
@@ -61,16 +61,16 @@ class Seen:
     @property
     def load(self) -> float:
         """Highest load of all ranks; 0 unless a CPU trains."""
-        return max(self.own.get("load", [0.0]))
+        return max(self.per_rank.get("load", [0.0]))
 
     @property
-    def is_crowded(self) -> bool:
+    def is_cpu_contended(self) -> bool:
         """Whether other processes use a CPU that trains: they make steps slow."""
-        return self.load > CROWDED
+        return self.load > CONTENDED_LOAD
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopRequested:
     """Request to end the run by this error and its exit code, without a further checkpoint."""
 
     error: PipelineError
@@ -79,13 +79,13 @@ class Stop:
 class Alert(Protocol):
     """Rule that every rank asks about every row of training and of evaluation, in the order of the steps."""
 
-    def __call__(self, step: int, seen: Seen) -> Event | Stop | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | StopRequested | None:
         """Return the alert of a row. The answer depends only on what is alike on all ranks."""
         ...
 
 
 @runtime_checkable
-class Remembers(Protocol):
+class StatefulAlert(Protocol):
     """An alert whose answers rest on earlier steps: checkpoints keep its state."""
 
     name: str
@@ -100,20 +100,20 @@ class Remembers(Protocol):
         ...
 
 
-def state_of(alerts: Iterable[Alert]) -> dict[str, Any]:
+def collect_alert_state(alerts: Iterable[Alert]) -> dict[str, Any]:
     """Return the state of the alerts for a checkpoint."""
-    return {each.name: each.state_dict() for each in alerts if isinstance(each, Remembers)}
+    return {each.name: each.state_dict() for each in alerts if isinstance(each, StatefulAlert)}
 
 
-def restore(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
+def restore_alerts(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
     """Restore the alerts that a checkpoint has the state of."""
     for each in alerts:
-        if isinstance(each, Remembers) and each.name in state:
+        if isinstance(each, StatefulAlert) and each.name in state:
             each.load_state_dict(state[each.name])
 
 
 def check_row(
-    alerts: Iterable[Alert], step: int, seen: Seen, handle_alert: HandleAlert
+    alerts: Iterable[Alert], step: int, seen: RowDetails, handle_alert: HandleAlert
 ) -> RollbackRequested | None:
     """Show a row to each alert, and hand on what it says.
 
@@ -125,7 +125,7 @@ def check_row(
     """
     for alert in alerts:
         answer = alert(step, seen)
-        if isinstance(answer, Stop):
+        if isinstance(answer, StopRequested):
             raise answer.error
         if answer is not None and (rollback := handle_alert(step, answer)) is not None:
             return rollback

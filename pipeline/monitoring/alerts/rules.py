@@ -27,16 +27,16 @@ from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import Engine
 from pipeline.engine.memory import unmap_freed_tensors
 from pipeline.errors import NonFiniteLossError, format_names, format_ranges
-from pipeline.monitoring.alerts import CROWDED, Alert, Seen, Stop, restore
+from pipeline.monitoring.alerts import CONTENDED_LOAD, Alert, RowDetails, StopRequested, restore_alerts
 from pipeline.monitoring.events import NO_TARGETS, Event
 
-WINDOW = 128  # values that say what is normal
+SPIKE_WINDOW = 128  # values that say what is normal
 RECENT = 32  # values whose differences say how the series scatters now
 LOCAL = 5  # last values, whose median is the local level
-LEAST = 19  # values before anything is a spike: step 20 is the first one checked
+MIN_VALUES = 19  # values before anything is a spike: step 20 is the first one checked
 NEARLY = 0.05  # by so much less of the logarithm a value is as high as the first one
-NEW_LEVEL = 16  # spikes in a row that are no spikes any more
-FLOOR = 0.25  # of the first LEAST values' median: below, nothing is worth the word
+NEW_LEVEL_SPIKES = 16  # spikes in a row that are no spikes any more
+FLOOR = 0.25  # of the first MIN_VALUES values' median: below, nothing is worth the word
 RISES = 0.98  # quantile of harmless rises above the local level: hard sources have few batches
 CORE = 0.8  # share of the differences that counts; outliers make the rest
 # Of a normal value with standard deviation 1: the mean of that share of the differences of neighbours, and
@@ -47,7 +47,7 @@ LOG_TINY = math.log(TINY)
 
 
 @dataclass(frozen=True)
-class Reach:
+class SpikeThreshold:
     """How far above the local level a spike begins: by both of these."""
 
     ratio: float
@@ -60,8 +60,8 @@ class Reach:
 
 # From runs without a fault on a CPU: shipped recipes, cyclic rates, tiny batches, noisy labels, preferences.
 # tests/monitoring/alerts/test_spike_detector.py has their curves.
-LOSS = Reach(1.5, 8.0, 5.5)
-GRADIENT_NORM = Reach(6.0, 12.0, 12.0)
+LOSS_THRESHOLD = SpikeThreshold(1.5, 8.0, 5.5)
+GRAD_NORM_THRESHOLD = SpikeThreshold(6.0, 12.0, 12.0)
 
 
 class SpikeDetector:
@@ -72,18 +72,18 @@ class SpikeDetector:
     A series with a negative value has no ratios, and no spikes.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: SpikeThreshold) -> None:
         self._reach = reach
-        self._values: deque[float] = deque(maxlen=WINDOW)
-        self._logs: deque[float] = deque(maxlen=WINDOW)
+        self._values: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._logs: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._refused = 0
         self._floor = 0.0
         self._first = 0.0
         self.limit = math.inf
-        """Value above which there is a spike; inf until LEAST values were added."""
+        """Value above which there is a spike; inf until MIN_VALUES values were added."""
 
     @property
-    def middle(self) -> float:
+    def normal_level(self) -> float:
         """Median of the last normal values; NaN before the first value."""
         return _median(np.sort(list(self._values)[-LOCAL:])) if self._values else math.nan
 
@@ -102,7 +102,7 @@ class SpikeDetector:
             self._settle(value)
             return False
         self._refused += 1
-        if self._refused == NEW_LEVEL:
+        if self._refused == NEW_LEVEL_SPIKES:
             self._values.clear()
             self._logs.clear()
             self._refused, self.limit = 0, math.inf
@@ -113,7 +113,7 @@ class SpikeDetector:
         self._values += taken
         self._logs += [math.log(value) if value > TINY else LOG_TINY for value in taken]
         self.limit = math.inf
-        if len(self._values) < LEAST or min(self._values) < 0:
+        if len(self._values) < MIN_VALUES or min(self._values) < 0:
             return
         if not self._floor:
             self._floor = FLOOR * _median(np.sort(self._values))
@@ -121,7 +121,7 @@ class SpikeDetector:
             return
         logs = np.array(self._logs)
         level = _median(np.sort(logs[-LOCAL:]))
-        deviation = local_scatter(logs)
+        deviation = estimate_scatter(logs)
         least = math.log(self._reach.ratio)
         above = level + max(least, self._reach.deviations * deviation)
         if self._first > 0:
@@ -147,11 +147,11 @@ class SpikeDetector:
         self._settle(*state["values"])
 
 
-def local_scatter(logs: NDArray[np.float64]) -> float:
+def estimate_scatter(logs: NDArray[np.float64]) -> float:
     """Return the standard deviation about a level that falls or bends, or that of rises where it is more.
 
     Args:
-        logs: (values,), at least LEAST, of positive values in order.
+        logs: (values,), at least MIN_VALUES, of positive values in order.
     """
     recent = logs[-RECENT:]
     steps = recent[1:] - recent[:-1]
@@ -186,7 +186,7 @@ SPIKES = {
     ),
 }
 """Name of an alert -> the series that it watches (norms before clipping), and its advice."""
-CALM = 32  # steps without a spike, after which the next one is told again
+CALM_STEPS = 32  # steps without a spike, after which the next one is told again
 NO_TARGETS_ADVICE = (
     "look at these samples: their labels are all -100 or have weight 0, as where a prompt fills the "
     "sequence; raise data.sequence_length, or take them out of the data"
@@ -216,7 +216,7 @@ Gather = Callable[[Any], list[Any]]
 """Every rank's value on every rank. Collective."""
 
 
-class NonFinite:
+class NonFiniteAlert:
     """Reports the steps that were skipped since the row before, and losses that are infinite or NaN.
 
     fp16 finds its loss scale by skipped steps: those with a finite loss are news, and an alert only if the
@@ -227,7 +227,7 @@ class NonFinite:
         """Take the lowest fp16 loss scale of DeepSpeed, or the fixed one; `None` without fp16."""
         self._lowest_scale = lowest_scale
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
         bad = (
@@ -258,7 +258,7 @@ class NonFinite:
         return Event("non_finite", line, level="info", fields=told)
 
 
-class NonFiniteSteps:
+class NonFiniteStepLimit:
     """Ends a run whose last steps had no finite gradient."""
 
     def __init__(self, precision: str, first_step: int, max_steps: int) -> None:
@@ -267,7 +267,7 @@ class NonFiniteSteps:
         self._first_step = first_step
         self._max_steps = max_steps
 
-    def __call__(self, step: int, seen: Seen) -> Stop | None:
+    def __call__(self, step: int, seen: RowDetails) -> StopRequested | None:
         """See Alert."""
         skips = int(seen.row.get("train/skipped_in_a_row", 0))
         too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
@@ -275,7 +275,7 @@ class NonFiniteSteps:
             too_many = min(too_many, step - self._first_step)
         if not skips or skips < too_many:
             return None
-        return Stop(
+        return StopRequested(
             NonFiniteLossError(
                 f"the last {skips} steps had an infinite or NaN gradient (loss {seen.row['train/loss']}) and "
                 "were skipped; the parameters are those of the last good step. Look at the data, lower "
@@ -284,23 +284,23 @@ class NonFiniteSteps:
         )
 
 
-class Spikes:
+class SpikeAlert:
     """Reports the first spike of an episode, which ends after CALM steps without one, also over a resume."""
 
     def __init__(self, name: str, detector: SpikeDetector) -> None:
         """Take a key of SPIKES, and the detector of its series. The detector's owner keeps its state."""
         self.name = name
         self._detector = detector
-        self._calm = CALM
+        self._calm = CALM_STEPS
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         found = None
-        values = seen.losses if self.name == LOSS_SPIKE else seen.norms
+        values = seen.losses if self.name == LOSS_SPIKE else seen.grad_norms
         for at, value in enumerate(values, step - len(values) + 1):
             limit = self._detector.limit
-            if math.isfinite(value) and value > limit and self._calm >= CALM and found is None:
-                found = self._event(at, value, self._detector.middle, limit)
+            if math.isfinite(value) and value > limit and self._calm >= CALM_STEPS and found is None:
+                found = self._event(at, value, self._detector.normal_level, limit)
             is_spike = self._detector.add(value)
             self._calm = 0 if is_spike else self._calm + 1
         return found
@@ -316,24 +316,24 @@ class Spikes:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See Remembers. The detector belongs to the safeguard."""
+        """See StatefulAlert. The detector belongs to the safeguard."""
         return {"calm": self._calm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Remembers."""
+        """See StatefulAlert."""
         self._calm = int(state["calm"])
 
 
-def no_targets(step: int, seen: Seen) -> Event | None:
+def report_no_targets(step: int, seen: RowDetails) -> Event | None:
     """Report global batches and evaluation sets in which nothing counts in the loss. An Alert."""
     empty = [name for name, value in seen.row.items() if name.endswith("/targets") and not value]
     if empty:
         sets = ", ".join(name.removesuffix("/targets") for name in empty)
         return Event(NO_TARGETS, f"no target counts in any held-out sample of {sets}", NO_TARGETS_ADVICE)
-    if all(seen.counts):
+    if all(seen.target_counts):
         return None
-    number, steps = sum(not count for count in seen.counts), len(seen.counts)
-    first = step - steps + 1 + list(map(bool, seen.counts)).index(False)
+    number, steps = sum(not count for count in seen.target_counts), len(seen.target_counts)
+    first = step - steps + 1 + list(map(bool, seen.target_counts)).index(False)
     message = f"no target counts in the global batch of {number} of {steps} steps, first of step {first}"
     return Event(
         NO_TARGETS, message, NO_TARGETS_ADVICE, fields={"at_step": float(first), "steps": float(steps)}
@@ -364,7 +364,7 @@ class NonFiniteEval:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         if "eval/loss" not in seen.row:
             return None
@@ -395,7 +395,7 @@ class EvalDivergence:
     def __init__(self) -> None:
         self._history = _EvalHistory()
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         so_far = self._history
         losses = list(filter(math.isfinite, seen.losses))
@@ -435,11 +435,11 @@ class EvalDivergence:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See Remembers."""
+        """See StatefulAlert."""
         return asdict(self._history)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Remembers."""
+        """See StatefulAlert."""
         self._history = _EvalHistory(**state)
 
 
@@ -460,7 +460,7 @@ class LossRise:
         self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
         self._is_told = False
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         if step == 0:
             self._evaluated = seen.row.get("eval/loss", 0.0)
@@ -478,7 +478,7 @@ class LossRise:
         return found
 
     def _judged(self, step: int) -> Event | None:
-        level, deviation = median(self._recent), local_scatter(np.log(self._recent))
+        level, deviation = median(self._recent), estimate_scatter(np.log(self._recent))
         is_known = self._evaluated * math.exp(deviation) >= self._first
         began = max(self._first, self._evaluated)
         beyond = math.exp(deviation * (DEVIATIONS if is_known else DEVIATIONS_OF_A_BATCH))
@@ -497,7 +497,7 @@ class LossRise:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See Remembers."""
+        """See StatefulAlert."""
         return {
             "first": self._first,
             "evaluated": self._evaluated,
@@ -507,7 +507,7 @@ class LossRise:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Remembers."""
+        """See StatefulAlert."""
         self._first, self._evaluated = float(state["first"]), float(state["evaluated"])
         self._early = list(state["early"])
         self._is_told = bool(state["is_told"])
@@ -544,7 +544,7 @@ class FrozenParameters:
         }
         self._steps = 0
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert. Collective at one of the rows."""
         if self._before is None:
             return None
@@ -690,9 +690,9 @@ class _Window:
         self._least_steps = steps
         self._least_seconds = seconds
         self._is_started = False
-        self._rows: list[Seen] = []
+        self._rows: list[RowDetails] = []
 
-    def add(self, row: Seen) -> list[Seen]:
+    def add(self, row: RowDetails) -> list[RowDetails]:
         """Add a row with seconds of a step, and return the rows of a window that is full now; else none."""
         if not self._is_started:
             self._is_started = True
@@ -704,13 +704,13 @@ class _Window:
         return rows
 
 
-def _steps(rows: Sequence[Seen]) -> int:
+def _steps(rows: Sequence[RowDetails]) -> int:
     return sum(row.steps for row in rows)
 
 
-def _seconds(rows: Sequence[Seen]) -> float:
+def _seconds(rows: Sequence[RowDetails]) -> float:
     """Return the seconds of all steps, on the slowest rank of each row."""
-    return sum(row.steps * max(row.own["step"]) for row in rows)
+    return sum(row.steps * max(row.per_rank["step"]) for row in rows)
 
 
 class DataStarvation:
@@ -726,14 +726,14 @@ class DataStarvation:
         self._is_told = False
         self._starved = 0
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert. The median rank counts."""
-        if self._is_told or "data" not in seen.own or not (rows := self._window.add(seen)):
+        if self._is_told or "data" not in seen.per_rank or not (rows := self._window.add(seen)):
             return None
-        wait = sum(row.steps * median_low(row.own["data"]) for row in rows) / _steps(rows)
+        wait = sum(row.steps * median_low(row.per_rank["data"]) for row in rows) / _steps(rows)
         whole = _seconds(rows) / _steps(rows)
         share = wait / whole
-        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_crowded
+        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_cpu_contended
         self._starved = self._starved + 1 if is_starved else 0
         if self._starved < STARVED_WINDOWS:
             return None
@@ -758,15 +758,15 @@ class ThroughputDrop:
         self._slow = 0
         self._is_told = False
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert. The median row of a window counts."""
-        if "step" not in seen.own or not (rows := self._window.add(seen)):
+        if "step" not in seen.per_rank or not (rows := self._window.add(seen)):
             return None
-        now = median(max(row.own["step"]) for row in rows)
-        waits = median(max(row.own["data"]) for row in rows)
+        now = median(max(row.per_rank["step"]) for row in rows)
+        waits = median(max(row.per_rank["data"]) for row in rows)
         if self._fast is None or now < self._fast[0]:
             self._fast = (now, waits)
-        is_slow = now > DROP * self._fast[0] and not seen.is_crowded
+        is_slow = now > DROP * self._fast[0] and not seen.is_cpu_contended
         self._slow = self._slow + 1 if is_slow else 0
         self._is_told &= is_slow
         if self._is_told or self._slow < SLOW_WINDOWS:
@@ -809,7 +809,7 @@ class _Slow:
 class SlowRank:
     """Names a rank that takes longer in a phase than others with the same work, once for each phase.
 
-    A resumed run begins anew: its ranks may be on other machines. Phases are those of `Seen.own`: reading
+    A resumed run begins anew: its ranks may be on other machines. Phases are those of `RowDetails.per_rank`: reading
     data, and what a rank computes by itself.
     """
 
@@ -830,23 +830,23 @@ class SlowRank:
         self._suspected_steps = 0
         self._suspected_seconds = 0.0
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
-        if "data" not in seen.own or not (rows := self._window.add(seen)):
+        if "data" not in seen.per_rank or not (rows := self._window.add(seen)):
             return None
         steps = _steps(rows)
         step_seconds = _seconds(rows) / steps
         own = {
             phase: [
-                sum(row.steps * row.own[phase][rank] for row in rows) / steps
-                for rank in range(len(rows[0].own[phase]))
+                sum(row.steps * row.per_rank[phase][rank] for row in rows) / steps
+                for rank in range(len(rows[0].per_rank[phase]))
             ]
             for phase in PHASES
-            if phase in seen.own
+            if phase in seen.per_rank
         }
         load = max(row.load for row in rows)
         lasting = SUSPECTED_SECONDS * max(1.0, load) ** 2
-        share = max(self._share, SHARE_IN_A_CROWD) if load > CROWDED else self._share
+        share = max(self._share, SHARE_IN_A_CROWD) if load > CONTENDED_LOAD else self._share
         slowest = [_slowest(*compared) for compared in self._comparisons(own)]
         found = [each for each in slowest if each.lost > max(share * each.whole, LEAST_SHARE * step_seconds)]
         slow = max(found, key=lambda each: each.lost, default=None)
@@ -918,11 +918,11 @@ class MemoryGrowth:
         self._series: dict[tuple[str, int], _MemoryWindows] = {}
         self._told: set[str] = set()
 
-    def __call__(self, step: int, seen: Seen) -> Event | None:
+    def __call__(self, step: int, seen: RowDetails) -> Event | None:
         """See Alert."""
         found: Event | None = None
-        for kind in MEMORY_KINDS.keys() & seen.own.keys() - self._told:
-            for rank, gib in enumerate(seen.own[kind]):
+        for kind in MEMORY_KINDS.keys() & seen.per_rank.keys() - self._told:
+            for rank, gib in enumerate(seen.per_rank[kind]):
                 windows = self._series.setdefault((kind, rank), _MemoryWindows())
                 if windows.add(gib, step) and found is None and (grown := windows.growth(self._least)):
                     self._told.add(kind)
@@ -1022,13 +1022,16 @@ class AlertKind:
 
 ALERTS = {
     "non_finite": AlertKind(
-        lambda run: NonFinite(get_min_loss_scale(run.resolved.deepspeed)), attrgetter("tells_of_nonfinite")
+        lambda run: NonFiniteAlert(get_min_loss_scale(run.resolved.deepspeed)),
+        attrgetter("tells_of_nonfinite"),
     ),
-    LOSS_SPIKE: AlertKind(lambda run: Spikes(LOSS_SPIKE, run.detectors[0]), attrgetter("tells_of_spikes")),
+    LOSS_SPIKE: AlertKind(
+        lambda run: SpikeAlert(LOSS_SPIKE, run.detectors[0]), attrgetter("tells_of_spikes")
+    ),
     GRAD_NORM_SPIKE: AlertKind(
-        lambda run: Spikes(GRAD_NORM_SPIKE, run.detectors[1]), attrgetter("tells_of_spikes")
+        lambda run: SpikeAlert(GRAD_NORM_SPIKE, run.detectors[1]), attrgetter("tells_of_spikes")
     ),
-    NO_TARGETS: AlertKind(lambda run: no_targets),
+    NO_TARGETS: AlertKind(lambda run: report_no_targets),
     "non_finite_eval": AlertKind(lambda run: NonFiniteEval()),
     "loss_rise": AlertKind(lambda run: LossRise()),
     "eval_divergence": AlertKind(lambda run: EvalDivergence()),
@@ -1058,7 +1061,7 @@ def build_alerts(
     start_step: int,
     max_steps: int,
     detectors: tuple[SpikeDetector, SpikeDetector],
-    remembered: Mapping[str, Any],
+    checkpoint_state: Mapping[str, Any],
 ) -> tuple[Alert, ...]:
     """Return the alerts that a run asks for, and what ends it. Collective: reads the engine's parameters.
 
@@ -1070,9 +1073,9 @@ def build_alerts(
         start_step: Step that the run begins at.
         max_steps: Step that it ends at.
         detectors: Spike detectors of the losses and of the gradient norms.
-        remembered: What the run's checkpoint keeps; empty at its start.
+        checkpoint_state: What the run's checkpoint keeps; empty at its start.
     """
     run = WatchedRun(config, resolved, engine, job, detectors)
     alerts = [alert.build(run) for alert in ALERTS.values() if alert.is_asked(run)]
-    restore(alerts, remembered.get("watchers", {}))
-    return (*alerts, NonFiniteSteps(engine.precision, start_step, max_steps))
+    restore_alerts(alerts, checkpoint_state.get("watchers", {}))
+    return (*alerts, NonFiniteStepLimit(engine.precision, start_step, max_steps))

@@ -19,22 +19,22 @@ from pipeline.errors import ConfigError, summarize_error
 from pipeline.files import replace_file
 from pipeline.monitoring.events import RUN_KILLED, Event
 from pipeline.monitoring.report.runs import (
-    UNSAID,
-    WEIGHTS,
-    Record,
-    RunView,
-    after,
-    how_it_ended,
-    last_and_best,
+    ENDED_SILENTLY,
+    SMOOTHING_WEIGHTS,
+    RunRecord,
+    RunReport,
+    determine_outcome,
+    format_last_and_best,
+    format_state,
     read_run,
 )
-from pipeline.monitoring.trackers.interface import best_of
-from pipeline.monitoring.trackers.jsonl import METRICS_FILE, newest
+from pipeline.monitoring.trackers.interface import best_direction
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_newest
 
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
-LONGEST_END = 5.0  # seconds that the report of a run that ends may take: some 300,000 rows
+REPORT_TIMEOUT = 5.0  # seconds that the report of a run that ends may take: some 300,000 rows
 PANELS = {
     "Loss": ("train/loss", "eval/loss"),
     "Accuracy": ("train/accuracy", "eval/accuracy"),
@@ -58,7 +58,7 @@ PANELS = {
 """Plots of columns that share a unit. Each further column has one of its own, further down."""
 
 
-def panels_of(runs: Sequence[RunView]) -> list[tuple[str, list[str], bool]]:
+def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
     """Return the title, the columns, and whether it is one of PANELS, of each plot."""
     known = {key for run in runs for key in run.record.curves}
     main = [(title, [key for key in keys if key in known], True) for title, keys in PANELS.items()]
@@ -66,14 +66,14 @@ def panels_of(runs: Sequence[RunView]) -> list[tuple[str, list[str], bool]]:
     return [panel for panel in main if panel[1]] + [(key, [key], False) for key in sorted(known - shown)]
 
 
-def figures(record: Record) -> dict[str, str]:
+def collect_figures(record: RunRecord) -> dict[str, str]:
     """Return the last and the best value of each column of PANELS that has a best one."""
     keys = [key for keys in PANELS.values() for key in keys if key in record.curves]
-    best = {key: best_of(key) for key in keys}
-    return {key: last_and_best(record.curves[key], of == "min") for key, of in best.items() if of}
+    best = {key: best_direction(key) for key in keys}
+    return {key: format_last_and_best(record.curves[key], of == "min") for key, of in best.items() if of}
 
 
-def encode(paths: Sequence[Path], ended: bool = False) -> str:
+def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
     """Return everything that the page shows of these runs, as JSON for a script element.
 
     Args:
@@ -84,15 +84,15 @@ def encode(paths: Sequence[Path], ended: bool = False) -> str:
     """
     runs = [read_run(path, ended) for path in paths]
     for run in runs:
-        run.figures = figures(run.record)
+        run.figures = collect_figures(run.record)
     if len({run.name for run in runs}) < len(runs):
         for number, run in enumerate(runs, 1):
             run.name += f" ({number})"
     data = {
         "made": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "unit": "tokens" if any("train/tokens_seen" in run.record.curves for run in runs) else "samples",
-        "weights": WEIGHTS,
-        "panels": panels_of(runs),
+        "weights": SMOOTHING_WEIGHTS,
+        "panels": list_panels(runs),
         "runs": runs,
     }
     encoded = to_json(data, inf_nan_mode="strings", fallback=lambda array: array.tolist())
@@ -112,7 +112,7 @@ def plotly_source() -> str:
     return source
 
 
-def render(data: str) -> str:
+def render_page(data: str) -> str:
     """Return the page. The data stays text in it; only our script and plotly's run."""
     own = Path(__file__).parent
     parts = {name: (own / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
@@ -120,7 +120,7 @@ def render(data: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], parts["html"])
 
 
-def write_at_end(directory: Path) -> Path | None:
+def write_final_report(directory: Path) -> Path | None:
     """Write the report of a run whose trackers are closed.
 
     Raises nothing: a Ctrl-C ends only the report.
@@ -133,7 +133,7 @@ def write_at_end(directory: Path) -> Path | None:
 
     def make() -> None:
         try:
-            replace_file(path, render(encode([directory], ended=True)))
+            replace_file(path, render_page(encode_runs([directory], ended=True)))
             made.append(path)
         except ConfigError as error:
             log.warning(
@@ -145,14 +145,14 @@ def write_at_end(directory: Path) -> Path | None:
     with suppress(BaseException):
         thread = threading.Thread(target=make, name="report", daemon=True)
         thread.start()
-        thread.join(LONGEST_END)
+        thread.join(REPORT_TIMEOUT)
         if thread.is_alive():
             said = "%s takes more than %.0f s; this makes it: %s"
-            log.warning(said, path, LONGEST_END, format_pipeline_command("report", directory))
+            log.warning(said, path, REPORT_TIMEOUT, format_pipeline_command("report", directory))
     return made[0] if made else None
 
 
-def report_of_killed(directory: Path, advise: Callable[[], str]) -> Event | None:
+def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | None:
     """Write the report of a run whose last process ended without a word, before the run resumes.
 
     Args:
@@ -161,12 +161,12 @@ def report_of_killed(directory: Path, advise: Callable[[], str]) -> Event | None
     Returns:
         The event that the resumed run tells; `None` if the last process ended in words.
     """
-    last = newest(directory / METRICS_FILE, "step")
-    state, why = how_it_ended(directory, last or {})
-    if state != UNSAID or (last is None and not why):
+    last = read_newest(directory / METRICS_FILE, "step")
+    state, why = determine_outcome(directory, last or {})
+    if state != ENDED_SILENTLY or (last is None and not why):
         return None
-    write_at_end(directory)
-    message = f"the last process of this run {after(UNSAID, last['step'] if last is not None else 0)}"
+    write_final_report(directory)
+    message = f"the last process of this run {format_state(ENDED_SILENTLY, last['step'] if last is not None else 0)}"
     if why:
         return Event(RUN_KILLED, f"{message}: {why}", advise())
     return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and at the scheduler's log")

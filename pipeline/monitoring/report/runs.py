@@ -38,13 +38,13 @@ from pipeline.files import (
     replace_file,
 )
 from pipeline.monitoring.events import PLAN, RUN_FAILED, SAMPLE, STOPPED_EARLY, TIME
-from pipeline.monitoring.trackers.console import count
-from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, newest
+from pipeline.monitoring.trackers.console import format_count
+from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, read_newest
 from pipeline.redaction import redact, redact_text
 
-MOST_CURVES = 400  # columns of a file
-MOST_EVENTS = 400  # and alerts, and samples: the first and the last ones
-SUMMARY = (
+MAX_CURVES = 400  # columns of a file
+MAX_EVENTS = 400  # and alerts, and samples: the first and the last ones
+SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",
     "train/rewards/accuracy",
@@ -53,17 +53,17 @@ SUMMARY = (
     "eval/rewards/accuracy",
 )
 """Columns with a line at the end of a run."""
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 """Points of a curve: about as many as a plot has columns of pixels."""
-WEIGHTS = (0.6, 0.9, 0.99, 0.999)
+SMOOTHING_WEIGHTS = (0.6, 0.9, 0.99, 0.999)
 """Weights of the moving average that the page offers."""
-FLAT = 1e-9
+FLAT_SPREAD = 1e-9
 """Relative spread up to which a curve is a constant."""
 Array = NDArray[np.float64]
 
 
 @dataclass
-class Record:
+class RunRecord:
     """Contents of a metrics.jsonl."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -89,13 +89,13 @@ class Record:
     """Last line."""
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RunRecord:
     """Read the record; a run that failed while it was built may have none.
 
     Raises:
         MetricsFileError: The file cannot be read, or is damaged.
     """
-    record = Record()
+    record = RunRecord()
     # The numbers of rows with the same keys, end to end: Python's own floats would take gigabytes.
     rows: dict[tuple[str, ...], array[float]] = {}
     for number, row in enumerate(iterate_record(path) if path.exists() else ()):
@@ -114,18 +114,18 @@ def read_record(path: Path) -> Record:
             raise MetricsFileError(f"{path}: a number is larger than a float can be") from None
     for name in ("alerts", "events", "samples"):
         told = getattr(record, name)
-        if len(told) > MOST_EVENTS:
-            record.num_left_out[name] = len(told) - MOST_EVENTS
-            del told[MOST_EVENTS // 2 : -MOST_EVENTS // 2]
+        if len(told) > MAX_EVENTS:
+            record.num_left_out[name] = len(told) - MAX_EVENTS
+            del told[MAX_EVENTS // 2 : -MAX_EVENTS // 2]
     _add_curves(record, rows)
     return record
 
 
-def _place(record: Record) -> tuple[int, float, float]:
+def _place(record: RunRecord) -> tuple[int, float, float]:
     return record.step, record.tokens, round(record.seconds / 3600, 6)
 
 
-def _add_event(record: Record, event: dict[str, Any]) -> None:
+def _add_event(record: RunRecord, event: dict[str, Any]) -> None:
     if event["event"] == SAMPLE:
         told = record.samples
     else:
@@ -139,14 +139,14 @@ def _add_event(record: Record, event: dict[str, Any]) -> None:
         record.tokens = event.get("tokens_seen", record.tokens)
 
 
-def _add_curves(record: Record, rows: Mapping[tuple[str, ...], array[float]]) -> None:
+def _add_curves(record: RunRecord, rows: Mapping[tuple[str, ...], array[float]]) -> None:
     tables = {keys: np.frombuffer(flat).reshape(-1, 4 + len(keys)).T for keys, flat in rows.items()}
     columns = dict.fromkeys(key for keys in tables for key in keys if key != "step")
-    for key in list(columns)[:MOST_CURVES]:
+    for key in list(columns)[:MAX_CURVES]:
         found = [table[[0, 1, 2, 3, 4 + keys.index(key)]] for keys, table in tables.items() if key in keys]
         points = np.hstack(found)
         points = points[1:, points[0].argsort()]  # in the order of the file
-        record.curves[key] = curve_of(points, has_stalls=key.endswith("_seconds"))
+        record.curves[key] = build_curve(points, has_stalls=key.endswith("_seconds"))
         if key.startswith("time/"):
             record.phases[key.removeprefix("time/").removesuffix("_seconds")] = float(np.nansum(points[-1]))
         elif key.startswith("data/"):
@@ -177,7 +177,7 @@ class Curve:
     last: float
 
 
-def curve_of(points: Array, has_stalls: bool = False) -> Curve:
+def build_curve(points: Array, has_stalls: bool = False) -> Curve:
     """Smooth and thin a column.
 
     Args:
@@ -188,7 +188,7 @@ def curve_of(points: Array, has_stalls: bool = False) -> Curve:
     total = points.shape[1]
     finite = np.isfinite(points[3])
     values = np.where(finite, points[3], np.nan)
-    width = -(-total // MOST_POINTS)
+    width = -(-total // MAX_POINTS)
     bins = np.pad(values, (0, -total % width), constant_values=np.nan).reshape(-1, width)
     at = np.arange(len(bins)) * width + width // 2
     at[[0, -1]] = 0, total - 1  # the curve is as long as the record
@@ -200,7 +200,9 @@ def curve_of(points: Array, has_stalls: bool = False) -> Curve:
         centre = bins[each, (number - 1) // 2] if has_stalls else np.nansum(bins, axis=1) / number
         # The newest average: where a row is not finite, that of the rows before it. -1 finds the NaN.
         newest = np.cumsum(finite)[at] - 1
-        averages = [np.append(moving_average(values[finite], weight), np.nan)[newest] for weight in WEIGHTS]
+        averages = [
+            np.append(moving_average(values[finite], weight), np.nan)[newest] for weight in SMOOTHING_WEIGHTS
+        ]
     lines = np.where(number > 0, [centre, *averages], np.nan)
     lines[1:] = _rounded(lines[1:])
     extremes = []
@@ -238,7 +240,7 @@ def _usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
     ends = *most, np.median(centre[:5]), np.median(centre[-5:])
     lower, upper = min(ends), max(ends)
     size = max(abs(lower), abs(upper))
-    reach = 1.5 * (upper - lower) if upper - lower > FLAT * size else size or 1.0
+    reach = 1.5 * (upper - lower) if upper - lower > FLAT_SPREAD * size else size or 1.0
     near = values[(values >= lower - reach) & (values <= upper + reach)]
     return [near.min(), near.max()]
 
@@ -252,18 +254,18 @@ def _rounded(values: Array) -> Array:
 LOG_TAIL = 1 << 16  # bytes
 FAILURE_LINES = 30
 MOST_LOGS = 256
-PEAK = "memory/peak_resident_gib"
-UNSAID = "ended without saying how (killed?)"
-PROCESSES = "logs/processes.json"
+PEAK_COLUMN = "memory/peak_resident_gib"
+ENDED_SILENTLY = "ended without saying how (killed?)"
+PROCESSES_FILE = "logs/processes.json"
 
 
 @dataclass
-class RunView:
+class RunReport:
     """Everything that is shown of a run."""
 
     name: str
     state: str
-    """finished, running, stopped, failed, or UNSAID."""
+    """finished, running, stopped, failed, or ENDED_SILENTLY."""
     error: str
     """Line that says how it crashed; empty if it did not."""
     failure: str
@@ -271,12 +273,12 @@ class RunView:
     facts: dict[str, str]
     settings: dict[str, str]
     """Dotted keys of recipe.yaml and, under `ds.`, of ds_config.json; the world size."""
-    record: Record
+    record: RunRecord
     figures: dict[str, str] = field(default_factory=dict)
     """Last and best values of the main metrics."""
 
 
-def find_run(path: Path) -> Path:
+def check_run_directory(path: Path) -> Path:
     """Return the path of a run directory.
 
     Raises:
@@ -290,7 +292,7 @@ def find_run(path: Path) -> Path:
     raise PipelineError(f"{path} {what}; {hint}")
 
 
-def read_run(path: Path, ended: bool = False) -> RunView:
+def read_run(path: Path, ended: bool = False) -> RunReport:
     """Read everything that is shown of a run.
 
     Args:
@@ -303,7 +305,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     if not ended and is_run_locked(path) and not (path / "summary.json").is_file():
         state = "running"
     else:
-        state, failure = how_it_ended(path, record.last)
+        state, failure = determine_outcome(path, record.last)
         failure = redact_text(failure)
     text = _json(path / "summary.json").get("sample")
     if isinstance(text, str) and record.step not in [sample["step"] for sample in record.samples]:
@@ -313,8 +315,11 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     devices = environment.get("devices")
     counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
-    status = after(state, record.step) if record.curves else f"{state} without a row"
-    error = {"failed": error_line(failure) or status, UNSAID: f"{status}: {failure}".removesuffix(": ")}
+    status = format_state(state, record.step) if record.curves else f"{state} without a row"
+    error = {
+        "failed": extract_error_line(failure) or status,
+        ENDED_SILENTLY: f"{status}: {failure}".removesuffix(": "),
+    }
     lost = {key: sum(curve.not_finite.values()) for key, curve in record.curves.items()}
     plans = [str(told["message"]) for told in record.alerts + record.events if told["event"] == PLAN]
     facts = {
@@ -328,7 +333,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
         "commit": str(environment.get("git_commit", ""))[:10],
     }
     facts = {name: redact_text(fact) for name, fact in facts.items() if fact}
-    return RunView(
+    return RunReport(
         name=escape_unprintable(path.absolute().name),
         state=state,
         error=error.get(state, ""),
@@ -339,7 +344,7 @@ def read_run(path: Path, ended: bool = False) -> RunView:
     )
 
 
-def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
+def determine_outcome(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state of a run that has ended, and the reason if it failed or was killed.
 
     Args:
@@ -353,11 +358,11 @@ def how_it_ended(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
         return "failed", "\n".join(str(last[key]) for key in ("message", "traceback") if key in last)
     if last.get("event") == TIME:
         return "stopped", ""
-    row = newest(path / METRICS_FILE, PEAK) or {}
-    return UNSAID, why_killed(path, float(row.get(PEAK, 0.0)))
+    row = read_newest(path / METRICS_FILE, PEAK_COLUMN) or {}
+    return ENDED_SILENTLY, explain_kill(path, float(row.get(PEAK_COLUMN, 0.0)))
 
 
-def error_line(failure: str) -> str:
+def extract_error_line(failure: str) -> str:
     """Return the line that names the error: behind the frames of its last traceback, or the first."""
     lines = failure.rpartition(" pipeline.failure ")[2].strip().splitlines()
     frames = [n for n, line in enumerate(lines, 1) if line.startswith(("Traceback (most", '  File "'))]
@@ -365,9 +370,9 @@ def error_line(failure: str) -> str:
     return next((line for line in behind if line.strip() and not line.startswith(" ")), "")
 
 
-def after(state: str, step: int) -> str:
+def format_state(state: str, step: int) -> str:
     """Return the state with its step, in words."""
-    return f"{state} {'after' if state == UNSAID else 'at'} step {step:,}"
+    return f"{state} {'after' if state == ENDED_SILENTLY else 'at'} step {step:,}"
 
 
 def _settings(path: Path) -> Iterator[tuple[str, str]]:
@@ -425,7 +430,7 @@ def _failure(log: Path) -> tuple[str, str] | None:
     return (found[1], "\n".join(found[2].rstrip().splitlines()[-FAILURE_LINES:])) if found else None
 
 
-def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
+def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
     """Write down the ranks of a run that starts, and the memory of this machine. Raises nothing.
 
     Args:
@@ -439,18 +444,18 @@ def note_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
         "whose": "its cgroup allows" if now.by_cgroup else "the machine has",
     }
     with suppress(OSError):
-        (directory / PROCESSES).parent.mkdir(exist_ok=True)
-        replace_file(directory / PROCESSES, json.dumps(noted))
+        (directory / PROCESSES_FILE).parent.mkdir(exist_ok=True)
+        replace_file(directory / PROCESSES_FILE, json.dumps(noted))
 
 
-def why_killed(directory: Path, peak_gib: float) -> str:
+def explain_kill(directory: Path, peak_gib: float) -> str:
     """Return whether a process was killed for memory, and by whom; empty if nothing says so.
 
     Args:
         peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        noted: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES, CONFIGURATION_LIMIT))
+        noted: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
         limit, by_kernel = noted["limit"], killed_for_memory(noted["since"])
         here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]
@@ -466,7 +471,7 @@ def why_killed(directory: Path, peak_gib: float) -> str:
     return ""
 
 
-def closing_line(name: str, text: object) -> str:
+def format_closing_line(name: str, text: object) -> str:
     """Return a line of a name and a text, aligned with the others."""
     return f"{name:<13}  {text}"
 
@@ -484,22 +489,22 @@ def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]
     chosen = best_by or EvalConfig()
     lines = []
     if record.step:
-        seen = f", {count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
+        seen = f", {format_count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
         took = format_duration(record.training_seconds)
-        lines.append(closing_line("steps", f"{record.step:,} in {took}{seen}"))
+        lines.append(format_closing_line("steps", f"{record.step:,} in {took}{seen}"))
     newest_row = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
     early = [told["message"] for told in record.events if _is_early_stop(told, newest_row)]
     if early:
-        lines.append(closing_line("stopped early", early[-1]))
-    for key in dict.fromkeys((*SUMMARY, f"eval/{chosen.best_metric}")):
+        lines.append(format_closing_line("stopped early", early[-1]))
+    for key in dict.fromkeys((*SUMMARY_COLUMNS, f"eval/{chosen.best_metric}")):
         if key in record.curves:
             is_chosen = key == f"eval/{chosen.best_metric}"
             is_lowest = chosen.best_is_lowest if is_chosen else key.endswith("loss")
             name = key.removeprefix("train/").replace("eval/", "eval ").replace("rewards/", "")
-            lines.append(closing_line(name, last_and_best(record.curves[key], is_lowest)))
+            lines.append(format_closing_line(name, format_last_and_best(record.curves[key], is_lowest)))
     plans = [told["message"] for told in record.alerts + record.events if told["event"] == PLAN]
     if plans:
-        lines.append(closing_line("plan", plans[-1].removeprefix("plan: ")))
+        lines.append(format_closing_line("plan", plans[-1].removeprefix("plan: ")))
     return lines
 
 
@@ -507,7 +512,7 @@ def _is_early_stop(told: Mapping[str, Any], newest_row: float) -> bool:
     return bool(told["event"] == STOPPED_EARLY and told["step"] >= newest_row)
 
 
-def last_and_best(curve: Curve, is_lowest: bool) -> str:
+def format_last_and_best(curve: Curve, is_lowest: bool) -> str:
     """Return the last and the best value of a curve, in words."""
     step = curve.axes[0, -1]
     last = f"{curve.last:.5g} at step {step:,.0f}"

@@ -17,16 +17,16 @@ from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
 from pipeline.monitoring.trackers.console import ConsoleTracker
 from pipeline.monitoring.trackers.interface import (
-    Dispensable,
+    OptionalTracker,
     Tracker,
     Trackers,
     TrackerThread,
     import_tracker,
-    open_dispensable,
-    open_own,
+    open_custom_tracker,
+    open_optional_tracker,
 )
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, iterate_record, replay
-from pipeline.monitoring.trackers.notify import NotifyTracker, ways_of
+from pipeline.monitoring.trackers.notify import NotifyTracker, build_channels
 from pipeline.monitoring.trackers.tensorboard_events import TensorBoardTracker, import_writer
 from pipeline.redaction import redact
 
@@ -120,7 +120,7 @@ def _open_tensorboard(run: TrackedRun) -> Sequence[Tracker]:
         return []
     recorded = (line for line in iterate_record(run.record) if line["step"] >= run.start_step)
     make = partial(TensorBoardTracker, run.directory / "tensorboard", run.start_step, recorded)
-    return open_dispensable("log.tensorboard", make)
+    return open_optional_tracker("log.tensorboard", make)
 
 
 def _check_own(config: RunConfig) -> None:
@@ -131,8 +131,8 @@ def _check_own(config: RunConfig) -> None:
 def _open_own(run: TrackedRun) -> Sequence[Tracker]:
     trackers: list[Tracker] = []
     for own in run.config.log.trackers:
-        make = partial(open_own, own, run.directory, run.start_step, run.settings)
-        trackers += open_dispensable(own.kind, make)
+        make = partial(open_custom_tracker, own, run.directory, run.start_step, run.settings)
+        trackers += open_optional_tracker(own.kind, make)
     return trackers
 
 
@@ -164,7 +164,7 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
 
 
 def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
-    ways = ways_of(run.config.notify)
+    ways = build_channels(run.config.notify)
     if not ways:
         return []
     make = partial(NotifyTracker, ways, run.config.notify.level, run.directory.resolve().name)
@@ -175,7 +175,7 @@ def _open_console(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.shows_rows:
         return []
     # Not on a thread: its lines stand between those of the log, in the order of what happened.
-    return [Dispensable(ConsoleTracker(run.max_steps), "the console")]
+    return [OptionalTracker(ConsoleTracker(run.max_steps), "the console")]
 
 
 TRACKERS = {
@@ -184,7 +184,7 @@ TRACKERS = {
     ),
     "log.trackers": TrackerKind(_open_own, _check_own),
     "wandb": TrackerKind(_open_wandb, _check_wandb),
-    "notify": TrackerKind(_open_notify, lambda config: ways_of(config.notify)),
+    "notify": TrackerKind(_open_notify, lambda config: build_channels(config.notify)),
     "log.console": TrackerKind(_open_console),
 }
 """Key of the recipe that asks for a tracker -> how it is opened and checked, in the order in which they are

@@ -20,7 +20,7 @@ GAP = "  "
 
 
 @contextmanager
-def printing() -> Iterator[None]:
+def ignore_closed_terminal() -> Iterator[None]:
     """Ignore that the terminal was just closed: its SIGHUP comes a moment later."""
     try:
         yield
@@ -58,7 +58,7 @@ class ConsoleTracker:
         self._printed_at = -math.inf
         self._unprinted: str | None = None
 
-    @printing()
+    @ignore_closed_terminal()
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Show one row: as an evaluation, as training, or as both."""
         evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
@@ -71,7 +71,7 @@ class ConsoleTracker:
     def tell(self, step: int, event: Event) -> None:
         """Do nothing: the log shows events on the screen."""
 
-    @printing()
+    @ignore_closed_terminal()
     def close(self, exit_code: int) -> None:
         """Leave the newest row on the screen."""
         if self._unprinted is not None:
@@ -126,23 +126,23 @@ def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]
     width = max([len(head), *map(len, by_set)])
     lines = []
     for of_set, numbers in by_set.items():
-        shown = {"perplexity": two_digits}
-        fields = [f"{name} {shown.get(name, decimals)(value):>7}" for name, value in numbers.items()]
+        shown = {"perplexity": format_norm}
+        fields = [f"{name} {shown.get(name, format_loss)(value):>7}" for name, value in numbers.items()]
         lines.append(GAP.join([of_set.rjust(width) if of_set else head.ljust(width), *fields]))
     return lines
 
 
-def decimals(value: float) -> str:
+def format_loss(value: float) -> str:
     """Return a loss with four decimals, or four digits if it is huge."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
-def two_digits(value: float) -> str:
+def format_norm(value: float) -> str:
     """Return a norm or a perplexity with two decimals, or as a power of ten if those say nothing."""
     return f"{value:.2f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.1e}"
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """Return a rate as 12.3k or 1.2M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
@@ -151,11 +151,11 @@ def count(value: float) -> str:
 
 
 TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str], str, int], ...] = (
-    ("train/loss", "loss", decimals, "", 7),
+    ("train/loss", "loss", format_loss, "", 7),
     ("train/learning_rate", "lr", "{:.2e}".format, "", 8),
-    ("train/grad_norm", "grad", two_digits, "", 5),
-    ("perf/tokens_per_second", "", count, "tok/s", 6),
-    ("perf/samples_per_second", "", count, "samples/s", 6),
+    ("train/grad_norm", "grad", format_norm, "", 5),
+    ("perf/tokens_per_second", "", format_count, "tok/s", 6),
+    ("perf/samples_per_second", "", format_count, "samples/s", 6),
     ("perf/mfu", "mfu", "{:.1%}".format, "", 5),
     ("memory/peak_allocated_gib", "mem", "{:.1f}".format, "GiB", 5),
     ("train/loss_scale", "scale", "{:g}".format, "", 5),

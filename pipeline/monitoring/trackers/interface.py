@@ -19,13 +19,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from pipeline.config.import_paths import check_signature, exit_as_error, import_object
 from pipeline.config.schema import TrackerConfig
 from pipeline.errors import ConfigError, PipelineError, summarize_error
-from pipeline.monitoring.events import RUN_FAILED, Event, Shown
+from pipeline.monitoring.events import RUN_FAILED, Event, Showable
 from pipeline.redaction import redact_text
 
 GIT_DIFF = "git.diff"
 """File of a run directory with the changes since the commit; a tracker may upload it."""
-METHODS = ("write", "tell", "close")
-BEST: dict[str, Literal["min", "max"]] = {
+TRACKER_METHODS = ("write", "tell", "close")
+BEST_BY_SUFFIX: dict[str, Literal["min", "max"]] = {
     "loss": "min",
     "perplexity": "min",
     "accuracy": "max",
@@ -35,9 +35,9 @@ BEST: dict[str, Literal["min", "max"]] = {
 """End of a metric's name -> which of its values is the best."""
 
 
-def best_of(name: str) -> Literal["min", "max"] | None:
+def best_direction(name: str) -> Literal["min", "max"] | None:
     """Return which value of a metric is the best; `None` if none is."""
-    return next((best for end, best in BEST.items() if name.endswith(end)), None)
+    return next((best for end, best in BEST_BY_SUFFIX.items() if name.endswith(end)), None)
 
 
 class Tracker(Protocol):
@@ -68,10 +68,10 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
-class Shows(Protocol):
+class SupportsShow(Protocol):
     """A tracker that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
 
-    def show(self, what: Shown) -> None:
+    def show(self, what: Showable) -> None:
         """Take it. Histograms come behind their row."""
 
 
@@ -86,13 +86,15 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
         f"log.trackers: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
     )
     check_signature(make, message, ConfigError, Path(), 0, {}, **config.args)
-    missing = [name for name in METHODS if isinstance(make, type) and not hasattr(make, name)]
+    missing = [name for name in TRACKER_METHODS if isinstance(make, type) and not hasattr(make, name)]
     if missing:
         raise ConfigError(_lacks(config, missing))
     return make
 
 
-def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]) -> Tracker:
+def open_custom_tracker(
+    config: TrackerConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]
+) -> Tracker:
     """Make a user's own tracker.
 
     Args:
@@ -106,7 +108,7 @@ def open_own(config: TrackerConfig, run_dir: Path, start_step: int, run_config: 
     make = import_tracker(config)
     with exit_as_error(f"log.trackers: {config.kind}", ConfigError):
         tracker: Tracker = make(run_dir, start_step, run_config, **config.args)
-    missing = [name for name in METHODS if not callable(getattr(tracker, name, None))]
+    missing = [name for name in TRACKER_METHODS if not callable(getattr(tracker, name, None))]
     if missing:
         raise ConfigError(_lacks(config, missing))
     return tracker
@@ -132,7 +134,7 @@ EXIT_SECONDS = 10.0
 _THREAD = "tracker "
 
 
-class Dispensable:
+class OptionalTracker:
     """A tracker that is dropped when it raises for the first time.
 
     It is not closed then: a close may wait for ever to write out what failed.
@@ -153,9 +155,9 @@ class Dispensable:
         if self._tracker is not None:
             self._attempt(self._tracker.tell, step, event)
 
-    def show(self, what: Shown) -> None:
+    def show(self, what: Showable) -> None:
         """See Shows."""
-        if isinstance(self._tracker, Shows):
+        if isinstance(self._tracker, SupportsShow):
             self._attempt(self._tracker.show, what)
 
     def close(self, exit_code: int) -> None:
@@ -175,7 +177,7 @@ class Dispensable:
             _say_dropped(self.name, why)
 
 
-class TrackerThread(Dispensable):
+class TrackerThread(OptionalTracker):
     """Makes a tracker and calls it on a daemon thread, in the order of the calls.
 
     No call waits for the tracker: calls go into a bounded queue. A tracker whose queue is full is dropped.
@@ -188,7 +190,7 @@ class TrackerThread(Dispensable):
 
         Args:
             make: Makes the tracker; what it raises is raised here.
-            name: See Dispensable.
+            name: See OptionalTracker.
             takes_rows: Whether the tracker does something with rows.
             resend: Clause of the line that says how to send rows again.
         """
@@ -253,7 +255,7 @@ class TrackerThread(Dispensable):
             self._drop(_told(error))
 
 
-def wait_for(trackers: Sequence[TrackerThread], at_most: float) -> None:
+def wait_for_trackers(trackers: Sequence[TrackerThread], at_most: float) -> None:
     """Wait for closed trackers, and drop those that take longer than `at_most` or CLOSE_SECONDS."""
     began, seconds = time.monotonic(), min(CLOSE_SECONDS, at_most)
     late = [tracker for tracker in trackers if not tracker.join(began + min(QUIET_SECONDS, seconds))]
@@ -265,7 +267,7 @@ def wait_for(trackers: Sequence[TrackerThread], at_most: float) -> None:
             tracker.give_up(seconds)
 
 
-def bound_exit(exit_code: int) -> None:
+def limit_exit_time(exit_code: int) -> None:
     """Have this process end with that code within EXIT_SECONDS, where the thread of a tracker hangs.
 
     A library that hangs in a call hangs in its exit handler, too: wandb waits there for its own process.
@@ -276,7 +278,7 @@ def bound_exit(exit_code: int) -> None:
         timer.start()
 
 
-def open_dispensable(name: str, make: Callable[[], Tracker]) -> list[TrackerThread]:
+def open_optional_tracker(name: str, make: Callable[[], Tracker]) -> list[TrackerThread]:
     """Return the tracker, or none if it cannot be opened now.
 
     A server that is down must not end a run at a restart.
@@ -342,10 +344,10 @@ class Trackers:
         for tracker in self._trackers:
             tracker.tell(step, event)
 
-    def show(self, what: Shown) -> None:
+    def show(self, what: Showable) -> None:
         """Hand what is neither a row nor an event to the trackers that take it. On any thread."""
         for tracker in self._trackers:
-            if isinstance(tracker, Shows):
+            if isinstance(tracker, SupportsShow):
                 tracker.show(what)
 
     def close(self, exit_code: int, at_most: float = math.inf) -> None:
@@ -359,7 +361,9 @@ class Trackers:
         trackers, self._trackers = self._trackers, ()
         with ExitStack() as stack:
             stack.callback(
-                wait_for, [tracker for tracker in trackers if isinstance(tracker, TrackerThread)], at_most
+                wait_for_trackers,
+                [tracker for tracker in trackers if isinstance(tracker, TrackerThread)],
+                at_most,
             )
             for tracker in reversed(trackers):  # an ExitStack calls the last one first
                 stack.callback(tracker.close, exit_code)

@@ -25,7 +25,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TAIL = 1 << 20  # bytes
 _NUMBERS = frozenset((int, float))
 _NUMBERS_AND_TEXT = _NUMBERS | {str}
-Record = dict[str, Any]
+RecordLine = dict[str, Any]
 
 
 class MetricsFileError(PipelineError):
@@ -124,7 +124,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return list(iterate_metrics(path))
 
 
-def newest(path: Path, key: str) -> dict[str, Any] | None:
+def read_newest(path: Path, key: str) -> dict[str, Any] | None:
     """Return the last row with this key in the last megabyte; `None` if there is none, or no file."""
     try:
         with path.open("rb") as file:
@@ -182,7 +182,7 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     return row if _NUMBERS.issuperset(map(type, row.values())) else None
 
 
-def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Record:
+def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> RecordLine:
     """Remove lines after `last_step` and damaged ones, in one step: a kill leaves the old file or the new.
 
     It reads a row at a time: a long run has hundreds of thousands. The file is cut off at its end, or written
@@ -201,7 +201,7 @@ def _take_back(path: Path, last_step: int, redo_evaluation: bool) -> Record:
 
     prefix = size = num_damaged = 0  # bytes up to the first line that goes, and bytes seen
     has_holes = was_torn = False
-    rollback: Record = {}
+    rollback: RecordLine = {}
     with path.open("rb") as file:
         for line in file:
             num_damaged += was_torn  # but the last one, which a kill may tear
@@ -269,7 +269,7 @@ def is_rollback(record: Mapping[str, Any]) -> bool:
     return record.get("event") == ROLLBACK
 
 
-def replay(path: Path, start_step: int) -> Iterator[Record]:
+def replay(path: Path, start_step: int) -> Iterator[RecordLine]:
     """Iterate over rows and events of a run that resumes from a step, without what rollbacks gave up.
 
     A rollback to `start_step` itself is left out: the checkpoint of that step is older than the rollback, so

@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 # Seconds.
 TIMEOUT = 10.0  # of a command, and of each answer of a server
-PATIENCE = 5.0  # of a process that ends by a failure, for its last alert
-APART = 60.0  # between two alerts of one name
-LONGEST = 1900  # characters; Discord takes 2000
+FAILURE_TIMEOUT = 5.0  # of a process that ends by a failure, for its last alert
+MIN_INTERVAL = 60.0  # between two alerts of one name
+MAX_TEXT_LENGTH = 1900  # characters; Discord takes 2000
 LEVELS = ("info", "warning", "error")
-FOR_CHATS = ("text", "content")  # Slack and Mattermost read the one, Discord the other
-Way = Callable[[Mapping[str, str | int]], None]
+CHAT_FIELDS = ("text", "content")  # Slack and Mattermost read the one, Discord the other
+Channel = Callable[[Mapping[str, str | int]], None]
 """Delivers an alert; raises if it cannot, without the address in its message."""
 
 
@@ -42,12 +42,12 @@ class NotifyTracker:
     """Delivers events of a level or worse: one a minute of each name, with the number that was held back."""
 
     def __init__(
-        self, ways: Mapping[str, Way], level: str, run: str, clock: Callable[[], float] = time.monotonic
+        self, ways: Mapping[str, Channel], level: str, run: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Deliver nothing yet.
 
         Args:
-            ways: See ways_of.
+            ways: See build_channels.
             level: Least level to deliver.
             run: Name of the run.
             clock: Monotonic seconds.
@@ -68,12 +68,12 @@ class NotifyTracker:
         if LEVELS.index(event.level) < self._least:
             return
         now = self._clock()
-        if now - self._told_at.get(event.name, -APART) < APART:
+        if now - self._told_at.get(event.name, -MIN_INTERVAL) < MIN_INTERVAL:
             self._held_back[event.name] = self._held_back.get(event.name, 0) + 1
             return
         self._told_at[event.name] = now
         more = self._held_back.pop(event.name, 0)
-        said = alert(self._run, step, event, more)
+        said = build_payload(self._run, step, event, more)
         for name, deliver in self._ways.items():
             try:
                 deliver(said)
@@ -86,26 +86,26 @@ class NotifyTracker:
         """Do nothing."""
 
 
-def alert(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:
+def build_payload(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:
     """Return the fields that are delivered.
 
     Args:
         more: Number of alerts of this name that were held back since the last one.
     """
     held_back = f" (and {more} more since the last one told)" if more else ""
-    text = f"{run}, step {step}: {event.name}{held_back}: {event.line}"[:LONGEST]
+    text = f"{run}, step {step}: {event.name}{held_back}: {event.line}"[:MAX_TEXT_LENGTH]
     said: dict[str, str | int] = {"run": run, "step": step, "event": event.name, "level": event.level}
     said |= {"message": event.message + held_back, "advice": event.advice}
-    return said | dict.fromkeys(FOR_CHATS, text)
+    return said | dict.fromkeys(CHAT_FIELDS, text)
 
 
-def ways_of(config: NotifyConfig) -> dict[str, Way]:
+def build_channels(config: NotifyConfig) -> dict[str, Channel]:
     """Return how alerts are delivered, by the key that asks for it; empty if none does.
 
     Raises:
         ConfigError: There is no such program; the variable is not set, or holds no address.
     """
-    ways: dict[str, Way] = {}
+    ways: dict[str, Channel] = {}
     if config.command is not None:
         words = shlex.split(config.command)
         if shutil.which(words[0]) is None:
@@ -113,7 +113,7 @@ def ways_of(config: NotifyConfig) -> dict[str, Way]:
         ways["command"] = lambda said: run_command(words, said)
     if config.webhook_env is not None:
         address = _address(config.webhook_env)
-        ways["webhook_env"] = lambda said: post(address, said)
+        ways["webhook_env"] = lambda said: post_json(address, said)
     return ways
 
 
@@ -132,22 +132,22 @@ def _address(name: str) -> str:
     raise ConfigError(f"notify.webhook_env: what {name} holds is no address; give https://HOST/...")
 
 
-def tell_at_once(config: NotifyConfig, run: str, step: int, message: str) -> None:
+def notify_failure(config: NotifyConfig, run: str, step: int, message: str) -> None:
     """Send that a run failed, from a process that ends; also on ranks without trackers.
 
     The training thread may hang. Raises nothing, logs nothing, and takes PATIENCE seconds at most.
     """
-    said = alert(run, step, Event(RUN_FAILED, message, level="error"))
+    said = build_payload(run, step, Event(RUN_FAILED, message, level="error"))
 
     def deliver() -> None:
         with suppress(Exception):
-            for way in ways_of(config).values():
+            for way in build_channels(config).values():
                 with suppress(Exception):
                     way(said)
 
     thread = threading.Thread(target=deliver, name="notify", daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(FAILURE_TIMEOUT)
 
 
 def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
@@ -156,7 +156,7 @@ def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
     Raises:
         RuntimeError: It did not end with 0, or not in time: then it is killed with its children.
     """
-    named = {f"PIPELINE_{key.upper()}": str(value) for key, value in said.items() if key not in FOR_CHATS}
+    named = {f"PIPELINE_{key.upper()}": str(value) for key, value in said.items() if key not in CHAT_FIELDS}
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -176,7 +176,7 @@ def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
         raise RuntimeError(f"{words[0]} ended with {process.returncode}")
 
 
-def post(address: str, said: Mapping[str, str | int]) -> None:
+def post_json(address: str, said: Mapping[str, str | int]) -> None:
     """Post an alert as JSON.
 
     Raises:

@@ -27,8 +27,8 @@ from pipeline.config.command_lines import find_installed_program, format_shell_l
 from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import WandbConfig
 from pipeline.errors import summarize_error
-from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Shown
-from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best_of, wait_for
+from pipeline.monitoring.events import ROLLBACK, RUN_FAILED, SAMPLE, Event, Histograms, Showable
+from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best_direction, wait_for_trackers
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
 
@@ -89,15 +89,15 @@ def open_wandb(
         # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
         # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        forget_empty_variables()
+        remove_empty_variables()
         mode, reason = choose_mode(config)
         if mode == "disabled":
             return None
         (run_dir / "wandb").mkdir(exist_ok=True)
-        if (lacking := lack_of_room(run_dir / "wandb")) is not None:
+        if (lacking := explain_lack_of_space(run_dir / "wandb")) is not None:
             logger.warning("W&B is left out: %s; metrics.jsonl has every row", lacking)
             return None
-        arguments = run_arguments(config, run_name, run_dir, run_config)
+        arguments = build_run_arguments(config, run_name, run_dir, run_config)
         run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
@@ -155,7 +155,7 @@ class WandbTracker:
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Log one row with its global step. Rows of one step are one row of W&B, sent when the next comes."""
         for name, value in row.items():
-            if (best := best_of(name)) is not None:
+            if (best := best_direction(name)) is not None:
                 better = np.fmin if best == "min" else np.fmax  # ignores a NaN
                 so_far = self._summary.get(name, {}).get(best, math.nan)
                 self._summary[name] = {best: float(better(value, so_far)), "last": float(value)}
@@ -198,7 +198,7 @@ class WandbTracker:
         if self._is_on and event.level != "info":
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
-    def show(self, what: Shown) -> None:
+    def show(self, what: Showable) -> None:
         """Log new checkpoints, or add histograms to the row of their step."""
         if isinstance(what, Histograms):
             if self.wandb_step(what.step) == self._step and self._row:
@@ -220,7 +220,7 @@ class WandbTracker:
             self._send()
         if self._artifacts is not None:
             self._artifacts.close(exit_code)
-            wait_for([self._artifacts], FINISH_TIMEOUT_SECONDS)
+            wait_for_trackers([self._artifacts], FINISH_TIMEOUT_SECONDS)
         if self._is_on:
             self._is_on = False
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
@@ -229,7 +229,7 @@ class WandbTracker:
         row, self._row = self._row, {}
         if not (row and self._is_on and self._has_room):
             return
-        if (lacking := lack_of_room(Path(self._run.dir))) is not None:
+        if (lacking := explain_lack_of_space(Path(self._run.dir))) is not None:
             self._has_room = False
             logger.warning(
                 "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all, and once there is "
@@ -302,7 +302,7 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
         return None
 
 
-def lack_of_room(folder: Path) -> str | None:
+def explain_lack_of_space(folder: Path) -> str | None:
     """Return why W&B gets no rows; `None` if its disk has room.
 
     W&B's process drops rows on a full disk without a word, also those of an online run.
@@ -313,14 +313,14 @@ def lack_of_room(folder: Path) -> str | None:
     return f"{folder} has {free / 2**20:.1f} MiB left, and W&B loses rows on a full disk"
 
 
-def forget_empty_variables() -> None:
+def remove_empty_variables() -> None:
     """Remove W&B's variables that are empty: W&B takes the empty text for a value, or refuses it."""
     for name, value in list(os.environ.items()):
         if name.startswith("WANDB_") and not value.strip():
             del os.environ[name]
 
 
-def run_arguments(
+def build_run_arguments(
     config: WandbConfig, run_name: str, run_dir: Path, run_config: dict[str, Any]
 ) -> dict[str, Any]:
     """Return where and under which name `wandb.init` files the run; one line says what the recipe overrides.
@@ -496,7 +496,7 @@ class CheckpointArtifacts:
     def tell(self, step: int, event: Event) -> None:
         """Do nothing."""
 
-    def show(self, what: Shown) -> None:
+    def show(self, what: Showable) -> None:
         """Log the checkpoints that are new. Waits for the server."""
         if isinstance(what, Histograms):
             return

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from pipeline.monitoring.alerts import Seen, restore, state_of
+from pipeline.monitoring.alerts import RowDetails, collect_alert_state, restore_alerts
 from pipeline.monitoring.alerts.rules import (
-    CALM,
-    GRADIENT_NORM,
-    LOSS,
+    CALM_STEPS,
+    GRAD_NORM_THRESHOLD,
+    LOSS_THRESHOLD,
     DataStarvation,
     EvalDivergence,
     LossRise,
     MemoryGrowth,
-    NonFinite,
+    NonFiniteAlert,
     NonFiniteEval,
+    SpikeAlert,
     SpikeDetector,
-    Spikes,
     ThroughputDrop,
-    no_targets,
+    report_no_targets,
 )
 
 
@@ -39,31 +39,31 @@ def asked(alert, rows, step=0):
 
 
 def of_losses(*rows):
-    return [Seen({"train/loss": row[-1]}, row, [1.0] * len(row), [False] * len(row)) for row in rows]
+    return [RowDetails({"train/loss": row[-1]}, row, [1.0] * len(row), [False] * len(row)) for row in rows]
 
 
 def timed(seconds, data=0.0, steps=1, **own):
-    return Seen({}, [1.0] * steps, own={"step": [seconds], "data": [data]} | own)
+    return RowDetails({}, [1.0] * steps, per_rank={"step": [seconds], "data": [data]} | own)
 
 
 def skipping(skipped, scale=None, loss=1.0):
     row = {"train/loss": loss} | ({} if scale is None else {"train/loss_scale": scale})
-    return Seen(row, [loss] * len(skipped), [1.0] * len(skipped), skipped)
+    return RowDetails(row, [loss] * len(skipped), [1.0] * len(skipped), skipped)
 
 
 def held_out(**values):
-    return Seen({f"eval/{name.replace('_', '/')}": value for name, value in values.items()})
+    return RowDetails({f"eval/{name.replace('_', '/')}": value for name, value in values.items()})
 
 
 def evaluated(train, evaluations):
     rows = []
     for loss, evaluation in zip(train, evaluations, strict=True):
-        rows += [*of_losses([loss] * 10), Seen({"eval/loss": evaluation})]
+        rows += [*of_losses([loss] * 10), RowDetails({"eval/loss": evaluation})]
     return rows
 
 
 def using(gib, kind="host"):
-    return Seen({}, [1.0], own={kind: gib if isinstance(gib, list) else [gib]})
+    return RowDetails({}, [1.0], per_rank={kind: gib if isinstance(gib, list) else [gib]})
 
 
 def noisy(level, steps, scatter=0.02, seed=0):
@@ -73,16 +73,16 @@ def noisy(level, steps, scatter=0.02, seed=0):
 
 def from_the_start(losses, evaluated=None, every=5):
     """Rows of a run that was evaluated before its first step."""
-    rows = [Seen({"eval/loss": evaluated})] if evaluated is not None else []
+    rows = [RowDetails({"eval/loss": evaluated})] if evaluated is not None else []
     return rows + of_losses(losses[:1], *[losses[at : at + every] for at in range(1, len(losses), every)])
 
 
 def losses():
-    return Spikes("loss_spike", SpikeDetector(LOSS))
+    return SpikeAlert("loss_spike", SpikeDetector(LOSS_THRESHOLD))
 
 
 def norms():
-    return Spikes("grad_norm_spike", SpikeDetector(GRADIENT_NORM))
+    return SpikeAlert("grad_norm_spike", SpikeDetector(GRAD_NORM_THRESHOLD))
 
 
 def busy_now_and_then():
@@ -103,7 +103,7 @@ JUMPED = [2.31, 169.8, 31.1, 11.8, 4.54, 2.7, 2.39, 2.31, *noisy(2.31, 120, 0.01
 WORSE = [5.57, 6.63, 6.42, *noisy(7.3, 125)]
 FALLS = [5.5 * 0.99**step for step in range(100)]
 
-TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
+TOLD: dict[str, tuple[Callable[[], Any], list[RowDetails], list[tuple[int, str]]]] = {
     "a spike between two rows": (
         losses,
         of_losses(*[[2.0] * 10] * 5, [2.0, 2.0, 7.0, 6.0, *[2.0] * 6], [2.0] * 10),
@@ -111,47 +111,47 @@ TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
     ),
     "a spike soon after another": (
         losses,
-        CALM_ROWS + of_losses([7.0], *[[2.0]] * (CALM - 1), [7.0]),
+        CALM_ROWS + of_losses([7.0], *[[2.0]] * (CALM_STEPS - 1), [7.0]),
         [(41, "loss_spike: the loss of step 41 is 7")],
     ),
     "a spike long after another": (
         losses,
-        CALM_ROWS + of_losses([7.0], *[[2.0]] * CALM, [7.0]),
-        [(41, "loss_spike: "), (42 + CALM, "loss_spike: ")],
+        CALM_ROWS + of_losses([7.0], *[[2.0]] * CALM_STEPS, [7.0]),
+        [(41, "loss_spike: "), (42 + CALM_STEPS, "loss_spike: ")],
     ),
     "a new level": (losses, CALM_ROWS + of_losses(*[[7.0]] * 300), [(41, "loss_spike: ")]),
     "a spike of the norm": (
         norms,
-        [Seen({}, [2.0], [0.5 if step < 50 else 9.0]) for step in range(51)],
+        [RowDetails({}, [2.0], [0.5 if step < 50 else 9.0]) for step in range(51)],
         [(51, "grad_norm_spike: the gradient norm of step 51 is 9, 18.0 times")],
     ),
-    "no norms": (norms, [Seen({}, [2.0])] * 50, []),
+    "no norms": (norms, [RowDetails({}, [2.0])] * 50, []),
     "steps without a target": (
-        lambda: no_targets,
+        lambda: report_no_targets,
         [
-            Seen({}, [1.0] * 3, counts=[4.0, 0.5, 1.0]),
-            Seen({}, [1.0, 0.0, 0.0], counts=[2.0, 0.0, 0.0]),
-            Seen({"eval/loss": 0.0}),
+            RowDetails({}, [1.0] * 3, target_counts=[4.0, 0.5, 1.0]),
+            RowDetails({}, [1.0, 0.0, 0.0], target_counts=[2.0, 0.0, 0.0]),
+            RowDetails({"eval/loss": 0.0}),
         ],
         [(6, "no_targets: no target counts in the global batch of 2 of 3 steps, ")],
     ),
     "skipped steps": (
-        lambda: NonFinite(None),
+        lambda: NonFiniteAlert(None),
         [skipping([True, False, True]), skipping([False] * 3)],
         [(3, "non_finite: steps 1, 3 skipped: the gradient was")],
     ),
     "the lowest loss scale": (
-        lambda: NonFinite(1.0),
+        lambda: NonFiniteAlert(1.0),
         [skipping([True, False, True], 1.0)],
         [(3, "loss_scale_floor: steps 1, 3 skipped: the gradient was")],
     ),
     "a loss that is none beside a gradient": (
-        lambda: NonFinite(None),
+        lambda: NonFiniteAlert(None),
         [skipping([False, False], loss=NAN)],
         [(2, "non_finite: the loss of steps 1 to 2 is infinite or NaN")],
     ),
     "a loss that is none is no search for a scale": (
-        lambda: NonFinite(1.0),
+        lambda: NonFiniteAlert(1.0),
         [skipping([False, True, True], 64.0, loss=NAN)],
         [(3, "non_finite: steps 2 to 3 skipped: ")],
     ),
@@ -159,7 +159,7 @@ TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
         NonFiniteEval,
         [
             held_out(loss=1.0, a_loss=2.0),
-            *[held_out(loss=NAN, a_loss=2.0), Seen({"train/loss": NAN}, [NAN])] * 2,
+            *[held_out(loss=NAN, a_loss=2.0), RowDetails({"train/loss": NAN}, [NAN])] * 2,
             *[held_out(loss=NAN, a_loss=INF)] * 2,
             held_out(loss=1.0, a_loss=2.0),
             held_out(loss=NAN, a_loss=2.0),
@@ -208,7 +208,7 @@ TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
     "the first row is the compiler's": (ThroughputDrop, [timed(1e-6), *[timed(1.0)] * 500], []),
     "evaluation leaves training, until a new best": (
         EvalDivergence,
-        [Seen({"eval/loss": 3.5}), *evaluated(TRAIN, HELD_OUT)],
+        [RowDetails({"eval/loss": 3.5}), *evaluated(TRAIN, HELD_OUT)],
         [
             (60, "eval_divergence: eval/loss rose in 3 evaluations in a row, to 2.7 from 2.4"),
             (120, "eval_divergence: "),
@@ -219,7 +219,7 @@ TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
         [
             row
             for at, loss in enumerate([NAN, 2.0, 1.0, 1.5, INF, 2.0, 3.0])
-            for row in (Seen({}, [9.0 - at, NAN]), held_out(loss=loss))
+            for row in (RowDetails({}, [9.0 - at, NAN]), held_out(loss=loss))
         ],
         [(14, "eval_divergence: ")],
     ),
@@ -240,7 +240,11 @@ TOLD: dict[str, tuple[Callable[[], Any], list[Seen], list[tuple[int, str]]]] = {
     ),
     "no high jump": (LossRise, from_the_start([5.5, *[6.0] * 10, *FALLS], 5.5), []),
     "no long jump": (LossRise, from_the_start([5.5, *[7.5] * 5, *FALLS], 5.5), []),
-    "a loss without its beginning": (LossRise, [Seen({}, [], own={}), *of_losses([NAN], *[[7.3]] * 200)], []),
+    "a loss without its beginning": (
+        LossRise,
+        [RowDetails({}, [], per_rank={}), *of_losses([NAN], *[[7.3]] * 200)],
+        [],
+    ),
 }
 
 
@@ -258,15 +262,15 @@ def test_what_an_alert_tells_of_rows(name):
 def test_the_fields_of_alerts():
     ((_, spike),) = asked(losses(), TOLD["a spike between two rows"][1])
     assert spike.fields == {"at_step": 53, "value": 7.0, "normal": 2.0, "limit": pytest.approx(3.0)}
-    ((_, untargeted),) = asked(no_targets, TOLD["steps without a target"][1])
+    ((_, untargeted),) = asked(report_no_targets, TOLD["steps without a target"][1])
     assert untargeted.fields == {"at_step": 5, "steps": 3}
-    assert NonFinite(None)(3, skipping([True, False, True])).fields["skipped"] == 2
+    assert NonFiniteAlert(None)(3, skipping([True, False, True])).fields["skipped"] == 2
     ((_, starved),) = asked(DataStarvation(4), [timed(1.0, 0.5, 20)] * 4)
     assert starved.line.endswith("loader.num_workers=8")
 
 
 def test_in_fp16_skipped_steps_of_a_finite_loss_are_news():
-    event = NonFinite(1.0)(3, skipping([True, False, True], 64.0))
+    event = NonFiniteAlert(1.0)(3, skipping([True, False, True], 64.0))
     assert (event.name, event.level) == ("non_finite", "info")
     assert event.message.endswith("NaN; the fp16 loss scale is now 64")
 
@@ -363,18 +367,18 @@ def test_a_loss_that_scatters_and_does_not_fall_is_not_told_of(scatter, is_evalu
 def test_a_run_that_goes_on_is_told_what_the_unbroken_one_is(make, rows, at):
     unbroken, first, second = make(), make(), make()
     told = asked(first, rows[:at])
-    restore([second], json.loads(json.dumps(state_of([first]))))
+    restore_alerts([second], json.loads(json.dumps(collect_alert_state([first]))))
     told += asked(second, rows[at:], sum(each.steps for each in rows[:at]))
     assert told == asked(unbroken, rows)
     assert len(told) == 1
 
 
 def test_a_spike_is_not_told_again_since_the_run_went_on_within_it():
-    detector = SpikeDetector(LOSS)
+    detector = SpikeDetector(LOSS_THRESHOLD)
     rows = of_losses(*[[2.0]] * 40, [7.0], [7.0], [2.0])
-    first, second = Spikes("loss_spike", detector), Spikes("loss_spike", detector)
+    first, second = SpikeAlert("loss_spike", detector), SpikeAlert("loss_spike", detector)
     assert len(asked(first, rows[:41])) == 1
-    restore([second], state_of([first]))
+    restore_alerts([second], collect_alert_state([first]))
     assert asked(second, rows[41:]) == []
 
 

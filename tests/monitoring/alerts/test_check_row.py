@@ -8,28 +8,35 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import NonFiniteLossError
-from pipeline.monitoring.alerts import RollbackRequested, Seen, Stop, check_row, restore, state_of
-from pipeline.monitoring.alerts.rules import ALERTS, MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteSteps
+from pipeline.monitoring.alerts import (
+    RollbackRequested,
+    RowDetails,
+    StopRequested,
+    check_row,
+    collect_alert_state,
+    restore_alerts,
+)
+from pipeline.monitoring.alerts.rules import ALERTS, MAX_CONSECUTIVE_SKIPS, EvalDivergence, NonFiniteStepLimit
 from pipeline.monitoring.events import Event
 
 
-def skipped(steps: int) -> Seen:
-    return Seen({"train/loss": float("nan")} | ({"train/skipped_in_a_row": steps} if steps else {}))
+def skipped(steps: int) -> RowDetails:
+    return RowDetails({"train/loss": float("nan")} | ({"train/skipped_in_a_row": steps} if steps else {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_skips_in_a_row_end_the_run(precision):
-    alert, limit = NonFiniteSteps(precision, 0, 1000), MAX_CONSECUTIVE_SKIPS[precision]
+    alert, limit = NonFiniteStepLimit(precision, 0, 1000), MAX_CONSECUTIVE_SKIPS[precision]
     assert alert(100, skipped(0)) is None
     assert alert(100, skipped(limit - 1)) is None
     answer = alert(101, skipped(limit))
-    assert isinstance(answer, Stop)
+    assert isinstance(answer, StopRequested)
     assert f"the last {limit} steps had an infinite or NaN gradient (loss nan)" in str(answer.error)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_of_few_steps_none_of_which_was_taken_is_an_error(precision):
-    alert = NonFiniteSteps(precision, 20, 24)
+    alert = NonFiniteStepLimit(precision, 20, 24)
     assert alert(23, skipped(3)) is None
     assert alert(24, skipped(3)) is None  # one was taken
     answer = alert(24, skipped(4))
@@ -37,7 +44,7 @@ def test_a_run_of_few_steps_none_of_which_was_taken_is_an_error(precision):
 
 
 def test_a_good_last_step_ends_no_run_that_goes_on_at_its_end():
-    assert NonFiniteSteps("fp32", 24, 24)(24, skipped(0)) is None
+    assert NonFiniteStepLimit("fp32", 24, 24)(24, skipped(0)) is None
 
 
 def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
@@ -49,29 +56,31 @@ def test_what_watchers_say_is_told_and_the_first_stop_raises_its_error():
         return high
 
     def ends(step, seen):
-        return Stop(NonFiniteLossError("enough"))
+        return StopRequested(NonFiniteLossError("enough"))
 
     quiet = [tells, lambda step, seen: None]
-    assert check_row(quiet, 3, Seen({"train/loss": 9.0}), lambda *event: told.append(event)) is None
-    assert rows == [(3, Seen({"train/loss": 9.0}))]
+    assert check_row(quiet, 3, RowDetails({"train/loss": 9.0}), lambda *event: told.append(event)) is None
+    assert rows == [(3, RowDetails({"train/loss": 9.0}))]
     assert told == [(3, high)]
     with pytest.raises(NonFiniteLossError, match="enough") as ended:
-        check_row([tells, ends, tells], 4, Seen({}), lambda *event: told.append(event))
+        check_row([tells, ends, tells], 4, RowDetails({}), lambda *event: told.append(event))
     assert told == [(3, high), (4, high)]
     assert ended.value.exit_code == 2
     back = RollbackRequested(4, high)
-    assert check_row([tells, ends], 4, Seen({}), lambda step, event: back) is back  # no other is asked
+    assert check_row([tells, ends], 4, RowDetails({}), lambda step, event: back) is back  # no other is asked
 
 
 def test_what_watchers_keep_is_restored_by_name_and_may_be_missing():
     """A checkpoint of an earlier version has nothing of them, or not of all."""
     learned = EvalDivergence()
-    learned(0, Seen({"eval/loss": 3.0}))
-    kept = json.loads(json.dumps(state_of([learned, NonFiniteSteps("fp32", 0, 9), lambda step, seen: None])))
+    learned(0, RowDetails({"eval/loss": 3.0}))
+    kept = json.loads(
+        json.dumps(collect_alert_state([learned, NonFiniteStepLimit("fp32", 0, 9), lambda step, seen: None]))
+    )
     assert list(kept) == ["eval_divergence"]
     for state in ({}, {"of a later version": {}}, kept):
         again = EvalDivergence()
-        restore([again, NonFiniteSteps("fp32", 0, 9)], state)
+        restore_alerts([again, NonFiniteStepLimit("fp32", 0, 9)], state)
         assert (again.state_dict() == learned.state_dict()) == (state == kept)
 
 

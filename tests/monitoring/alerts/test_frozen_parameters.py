@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pipeline.checkpoint.shards import WEIGHT, Region, Shard
-from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.alerts import RowDetails
 from pipeline.monitoring.alerts.rules import FROZEN_SAMPLE, FROZEN_STEPS, FrozenParameters
 
-STEP = Seen({}, [1.0], skipped=[False])
-SKIPPED = Seen({}, [1.0], skipped=[True])
+STEP = RowDetails({}, [1.0], skipped=[False])
+SKIPPED = RowDetails({}, [1.0], skipped=[True])
 
 
 class Held:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pipeline.distributed.diagnosis import RankProcess
-from pipeline.monitoring.alerts import Seen
+from pipeline.monitoring.alerts import RowDetails
 from pipeline.monitoring.alerts.rules import SlowRank
 
 EVERYONE = [RankProcess(rank, f"node{rank}", 70 + rank) for rank in range(4)]
@@ -17,11 +17,11 @@ QUICK = [0.0, 0.0, 0.0, 0.0]
 def seen(data, forward=None, step=1.0, steps=4, backward=None):
     own = {"step": [step] * len(data), "data": data, "host": [9.0] * len(data)}
     own |= {} if backward is None else {"backward": backward}
-    return Seen({}, [1.0] * steps, own=own if forward is None else own | {"forward": forward})
+    return RowDetails({}, [1.0] * steps, per_rank=own if forward is None else own | {"forward": forward})
 
 
 def said(*rows, share=0.15, stages=1):
-    alert = SlowRank(EVERYONE[: len(rows[0].own["data"])], share, stages)
+    alert = SlowRank(EVERYONE[: len(rows[0].per_rank["data"])], share, stages)
     return [event for number, row in enumerate(rows) if (event := alert(number, row)) is not None]
 
 
@@ -82,7 +82,11 @@ def test_a_rank_that_is_disturbed_for_a_moment_is_not_named():
 def test_many_short_steps_are_a_moment(load, seconds):
     """A row of 20 steps of 12 ms: what another process does in a quarter of a second is in all of them."""
     quick, slow = (
-        Seen({}, [1.0] * 20, own={"step": [0.012] * 2, "data": [0.0] * 2, "forward": own, "load": [load] * 2})
+        RowDetails(
+            {},
+            [1.0] * 20,
+            per_rank={"step": [0.012] * 2, "data": [0.0] * 2, "forward": own, "load": [load] * 2},
+        )
         for own in ([0.003, 0.003], [0.003, 0.007])
     )
     enough = math.ceil(seconds / 0.24)
@@ -101,7 +105,9 @@ def test_another_one_is_told_of_too():
 @pytest.mark.parametrize(("slow", "told"), [(0.48, 0), (0.6, 1)])
 def test_where_ranks_share_their_cores_with_others_one_must_be_slower_still(slow, told):
     crowded = seen(QUICK, [0.4, 0.41, slow, 0.39])
-    events = said(*[Seen({}, crowded.losses, own=dict(crowded.own) | {"load": [1.0, 2.0]})] * 20)
+    events = said(
+        *[RowDetails({}, crowded.losses, per_rank=dict(crowded.per_rank) | {"load": [1.0, 2.0]})] * 20
+    )
     assert len(events) == told
 
 
@@ -109,7 +115,7 @@ def test_one_rank_and_evaluations_are_not_compared():
     assert said(*[seen([0.9])] * 20) == []
     alert = SlowRank([], 0.15)  # a process without a group knows nobody
     assert [alert(step, seen([0.9])) for step in range(20)] == [None] * 20
-    assert SlowRank(EVERYONE, 0.15)(1, Seen({"eval/loss": 1.0})) is None
+    assert SlowRank(EVERYONE, 0.15)(1, RowDetails({"eval/loss": 1.0})) is None
 
 
 def test_ranks_of_one_stage_are_compared_with_each_other():

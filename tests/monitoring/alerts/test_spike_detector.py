@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pipeline.monitoring.alerts.rules import (
-    GRADIENT_NORM,
-    LEAST,
-    LOSS,
-    NEW_LEVEL,
-    WINDOW,
+    GRAD_NORM_THRESHOLD,
+    LOSS_THRESHOLD,
+    MIN_VALUES,
+    NEW_LEVEL_SPIKES,
+    SPIKE_WINDOW,
     SpikeDetector,
 )
 
@@ -70,21 +70,21 @@ def spikes(band, values):
 @pytest.mark.daily("small batches", "long tails", "a hard source", "constant", "either sign")
 @pytest.mark.parametrize("name", SERIES)
 def test_no_loss_of_10_000_clean_steps_is_a_spike(name):
-    assert spikes(SpikeDetector(LOSS), SERIES[name](np.random.default_rng(0))) == []
+    assert spikes(SpikeDetector(LOSS_THRESHOLD), SERIES[name](np.random.default_rng(0))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CURVES)
 def test_no_step_of_a_real_run_is_a_spike(name):
     losses, norms = np.exp(CURVES[name] / 1000)
-    assert spikes(SpikeDetector(LOSS), losses) == []
-    assert spikes(SpikeDetector(GRADIENT_NORM), norms) == []
+    assert spikes(SpikeDetector(LOSS_THRESHOLD), losses) == []
+    assert spikes(SpikeDetector(GRAD_NORM_THRESHOLD), norms) == []
 
 
 @pytest.mark.parametrize("name", FAST_LEARNERS)
 def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
     losses = np.exp(CURVES[name][0, :300] / 1000)
-    band = SpikeDetector(LOSS)
+    band = SpikeDetector(LOSS_THRESHOLD)
     told = []
     for step, loss in enumerate(losses.tolist(), 1):
         if step >= 20 and losses[step - 9 : step - 1].max() < 0.6 * losses[0]:
@@ -98,17 +98,17 @@ def test_a_rise_to_the_first_loss_stands_out_in_a_real_run(name):
 @pytest.mark.daily("growing", "gamma", "clipped to nothing")
 @pytest.mark.parametrize("name", [*SERIES, *NORMS])
 def test_no_norm_of_10_000_clean_steps_is_a_spike(name):
-    assert spikes(SpikeDetector(GRADIENT_NORM), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
+    assert spikes(SpikeDetector(GRAD_NORM_THRESHOLD), (SERIES | NORMS)[name](np.random.default_rng(0))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reach", "name", "times"),
     [
-        (LOSS, "narrow", 1.6),
-        (LOSS, "small batches", 3.0),
-        (LOSS, "epochs", 2.0),
-        (GRADIENT_NORM, "growing", 20),
+        (LOSS_THRESHOLD, "narrow", 1.6),
+        (LOSS_THRESHOLD, "small batches", 3.0),
+        (LOSS_THRESHOLD, "epochs", 2.0),
+        (GRAD_NORM_THRESHOLD, "growing", 20),
     ],
 )
 @pytest.mark.parametrize("at", [400, 2000])
@@ -120,26 +120,28 @@ def test_what_stands_out_is_a_spike(reach, name, times, at):
 
 def test_a_new_level_becomes_normal():
     values = [1.0] * 40 + [5.0] * 100 + [25.0]
-    band = SpikeDetector(LOSS)
-    assert spikes(band, values) == [*range(40, 40 + NEW_LEVEL), 140]
-    assert band.middle == 5.0
+    band = SpikeDetector(LOSS_THRESHOLD)
+    assert spikes(band, values) == [*range(40, 40 + NEW_LEVEL_SPIKES), 140]
+    assert band.normal_level == 5.0
 
 
 def test_a_good_value_between_spikes_keeps_the_band():
-    band = SpikeDetector(LOSS)
-    assert len(spikes(band, [1.0] * 40 + ([5.0] * (NEW_LEVEL - 1) + [1.0]) * 4)) == 4 * (NEW_LEVEL - 1)
+    band = SpikeDetector(LOSS_THRESHOLD)
+    assert len(spikes(band, [1.0] * 40 + ([5.0] * (NEW_LEVEL_SPIKES - 1) + [1.0]) * 4)) == 4 * (
+        NEW_LEVEL_SPIKES - 1
+    )
 
 
 def test_nothing_is_a_spike_at_first_nor_what_is_not_finite():
-    band = SpikeDetector(LOSS)
-    assert spikes(band, [1.0] * (LEAST - 1) + [100.0]) == []
+    band = SpikeDetector(LOSS_THRESHOLD)
+    assert spikes(band, [1.0] * (MIN_VALUES - 1) + [100.0]) == []
     assert spikes(band, [math.nan, math.inf, -math.inf]) == []
     assert band.limit < 2.0  # and none of them was taken in
 
 
 @pytest.mark.slow
 @pytest.mark.daily("exponential-40-14", "power-127-10")
-@pytest.mark.parametrize(("at", "deviations"), [(LEAST, 20), (24, 20), (40, 14), (80, 10), (127, 10)])
+@pytest.mark.parametrize(("at", "deviations"), [(MIN_VALUES, 20), (24, 20), (40, 14), (80, 10), (127, 10)])
 @pytest.mark.parametrize("fall", ["exponential", "power"])
 def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
     """A rise to the first loss is a spike from step 20 on, and so is a jump of so many deviations."""
@@ -147,14 +149,17 @@ def test_a_spike_stands_out_while_the_loss_falls(at, deviations, fall):
     curve = 0.002 + 10.7 * np.exp(-steps / 15) if fall == "exponential" else 10.7 / (1 + steps)
     for seed in range(10):
         values = curve * np.exp(np.random.default_rng(seed).normal(0, 0.06, len(steps)))
-        level, floor = np.median(values[at - 5 : at]), 0.26 * np.median(values[:LEAST])
+        level, floor = np.median(values[at - 5 : at]), 0.26 * np.median(values[:MIN_VALUES])
         for height in (values[0], max(level * math.exp(deviations * 0.06), floor)):
-            assert spikes(SpikeDetector(LOSS), [*values[:at], height, *values[at:]]) == [at], (seed, height)
+            assert spikes(SpikeDetector(LOSS_THRESHOLD), [*values[:at], height, *values[at:]]) == [at], (
+                seed,
+                height,
+            )
 
 
 @pytest.mark.parametrize("name", ["small batches", "narrow"])
 def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(name):
-    band, told = SpikeDetector(LOSS), []
+    band, told = SpikeDetector(LOSS_THRESHOLD), []
     deviation = {"small batches": 0.12, "narrow": 0.05}[name]
     values = 2.0 * np.exp(np.random.default_rng(3).normal(0, deviation, 1000))
     for step, value in enumerate(values.tolist(), 1):
@@ -166,26 +171,26 @@ def test_ten_deviations_above_a_steady_loss_are_a_spike_at_any_step_from_20_on(n
 
 
 def test_a_small_loss_may_rise_far_below_the_first_losses():
-    band = SpikeDetector(LOSS)
+    band = SpikeDetector(LOSS_THRESHOLD)
     falling = (0.002 + 10.7 * np.exp(-np.arange(120) / 8)).tolist()
     assert spikes(band, [*falling, 0.02, 10.7]) == [121]
 
 
 def test_a_loss_that_became_0_still_has_spikes_and_a_negative_one_has_none():
-    assert spikes(SpikeDetector(LOSS), [2.0] * 40 + [0.0] * 40 + [3.0]) == [80]
-    assert spikes(SpikeDetector(LOSS), [2.0] * 40 + [-1.0] * 40 + [3.0]) == []
-    assert spikes(SpikeDetector(LOSS), [0.0] * 40 + [3.0]) == []
+    assert spikes(SpikeDetector(LOSS_THRESHOLD), [2.0] * 40 + [0.0] * 40 + [3.0]) == [80]
+    assert spikes(SpikeDetector(LOSS_THRESHOLD), [2.0] * 40 + [-1.0] * 40 + [3.0]) == []
+    assert spikes(SpikeDetector(LOSS_THRESHOLD), [0.0] * 40 + [3.0]) == []
 
 
 def test_it_goes_on_from_a_checkpoint():
     values = SERIES["small batches"](np.random.default_rng(1))[:300]
     values[[200, 230, 231, 260]] *= 6
-    whole, first = SpikeDetector(LOSS), SpikeDetector(LOSS)
+    whole, first = SpikeDetector(LOSS_THRESHOLD), SpikeDetector(LOSS_THRESHOLD)
     expected = spikes(whole, values)
     assert expected == [200, 230, 231, 260]
     found = spikes(first, values[:231])
-    second = SpikeDetector(LOSS)
+    second = SpikeDetector(LOSS_THRESHOLD)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert found + [231 + index for index in spikes(second, values[231:])] == expected
     assert second.state_dict() == whole.state_dict()
-    assert len(second.state_dict()["values"]) == WINDOW
+    assert len(second.state_dict()["values"]) == SPIKE_WINDOW

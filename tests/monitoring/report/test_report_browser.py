@@ -9,7 +9,7 @@ import time
 import pytest
 from monitoring.report.recorded import event, row
 
-from pipeline.monitoring.report.page import encode, render
+from pipeline.monitoring.report.page import encode_runs, render_page
 
 CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 pytestmark = [
@@ -110,7 +110,7 @@ def show(chromium, tmp_path):
 
     def function(*runs, **window):
         path = tmp_path / "page.html"
-        path.write_text(render(encode(runs)))
+        path.write_text(render_page(encode_runs(runs)))
         chromium.look(**window)
         chromium.driver.get(path.as_uri())
         return chromium

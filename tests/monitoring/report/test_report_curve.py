@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.monitoring.report.runs import FLAT, MOST_POINTS, WEIGHTS, curve_of
+from pipeline.monitoring.report.runs import FLAT_SPREAD, MAX_POINTS, SMOOTHING_WEIGHTS, build_curve
 
-SIZES = [1, 5, MOST_POINTS, MOST_POINTS + 1, 5000, 40_123]
+SIZES = [1, 5, MAX_POINTS, MAX_POINTS + 1, 5000, 40_123]
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def rng():
 def curve(values, **how):
     """A column at steps 0, 1, ..."""
     steps = np.arange(len(values), dtype=float)
-    made = curve_of(np.array([steps, steps * 10, steps / 100, values]), **how)
-    assert made.axes.shape[1] == made.lines.shape[1] <= MOST_POINTS
+    made = build_curve(np.array([steps, steps * 10, steps / 100, values]), **how)
+    assert made.axes.shape[1] == made.lines.shape[1] <= MAX_POINTS
     assert (np.diff(made.axes[0]) > 0).all(), "in the order of the file"
     assert made.axes[0, [0, -1]].tolist() == [0, len(values) - 1], "as long as the record"
     return made
@@ -41,7 +41,7 @@ def test_smoothing_is_that_of_the_whole_record(rng, size):
     values = 3 * np.exp(-np.arange(size) / 1000) + rng.normal(size=size)
     made = curve(values)
     rows = made.axes[0].astype(int)
-    for weight, line in zip(WEIGHTS, made.lines[1:], strict=True):
+    for weight, line in zip(SMOOTHING_WEIGHTS, made.lines[1:], strict=True):
         np.testing.assert_allclose(line, averages(values, weight)[rows], rtol=1e-6, atol=1e-9)
 
 
@@ -77,7 +77,7 @@ def test_extremes_and_what_is_not_finite_are_kept(rng, size):
     assert (np.nanmin(made.lowest), np.nanmax(made.highest)) == (-70.0, 90.0)
     assert made.extremes == [(-70.0, 501.0), (90.0, 100.0)]
     assert sum(made.not_finite.values()) == len(lost)
-    width = -(-size // MOST_POINTS)
+    width = -(-size // MAX_POINTS)
     assert set(made.not_finite) == {row // width for row in lost}
     whole = [at for at, number in made.not_finite.items() if number == width]
     assert np.isnan(made.lines[:, whole]).all()
@@ -87,7 +87,7 @@ def test_extremes_and_what_is_not_finite_are_kept(rng, size):
 def test_what_is_not_finite_is_a_gap_and_counts_in_no_average():
     made = curve(np.array([1.0, math.nan, 3.0, math.inf]))
     np.testing.assert_equal(made.lines[0], [1.0, math.nan, 3.0, math.nan])
-    expected = averages([1.0, 3.0], WEIGHTS[1])
+    expected = averages([1.0, 3.0], SMOOTHING_WEIGHTS[1])
     np.testing.assert_allclose(made.lines[2], [expected[0], math.nan, expected[1], math.nan], rtol=1e-6)
     assert made.not_finite == {1: 1, 3: 1}
     assert math.isinf(made.last)
@@ -105,9 +105,9 @@ def test_a_curve_without_a_finite_value(size, value):
 @pytest.mark.parametrize("value", [0.1, 0.0, -1e-3, 3e9])
 def test_a_constant_is_one(rng, size, value):
     made = curve(value * (1 + rng.choice([0, 2e-16, -2e-16], size)))
-    lines = made.lines if size > MOST_POINTS else made.lines[1:]
+    lines = made.lines if size > MAX_POINTS else made.lines[1:]
     assert len(np.unique(lines)) == 1
-    assert made.usual[1] - made.usual[0] <= FLAT * abs(value)
+    assert made.usual[1] - made.usual[0] <= FLAT_SPREAD * abs(value)
 
 
 @pytest.mark.parametrize("size", [20, 600, 200_000])

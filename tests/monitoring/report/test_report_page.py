@@ -15,8 +15,20 @@ from monitoring.report.recorded import event, row
 
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.monitoring.report import page
-from pipeline.monitoring.report.page import encode, panels_of, render, report_of_killed, write_at_end
-from pipeline.monitoring.report.runs import MOST_POINTS, UNSAID, error_line, note_processes, read_run
+from pipeline.monitoring.report.page import (
+    encode_runs,
+    list_panels,
+    render_page,
+    report_killed_run,
+    write_final_report,
+)
+from pipeline.monitoring.report.runs import (
+    ENDED_SILENTLY,
+    MAX_POINTS,
+    extract_error_line,
+    read_run,
+    record_processes,
+)
 
 FAILURE = (
     "2026-01-01 10:00:02,000 ERROR pipeline.failure Traceback (most recent call last):\nValueError: no\n"
@@ -29,11 +41,11 @@ INFO = "2026-01-01 10:00:01,000 INFO pipeline.training.api 100 parameters\n"
     ("how", "state", "status"),
     [
         ({}, "finished", "finished at step 3"),
-        ({"finished": False}, UNSAID, "ended without saying how (killed?) after step 3"),
+        ({"finished": False}, ENDED_SILENTLY, "ended without saying how (killed?) after step 3"),
         ({"finished": False, "log": INFO + FAILURE}, "failed", "failed at step 3"),
         (
             {"finished": False, "log": FAILURE + INFO},
-            UNSAID,
+            ENDED_SILENTLY,
             "ended without saying how (killed?) after step 3",
         ),  # it went on
     ],
@@ -41,7 +53,7 @@ INFO = "2026-01-01 10:00:01,000 INFO pipeline.training.api 100 parameters\n"
 def test_how_a_run_ended(make_run, how, state, status):
     run = read_run(make_run(lines=[row(1), row(2), row(3)], **how))
     assert (run.state, run.facts["state"]) == (state, status)
-    assert run.error == {"finished": "", "failed": "ValueError: no", UNSAID: status}[state]
+    assert run.error == {"finished": "", "failed": "ValueError: no", ENDED_SILENTLY: status}[state]
     assert run.failure.endswith("ValueError: no") == (state == "failed")
 
 
@@ -55,7 +67,7 @@ def test_the_last_line_of_the_record_says_how_it_ended(make_run):
     users = make_run("users", [row(1), event(1, "run_failed", message="no such file")], finished=False)
     assert read_run(users).error == "no such file"
     went_on = make_run("went on", [row(1), event(1, "run_failed"), event(1, "time"), row(2)], finished=False)
-    assert read_run(went_on).state == UNSAID
+    assert read_run(went_on).state == ENDED_SILENTLY
 
 
 @pytest.mark.parametrize(
@@ -76,11 +88,11 @@ def test_the_last_line_of_the_record_says_how_it_ended(make_run):
     ],
 )
 def test_the_line_that_names_an_error(failure, line):
-    assert error_line(failure) == line
+    assert extract_error_line(failure) == line
 
 
 def test_an_error_is_the_first_thing_on_the_page(make_run):
-    page = render(encode([make_run(lines=[row(1)], finished=False, log=FAILURE)]))
+    page = render_page(encode_runs([make_run(lines=[row(1)], finished=False, log=FAILURE)]))
     places = [
         page.index(f'id="{name}"') for name in ("failures", "made", "runs", "panels", "alerts", "events")
     ]
@@ -91,7 +103,9 @@ def test_an_error_is_the_first_thing_on_the_page(make_run):
 def test_last_and_best_values(make_run):
     losses = {1: 9.0, 2: 4.0, 3: "NaN", 4: 5.0}
     lines = [row(step, loss=loss, accuracy=loss) for step, loss in losses.items()]
-    encoded = encode([make_run(lines=[*lines, {"step": 4, "eval/loss": 1.5}, {"step": 4, "own/loss": 1.0}])])
+    encoded = encode_runs(
+        [make_run(lines=[*lines, {"step": 4, "eval/loss": 1.5}, {"step": 4, "own/loss": 1.0}])]
+    )
     run = json.loads(encoded)["runs"][0]
     assert run["figures"] == {
         "train/loss": "5 at step 4; lowest 4 at step 2",
@@ -100,7 +114,7 @@ def test_last_and_best_values(make_run):
         "perf/tokens_per_second": "2000 at step 4; highest 2000 at step 1",
     }
     assert run["facts"]["not finite"] == "train/loss 1, train/accuracy 1"
-    lost = json.loads(encode([make_run("lost", [row(1, loss="Infinity")])]))["runs"][0]
+    lost = json.loads(encode_runs([make_run("lost", [row(1, loss="Infinity")])]))["runs"][0]
     assert lost["figures"]["train/loss"] == "inf at step 1"
 
 
@@ -111,7 +125,7 @@ def test_the_page_of_many_rows_and_columns_is_bounded(make_run):
         {"step": step} | {f"own/{n}": value for n, value in enumerate(rng.normal(size=20))}
         for step in range(4000)
     ]
-    assert len(encode([make_run(lines=lines)])) < 20 * MOST_POINTS * 120
+    assert len(encode_runs([make_run(lines=lines)])) < 20 * MAX_POINTS * 120
 
 
 def test_of_several_ranks_the_first_failure_is_shown(make_run):
@@ -132,24 +146,24 @@ def test_what_a_watchdog_found_is_shown_until_the_run_goes_on(make_run):
 
 
 def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
-    told = report_of_killed(path := make_run("killed", [row(1), row(2)], finished=False), str)
+    told = report_killed_run(path := make_run("killed", [row(1), row(2)], finished=False), str)
     assert told is not None
     assert told.message == "the last process of this run ended without saying how (killed?) after step 2"
     assert '"state":"ended without saying how' in (path / "report.html").read_text()
     stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
     fresh = make_run("fresh", finished=False)
     for each in (stopped, fresh):
-        assert report_of_killed(each, str) is None
+        assert report_killed_run(each, str) is None
         assert not (each / "report.html").exists()
 
 
 def test_a_run_that_was_most_likely_killed_for_memory(make_run):
     path = make_run("killed", [row(1) | {"memory/peak_resident_gib": 1e6}], finished=False)
-    assert read_run(path).error == f"{UNSAID} after step 1"
-    note_processes(path, [])
+    assert read_run(path).error == f"{ENDED_SILENTLY} after step 1"
+    record_processes(path, [])
     reason = "most likely killed for memory: 1 rank there x 1000000.00 GiB"
-    assert read_run(path).error.startswith(f"{UNSAID} after step 1: {reason}")
-    told = report_of_killed(path, lambda: "batch.micro_batch_size=4")
+    assert read_run(path).error.startswith(f"{ENDED_SILENTLY} after step 1: {reason}")
+    told = report_killed_run(path, lambda: "batch.micro_batch_size=4")
     assert told is not None
     assert told.line.endswith("GiB; batch.micro_batch_size=4")
 
@@ -158,15 +172,15 @@ def test_a_run_that_is_trained_now(make_run):
     path = make_run(lines=[row(1)], finished=False)
     with FileLock(path / ".lock"):
         assert read_run(path).facts["state"] == "running at step 1"
-        assert read_run(path, ended=True).state == UNSAID
-    assert read_run(path).state == UNSAID
+        assert read_run(path, ended=True).state == ENDED_SILENTLY
+    assert read_run(path).state == ENDED_SILENTLY
 
 
 @pytest.mark.parametrize("lines", [[], [{"step": 0, "eval/loss": 9.0}]])
 def test_a_run_without_rows_or_with_one(make_run, lines):
     path = make_run(lines=lines, finished=False)
-    assert len(panels_of([read_run(path)])) == len(lines)
-    assert "</html>" in render(encode([path]))
+    assert len(list_panels([read_run(path)])) == len(lines)
+    assert "</html>" in render_page(encode_runs([path]))
 
 
 def test_other_files_may_be_missing_or_damaged(make_run):
@@ -183,7 +197,7 @@ def test_other_files_may_be_missing_or_damaged(make_run):
         "logs/rank00000.log",
     ):
         (path / name).unlink()
-    assert read_run(path).state == UNSAID
+    assert read_run(path).state == ENDED_SILENTLY
 
 
 def test_what_ran(make_run):
@@ -195,7 +209,7 @@ def test_what_ran(make_run):
 
 def test_every_column_has_a_plot(make_run):
     lines = [row(1) | {"own/metric": 1, "perf/samples_per_second": 2.0, "memory/peak_resident_gib": 1.0}]
-    panels = panels_of([read_run(make_run(lines=lines))])
+    panels = list_panels([read_run(make_run(lines=lines))])
     assert sorted(key for _, keys, _ in panels for key in keys) == sorted(set(lines[0]) - {"step"})
     assert [title for title, _, is_main in panels if not is_main] == ["own/metric", "train/tokens_seen"]
 
@@ -207,7 +221,7 @@ def test_what_stands_in_files_is_never_markup(make_run):
         event(1, hostile, message=hostile),
         event(1, "sample", text=hostile),
     ]
-    page = render(encode([make_run("<b>x{{data}}", lines, recipe={"name": hostile})]))
+    page = render_page(encode_runs([make_run("<b>x{{data}}", lines, recipe={"name": hostile})]))
     assert "alert(1)</script>" not in page
     assert page.count("<script") == page.count("</script") == 3
     assert "{{data}}" in page
@@ -227,17 +241,17 @@ def test_the_last_sample_is_shown_once(make_run, step, number):
 
 def test_the_report_of_an_ended_run_raises_nothing_and_has_little_time(make_run, monkeypatch, caplog):
     path = make_run(lines=[row(1)])
-    assert write_at_end(path) == path / "report.html"
+    assert write_final_report(path) == path / "report.html"
     assert sorted(each.name for each in path.iterdir() if "report" in each.name) == ["report.html"]
     (path / "report.html").unlink()
     (path / "report.html").mkdir()
     with caplog.at_level(logging.WARNING, "pipeline.monitoring.report"):
-        assert write_at_end(path) is None
+        assert write_final_report(path) is None
         assert "report.html is not written" in caplog.text
         assert not list(path.glob("*.partial"))
-        monkeypatch.setattr(page, "LONGEST_END", 0.05)
+        monkeypatch.setattr(page, "REPORT_TIMEOUT", 0.05)
         monkeypatch.setattr(page, "read_run", lambda *_, **__: time.sleep(1))
-        assert write_at_end(path) is None
+        assert write_final_report(path) is None
         assert format_pipeline_command("report", path) in caplog.text
     (path / "metrics.jsonl").unlink()
-    assert write_at_end(path) is None
+    assert write_final_report(path) is None

@@ -8,7 +8,7 @@ import math
 import pytest
 from monitoring.report.recorded import event, row
 
-from pipeline.monitoring.report.runs import MOST_EVENTS, read_record
+from pipeline.monitoring.report.runs import MAX_EVENTS, read_record
 from pipeline.monitoring.trackers.jsonl import MetricsFileError
 
 
@@ -75,9 +75,9 @@ def test_of_many_events_the_first_and_the_last_stay(make_run):
     lines = [event(step) for step in range(500)] + [event(2, "plan", level="info")]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
     steps = [each["step"] for each in record.alerts]
-    assert (record.num_left_out, len(steps)) == ({"alerts": 500 - MOST_EVENTS}, MOST_EVENTS)
+    assert (record.num_left_out, len(steps)) == ({"alerts": 500 - MAX_EVENTS}, MAX_EVENTS)
     assert len(record.events) == 1, "alerts do not push it out"
-    assert steps == [*range(MOST_EVENTS // 2), *range(500 - MOST_EVENTS // 2, 500)]
+    assert steps == [*range(MAX_EVENTS // 2), *range(500 - MAX_EVENTS // 2, 500)]
 
 
 @pytest.mark.parametrize(

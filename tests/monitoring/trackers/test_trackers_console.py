@@ -6,7 +6,7 @@ import re
 from monitoring.trackers.test_trackers_composite import build, recipe
 
 from pipeline.config.schema import LogConfig
-from pipeline.monitoring.trackers.console import ConsoleTracker, count, decimals, two_digits
+from pipeline.monitoring.trackers.console import ConsoleTracker, format_count, format_loss, format_norm
 
 
 class Clock:
@@ -77,9 +77,9 @@ def test_plain_lines_are_never_wrapped_or_coloured(monkeypatch):
 
 
 def test_numbers():
-    assert [decimals(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
-    assert [two_digits(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
-    assert [count(x) for x in (950, 999.7, 12_345, 1.23e6)] == ["950", "1.0k", "12.3k", "1.2M"]
+    assert [format_loss(x) for x in (2.34567, 0.0, 123456.0)] == ["2.3457", "0.0000", "1.235e+05"]
+    assert [format_norm(x) for x in (0.5213, 0.0012, 0.0, 1e6)] == ["0.52", "1.2e-03", "0.00", "1.0e+06"]
+    assert [format_count(x) for x in (950, 999.7, 12_345, 1.23e6)] == ["950", "1.0k", "12.3k", "1.2M"]
 
 
 def test_several_sets_stand_under_each_other():

@@ -18,8 +18,8 @@ from pipeline.monitoring.trackers.jsonl import (
     MetricsFileError,
     encode_row,
     iterate_record,
-    newest,
     read_metrics,
+    read_newest,
     replay,
 )
 
@@ -129,11 +129,11 @@ def test_events_stand_between_the_rows_and_are_no_rows(tmp_path: Path):
 
 def test_the_newest_row_with_a_number_is_found_from_the_end(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    assert newest(path, "perf/x") is None
+    assert read_newest(path, "perf/x") is None
     written = [{"step": step, "perf/x": float(step)} for step in range(1, 40_000)]
     path.write_text("".join(json.dumps(each) + "\n" for each in written) + '{"step": 40000, "per')
-    assert newest(path, "perf/x") == {"step": 39_999, "perf/x": 39_999.0}
-    assert newest(path, "perf/y") is None
+    assert read_newest(path, "perf/x") == {"step": 39_999, "perf/x": 39_999.0}
+    assert read_newest(path, "perf/y") is None
 
 
 def test_every_row_is_in_the_file_before_write_returns(tmp_path: Path):

@@ -19,7 +19,13 @@ from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import notify
-from pipeline.monitoring.trackers.notify import NotifyTracker, post, run_command, tell_at_once, ways_of
+from pipeline.monitoring.trackers.notify import (
+    NotifyTracker,
+    build_channels,
+    notify_failure,
+    post_json,
+    run_command,
+)
 
 SECRET = "T0P-5ecret"
 SPIKE = Event("loss_spike", "the loss is 9", "look at the data")
@@ -153,12 +159,12 @@ def test_one_that_does_not_answer_in_time_is_given_up(server, monkeypatch):
     monkeypatch.setattr(notify, "TIMEOUT", 0.2)
     server.may_answer.clear()
     with pytest.raises(RuntimeError, match="cannot be reached: TimeoutError"):
-        post(server.url, {"event": "x"})
+        post_json(server.url, {"event": "x"})
 
 
 def test_what_fails_is_said_once_and_tried_again(server, caplog):
     server.code = 500
-    tracker = NotifyTracker({"webhook_env": lambda said: post(server.url, said)}, "warning", "run")
+    tracker = NotifyTracker({"webhook_env": lambda said: post_json(server.url, said)}, "warning", "run")
     for number in range(3):
         tracker.tell(number, Event(f"event_{number}", "it happened"))
     tracker.close(0)
@@ -170,7 +176,7 @@ def test_what_fails_is_said_once_and_tried_again(server, caplog):
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}/{secret}", "http://{secret}.invalid/{secret}"])
 def test_no_failure_repeats_the_path_of_the_address(address):
     with pytest.raises(RuntimeError) as caught:
-        post(address.format(port=free_port(), secret=SECRET), {"event": "x"})
+        post_json(address.format(port=free_port(), secret=SECRET), {"event": "x"})
     assert f"/{SECRET}" not in str(caught.value)
     assert str(caught.value).startswith("the server cannot be reached: ")
 
@@ -198,7 +204,7 @@ def test_no_shell_reads_the_command(tmp_path):
     config = NotifyConfig(
         command=f"{keeper(tmp_path)} '$(touch {tmp_path}/touched)' ; touch {tmp_path}/touched"
     )
-    ways_of(config)["command"]({"event": "x"})
+    build_channels(config)["command"]({"event": "x"})
     assert len(kept(tmp_path)) == 1
     assert not (tmp_path / "touched").exists()
 
@@ -218,7 +224,7 @@ def test_a_variable_without_an_address_is_an_error_that_does_not_repeat_it(monke
     if value is not None:
         monkeypatch.setenv("PIPELINE_WEBHOOK", value)
     with pytest.raises(ConfigError) as caught:
-        ways_of(NotifyConfig(webhook_env="PIPELINE_WEBHOOK"))
+        build_channels(NotifyConfig(webhook_env="PIPELINE_WEBHOOK"))
     assert says in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -231,8 +237,8 @@ def test_an_address_in_the_recipe_is_an_error_that_does_not_repeat_it():
 
 def test_a_program_that_is_not_there_is_an_error_and_no_key_tells_nobody():
     with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
-        ways_of(NotifyConfig(command="no-such-program --now"))
-    assert ways_of(NotifyConfig()) == {}
+        build_channels(NotifyConfig(command="no-such-program --now"))
+    assert build_channels(NotifyConfig()) == {}
 
 
 @pytest.mark.slow
@@ -280,11 +286,11 @@ def test_a_rank_that_fails_or_is_lost_is_told_by_whoever_says_so(tmp_path, serve
 
 
 def test_a_process_that_ends_waits_for_seconds_at_the_most_and_says_nothing(server, monkeypatch, caplog):
-    monkeypatch.setattr(notify, "PATIENCE", 0.2)
+    monkeypatch.setattr(notify, "FAILURE_TIMEOUT", 0.2)
     monkeypatch.setenv("HOOK", server.url)
     server.may_answer.clear()
-    tell_at_once(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
+    notify_failure(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
     monkeypatch.delenv("HOOK")
-    tell_at_once(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
+    notify_failure(NotifyConfig(webhook_env="HOOK"), "run", 3, "rank 1 was lost")
     assert [said["message"] for _, said in server.posted] == ["rank 1 was lost"]
     assert caplog.text == ""

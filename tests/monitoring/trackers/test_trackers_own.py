@@ -18,7 +18,7 @@ from pipeline.config.schema import LogConfig, TrackerConfig
 from pipeline.errors import ConfigError
 from pipeline.monitoring.events import Event
 from pipeline.monitoring.trackers import check_trackers
-from pipeline.monitoring.trackers.interface import Dispensable, Trackers
+from pipeline.monitoring.trackers.interface import OptionalTracker, Trackers
 from pipeline.monitoring.trackers.jsonl import MetricsFileError, read_metrics
 
 EVENT = Event("loss_spike", "the loss is 9")
@@ -99,7 +99,7 @@ def test_the_record_alone_ends_a_run():
         def close(self, exit_code):
             pass
 
-    Trackers([Dispensable(Full(), "another")]).write(1, {})
+    Trackers([OptionalTracker(Full(), "another")]).write(1, {})
     with pytest.raises(MetricsFileError):
         Trackers([Full()]).write(1, {})
 

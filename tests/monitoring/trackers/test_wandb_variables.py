@@ -13,7 +13,7 @@ from monitoring.trackers.wandb_program import run
 from support.wandb_server import KEY, environment, offline_rows, run_id
 
 from pipeline.config.schema import WandbConfig
-from pipeline.monitoring.trackers.weights_and_biases import run_arguments
+from pipeline.monitoring.trackers.weights_and_biases import build_run_arguments
 
 ALL = {
     "WANDB_PROJECT": "theirs",
@@ -80,7 +80,7 @@ def test_a_variable_stands_for_what_the_recipe_leaves_out(
 ):
     variables(given)
     with caplog.at_level(logging.INFO, logger="pipeline"):
-        found = run_arguments(WandbConfig(**section), "trial", tmp_path / "run-1", {})
+        found = build_run_arguments(WandbConfig(**section), "trial", tmp_path / "run-1", {})
     assert found | expected == found
     assert caplog.messages == [said] * bool(said)
 
