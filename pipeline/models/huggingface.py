@@ -430,7 +430,7 @@ def _read_pretrained(
 
 
 def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
-    """The model that a run's folder describes (see write_description); its weights are still to come.
+    """The model that a run's folder describes (see write_model_description); its weights are still to come.
 
     Raises:
         ModelError: the folder does not say what the model is.

@@ -97,7 +97,7 @@ class MicroBatchSpec:
     """`cpu` or `cuda`."""
     precision: str
     """`fp32`, `autocast` (fp32 weights, products in bf16) or `half` (weights of 2 bytes)."""
-    read_coefficients: int
+    rows: int
     length: int
     """Tokens of a row, before sequence parallelism cuts it."""
     blocks: int

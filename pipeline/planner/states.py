@@ -55,7 +55,7 @@ class StateBytes:
     """Right before a step."""
     masters: int = 0
     """The copies that the optimizer steps, if those are not the weights."""
-    count_moment_bytes: int = 0
+    moments: int = 0
     """What the optimizer keeps of each: means, squares, its count of steps."""
 
     @property

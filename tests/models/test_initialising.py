@@ -63,14 +63,14 @@ from pathlib import Path
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.engine.memory import unmap_freed_tensors
 from pipeline.models import build_model
-from pipeline.models.sharding import ModelRequest, Placed
+from pipeline.models.sharding import ModelRequest, DevicePlacement
 
 def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 def made(sizes):
-    placed = Placed(torch.device("meta"), torch.bfloat16)  # it has no host memory, as a GPU has none
+    placed = DevicePlacement(torch.device("meta"), torch.bfloat16)  # it has no host memory, as a GPU has none
     return build_model(CausalLMConfig(**sizes), ModelRequest(placed, vocab_size=257), 0)
 
 with unmap_freed_tensors():

@@ -99,7 +99,7 @@ def test_odd_widths_and_routers_stay_as_they_are():
     model = nn.Module()
     model.heads = nn.ModuleList([nn.Linear(16, 16)])
     model.layers = nn.ModuleList([nn.ModuleDict({name: nn.Linear(16, 16) for name in ("gate", "gate_proj")})])
-    assert fp8.linear_layers(model) == [model.layers[0]["gate_proj"]]
+    assert fp8.find_fp8_layers(model) == [model.layers[0]["gate_proj"]]
 
 
 def test_a_model_without_such_layers_is_refused():

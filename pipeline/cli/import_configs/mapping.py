@@ -38,7 +38,7 @@ class TrainerTable:
     """Reads the rows without a conversion."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What holds there where a file says nothing, of keys that change the curve."""
-    to_names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     """transformers' or TRL's name of a key -> this tool's, where they differ."""
 
 
