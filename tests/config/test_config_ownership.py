@@ -257,8 +257,8 @@ def test_where_a_schedule_ends_is_the_recipes_where_the_json_leaves_it_open(load
 )
 def test_another_warm_up_than_here_is_told(load, params, told):
     split = {"scheduler": {"type": "WarmupLR", "params": params}}
-    assert not load(split).split.notes  # no warm-up at all
-    notes = load(split, "schedule: {warmup: 3}\n").split.notes
+    assert not load(split).deepspeed_file.notes  # no warm-up at all
+    notes = load(split, "schedule: {warmup: 3}\n").deepspeed_file.notes
     assert [told in note for note in notes] == [True] * bool(told)
 
 
