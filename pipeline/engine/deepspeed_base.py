@@ -264,8 +264,15 @@ class DeepSpeedBase(ABC):
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
         """See Engine.set_batch_division. DeepSpeed reads these numbers where it counts to the next update."""
         engine = self._engine
-        engine.set_train_micro_batch_size(micro_batch_size)
-        engine.set_train_batch_size(micro_batch_size * gradient_accumulation_steps * engine.dp_world_size)
+        numbers = engine._config  # DeepSpeed's setters multiply by a number of ranks that Ulysses leaves None
+        ranks = numbers.train_batch_size // (
+            numbers.train_micro_batch_size_per_gpu * numbers.gradient_accumulation_steps
+        )
+        numbers.train_micro_batch_size_per_gpu = micro_batch_size
+        numbers.gradient_accumulation_steps = gradient_accumulation_steps
+        numbers.train_batch_size = micro_batch_size * gradient_accumulation_steps * ranks
+        if hasattr(engine, "micro_batches"):  # of pipeline stages
+            engine.micro_batches = gradient_accumulation_steps
         self._engine.micro_steps = 0  # of updates that are done: else the next would come early or late
         if hasattr(self._zero_optimizer, "gradient_accumulation_steps"):
             self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps
