@@ -1,6 +1,6 @@
-"""A DeepSpeed training pipeline. docs/api.md shows what it offers to a script; each name loads what it needs.
+"""A DeepSpeed training pipeline. docs/api.md lists the names that a script may use.
 
-Importing it loads neither torch nor DeepSpeed.
+Importing this package loads neither torch nor DeepSpeed: each name is imported when it is first used.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ __all__ = [
     "load_settings",
 ]
 
-_PLACES = {
+_MODULES = {
     "Answer": "training.callbacks",
     "Callback": "training.callbacks",
     "Event": "monitoring.events",
@@ -46,9 +46,9 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""ds-pipeline COMMAND, or python -m pipeline COMMAND: training, and everything around it."""
+"""The command line: `ds-pipeline COMMAND`, or `python -m pipeline COMMAND`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code: 0 done, 2 bad input or what a command finds wrong, 12 out of memory, 14 the
-    device failed, 130 interrupted; of `train` also those of README.md.
+    """Run a command and return its exit code.
+
+    The code is 0 for success, 2 for bad input or a problem that a command reports, 12 for out of memory, 14
+    for a failed device and 130 for an interrupt. README.md lists the further codes of `train`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     program = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pipeline"
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[len(launcher_words) :][:1] == ["train"]:
         return cli.main([*launcher_words, *words[len(launcher_words) + 1 :]], f"{program} train")
     parser = CommandLineParser(
-        prog=program, description="Trains models, and does what comes before and after."
+        prog=program, description="Train models, and plan, prepare, inspect, evaluate and export them."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("train", help=cli.HELP)
@@ -61,14 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for argument in unknown:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
-        arguments.overrides.append(argument)  # an override after an option
+        arguments.overrides.append(argument)  # argparse leaves over an override that follows an option
     raise_open_files_limit()
     command = COMMANDS[arguments.command]
     return report_errors(lambda: _run(command, arguments), getattr(command, "AFTER_INTERRUPT", None))
 
 
 def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
-    """Raises a DeviceMemoryError or DeviceFailedError in place of what torch and the system say of it."""
+    """Run a command and return its exit code.
+
+    Raises:
+        DeviceMemoryError: Memory ran out. It replaces the exception of torch or of the operating system.
+        DeviceFailedError: The device failed. It replaces the exception of torch.
+    """
     try:
         code: int | None = command.run(arguments)
     except Exception as error:
@@ -84,14 +91,14 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
 
 
 def run_script() -> None:
-    """Run the command and end the process."""
+    """Run the command of `sys.argv` and exit with its code."""
     try:
         code = main()
-        if code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
+        if code == DeviceFailedError.exit_code:  # CUDA's destructors would abort and replace the exit code
             sys.stdout.flush()
             os._exit(code)
         sys.exit(code)
-    except KeyboardInterrupt:  # before a command could say what stays
+    except KeyboardInterrupt:  # it came before a command could handle it
         sys.exit(130)
 
 

@@ -1,7 +1,9 @@
-"""The errors a user can cause. Each is shown as one line, without a traceback, and ends the run with code 2.
+"""Errors that a user can cause. Each is shown without a traceback, and ends the run with its exit code.
 
-A programmer's mistake raises anything else and keeps its traceback. What a message repeats may come from
-anywhere: secrets are hidden, escapes are written out and it is cut here, wherever it is shown.
+Every other exception is a programmer's mistake and keeps its traceback. A message may quote text from any
+file or library. So the text is cleaned here, where errors are made: secrets are hidden, control characters
+are written as escapes, and a message has at most three lines. A long line is cut in the middle, since its
+end says what to change.
 """
 
 from __future__ import annotations
@@ -20,21 +22,22 @@ from typing import NoReturn
 
 from pipeline.redaction import redact_text
 
-# What moves a terminal's cursor, turns text round or cannot be written at all: control characters but for
-# line breaks and tabs, separators of lines, overrides of direction, halves of surrogate pairs.
+# Control characters except line breaks and tabs, Unicode line separators, direction overrides and lone
+# surrogates. They move a terminal's cursor, reverse its text, or cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 MOST_LINES = 3
 LONGEST_USAGE = 120
-LONGEST_LINE, LONGEST_WORD = 1000, 400  # characters; a path may have 4096, but nobody reads it
+LONGEST_LINE = 1000  # characters
+LONGEST_WORD = 400  # characters; a path may have 4096, too many to read
 
 
 def escape_unprintable(text: str) -> str:
-    """The text without secrets, with what no terminal should be given written as an escape: `\\x1b`."""
+    r"""Return the text without secrets, its unprintable characters written as escapes such as `\x1b`."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
 
 
 def shorten_message(text: str, longest: int = LONGEST_LINE) -> str:
-    """At most three lines of what a message says, without megabytes and escapes of what it repeats."""
+    """Return at most three lines of a message, cleaned, each cut to `longest` characters."""
     lines = [_cut(line, longest) for line in escape_unprintable(text.strip()).split("\n")]
     if len(lines) > MOST_LINES:
         more = len(lines) - MOST_LINES + 1
@@ -43,19 +46,19 @@ def shorten_message(text: str, longest: int = LONGEST_LINE) -> str:
 
 
 def summarize_error(error: BaseException, most: int = 200) -> str:
-    """What a library says of its failure, in `most` characters; its class where it says nothing."""
+    """Return an exception's message on one line of at most `most` characters; its class name if empty."""
     return redact_text(" ".join(str(error).split()))[:most] or type(error).__name__
 
 
 def _cut(text: str, most: int) -> str:
-    """Cut in the middle: what and where stand at the beginning, what to change at the end."""
+    """Cut a line in the middle. Its beginning names the place, and its end says what to change."""
     if most > LONGEST_WORD and len(text) > LONGEST_WORD:
         text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), text)
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
 class PipelineError(Exception):
-    """Something the user gave cannot work. The message says what was given and what to change."""
+    """Input of the user cannot work. The message says what was given, what is expected and what to change."""
 
     exit_code = 2
     longest_line = LONGEST_LINE
@@ -77,7 +80,7 @@ class ModelError(PipelineError):
 
 
 class CheckpointError(PipelineError):
-    """There is nothing to resume from, or what there is does not fit."""
+    """No checkpoint can be resumed: there is none, or it is damaged or belongs to another run or model."""
 
 
 class LaunchError(PipelineError):
@@ -85,34 +88,34 @@ class LaunchError(PipelineError):
 
 
 class NonFiniteLossError(PipelineError):
-    """The loss or its gradient stayed infinite or NaN; the parameters were not touched by those steps."""
+    """The loss or its gradient was infinite or NaN in too many steps, which changed no parameter."""
 
 
 class StoppedError(PipelineError):
-    """Something went wrong that the recipe says a run is to end at (`watch`), or that nothing cures."""
+    """The run ended at an event for which `watch` in the recipe says stop, or that has no remedy."""
 
 
 class CallbackError(PipelineError):
-    """A callback of the user's raised. The log has its traceback."""
+    """A callback of the user raised an exception. The log has its traceback."""
 
     exit_code = 1
 
 
 class DeviceMemoryError(PipelineError):
-    """The device, or the host, has no memory left for what the run needs."""
+    """The device or the host ran out of memory."""
 
     exit_code = 12
-    longest_line = 2 * LONGEST_LINE  # where, what was held by what, and three changes
+    longest_line = 2 * LONGEST_LINE  # the phase, the memory by owner, and three suggested changes
 
 
 class DeviceFailedError(PipelineError):
-    """The device is of no use to this process any more: an assertion or a wrong address in a kernel."""
+    """The device failed (an assertion, an illegal address), and this process can no longer use it."""
 
     exit_code = 14
 
 
 class Terminated(BaseException):
-    """A signal asked for a stop before training or after it. SIGTERM also comes if another rank has ended."""
+    """A signal asked for a stop before or after training. Launchers send SIGTERM if another rank ended."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -124,24 +127,25 @@ NO_CHECKPOINT = "no further checkpoint is saved"
 
 
 def explain_interrupt(interrupt: BaseException, afterwards: str = "") -> tuple[str, int]:
-    """Return what is said of an interrupt, one of INTERRUPTS, and the exit code.
+    """Return the message for an interrupt and its exit code.
 
     Args:
-        afterwards: What becomes of the work that was done; empty: there is nothing to say.
+        interrupt: One of `INTERRUPTS`.
+        afterwards: Text on the state of the work that was done; empty for none.
     """
     code = interrupt.exit_code if isinstance(interrupt, Terminated) else 130
-    return "; ".join(["stopped", *filter(None, [afterwards])]), code
+    return f"stopped; {afterwards}" if afterwards else "stopped", code
 
 
 def explain_long_path(error: OSError) -> PipelineError | None:
-    """For a path that no file can have, wherever it was used; None where something else is wrong."""
+    """Return an error for a path that is too long for any file; `None` if the error has another cause."""
     if error.errno != errno.ENAMETOOLONG:
         return None
     return PipelineError(f"{error.filename}: {error.strerror}; a name has 255 bytes at most, a path 4095")
 
 
 def hide_secrets_in_tracebacks() -> None:
-    """Print exceptions that nothing catches, on any thread, without secrets."""
+    """Print uncaught exceptions of all threads without secrets."""
 
     def show(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
@@ -156,10 +160,11 @@ def hide_secrets_in_tracebacks() -> None:
 
 
 def report_errors(work: Callable[[], int | None], afterwards: str | None = None) -> int:
-    """Do a command's work, and return its exit code: what `work` returns or 0, 2 bad input, 130 Ctrl-C.
+    """Run a command and return its exit code. Errors of the user and interrupts become a message on stderr.
 
     Args:
-        afterwards: See `explain_interrupt`; None: an interrupt is not told.
+        work: Command to run. It returns its exit code, or `None` for 0.
+        afterwards: Text for `explain_interrupt`. `None`: an interrupt prints nothing.
     """
     hide_secrets_in_tracebacks()
     try:
@@ -178,10 +183,10 @@ def report_errors(work: Callable[[], int | None], afterwards: str | None = None)
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """A parser whose mistakes are a line of usage and a line of error."""
+    """Argument parser that reports a mistake as one line of usage and one line of error."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends with code 2."""
+        """Print the mistake with the nearest option, and exit with code 2."""
         unknown = re.search(r"unrecognized argument (--?[\w-]+)", message)
         options = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1, cutoff=0.75) if unknown else []
@@ -192,13 +197,13 @@ class CommandLineParser(argparse.ArgumentParser):
 
 
 def format_ranges(some: Collection[int], steps: Collection[int]) -> str:
-    """Return `4 to 6, 9` for some of these steps. At most five stretches are written out."""
-    runs = [list(run) for is_one, run in groupby(sorted(steps), set(some).__contains__) if is_one]
-    said = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return ", ".join(said[:5]) + (" ..." if len(said) > 5 else "")
+    """Return `some`, a part of `steps`, as ranges such as `4 to 6, 9`. At most five are written out."""
+    ranges = [list(run) for is_one, run in groupby(sorted(steps), set(some).__contains__) if is_one]
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ranges]
+    return ", ".join(texts[:5]) + (" ..." if len(texts) > 5 else "")
 
 
 def format_names(names: Sequence[str], most: int = 5) -> str:
-    """`a.weight, a.bias and 3 more`."""
+    """Return the first `most` names and the number of the others: `a.weight, a.bias and 3 more`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,6 +1,6 @@
-"""Files that are replaced in one step, files that others made, and the formats of bytes and durations.
+"""Atomic and durable writes, safe reads of files from other programs, and formats of bytes and durations.
 
-What others made is read where it is a plain file, of a bounded size, inside of the folder that was named.
+A file from another program is read only if it is a regular file of bounded size inside the named folder.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MIB, GIB = 2**20, 2**30
-KINDS = {
+MIB = 2**20
+GIB = 2**30
+FILE_TYPES = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-CONFIGURATION_LIMIT = 1 << 20  # bytes of a file that somebody wrote by hand
-IMAGE_LIMIT = 1 << 29  # bytes of an encoded one
-DESCRIPTION_LIMIT = 1 << 28  # bytes of one that a program wrote: a vocabulary, an index of weights
+CONFIGURATION_LIMIT = 1 << 20  # bytes of a file that a person wrote
+IMAGE_LIMIT = 1 << 29  # bytes of an encoded image
+DESCRIPTION_LIMIT = 1 << 28  # bytes of a file that a program wrote: a vocabulary, an index of weights
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -45,10 +46,10 @@ def format_duration(seconds: float) -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk.
+    """Wait until a file, or the list of names in a folder, is on the disk.
 
     Raises:
-        OSError: it cannot be opened, or the disk fails.
+        OSError: The path cannot be opened, or the disk fails.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -61,7 +62,7 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
     """Write a new file of these parts and wait until it is on the disk.
 
     Raises:
-        OSError: it cannot be written, or is there already.
+        OSError: The file cannot be written, or exists already.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -76,14 +77,15 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which takes the place of `path` in one step once the body has filled it.
+    """Yield the path of a temporary file that replaces `path` atomically when the body ends.
 
-    Whoever reads `path` finds the old content or the new one, whole. If the body raises, the old one stays.
+    Every reader of `path` sees the whole old content or the whole new one. If the body raises, the old one
+    stays.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
-    # Two processes may replace the file of a cache at the same time: each fills a file of its own.
+    # Two processes may replace a file of a cache at the same time, so the name has the process id.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -92,29 +94,29 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_to_disk(path.parent)  # against a power cut: the new name
+    sync_to_disk(path.parent)  # the rename, too, must survive a power cut
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace a file's content in one step: see `replacing`.
+    """Replace a file's content atomically; see `atomic_write`.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: The file cannot be written; the old one stays.
     """
     with atomic_write(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> None:
-    """Give a filled folder its name, in one step, once all of it is on the disk.
+    """Rename a filled folder to its final name atomically, after all of it is on the disk.
 
     Args:
-        partial: The folder, beside `final`.
-        final: Its name from now on; not there yet, or an empty folder.
-        files: Those of its files that nobody has synchronised.
+        partial: The filled folder, in the same parent folder as `final`.
+        final: New name. It must not exist, or be an empty folder.
+        files: Files of the folder that are not yet synced to the disk.
 
     Raises:
-        OSError: the disk fails, or `final` is there; the folder keeps its old name.
+        OSError: The disk fails, or `final` exists; the folder keeps its old name.
     """
     for file in files:
         sync_to_disk(file)
@@ -128,43 +130,43 @@ def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> No
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path: not `name` or `owner/name` of the hub."""
+    """Return whether a name can only be a path, since no hub name (`name`, `owner/name`) looks like it."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def _kind(mode: int) -> str:
-    return f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
+def _describe_type(mode: int) -> str:
+    return f"{FILE_TYPES.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
 def open_regular_file(path: Path | str, follow_links: bool = True) -> int:
-    """Open a plain file to read it; the caller closes the descriptor.
+    """Open a regular file to read it, and return its descriptor, which the caller closes.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a socket, a device or a folder: those may wait for ever,
-            or never end.
+        OSError: The file cannot be opened. Or it is a folder, a pipe, a socket or a device, whose reader
+            may block or never reach an end.
     """
-    # Without O_NONBLOCK a pipe in place of the file would wait for ever.
+    # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, or a device without a driver
-            raise OSError(errno.EINVAL, "it is no plain file", str(path)) from None
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path)) from None
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, f"it is {_kind(mode)}", str(path))
+        raise OSError(errno.EINVAL, f"it is {_describe_type(mode)}", str(path))
     return descriptor
 
 
 def read_regular_file(path: Path | str, most: int, follow_links: bool = True) -> bytes:
-    """Return the content of a plain file of at most `most` bytes.
+    """Return the content of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: as in `open_regular_file`; it is larger.
+        OSError: As in `open_regular_file`, or the file is larger.
     """
     with open(open_regular_file(path, follow_links), "rb") as file:
         content = file.read(most + 1)
@@ -176,27 +178,31 @@ def read_regular_file(path: Path | str, most: int, follow_links: bool = True) ->
 
 
 def path_inside(folder: Path, name: str) -> Path | None:
-    """Return the path of that name; None if it leads out of the folder, by its words or by links.
+    """Return the path of a file in a folder; `None` if the name leads out of the folder, by `..` or by links.
 
-    The hub's cache keeps the files of `snapshots/COMMIT` beside it, in `blobs`: they count as inside.
+    The Hugging Face cache keeps the files of `snapshots/COMMIT` in its folder `blobs`. They count as inside.
     """
-    given, root = Path(name), folder.resolve()
+    given = Path(name)
+    root = folder.resolve()
     root = root.parents[1] if root.parent.name == "snapshots" else root
     try:
-        stays = (folder / name).resolve().is_relative_to(root)
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that cannot be: nothing is there
-        stays = True
-    return folder / name if stays and ".." not in given.parts and not given.is_absolute() else None
+        is_inside = (folder / name).resolve().is_relative_to(root)
+    except (OSError, RuntimeError, ValueError):  # a loop of links or an impossible name: no such file exists
+        is_inside = True
+    return folder / name if is_inside and ".." not in given.parts and not given.is_absolute() else None
 
 
 def find_unsafe_files(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the files of a folder whose reader, a library, opens whatever is there."""
-    for place in (folder, folder / "additional_chat_templates"):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
+    """Yield a problem for each file of a folder that a library must not open: not regular, or too large.
+
+    Libraries such as transformers open every file of a known name, also a pipe or a device.
+    """
+    for directory in (folder, folder / "additional_chat_templates"):
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
             if path.is_dir() or not path.exists():
                 continue
             if not path.is_file():
-                yield f"{path.name[:100]!r} is {_kind(path.stat().st_mode)}"
+                yield f"{path.name[:100]!r} is {_describe_type(path.stat().st_mode)}"
             elif (
                 path.suffix in (".json", ".jinja", ".txt", ".model")
                 and path.stat().st_size > DESCRIPTION_LIMIT
@@ -205,26 +211,29 @@ def find_unsafe_files(folder: Path) -> Iterator[str]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the index of a model in several files.
+    """Return tensor name -> file name, from the `weight_map` of a sharded model's index.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such index.
+        OSError: The index cannot be read.
+        ValueError: The file is not such an index.
     """
     try:
-        places: dict[str, str] = json.loads(read_regular_file(index, DESCRIPTION_LIMIT))["weight_map"]
+        file_of: dict[str, str] = json.loads(read_regular_file(index, DESCRIPTION_LIMIT))["weight_map"]
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
+    if not isinstance(file_of, dict) or not file_of or not all(isinstance(f, str) for f in file_of.values()):
         raise ValueError("no map of tensors to files")
-    return places
+    return file_of
 
 
 LOCK_FILE = ".lock"
 
 
 def is_run_locked(directory: Path) -> bool:
-    """Whether a process trains the run. A run that starts this very moment may see the look as one."""
+    """Return whether a process trains the run of this directory.
+
+    The test holds a shared lock for a moment. A run that starts in that moment may take it for another run's.
+    """
     try:
         with open(open_regular_file(directory / LOCK_FILE), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Removes secrets from every text and every setting that a process writes, prints or sends.
+"""Removal of secrets from every text and every setting that a process writes, prints or sends.
 
-Three rules find them: the forms that providers give their keys, names that say "secret" in front of a value,
-and the values of environment variables with such names.
+Three rules find secrets: the formats of providers' keys, values behind a name that means a secret, and the
+values of environment variables with such a name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-UNCERTAIN, SECRET, PASSWORD = 1, 2, 3
-"""How sure a name says it: `token` may be a tokenizer's, `api_key` has a key, a password may be any word."""
+UNCERTAIN = 1
+"""Strength of a name that may mean something harmless: `token` may be a tokenizer's."""
+SECRET = 2
+"""Strength of a name that means a generated key: `api_key`."""
+PASSWORD = 3
+"""Strength of a name whose value may be any word, however short: `password`."""
 
 
 def _set(words: str) -> frozenset[str]:
@@ -48,8 +52,8 @@ _HARMLESS_KEYS = _set(
     "primary foreign sort partition cache group index map dict public query row column object state "
     "group_by lookup rng prng hash route routing shortcut hot unique natural composite"
 )
-# Tokens that a tokenizer has, or that are counted.
-_OF_TOKENIZERS = _set(
+# Words before `token` that mean a tokenizer's special tokens, or numbers of tokens.
+_TOKENIZER_WORDS = _set(
     "eos bos pad unk sep cls mask image video audio start end stop special extra additional prefix suffix "
     "middle decoder encoder max min num per first last next prev previous new word text think thinking "
     "tool system assistant eot eom fim boi eoi content begin beginning sub input output target label reward "
@@ -57,16 +61,19 @@ _OF_TOKENIZERS = _set(
     "soft virtual prompt unknown padding masked sample generated predicted likeliest"
 )
 _SIGNATURES = frozenset({"sig", "signature", "sas"})
-_OTHER = frozenset({"auth", "oauth", "pat", "cookie", "cookies", "bearer", "dsn", "webhook", "jwt", "otp"})
+_UNCERTAIN_WORDS = frozenset(
+    {"auth", "oauth", "pat", "cookie", "cookies", "bearer", "dsn", "webhook", "jwt", "otp"}
+)
 _URLS = frozenset({"url", "uri", "address"})
 _HOOKS = frozenset({"webhook", "hook"})
-# What a variable whose name has AUTH ends with where it is about a method or a place.
-_ABOUT_AUTH = _set(
+# Last words of variables with AUTH in their name that hold a method or an address, no secret.
+_AUTH_SETTINGS = _set(
     "sock file path dir folder url uri host port type method mode user username enabled enable provider "
     "endpoint scheme audience domain id name timeout ttl realm region server service backend class module "
     "plugin"
 )
-_STATUS = _set(
+# Words that stand in the place of a secret: states, types and words of a sentence.
+_NO_SECRETS = _set(
     "required missing wrong invalid incorrect expired empty none null nil true false optional string str "
     "unset redacted hidden changed denied rejected undefined default yes no on off enabled disabled basic "
     "digest oauth oauth2 ntlm kerberos anonymous bearer token password secret ok failed unknown mismatch "
@@ -86,13 +93,15 @@ _CAMEL_CASE = re.compile(r"(?>(?:[A-Z]{0,5}+[a-z]{2,}+[._-]?+)+)[A-Z]{0,5}")
 
 @lru_cache(maxsize=4096)
 def strength_of(name: str) -> int:
-    """Return how surely a value of this name is a secret: 0, UNCERTAIN, SECRET or PASSWORD."""
+    """Return how certainly a value of this name is a secret: 0, `UNCERTAIN`, `SECRET` or `PASSWORD`."""
     words = [word.lower() for word in _WORDS.findall(name)]
     while len(words) > 1 and (words[-1] in _QUALIFIERS or words[-1].isdigit()):
         words.pop()
     if not words:
         return 0
-    last, before, joined = words[-1], words[-2] if len(words) > 1 else "", "".join(words)
+    last = words[-1]
+    before = words[-2] if len(words) > 1 else ""
+    joined = "".join(words)
     if _PASSWORDS.search(joined) or last == "pwd":
         return PASSWORD
     if last == "pass" and (before in _BEFORE_PASS or (before and name.isupper())):
@@ -101,35 +110,35 @@ def strength_of(name: str) -> int:
         return SECRET
     if last == "key" and before:
         is_header = name.isupper() or name.lower().startswith("x-")
-        is_one = before in _KINDS_OF_KEY or (is_header and before not in _HARMLESS_KEYS)
-        return UNCERTAIN if is_one else 0
+        is_secret = before in _KINDS_OF_KEY or (is_header and before not in _HARMLESS_KEYS)
+        return UNCERTAIN if is_secret else 0
     if last.endswith("token"):
         kind = last.removesuffix("token") or before
-        return 0 if kind in _OF_TOKENIZERS else UNCERTAIN
+        return 0 if kind in _TOKENIZER_WORDS else UNCERTAIN
     if last in _URLS and before in _HOOKS:
         return UNCERTAIN
-    return UNCERTAIN if last in _OTHER | _SIGNATURES else 0
+    return UNCERTAIN if last in _UNCERTAIN_WORDS | _SIGNATURES else 0
 
 
 @lru_cache(maxsize=4096)
 def is_secret_variable(name: str, value: str) -> bool:
-    """Return whether the value of this environment variable is hidden wherever a text has it.
+    """Return whether the value of this environment variable is hidden in every text.
 
-    A short or common word is not: it would be hidden in every sentence.
+    A short or common word is not hidden, since it would disappear from ordinary sentences.
     """
-    if len(value) < 6 or value.lower() in _STATUS or is_placeholder(value, UNCERTAIN):
+    if len(value) < 6 or value.lower() in _NO_SECRETS or is_placeholder(value, UNCERTAIN):
         return False
     words = [word.lower() for word in _WORDS.findall(name)]
-    has_auth = re.search(r"AUTH(?!OR(?!IZ))", name.upper()) and words[-1] not in _ABOUT_AUTH
+    has_auth = re.search(r"AUTH(?!OR(?!IZ))", name.upper()) and words[-1] not in _AUTH_SETTINGS
     if not (has_auth or strength_of(name) or words[-1:] == ["pat"]):
         return False
-    if value.isalpha():  # a word: one of eight letters or more that is none of those above
+    if value.isalpha():  # a plain word counts from eight letters on
         return len(value) >= 8
     return not value.isdigit() or len(value) >= 8
 
 
 def is_placeholder(value: str, strength: int) -> bool:
-    """Return whether a value is no secret: a variable, a path, a tokenizer's token, a word for one."""
+    """Return whether a value is no secret: a variable, a path, a tokenizer's token, a placeholder word."""
     text = value.strip()
     if not any(character.isalnum() for character in text) or "[redacted]" in text:
         return True
@@ -139,13 +148,16 @@ def is_placeholder(value: str, strength: int) -> bool:
         return True
     if strength == PASSWORD:
         return bool(_PATH.fullmatch(text)) and text.count("/") > 1
-    if text.lower() in _STATUS or _PATH.fullmatch(text):
+    if text.lower() in _NO_SECRETS or _PATH.fullmatch(text):
         return True
     return strength == UNCERTAIN and bool(re.fullmatch(r"-?\d{1,7}(?:\.\d+)?", text))
 
 
 def looks_random(value: str, least: int) -> bool:
-    """Return whether a value looks drawn: letters and digits, symbols, or capitals within a word."""
+    """Return whether a value of at least `least` characters looks random.
+
+    It does if it mixes letters and digits, has symbols, or has capitals inside a word that is not camel case.
+    """
     if len(value) < least or " " in value or not any(character.isalpha() for character in value):
         return False
     if any(character.isdigit() for character in value) or re.search(r"[!$%^*+=~]", value):
@@ -157,7 +169,7 @@ REDACTED = "[redacted]"
 LONGEST_VALUE = 4096
 _declared_variables = set[str]()
 
-# Atomic groups, since Python before 3.11.5 does not match possessive quantifiers of groups as it should.
+# Atomic groups, since Python before 3.11.5 matches possessive quantifiers of groups wrongly.
 _PRIVATE_KEY = re.compile(
     r"""-----BEGIN\ [A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?-----
         (?: [^-]*+(?>(?:-(?!----(?:BEGIN|END)\ )[^-]*+)*)
@@ -192,8 +204,8 @@ _FORMS = re.compile(
     )""",
     re.VERBOSE,
 )
-# Keys that a word may stand directly in front of.
-_INSIDE = re.compile(
+# Keys that are found also directly behind another word, without a word boundary.
+_INSIDE_WORDS = re.compile(
     r"""A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16} | gh[opsur]_[A-Za-z0-9_]{36} | SG\.[\w-]{22}\.[\w-]{43}
     | gl(?:(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[\w-]{20,64}) | GR1348941[\w-]{20,50}
     | (?<![^\s=:"])AKC(?=[A-Za-z]{0,80}\d)[A-Za-z0-9]{10,} | (?:AC|SK)(?=[a-z]{0,31}\d)[a-z0-9]{32}
@@ -201,8 +213,8 @@ _INSIDE = re.compile(
     | AccountKey=[a-zA-Z0-9+/=]{88} | xox[abposr]-(?>(?:\d+-)+)[a-z0-9]+""",
     re.VERBOSE,
 )
-# user:password@, and TOKEN@ where it is no name of a user. Behind a colon a number is a port; behind the @ a
-# digest is that of an image.
+# `user:password@` in a URL. A number behind the colon is a port, and a digest behind the @ is a container
+# image's.
 _URL_PASSWORD = (
     r"(?<=://)[^\s/:@\[\]\"'<>]{0,256}+:(?!\d{1,5}(?:[/,?#]|$))[^\s\"'<>@]{0,256}+"
     r"(?>(?:@[^\s/\"'<>@]{0,256}+(?=@))*)(?=@)(?!@sha\d)"
@@ -229,25 +241,25 @@ _BEARER = r"(?i)(\bbearer[ \t]+)(?=[A-Za-z_./+~-]{0,200}\d)([\w.~+/-]{8,}=*)"
 
 
 def _hide(found: re.Match[str]) -> str:
-    """Hide all of it, or what stands behind its first group."""
+    """Hide the whole match, or what follows its first group."""
     if not found.re.groups:
         return REDACTED
     return found[0] if is_placeholder(found[2], PASSWORD) else found[1] + REDACTED
 
 
-def _url_user(found: re.Match[str]) -> str:
-    """Hide the user of `https://TOKEN@host`, not that of `ssh://git@host`."""
+def _hide_url_token(found: re.Match[str]) -> str:
+    """Hide the token of `https://TOKEN@host`, but not the user of `ssh://git@host`."""
     scheme = found.string[max(0, found.start() - 8) : found.start()].lower()
     is_web = scheme.endswith(("http://", "https://"))
     is_token = looks_random(found[1], 8 if is_web else 16) or (is_web and len(found[1]) >= 16)
     return REDACTED if is_token and not is_placeholder(found[1], PASSWORD) else found[0]
 
 
-def _wandb_key(found: re.Match[str]) -> str:
+def _hide_wandb_key(found: re.Match[str]) -> str:
     return found[0] if _COMMIT.search(found[1]) else found[1] + REDACTED
 
 
-def _basic(found: re.Match[str]) -> str:
+def _hide_basic_auth(found: re.Match[str]) -> str:
     try:
         is_pair = b":" in base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), validate=True)
     except ValueError:
@@ -255,7 +267,7 @@ def _basic(found: re.Match[str]) -> str:
     return found[1] + REDACTED if is_pair else found[0]
 
 
-def _element(found: re.Match[str]) -> str:
+def _hide_xml_element(found: re.Match[str]) -> str:
     is_secret = strength_of(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
     return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
 
@@ -263,17 +275,17 @@ def _element(found: re.Match[str]) -> str:
 _TABLE: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
     ("://", _URL_PATH, _hide),
     ("://", _URL_PASSWORD, _hide),
-    ("://", r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)", _url_user),
+    ("://", r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)", _hide_url_token),
     ("jdbc:oracle", r"(?<=jdbc:oracle:thin:)[^\s/@]{1,128}/[^\s@]{1,256}(?=@)", _hide),
-    # W&B's older keys look as git's names of commits do: only next to that name.
-    ("wandb", r"(?i)(?<=wandb)(\W[^\n]{0,40}?)\b[0-9a-f]{40}\b", _wandb_key),
+    # W&B's older keys look like git commits, so they count only near the word wandb.
+    ("wandb", r"(?i)(?<=wandb)(\W[^\n]{0,40}?)\b[0-9a-f]{40}\b", _hide_wandb_key),
     ("-us", r"[0-9a-z]{32}-us[0-9]{1,2}", _hide),
-    ("Basic ", r"(\bBasic[ \t]+)([A-Za-z0-9+/]{6,}={0,2})", _basic),
+    ("Basic ", r"(\bBasic[ \t]+)([A-Za-z0-9+/]{6,}={0,2})", _hide_basic_auth),
     ("uthorization", _AUTHORIZATION, _hide),
     ("UTHORIZATION", _AUTHORIZATION, _hide),
     ("earer ", _BEARER, _hide),
     ("EARER ", _BEARER, _hide),
-    # Programs that take a password as a bare argument.
+    # Programs that take a password as an argument.
     ("curl", r"(\bcurl\b[^\n]{0,300}?\s(?:-u|--user|-U|--proxy-user)[ =]?[\"']?[^\s:\"']+:)(\S+)", _hide),
     ("docker", r"(\bdocker\b[^\n]{0,300}?\s-p[ ]?[\"']?)([^\s\"':]+)(?=[\"']?(?:\s|$))", _hide),
     ("sshpass", r"(\bsshpass\s+-p[ ]?[\"']?)([^\s\"']+)", _hide),
@@ -282,12 +294,14 @@ _TABLE: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
     ("auth=(", r"(\bauth=\(\s*[\"'][^\"'\n]{0,256}[\"'],\s*[\"'])([^\"'\n]{1,256})", _hide),
     ("ass", _PASSWORD_IN_A_SENTENCE, _hide),
     (" ", _TOKEN_IN_A_SENTENCE, _hide),
-    ("</", r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</", _element),
+    ("</", r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</", _hide_xml_element),
 ]
-"""What a text has if it has such a secret; its expression; what takes its place."""
+"""Fast test (a substring of every match), expression, and function that returns the replacement."""
 _COMPILED = [(mark, re.compile(expression), replacement) for mark, expression, replacement in _TABLE]
-# name = value, "name": value, ['name'] = value, --name value; what follows is looked at by _secret_behind.
-_NAMING = re.compile(
+# Parts of names that may mean a secret. They find the candidates; _NAME then matches the name and the
+# separator of `name = value`, `"name": value`, `['name'] = value` and `--name value`, and _find_secret
+# reads the value.
+_NAME_PART = re.compile(
     r"pass|pwd|secret|token|key|auth|cred|pat(?![a-z])|cookie|bearer|dsn(?![a-z])|hook|jwt(?![a-z])|otp(?![a-z])"
     r"|sig(?:nature)?(?![a-z])|sas(?![a-z])|conn|sess"
 )
@@ -303,12 +317,12 @@ _CALL = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 
 
 def redact_text(text: str) -> str:
-    """Return the text with secrets replaced; a text without any is returned as it is."""
+    """Return the text with secrets replaced; a text without secrets is returned unchanged."""
     if "PRIVATE KEY" in text or "Private-" in text:
         text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _FORMS.sub(REDACTED, text)
-    text = _INSIDE.sub(REDACTED, text)
-    if (values := _values_in_environment()) is not None:
+    text = _INSIDE_WORDS.sub(REDACTED, text)
+    if (values := _environment_pattern()) is not None:
         text = values.sub(REDACTED, text)
     for mark, expression, replacement in _COMPILED:
         if mark in text:
@@ -317,18 +331,21 @@ def redact_text(text: str) -> str:
 
 
 def redact(tree: Any, name: str = "") -> Any:
-    """Return dicts, lists and tuples of plain values with secrets replaced; other objects stay as they are.
+    """Return a tree of plain values with secrets replaced; objects of other types stay as they are.
 
     Args:
+        tree: Dicts, lists and tuples of plain values, or one value.
         name: Field that holds the tree.
     """
     if isinstance(tree, dict):
         named = tree.get("name", tree.get("key"))
-        if isinstance(named, str) and "value" in tree:  # an entry of a list of variables
+        if isinstance(named, str) and "value" in tree:  # an entry of a list of environment variables
             return {key: redact(value, named if key == "value" else "") for key, value in tree.items()}
-        return {_key(key): redact(value, _inherited(str(key), name)) for key, value in tree.items()}
+        return {
+            _redact_key(key): redact(value, _deciding_name(str(key), name)) for key, value in tree.items()
+        }
     if isinstance(tree, (list, tuple)):
-        before = ["", *tree]  # the word after --token
+        before = ["", *tree]  # in ["--token", "x"] the entry before the value names it
         entries = (
             REDACTED if _is_option_value(option, value) else redact(value, name)
             for option, value in zip(before, tree, strict=False)
@@ -343,16 +360,19 @@ def redact(tree: Any, name: str = "") -> Any:
 
 
 def declare_secret_variable(name: str) -> None:
-    """Hide the value of this environment variable from now on, whatever its name says."""
+    """Hide the value of this environment variable from now on, whatever its name is."""
     _declared_variables.add(name)
 
 
-def _key(key: Any) -> Any:
+def _redact_key(key: Any) -> Any:
     return redact_text(key) if isinstance(key, str) else key
 
 
-def _inherited(name: str, parent: str) -> str:
-    """Return the name that decides: `secrets: {a: x}` hides x; `auth: {user: x, password: y}` hides y."""
+def _deciding_name(name: str, parent: str) -> str:
+    """Return the name that decides whether a value is secret, the key's own or that of the dict around it.
+
+    `secrets: {a: x}` hides x, and `auth: {user: x, password: y}` hides only y.
+    """
     is_collection = parent and parent.lower().endswith(
         ("secrets", "credentials", "passwords", "keys", "tokens")
     )
@@ -376,18 +396,19 @@ def _is_secret_field(value: str, strength: int, name: str) -> bool:
     return True
 
 
-def _values_in_environment() -> re.Pattern[str] | None:
-    return _pattern_of(frozenset(os.environb.items()), frozenset(_declared_variables))
+def _environment_pattern() -> re.Pattern[str] | None:
+    return _compile_values(frozenset(os.environb.items()), frozenset(_declared_variables))
 
 
 @lru_cache(maxsize=4)
-def _pattern_of(
+def _compile_values(
     environment: Iterable[tuple[bytes, bytes]], declared: frozenset[str]
 ) -> re.Pattern[str] | None:
-    """Return an expression for the values of secret variables as they are, quoted, and in base64."""
+    """Return an expression that matches the values of secret variables: plain, quoted, and in base64."""
     forms = set[str]()
     for raw_name, raw_value in environment:
-        name, value = os.fsdecode(raw_name), os.fsdecode(raw_value).strip()
+        name = os.fsdecode(raw_name)
+        value = os.fsdecode(raw_value).strip()
         if name not in declared and not is_secret_variable(name, value):
             continue
         written = {
@@ -399,7 +420,7 @@ def _pattern_of(
         written |= {call(value, errors="replace") for call in (quote, quote_plus)}
         written.add(quote(value, safe="", errors="replace"))
         written.add(base64.b64encode(raw_value.strip()).decode().rstrip("="))
-        # A short value may be a part of a word.
+        # A short value may also be part of a longer word, so it counts only as a whole word.
         is_short = len(value) < 12 or not looks_random(value, 12)
         edges = (r"(?<![^\W_])", r"(?![^\W_])") if is_short else ("", "")
         forms |= {f"{edges[0]}{re.escape(form)}{edges[1]}" for form in written}
@@ -407,34 +428,46 @@ def _pattern_of(
 
 
 def _redact_assignments(text: str) -> str:
-    parts, done, looked_at = list[str](), 0, 0
+    """Replace the values of assignments to names that mean a secret."""
+    parts = list[str]()
+    copied_to = 0
+    searched_to = 0
     lowered = text.lower()
-    for hit in _NAMING.finditer(lowered if len(lowered) == len(text) else text):
-        if hit.start() < looked_at:
+    # lower() changes the length of some texts; positions in those would not match.
+    for hit in _NAME_PART.finditer(lowered if len(lowered) == len(text) else text):
+        if hit.start() < searched_to:
             continue
         start = hit.start()
-        while start > max(looked_at, hit.start() - 80) and (
+        while start > max(searched_to, hit.start() - 80) and (
             text[start - 1].isalnum() or text[start - 1] in "_-"
         ):
             start -= 1
         found = _NAME.match(text, start)
-        looked_at = hit.end() if found is None else found.end("name")
+        searched_to = hit.end() if found is None else found.end("name")
         if found is None or not (strength := strength_of(found["name"])):
             continue
-        if (span := _secret_behind(text, found, strength)) is not None:
-            parts += [text[done : span[0]], REDACTED]
-            done = looked_at = span[1]
-    return "".join([*parts, text[done:]]) if parts else text
+        if (span := _find_secret(text, found, strength)) is not None:
+            parts += [text[copied_to : span[0]], REDACTED]
+            copied_to = searched_to = span[1]
+    return "".join([*parts, text[copied_to:]]) if parts else text
 
 
-def _secret_behind(text: str, found: re.Match[str], strength: int) -> tuple[int, int] | None:
-    """Return where the secret behind a name begins and ends."""
-    separator, start = found["separator"].strip(), found.end()
+def _find_secret(text: str, found: re.Match[str], strength: int) -> tuple[int, int] | None:
+    """Return begin and end of the secret that follows a name; `None` if its value is no secret.
+
+    Args:
+        text: The whole text.
+        found: Match of `_NAME`.
+        strength: Strength of the name.
+    """
+    separator = found["separator"].strip()
+    start = found.end()
     is_option = len(found["dashes"]) == 2
     if not separator and not is_option:
         return None
     if (opening := _QUOTED.match(text, start)) is not None:
-        quote_, start = opening[1], opening.end()
+        quote_ = opening[1]
+        start = opening.end()
         end = text.find(quote_, start, start + LONGEST_VALUE)
         while end > 0 and len(quote_) == 1 and text[end - 1] == "\\" and text[end - 2] != "\\":
             end = text.find(quote_, end + 1, start + LONGEST_VALUE)
@@ -457,8 +490,12 @@ def _is_quoted_secret(value: str, strength: int, name: str) -> bool:
 
 
 def _is_bare_secret(text: str, found: re.Match[str], value: str, strength: int) -> bool:
-    """Tell a value from prose and code: `password: hunter2` from "password: see below" and `token = f(x)`."""
-    separator, end = found["separator"], found.end() + len(value)
+    """Return whether an unquoted value is a secret, as in `password: hunter2`.
+
+    Prose and code are not, as in "password: see below" and `token = f(x)`.
+    """
+    separator = found["separator"]
+    end = found.end() + len(value)
     name = found["name"]
     if not value or is_placeholder(value, strength) or _CALL.match(value) or value.lower() == name.lower():
         return False

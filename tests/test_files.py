@@ -35,7 +35,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path):
         for name, what in [
             ("pipe", "a pipe"),
             ("link", "a pipe"),
-            ("socket", "no plain file"),
+            ("socket", "not a regular file"),
         ]:
             with pytest.raises(OSError, match=f"it is {what}"):
                 open_regular_file(tmp_path / name)

@@ -134,7 +134,7 @@ NO_FILES = [
     for what, make, words in [
         ("a pipe", pipe, "it is a pipe, not a file"),
         ("a device", zeros, "it is a device, not a file"),
-        ("a socket", listening, "it is no plain file"),
+        ("a socket", listening, "it is not a regular file"),
     ]
     for name, place, argv, entry, recipe, files in [
         ("a recipe", "{here}/x", ["--config", "{here}/x"], "train", {}, {}),
