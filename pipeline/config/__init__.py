@@ -1,1 +1,1 @@
-"""What the user may say: the recipe, the DeepSpeed JSON, and the batch arithmetic. Imports no torch."""
+"""Configuration: recipe, DeepSpeed JSON, command-line overrides and their checks. Imports no torch."""

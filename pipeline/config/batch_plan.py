@@ -1,4 +1,7 @@
-"""The batch equation: micro_batch_size x gradient_accumulation_steps x dp_world_size = global_batch_size."""
+"""The batch equation: micro_batch_size x gradient_accumulation_steps x dp_world_size = global_batch_size.
+
+A recipe states the numbers of its batch in part; `plan_batch` completes them for a number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,28 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Layout of one optimizer step's samples. All counts are samples, steps or ranks."""
+    """Division of one optimizer step's samples into micro-batches, accumulation steps and ranks."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
     dp_world_size: int
     is_auto: bool = False
-    """`micro_batch_size: auto`, not found yet: until then it is 1."""
+    """Whether the recipe says `micro_batch_size: auto` and the size is not found yet; until then it is 1."""
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one optimizer step over all ranks."""
+        """Number of samples of one optimizer step over all ranks."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_world_size
 
     @property
     def candidates(self) -> list[int]:
-        """Micro-batch sizes that keep the global batch in whole accumulation steps. Ascending."""
+        """Micro-batch sizes, ascending, that keep the global batch in whole accumulation steps."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         low = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
         return [n for n in sorted({*low, *(samples // n for n in low)}) if n <= MAX_MICRO_BATCH_SIZE]
 
     def with_micro_batch_size(self, micro_batch_size: int) -> BatchPlan:
-        """Return the same global batch in micro-batches of another size, one of `candidates`."""
+        """Return the same global batch with another micro-batch size, one of `candidates`."""
         samples = self.micro_batch_size * self.gradient_accumulation_steps
         return replace(
             self,
@@ -47,11 +50,13 @@ class BatchPlan:
         )
 
     def __str__(self) -> str:
-        micro, steps = f"{self.micro_batch_size}", f"{self.gradient_accumulation_steps} "
+        micro = f"{self.micro_batch_size}"
+        steps = f"{self.gradient_accumulation_steps} "
         if self.is_auto:
             sizes = self.candidates
             some = [*sizes] if len(sizes) <= 9 else [*sizes[:5], "...", *sizes[-3:]]
-            micro, steps = f"auto, one of {', '.join(map(str, some))},", ""
+            micro = f"auto, one of {', '.join(map(str, some))},"
+            steps = ""
         return (
             f"{micro} (micro_batch_size) x {steps}(gradient_accumulation_steps) x {self.dp_world_size} "
             f"(data-parallel ranks) = {self.global_batch_size} (global_batch_size)"
@@ -62,30 +67,33 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     """Complete the batch numbers for this many data-parallel ranks.
 
     Raises:
-        ConfigError: The numbers contradict each other, do not divide, are too few, or one that follows is
-            larger than it may be stated.
+        ConfigError: The numbers contradict each other, do not divide or are too few, or a number that follows
+            from them is above the limit of its key.
     """
-    micro, steps, total = batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
+    micro = batch.micro_batch_size
+    steps = batch.gradient_accumulation_steps
+    total = batch.global_batch_size
     is_auto = False
     if micro == "auto":
         micro = 1
         if total is None:
             raise ConfigError(
-                "batch: micro_batch_size is auto, and nothing says what a step sees: give global_batch_size"
+                "batch: micro_batch_size is auto, which needs the number of samples of a step; "
+                "give global_batch_size"
             )
         if steps is not None:
             raise ConfigError(
                 f"batch: micro_batch_size is auto, so gradient_accumulation_steps ({steps}) follows from "
                 f"it and global_batch_size ({total}); drop it, or give micro_batch_size as a number"
             )
-        steps = _exact(total, dp_world_size, "what a rank sees of a step", batch, dp_world_size)
+        steps = _divide(total, dp_world_size, "samples of a rank", batch, dp_world_size)
         is_auto = True
     elif micro is None:
         if total is None:
             raise ConfigError("batch: give micro_batch_size or global_batch_size; the rest follows")
-        micro = _exact(total, (steps or 1) * dp_world_size, "micro_batch_size", batch, dp_world_size)
+        micro = _divide(total, (steps or 1) * dp_world_size, "micro_batch_size", batch, dp_world_size)
     elif steps is None and total is not None:
-        steps = _exact(total, micro * dp_world_size, "gradient_accumulation_steps", batch, dp_world_size)
+        steps = _divide(total, micro * dp_world_size, "gradient_accumulation_steps", batch, dp_world_size)
     plan = BatchPlan(micro, steps or 1, dp_world_size, is_auto)
     if total not in (None, plan.global_batch_size):
         raise ConfigError(
@@ -98,14 +106,16 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     }
     for name, most in limits.items():
         if getattr(plan, name) > most:
-            raise ConfigError(f"batch: {plan}; {name} is at most {most:,}: change the numbers that are given")
+            raise ConfigError(f"batch: {plan}; {name} is at most {most:,}: lower the numbers in batch")
     return plan
 
 
-def _exact(total: int, parts: int, wanted: str, batch: BatchConfig, dp_world_size: int) -> int:
+def _divide(total: int, parts: int, wanted: str, batch: BatchConfig, dp_world_size: int) -> int:
+    """Return `total / parts`, or raise a ConfigError that names the nearest sizes that divide."""
     if total % parts:
         given = ", ".join(f"{key} = {value}" for key, value in batch.model_dump(exclude_none=True).items())
-        lower, upper = total // parts * parts, (total // parts + 1) * parts
+        lower = total // parts * parts
+        upper = lower + parts
         near = f"{lower} or {upper}" if lower else f"{upper}"
         raise ConfigError(
             f"batch: {given} on {dp_world_size} data-parallel ranks gives {wanted} = {total} / {parts} = "

@@ -1,4 +1,4 @@
-"""Keys of a recipe that contradict each other, found before any data is read."""
+"""Contradictions between keys of a recipe, found before any data is read."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 from pipeline.config.schema import RunConfig
 
 Contradiction = tuple[tuple[str, ...], str]
-"""The dotted keys, the one that the message is about first, and the message."""
+"""Dotted keys, first the one that the message is about, and the message."""
 
-# transformers' architectures whose heads are as wide as hidden_size / num_heads, and turned in pairs of
-# entries. Others have a width of their own (gemma, qwen3) or turn a part of it (phi, gpt_neox).
+# Architectures of transformers whose head width is hidden_size / num_heads, with rotary positions over all
+# of it. Others have a head width of their own (gemma, qwen3) or rotate a part of it (phi, gpt_neox).
 ROTARY_HEADS = {
     "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe",
     "starcoder2",
 }  # fmt: skip
-# Fields of `extra` that make the rotated part another one.
+# Fields of `extra` that change which part of a head is rotated.
 OTHER_ROTARY = {"partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
-# Objectives on judged answers.
-OF_PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
-OF_EXAMPLES = "kto"
+# Objectives that need preference data.
+PAIR_OBJECTIVES = ("dpo", "orpo", "simpo", "cpo", "reward")
+UNPAIRED_OBJECTIVE = "kto"
 
-# Which keys of a source of documents are read with which origin alone.
-OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
+# Origin of a source's documents -> keys that are read with this origin only.
+KEYS_OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
 
 def find_contradictions(config: RunConfig) -> Iterator[Contradiction]:
-    """Yield every pair of keys that cannot stand together."""
+    """Yield every contradiction between keys of a recipe."""
     if (config.max_steps is None) == (config.max_epochs is None):
         yield ("max_steps", "max_epochs"), "give exactly one of max_steps and max_epochs"
-    first, last = config.profile.start_step, config.max_steps
+    first = config.profile.start_step
+    last = config.max_steps
     if first is not None and last is not None and first > last:
         yield (
             ("profile.start_step", "max_steps"),
-            f"profile.start_step {first} is behind the last step (max_steps {last}); lower it",
+            f"profile.start_step {first} is after the last step (max_steps {last}); lower it",
         )
     if config.early_stopping is not None and not config.eval.every:
         yield (
             ("early_stopping", "eval.every"),
-            "early_stopping counts evaluations, and eval.every is 0; set eval.every to the steps between two",
+            "early_stopping counts evaluations, and eval.every is 0, which means none; set eval.every",
         )
     yield from find_interval_contradictions(config, None)
     if config.model.language_model is not None:
-        yield from _of_language_model(config.model.language_model)
+        yield from _check_language_model(config.model.language_model)
     if config.data.documents is not None:
-        yield from _of_documents(config.data.documents)
-    yield from _of_objective(config)
-    yield from _of_optimizer(config.optimizer)
-    yield from _of_schedule(config.schedule)
+        yield from _check_documents(config.data.documents)
+    yield from _check_objective(config)
+    yield from _check_optimizer(config.optimizer)
+    yield from _check_schedule(config.schedule)
 
 
 def _is_set(section: BaseModel, name: str) -> bool:
-    """Return whether a key has another value than its default."""
+    """Return whether a key has a value other than its default."""
     return bool(getattr(section, name) != type(section).model_fields[name].default)
 
 
-def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
+def _check_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
     if (model.architecture is None) == (model.pretrained is None):
         yield (
             ("model.architecture", "model.pretrained"),
@@ -77,16 +78,18 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
     if model.activation_offload and model.activation_checkpointing == "none":
         yield (
             ("model.activation_offload", "model.activation_checkpointing"),
-            "model.activation_offload: it is for the inputs of blocks that recompute; set "
+            "model.activation_offload moves the inputs of recomputed blocks, and no block is recomputed; set "
             "model.activation_checkpointing: full",
         )
     if model.architecture is not None and model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         yield (
             ("model.architecture",),
-            f"model.architecture: {model.architecture!r} is the name of a class; write its model type, as "
-            "config.json has it (llama for LlamaForCausalLM)",
+            f"model.architecture: {model.architecture!r} is the name of a class; write the model_type of its "
+            "config.json (llama for LlamaForCausalLM)",
         )
-    heads, groups, width = model.num_heads, model.num_key_value_heads, model.hidden_size
+    heads = model.num_heads
+    groups = model.num_key_value_heads
+    width = model.hidden_size
     if heads and groups and heads % groups:
         yield (
             ("model.num_heads", "model.num_key_value_heads"),
@@ -96,27 +99,28 @@ def _of_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
         if width % heads:
             yield (
                 ("model.hidden_size", "model.num_heads"),
-                f"model.hidden_size {width} is not a multiple of num_heads {heads}; change either, or state "
-                "the width of a head, if the architecture has one of its own: model.extra: {head_dim: ...}",
+                f"model.hidden_size {width} is not a multiple of num_heads {heads}; change either, or, if "
+                "the architecture has its own head width, give it: model.extra: {head_dim: ...}",
             )
         elif (
             model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra) and width // heads % 2
         ):
             yield (
                 ("model.num_heads", "model.hidden_size"),
-                f"model.num_heads {heads} of hidden_size {width} makes heads {width // heads} wide; rotary "
-                "positions need an even head width: change either",
+                f"model.num_heads {heads} with hidden_size {width} gives a head width of {width // heads}; "
+                "rotary positions need an even one: change either",
             )
 
 
-def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
+def _check_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
     named = {f"data.sources.{number}": source for number, source in enumerate(data.sources or [])}
     named |= {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
-    for at, source in named.items():
-        for origin, keys in OF_ORIGIN.items():
+    for section, source in named.items():
+        for origin, keys in KEYS_OF_ORIGIN.items():
             for key in keys:
                 if getattr(source, origin) is None and _is_set(source, key):
-                    yield (f"{at}.{key}", at), f"{at}.{key} goes with {origin}, which is not given; drop it"
+                    dotted = f"{section}.{key}"
+                    yield (dotted, section), f"{dotted} goes with {origin}, which is not given; drop it"
     if data.text is not None and data.sources is not None and _is_set(data.text, "text_field"):
         yield (
             ("data.text_field", "data.sources"),
@@ -124,15 +128,16 @@ def _of_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
         )
 
 
-def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradiction]:
-    """Check preference data against the kind of objective."""
+def _check_preferences(data: PreferenceDataConfig, kind: str) -> Iterator[Contradiction]:
+    """Yield contradictions between preference data and the kind of objective."""
     if kind in ("auto", "causal_lm", "classification"):
         yield (
             ("objective.kind", "data.kind"),
-            f"objective.kind: {kind} would learn from rejected answers of preference data as from chosen "
-            f"ones; set the loss that compares them: {', '.join(OF_PAIRS)} or {OF_EXAMPLES}",
+            f"objective.kind: {kind} would learn rejected answers of preference data like chosen ones; "
+            f"choose a loss that compares them: {', '.join(PAIR_OBJECTIVES)} or {UNPAIRED_OBJECTIVE}",
         )
-    wanted = {OF_EXAMPLES: "unpaired", **dict.fromkeys(OF_PAIRS, "pairs")}.get(kind, data.examples)
+    examples_of = {UNPAIRED_OBJECTIVE: "unpaired", **dict.fromkeys(PAIR_OBJECTIVES, "pairs")}
+    wanted = examples_of.get(kind, data.examples)
     if data.examples not in (None, wanted):
         yield (
             ("data.examples", "objective.kind"),
@@ -141,11 +146,12 @@ def _of_judgements(data: PreferenceDataConfig, kind: str) -> Iterator[Contradict
         )
 
 
-def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
-    objective, language = config.objective, config.model.language_model is not None
+def _check_objective(config: RunConfig) -> Iterator[Contradiction]:
+    objective = config.objective
+    is_language_model = config.model.language_model is not None
     if config.data.preferences is not None:
-        yield from _of_judgements(config.data.preferences, objective.kind)
-    elif objective.kind in (*OF_PAIRS, OF_EXAMPLES) and config.data.custom is None:
+        yield from _check_preferences(config.data.preferences, objective.kind)
+    elif objective.kind in (*PAIR_OBJECTIVES, UNPAIRED_OBJECTIVE) and config.data.custom is None:
         yield (
             ("objective.kind", "data.kind"),
             f"objective.kind: {objective.kind} compares answers, and data of kind {config.data.kind} has "
@@ -154,16 +160,16 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
     if objective.kind == "reward" and "sample" in config.model_fields_set and config.sample.max_new_tokens:
         yield (
             ("sample", "objective.kind"),
-            "sample: a reward model scores answers and writes no text; drop the section",
+            "sample: a reward model scores answers and generates no text; drop the section",
         )
-    if language and isinstance(objective, AutoObjectiveConfig):
+    if is_language_model and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):
             if _is_set(objective, name):
                 key = f"objective.{name}"
                 why = "only classification reads it, and a causal_lm model's objective is causal_lm"
                 yield (key, "objective.kind", "model"), f"{key}: {why}"
     wanted = None
-    if language and config.data.image_shape is not None:
+    if is_language_model and config.data.image_shape is not None:
         wanted = "text, chat or preference"
     if config.model.cnn is not None and config.data.documents is not None:
         wanted = "digits or images"
@@ -175,7 +181,7 @@ def _of_objective(config: RunConfig) -> Iterator[Contradiction]:
         )
 
 
-def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
+def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
     unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
     if ":" in optimizer.kind:
         unread |= {optimizer.kind: ("betas", "eps", "momentum")}
@@ -195,7 +201,7 @@ def _of_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
             )
 
 
-def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
+def _check_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
     unread: dict[str, tuple[str, ...]] = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
     if ":" in schedule.kind:
         unread[schedule.kind] = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
@@ -203,7 +209,7 @@ def _of_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
         if _is_set(schedule, name):
             yield (
                 (f"schedule.{name}", "schedule.kind"),
-                f"schedule.{name}: {schedule.kind} decides the whole curve; move it into that function"
+                f"schedule.{name}: {schedule.kind} decides the whole curve; drop the key, or compute it there"
                 if ":" in schedule.kind
                 else f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
                 "schedule.kind",

@@ -1,8 +1,8 @@
-"""Checks a DeepSpeed JSON against the installed DeepSpeed: every key of every section, and its value.
+"""Checks every key and value of a DeepSpeed JSON against the installed DeepSpeed.
 
 DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run. Importing its
-pydantic models imports torch, which takes seconds. So deepspeed_schema.json lists what they say
-(tests/config/deepspeed_schema.py writes it), and deepspeed_keys.py what this trainer adds.
+pydantic models would import torch, which takes seconds. So deepspeed_schema.json lists their fields
+(tests/config/deepspeed_schema.py writes it), and deepspeed_keys.py adds the rules of this trainer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MASTER_WEIGHT_KEYS = tuple(f"{name}.{name}_master_weights_and_grads" for name in
 OPTIMIZER_STATES_KEY = "bf16.bf16_optimizer_states"
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 LARGEST = 2**63 - 1
-"""No whole number in the file is larger: it counts, or measures memory."""
+"""Largest number in the file. Whole numbers there are counts or bytes, so none needs more than 64 bits."""
 
-# JSON Schema's types: what Python reads them as, and what errors call them.
+# Type of JSON Schema -> Python type, and its name in errors.
 TYPES: dict[str, tuple[Any, str]] = {
     "boolean": (bool, "true or false"),
     "integer": (int, "a whole number"),
@@ -41,29 +41,29 @@ BOUNDS = {
 
 
 def has_16bit_optimizer_states(filled: Tree) -> bool:
-    """Return whether the optimizer's state is bf16 as well."""
+    """Return whether the optimizer's states are bf16 in a resolved JSON."""
     return bool(get_dotted(filled, OPTIMIZER_STATES_KEY))
 
 
 def has_16bit_master_weights(filled: Tree) -> bool:
-    """Return whether there are no fp32 weights."""
+    """Return whether a resolved JSON has bf16 or fp16 master weights, and so no fp32 weights."""
     return any(get_dotted(filled, key) for key in MASTER_WEIGHT_KEYS)
 
 
 @functools.cache
 def load_key_rules() -> dict[str, dict[str, Any]]:
-    """Return dotted key -> its type, bounds and choices: DeepSpeed's, with this trainer's on top."""
-    found: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    for dotted, more in keys.LIMITS.items():
-        found[dotted] = found.get(dotted, {}) | more
-        if "exclusiveMinimum" in more:
-            found[dotted].pop("minimum", None)
-    return found
+    """Return dotted key -> its type, bounds and choices: DeepSpeed's, overridden by this trainer's limits."""
+    rules: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    for dotted, limits in keys.LIMITS.items():
+        rules[dotted] = rules.get(dotted, {}) | limits
+        if "exclusiveMinimum" in limits:
+            rules[dotted].pop("minimum", None)
+    return rules
 
 
 @functools.cache
-def _names(section: str) -> dict[str, str]:
-    """Return every name of a key of this section -> the name in DeepSpeed's documentation."""
+def _key_names(section: str) -> dict[str, str]:
+    """Return every accepted name of a key of this section -> its name in DeepSpeed's documentation."""
     found: dict[str, str] = {}
     for dotted, rule in load_key_rules().items():
         parent, _, key = dotted.rpartition(".")
@@ -73,38 +73,38 @@ def _names(section: str) -> dict[str, str]:
         parent, _, other = dotted.rpartition(".")
         if parent == section:
             found[other] = key
-    own = keys.READ_KEYS.get(section)
-    return {name: key for name, key in found.items() if own is None or key in own}
+    read = keys.READ_KEYS.get(section)
+    return {name: key for name, key in found.items() if read is None or key in read}
 
 
 def check_deepspeed_json(file: ConfigFile) -> None:
-    """Turn the file's tree into the keys that DeepSpeed documents, with a note for each that is left out.
+    """Replace the file's tree by checked values under the names of DeepSpeed's documentation.
 
-    Nulls are left out, since they stand for DeepSpeed's default. So are comments, what is switched off, and
-    keys that nothing reads.
+    Left out are nulls, which mean DeepSpeed's default, and, with a note for each: comments, features that
+    are switched off, and keys that nothing reads.
 
     Raises:
-        ConfigError: A key is unknown or not read here, or a value has another type or is out of range.
+        ConfigError: A key is unknown or not supported, or a value has a wrong type or is out of range.
     """
-    file.tree = _section(file, file.tree, "")
+    file.tree = _check_section(file, file.tree, "")
 
 
-def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
+def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     clean: Tree = {}
-    names = _names(prefix.removesuffix("."))
+    names = _key_names(prefix.removesuffix("."))
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            file.notes.append(f"{file.describe_key(full)}: a comment, passed over")
+            file.notes.append(f"{file.describe_key(full)}: ignored, a comment")
             continue
         if full in keys.UNSUPPORTED:
             if not _is_off(full, value):
-                raise ConfigError(f"{file.describe_key(full)}: not read here; {keys.UNSUPPORTED[full]}")
+                raise ConfigError(f"{file.describe_key(full)}: not supported; {keys.UNSUPPORTED[full]}")
             if value is not None:
-                file.notes.append(f"{file.describe_key(full)}: switched off, passed over")
+                file.notes.append(f"{file.describe_key(full)}: ignored, it is switched off")
             continue
         if given not in names:
-            raise ConfigError(f"{file.describe_key(full)}: {_unknown(full, given, names)}")
+            raise ConfigError(f"{file.describe_key(full)}: {_explain_unknown(full, given, names)}")
         if value is None:
             continue
         name = names[given]
@@ -114,37 +114,39 @@ def _section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
                 f"{file.describe_key(full)}: another name of {name}, which is given too; drop one"
             )
         if full != dotted:
-            file.locations |= {dotted + at[len(full) :]: file.locations[at] for at in file.keys_within(full)}
-        checked = _value(file, dotted, value, full)
+            file.locations |= {
+                dotted + key[len(full) :]: file.locations[key] for key in file.keys_within(full)
+            }
+        checked = _check_value(file, dotted, value, full)
         if dotted not in keys.IGNORED:
             clean[name] = checked
         elif not _is_off(dotted, value):
-            file.notes.append(f"{file.describe_key(full)}: passed over; {keys.IGNORED[dotted]}")
+            file.notes.append(f"{file.describe_key(full)}: ignored; {keys.IGNORED[dotted]}")
     return clean
 
 
-def _unknown(full: str, given: str, names: dict[str, str]) -> str:
-    """Return what to say of a key that its section does not have."""
+def _explain_unknown(full: str, given: str, names: dict[str, str]) -> str:
+    """Return the error text for a key that its section does not have."""
     if full in keys.ALIASES:
         return f"unknown key; {keys.ALIASES[full]}"
     if "." in given and given in load_key_rules():
-        return f"unknown key; write {_nested(given)}"
+        return f"unknown key; write {_format_nested(given)}"
     section = full.rpartition(".")[0]
     if full in load_key_rules():
         read = ", ".join(sorted(set(names.values())))
-        return f"not read here; of {section} this trainer reads {read}"
+        return f"not supported; of {section} this trainer reads {read}"
     known = {*names, *(key for key in keys.UNSUPPORTED if "." not in key and not section)}
     near = did_you_mean(given, known)
     return f"unknown key{near if len(known) <= 12 or 'mean' in near else ''}"
 
 
-def _nested(dotted: str) -> str:
+def _format_nested(dotted: str) -> str:
     first, _, rest = dotted.partition(".")
-    return f'"{first}": ' + ("{" + _nested(rest) + "}" if rest else "...")
+    return f'"{first}": ' + ("{" + _format_nested(rest) + "}" if rest else "...")
 
 
 def _is_off(dotted: str, value: Any) -> bool:
-    """Return whether a key that is not read here asks for nothing, or for what DeepSpeed does anyway."""
+    """Return whether an unsupported key is switched off, or has DeepSpeed's default."""
     if isinstance(value, dict) and dotted not in keys.ON_IF_PRESENT:
         if "enabled" in value:
             return value["enabled"] in (False, "auto")
@@ -152,11 +154,14 @@ def _is_off(dotted: str, value: Any) -> bool:
     return value is None or value is False or value == load_key_rules().get(dotted, {}).get("default")
 
 
-def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
-    """Return the checked value, 1e9 as an integer.
+def _check_value(file: ConfigFile, dotted: str, value: Any, written: str) -> Any:
+    """Return the checked value, with 1e9 as an integer.
 
     Args:
-        said: The key as the file has it, for errors.
+        file: File for errors.
+        dotted: Key under the name of DeepSpeed's documentation.
+        value: Value to check.
+        written: Key as the file has it, for errors.
 
     Raises:
         ConfigError: The value is not of the type that DeepSpeed reads, or out of its range.
@@ -164,29 +169,28 @@ def _value(file: ConfigFile, dotted: str, value: Any, said: str) -> Any:
     rule = load_key_rules()[dotted]
     kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
     if value == "auto" and "object" not in kinds and dotted not in keys.NEVER_AUTO:
-        return value  # filled in later, or an error then
+        return value  # resolve_deepspeed fills it, or raises
     given = value
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
-    is_kind = not kinds or any(
+    has_type = not kinds or any(
         isinstance(value, TYPES[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
         for kind in kinds
     )
-    if not is_kind or not _in_range(rule, value):
+    if not has_type or not _is_in_range(rule, value):
         advice = f"; {rule['advice']}" if "advice" in rule else ""
-        raise ConfigError(
-            f"{file.describe_key(said)}: expected {_expected(dotted, rule, kinds)}, given {given!r}{advice}"
-        )
-    if isinstance(value, dict) and _names(dotted):
-        return _section(file, value, f"{dotted}.")
+        expected = _describe_expected(dotted, rule, kinds)
+        raise ConfigError(f"{file.describe_key(written)}: expected {expected}, given {given!r}{advice}")
+    if isinstance(value, dict) and _key_names(dotted):
+        return _check_section(file, value, f"{dotted}.")
     return value
 
 
-def _in_range(rule: dict[str, Any], value: Any) -> bool:
+def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
     if isinstance(value, list) and rule.get("items") == "string":
         return all(isinstance(each, str) for each in value)
     if "enum" in rule:
-        # DeepSpeed turns the letters of its own words to one case before it compares.
+        # DeepSpeed compares its own words without regard to case.
         words = (value.lower(), value.upper()) if rule.get("anyCase") and isinstance(value, str) else (value,)
         return any(word in rule["enum"] for word in words)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -200,7 +204,7 @@ def _in_range(rule: dict[str, Any], value: Any) -> bool:
     )
 
 
-def _expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
+def _describe_expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
     if "enum" in rule:
         words = [str(each).lower() if isinstance(each, bool) else str(each) for each in rule["enum"]]
         return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

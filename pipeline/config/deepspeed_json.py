@@ -1,9 +1,9 @@
-"""Loads the DeepSpeed JSON, fills in every "auto", and returns a plain dict."""
+"""Loads the DeepSpeed JSON, and resolves it to the dict that DeepSpeed gets, without any "auto"."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from pipeline.errors import ConfigError
 
 
 def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> ConfigFile:
-    """Return the file with the command line's `ds.` overrides, every key and value checked.
+    """Return the checked file with the `ds.` overrides of the command line.
 
     Raises:
-        ConfigError: The file is missing or malformed, a key is unknown or not read here, or DeepSpeed does
-            not take a value.
+        ConfigError: The file is missing or malformed, a key is unknown or not supported, or DeepSpeed does
+            not accept a value.
     """
     file = read_json(path)
     for parts, value in overrides:
@@ -31,10 +31,10 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> C
 
 
 def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
-    """Return the dict DeepSpeed gets: every "auto" filled, without optimizer and schedule.
+    """Return the dict that DeepSpeed gets: every "auto" filled, without optimizer and schedule.
 
     Raises:
-        ConfigError: Nothing can fill an "auto".
+        ConfigError: No rule fills an "auto".
     """
     filled = {
         key: copy.deepcopy(value)
@@ -47,15 +47,16 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     filled["gradient_clipping"] = config.optimizer.max_grad_norm
     if config.optimizer.kind != "adamw":
         filled["zero_allow_untested_optimizer"] = True
-        filled["zero_force_ds_cpu_optimizer"] = False  # its kernel is Adam's
-    # On by default; it waits for the device before each forward and after each step.
+        filled["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's CPU kernel computes Adam only
+    # DeepSpeed's throughput timer is on by default. It waits for the device before each forward and after
+    # each step.
     filled.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     zero = filled.setdefault("zero_optimization", {"stage": 0})
     if zero.get("stage"):
         zero.setdefault("overlap_comm", "auto")
-    if zero.get("stage") in (1, 2):  # vectorised kernels need multiples of 16 bytes
+    if zero.get("stage") in (1, 2):  # vectorised kernels need parameters at multiples of 16 bytes
         zero.setdefault("parameter_alignment", True)
-    if zero.get("stage") == 3:  # DeepSpeed's own are as large as most models
+    if zero.get("stage") == 3:  # DeepSpeed's default group is larger than most models
         zero.setdefault("sub_group_size", "auto")
     ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
     for key, value in _zero_defaults(config, ranks, zero.get("stage", 0)).items():
@@ -72,43 +73,47 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
 
 
 def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
-    """Return bucket sizes in elements.
+    """Return ZeRO's defaults for "auto"; sizes count elements. `None` leaves the size to the engine.
 
-    At stages 1 and 2 the engine chooses, by the model's size. Hugging Face's rule for stage 3, the square of
-    the width, would send a small model in pieces that wait for their latency: not below 50 million.
+    At stages 1 and 2 the engine chooses the reduce bucket by the size of the model. At stage 3 the bucket
+    is the square of the hidden size, as in Hugging Face's integration, but at least 50 million elements:
+    smaller pieces would cost more latency than transfer.
     """
     language = config.model.language_model
     hidden = (language.hidden_size if language is not None else None) or 0
     bucket = max(hidden * hidden, 50_000_000)
     return {
-        "overlap_comm": ranks > 1,  # alone there is nothing to overlap, and it costs two waits a step
+        "overlap_comm": ranks > 1,  # a single rank has nothing to overlap, and would wait twice a step
         "reduce_bucket_size": bucket if stage == 3 else None,
         "allgather_bucket_size": 500_000_000,
         "stage3_prefetch_bucket_size": int(0.9 * bucket),
         "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
-        # A step adds 4 bytes of each element, the gradient of one group in fp32.
+        # During a step the gradients of one group exist in fp32, which takes 4 bytes an element.
         "sub_group_size": 100_000_000,
     }
 
 
 def decide_precision(file: ConfigFile, device: Device) -> str:
-    """Return `bf16`, else `fp16`, if it is asked for, or left open and faster on the device; else `fp32`.
+    """Return the precision of the run: `bf16`, `fp16` or `fp32`.
+
+    A half precision is used if the JSON enables it. With "auto" it is used if the device is faster in it
+    than in fp32, bf16 before fp16.
 
     Raises:
-        ConfigError: Both half precisions are asked for, or one that the device does not compute in.
+        ConfigError: Both half precisions are enabled, or one in which the device cannot compute.
     """
     bf16 = get_dotted(file.tree, "bf16.enabled") or False
     fp16 = get_dotted(file.tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
         raise ConfigError(f"{file.describe_key('bf16.enabled')} and fp16.enabled are both true; choose one")
-    others = {"fp16": "bf16 (ds_configs/zero2.json)", "bf16": "fp16 (ds_configs/zero2_fp16.json)"}
-    for name, asked in (("fp16", fp16), ("bf16", bf16)):
-        if asked is True and device.kind == "cuda" and not getattr(device, name):
+    alternatives = {"fp16": "bf16 (ds_configs/zero2.json)", "bf16": "fp16 (ds_configs/zero2_fp16.json)"}
+    for name, enabled in (("fp16", fp16), ("bf16", bf16)):
+        if enabled is True and device.kind == "cuda" and not getattr(device, name):
             raise ConfigError(
                 f"{file.describe_key(f'{name}.enabled')}: this device does not compute in {name}; "
-                f"use {others[name]}, or fp32 with ds.{name}.enabled=false"
+                f"use {alternatives[name]}, or fp32 with ds.{name}.enabled=false"
             )
     if bf16 is True or (bf16 == "auto" and fp16 is not True and device.bf16):
         return "bf16"
@@ -116,19 +121,24 @@ def decide_precision(file: ConfigFile, device: Device) -> str:
 
 
 def get_precision(filled: Tree) -> str:
-    """Return what a resolved configuration computes in: `fp32`, `bf16` or `fp16`."""
+    """Return the precision of a resolved JSON: `fp32`, `bf16` or `fp16`."""
     return next((name for name in ("bf16", "fp16") if filled.get(name, {}).get("enabled")), "fp32")
 
 
 def get_min_loss_scale(filled: Tree | None) -> float | None:
-    """Return the fp16 loss scale that DeepSpeed does not go below; `None` in other precisions."""
+    """Return the lowest fp16 loss scale that DeepSpeed uses; `None` in other precisions."""
     if filled is None or get_precision(filled) != "fp16":
         return None
     return float(filled["fp16"].get("loss_scale") or filled["fp16"].get("min_loss_scale", 1))
 
 
 def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    """Yield the dotted keys that are still "auto", except those whose default in DeepSpeed is "auto"."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
     for key, value in items:
         if value == "auto":
             if load_key_rules().get(f"{prefix}{key}", {}).get("default") != "auto":

@@ -83,7 +83,7 @@ TYPES = [
     key("a command with one quote", "notify.command", "mail 'me", "No closing quotation"),
     key("a command of nothing", "notify.command", " ", "is empty"),
     key("an address in place of a name", "notify.webhook_env", "https://x/y", "write its name here"),
-    key("a profile behind the end", "profile.start_step", 10**6, "is behind the last step"),
+    key("a profile behind the end", "profile.start_step", 10**6, "is after the last step"),
     whole(
         "an endless number of epochs",
         "model: {kind: cnn}\ndata: {kind: digits}\nmax_epochs: .inf\n",

@@ -124,7 +124,7 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
     [
         ({}, "give global_batch_size"),
         ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, "drop it, or give micro_batch_size as"),
-        ({"global_batch_size": 7}, "what a rank sees of a step = 7 / 2 = 3.500.* of 6 or 8 divides"),
+        ({"global_batch_size": 7}, "samples of a rank = 7 / 2 = 3.500.* of 6 or 8 divides"),
     ],
 )
 def test_what_auto_cannot_stand_with_is_refused(others, message):

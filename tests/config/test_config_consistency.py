@@ -50,7 +50,7 @@ def refused(tmp_path, capsys):
         (LLAMA, ["model.pretrained=./there"], "command line: model: give exactly one of architecture"),
         (LLAMA, ["model={kind: causal_lm, pretrained: x, weights: y}"], "command line: model: give pretr"),
         (LLAMA.replace("  architecture: llama\n", ""), [], "recipe.yaml:2: model: give exactly one of arch"),
-        (LLAMA, ["model.activation_offload=true"], "command line: model.activation_offload: it is for the"),
+        (LLAMA, ["model.activation_offload=true"], "command line: model.activation_offload moves the"),
         (LLAMA, ["objective.class_weights=[1, 2]"], "command line: objective.class_weights: only"),
         (LLAMA + "objective: {label_smoothing: 0.1}\n", [], "recipe.yaml:8: objective.label_smoothing: only"),
         (CNN, ["objective={kind: model_loss, class_weights: [1]}"], "command line: objective.class_we"),
@@ -64,7 +64,7 @@ def refused(tmp_path, capsys):
         (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
         (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),
         (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),
-        (CNN, ["data={kind: preference, paths: [a]}"], "command line: objective.kind: auto would learn from"),
+        (CNN, ["data={kind: preference, paths: [a]}"], "command line: objective.kind: auto would learn rejected"),
         (LLAMA, ["data.kind=preference", "objective.kind=causal_lm"], "command line: objective.kind: causal"),
         (LLAMA, ["data={kind: preference, paths: [a], separate_documents: false}"], "command line: data"),
         (LLAMA, ["data={kind: digits}"], "command line: data.kind digits: a causal_lm model cannot"),
@@ -175,7 +175,7 @@ def test_notes_of_a_file_from_elsewhere_go_to_standard_error(tmp_path, capsys):
     split = tmp_path / "split.json"
     split.write_text('{"_comment": "mine",\n"zero_optimization": {"stage": 1}}')
     assert main(["--dry-run", "--config", str(tmp_path / "recipe.yaml"), "--deepspeed", str(split)]) == 0
-    assert capsys.readouterr().err == f"note: {split}:1: _comment: a comment, passed over\n"
+    assert capsys.readouterr().err == f"note: {split}:1: _comment: ignored, a comment\n"
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_rotary_heads_of_an_odd_width_cannot_be_computed_and_are_refused(refused
     with pytest.raises(RuntimeError, match="The size of tensor a"):
         forward(6)
     text = LLAMA.replace("llama", architecture).replace("64", "6")
-    assert "model.num_heads 2 of hidden_size 6 makes heads 3 wide" in refused(text, "model.num_heads=2")
+    assert "model.num_heads 2 with hidden_size 6 gives a head width of 3" in refused(text, "model.num_heads=2")
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,13 @@ def test_a_mistake_in_the_file_is_one_line(load, tmp_path, text, message):
 @pytest.mark.parametrize("key", keys.UNSUPPORTED)
 def test_what_is_not_read_here_is_refused_with_what_to_use_instead(load, tmp_path, key):
     message = fails_with(load, tmp_path, nested(key, {}))
-    assert message == f"split.json:1: {key}: not read here; {keys.UNSUPPORTED[key]}"
+    assert message == f"split.json:1: {key}: not supported; {keys.UNSUPPORTED[key]}"
 
 
 def test_a_section_that_is_on_where_it_stands_is_never_taken_for_switched_off(load, tmp_path):
     """Every other one with DeepSpeed's own defaults in it asks for nothing."""
     assert load({"checkpoint": {"load_universal": False}}) == {}
-    assert "zenflow: not read" in fails_with(
+    assert "zenflow: not supported" in fails_with(
         load, tmp_path, nested("zero_optimization.zenflow.offload", False)
     )
 
@@ -305,7 +305,7 @@ def test_the_tables_do_not_contradict_each_other():
         for key in (section, *(f"{section}.{name}" for name in names))
     }
     assert not set(keys.UNSUPPORTED) & set(keys.IGNORED)
-    assert set(keys.LIMITS) - described - set(keys.OF_THE_RECIPE) <= own | {"sequence_parallel_size"}
+    assert set(keys.LIMITS) - described - set(keys.OPTIMIZER_AND_SCHEDULER) <= own | {"sequence_parallel_size"}
     assert set(keys.IGNORED) <= described
     assert {key.partition(".")[0] for key in keys.ADOPTED} <= described
     assert set(keys.ADOPTED) <= set(load_key_rules())

@@ -135,7 +135,7 @@ def test_the_scheduler_decides_the_peak_as_in_deepspeed(load):
     settings = load(split)
     assert settings.config.optimizer.learning_rate == 2e-4
     (note,) = settings.deepspeed_file.notes
-    assert note.endswith("optimizer.params.lr: DeepSpeed steps at warmup_max_lr, 0.0002, not at 0.0001")
+    assert note.endswith("optimizer.params.lr: the peak learning rate is warmup_max_lr, 0.0002, not 0.0001, as in DeepSpeed")
 
 
 def test_an_adopted_number_that_is_none_names_the_json(load, tmp_path):
@@ -172,17 +172,17 @@ def test_a_schedule_of_the_json_is_adopted(load, tmp_path, theirs, ours):
             "expected WarmupLR, WarmupDecayLR or WarmupCosineLR, given 'OneCycle'",
         ),
         ("scheduler.type", 7, "expected WarmupLR, WarmupDecayLR or WarmupCosineLR, given 7; or drop the sec"),
-        ("optimizer.params.amsgrad", True, "expected false, given True; drop it: the recipe's optimizer and"),
+        ("optimizer.params.amsgrad", True, "expected false, given True; drop it: the optimizers and"),
         (
             "optimizer.params.adam_w_mode",
             False,
-            "expected true, given False; drop it: the recipe's optimizer",
+            "expected true, given False; drop it: the optimizers",
         ),
-        ("optimizer.params.dampening", 0.1, "expected 0, given 0.1; drop it: the recipe's optimizer"),
+        ("optimizer.params.dampening", 0.1, "expected 0, given 0.1; drop it: the optimizers"),
         (
             "optimizer.legacy_fusion",
             True,
-            "expected false, given True; drop it: the recipe's optimizer and s",
+            "expected false, given True; drop it: the optimizers and s",
         ),
         ("optimizer.params.max_norm", 1.0, 'unknown key (did you mean "max_grad_norm"?)'),
         ("optimizer.params.learning_rate", 1e-4, "unknown key"),

@@ -204,8 +204,8 @@ def test_ranks_with_other_weights_are_told(ranks):
     ("weight", "message"),
     [
         ({}, "given {}"),
-        ({0: -1.0}, "expected a number from 0 on"),
-        ({-1: 1.0}, "expected a number from 0 on"),
+        ({0: -1.0}, "expected a number of 0 or more"),
+        ({-1: 1.0}, "expected a number of 0 or more"),
         ({"late": 1.0}, "given {'late': 1.0}"),
         ("half", "given 'half'"),
         (-0.5, "given -0.5"),

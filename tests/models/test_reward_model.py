@@ -127,7 +127,7 @@ def test_its_first_weights_are_the_same_under_every_split(ranks, base, split):
 
 
 def test_it_writes_nothing(tmp_path, base):
-    with pytest.raises(ConfigError, match=r"sample: a reward model scores answers and writes no text"):
+    with pytest.raises(ConfigError, match=r"sample: a reward model scores answers and generates no text"):
         settings(tmp_path, "run", {"pretrained": str(base)}, base, {"sample": {"prompt": "Hello"}})
 
 
