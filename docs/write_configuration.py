@@ -1,4 +1,7 @@
-"""Writes the tables of docs/configuration.md from the schema: python docs/write_configuration.py"""
+"""Writes the tables of docs/configuration.md from the schema.
+
+python docs/write_configuration.py
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ DOCUMENT = Path(__file__).with_name("configuration.md")
 Schema = dict[str, Any]
 """JSON Schema, as pydantic writes it for the recipe."""
 
-# In words; a pattern that is not here is explained by its field.
+# Pattern -> description. The docstring of a field explains every other pattern.
 PATTERNS = {IMPORT_PATH: "an import path"} | dict.fromkeys(
     (RUN_NAME, SOURCE_NAME), "letters, digits, `_`, `.`, `-`"
 )
@@ -28,13 +31,13 @@ TYPES |= {"string": "text", "integer": "whole number", "number": "number", "bool
 
 
 def document() -> str:
-    """Return docs/configuration.md with each table between its two marks written anew."""
+    """Return the text of docs/configuration.md with new tables between its markers."""
     text = DOCUMENT.read_text(encoding="utf-8")
     tables = {
-        "recipe": "\n".join(_recipe()),
-        "adopted": _two("in the recipe", {key: f"`{ours}`" for key, ours in keys.ADOPTED.items()}),
-        "ignored": _two("why", keys.IGNORED),
-        "refused": _two("instead", keys.UNSUPPORTED),
+        "recipe": "\n".join(_format_recipe()),
+        "adopted": _format_pairs("in the recipe", {key: f"`{own}`" for key, own in keys.ADOPTED.items()}),
+        "ignored": _format_pairs("why", keys.IGNORED),
+        "refused": _format_pairs("instead", keys.UNSUPPORTED),
     }
     for name, table in tables.items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
@@ -43,7 +46,8 @@ def document() -> str:
     return text
 
 
-def _recipe() -> Iterator[str]:
+def _format_recipe() -> Iterator[str]:
+    """Yield headings, paragraphs and tables of all sections of the recipe."""
     recipe = RunConfig.model_json_schema()
     defined = recipe["$defs"]
     top = {name: field for name, field in recipe["properties"].items() if not _sections(field)}
@@ -59,13 +63,13 @@ def _recipe() -> Iterator[str]:
                 yield f"### {_kind(section)}\n"
             yield _paragraph(section["description"])
             yield _table(f"{name}.", section, defined)
-        for item, holders in _items(name, members).items():
+        for item, holders in _find_items(name, members).items():
             yield f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n"
             yield _paragraph(defined[item]["description"])
             yield _table("", defined[item], defined)
 
 
-def _two(heading: str, table: dict[str, str]) -> str:
+def _format_pairs(heading: str, table: dict[str, str]) -> str:
     return _rows(("key", heading), [(f"`{key}`", text) for key, text in table.items()])
 
 
@@ -74,25 +78,25 @@ def _paragraph(text: str) -> str:
 
 
 def _sections(field: Schema) -> list[str]:
-    """Return the section that a field holds, or the alternatives of its `kind`; empty for a value."""
+    """Return the names of the sections that a field may be; empty for a value."""
     return [
         each["$ref"].rpartition("/")[2] for each in field.get("oneOf", _alternatives(field)) if "$ref" in each
     ]
 
 
 def _alternatives(field: Schema) -> list[Schema]:
-    """Return what a value may be besides null."""
+    """Return the types that a value may have, except null."""
     return [each for each in field.get("anyOf", [field]) if each.get("type") != "null"]
 
 
-def _items(name: str, members: list[Schema]) -> dict[str, dict[str, None]]:
-    """Return sections within lists and mappings of a section, with the keys that hold them."""
+def _find_items(name: str, members: list[Schema]) -> dict[str, dict[str, None]]:
+    """Return the sections within lists and mappings of a section -> the keys that contain them."""
     found: dict[str, dict[str, None]] = {}
     for section in members:
         for key, field in section["properties"].items():
             for each in _alternatives(field):
-                held = [each.get("items", {}), *each.get("patternProperties", {}).values()]
-                for item in (item for inner in held for item in _sections(inner)):
+                elements = [each.get("items", {}), *each.get("patternProperties", {}).values()]
+                for item in (item for element in elements for item in _sections(element)):
                     found.setdefault(item, {})[f"{name}.{key}"] = None
     return found
 
@@ -107,12 +111,12 @@ def _table(prefix: str, section: Schema, defined: Schema) -> str:
 
 def _field_rows(prefix: str, section: Schema, defined: Schema) -> Iterator[tuple[str, ...]]:
     fields = section["properties"].items()
-    for name, field in sorted(fields, key=lambda item: item[0] != "kind"):  # what chooses stands first
+    for name, field in sorted(fields, key=lambda item: item[0] != "kind"):  # `kind` is the first row
         if inner := _sections(field):
             yield from _field_rows(f"{prefix}{name}.", defined[inner[0]], defined)
             continue
-        meaning = " ".join(field.get("description", "What this section describes.").split())
-        # A kind is looked at before its section is made, so its default never counts.
+        meaning = " ".join(field.get("description", "Kind of this section.").split())
+        # The kind of these two is read before its section is validated, so its default has no effect.
         default = "required" if name == "kind" and prefix in ("model.", "data.") else _default(field)
         yield f"`{prefix}{name}`", _type(field), default, ", ".join(_range(field)), meaning
 
@@ -156,7 +160,7 @@ def _range(field: Schema) -> Iterator[str]:
             yield f"at least {value['minItems']}"
         patterns = [value.get("pattern"), *value.get("patternProperties", ())]
         yield from (PATTERNS[pattern] for pattern in patterns if pattern in PATTERNS)
-        if item := value.get("prefixItems", [value.get("items")])[0]:  # they are all alike
+        if item := value.get("prefixItems", [value.get("items")])[0]:  # all items have the same limits
             yield from _range(item)
 
 

@@ -1,6 +1,8 @@
-"""Train a model: deepspeed launch/train.py --deepspeed ds_configs/zero2.json
+"""Trains a model, as `ds-pipeline train` does.
 
-Also: torchrun --nproc-per-node 2 launch/train.py ..., or python launch/train.py on one device.
+deepspeed launch/train.py --deepspeed ds_configs/zero2.json
+torchrun --nproc-per-node 2 launch/train.py ...
+python launch/train.py ...                         # on one device
 """
 
 import sys

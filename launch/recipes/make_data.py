@@ -1,12 +1,10 @@
-"""Writes the data of sft.yaml, lora.yaml, dpo.yaml and reward.yaml.
-
-They are questions about Python's standard library, answered by its source. No network is needed.
+"""Writes the training data of sft.yaml, lora.yaml, dpo.yaml and reward.yaml, without a network.
 
     python launch/recipes/make_data.py data
 
-instructions.jsonl: what functions do, and where they are. signatures.jsonl: how they are called.
-preferences.jsonl: what others do, answered straight away and answered with doubts; no question of it is in
-the first two.
+The data are questions about Python's standard library. Its own source, which every machine has, answers them.
+instructions.jsonl asks for the purpose of a function and for its module, signatures.jsonl for its arguments.
+preferences.jsonl asks for the purpose of other functions, and has a plain answer and one with doubts.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from typing import NamedTuple
 from pipeline.errors import CommandLineParser, PipelineError, report_errors
 
 LONGEST = 160  # characters of an answer
-PREFERRED = 3  # of so many functions one is kept for preferences alone
+PREFERRED = 3  # one of this many functions is used for preferences only
 DOUBTS = ("I am not sure, but perhaps: ", "It is hard to say. ", "Well, maybe this: ", "I would guess: ")
 
 
 class Function(NamedTuple):
-    """One of a module that documents it."""
+    """A documented function of a module."""
 
     module: str
     name: str
@@ -37,7 +35,7 @@ class Function(NamedTuple):
 
 
 def functions() -> Iterator[Function]:
-    """Yield public functions and methods of all top-level modules and packages, always in one order."""
+    """Yield the public functions and methods of all top-level modules and packages, in a fixed order."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted([*library.glob("*.py"), *library.glob("*/__init__.py")]):
         module = path.parent.name if path.name == "__init__.py" else path.stem
@@ -65,7 +63,7 @@ def main(folder: Path) -> None:
     """Write the three files into `folder`.
 
     Raises:
-        PipelineError: nothing can be written there.
+        PipelineError: The folder cannot be written to.
     """
     found = list(functions())
     owners = Counter(each.name for each in found)
@@ -84,7 +82,7 @@ def main(folder: Path) -> None:
             )
             continue
         instructions.append(chat(question, each.what))
-        if owners[each.name] == 1:  # else there are several answers
+        if owners[each.name] == 1:  # otherwise several modules would be right
             instructions.append(chat(f"Which module has {each.name}?", f"It is in {each.module}."))
         if len(each.arguments) <= LONGEST // 2:
             signatures.append(chat(f"How is {name} called?", f"{name}({each.arguments})"))
@@ -100,9 +98,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = CommandLineParser(
-        prog="make_data.py", description="Writes the data of the recipes of fine-tuning."
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to, such as data")
+    parser = CommandLineParser(prog="make_data.py", description="Write the data of the fine-tuning recipes.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder for the files, for example data")
     arguments = parser.parse_args()
     sys.exit(report_errors(lambda: main(arguments.folder)))

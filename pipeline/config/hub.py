@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub: from its cache on this machine where the hub does not answer soon."""
+"""Access to the Hugging Face hub, or to its cache on this machine if the hub does not answer soon."""
 
 from __future__ import annotations
 
@@ -11,65 +11,67 @@ from threading import Thread
 from pipeline.errors import PipelineError, summarize_error
 
 SECONDS_TO_ANSWER = 2.0
-"""For the hub to answer. Without this question its client asks an unreachable hub for a minute."""
+"""Seconds that the hub has to answer. Without this test the hub's client retries for a minute if it is
+unreachable."""
 MEMORY_SECONDS = 60.0
-"""Seconds, from when the hub was asked, for which its answer counts."""
-MARKS = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files of which the cache has one if it has a model or a tokenizer."""
+"""Seconds for which an answer, or its absence, counts before the hub is asked again."""
+MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files of which the cache has at least one if it has the model or tokenizer."""
 
 
 @contextmanager
 def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[None]:
-    """Let the hub's client read a name from its cache alone inside of this, if the hub does not answer.
+    """Make the hub's client read from its cache only while the body runs, if the hub does not answer.
 
     Args:
-        key: Where the recipe has the name.
-        given: A name, or a local path, for which nothing is asked.
-        error: What to raise.
+        key: Key of the recipe that has the name, for errors.
+        given: Name on the hub, or a local path, for which the hub is not asked.
+        error: Class of the errors to raise.
 
     Raises:
-        PipelineError: as `error`; it cannot be a name, or neither the hub nor the cache gives it.
+        PipelineError: As `error`; the name is not valid on the hub, or neither the hub nor the cache has it.
     """
     if Path(given).expanduser().exists():
         yield
         return
-    from huggingface_hub import constants, try_to_load_from_cache  # half a second
+    from huggingface_hub import constants, try_to_load_from_cache  # takes half a second
     from huggingface_hub.errors import HFValidationError
 
-    start, before = f"{key}: {given!r}: there is no such folder", constants.HF_HUB_OFFLINE
+    start = f"{key}: {given!r}: there is no such folder"
+    was_offline = constants.HF_HUB_OFFLINE
     try:
-        is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKS)
+        is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKER_FILES)
     except HFValidationError as mistake:
         raise error(f"{start}, nor can the hub have such a name ({summarize_error(mistake)})") from None
-    problem = "HF_HUB_OFFLINE is set" if before else _unreachable(constants.ENDPOINT)
+    problem = "HF_HUB_OFFLINE is set" if was_offline else _find_problem(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache here has nothing of that name; "
-            f"give a folder, or type where there is a network: hf download {given}"
+            f"give a folder, or download it on a machine with network access: hf download {given}"
         )
     constants.HF_HUB_OFFLINE = problem is not None
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = was_offline
 
 
 _answers: dict[str, tuple[float, str | None]] = {}
-"""Endpoint -> when this process asked it last, and why it did not answer; `None` if it did."""
+"""Endpoint -> time of the last question, and the problem; `None` if the endpoint answered."""
 
 
-def _unreachable(endpoint: str) -> str | None:
-    """Return why the hub does not answer, or `None`. Asks at most once in `MEMORY_SECONDS`."""
+def _find_problem(endpoint: str) -> str | None:
+    """Return why the hub does not answer; `None` if it does. Ask at most once in `MEMORY_SECONDS`."""
     asked_at, problem = _answers.get(endpoint, (-MEMORY_SECONDS, None))
     now = time.monotonic()
     if now - asked_at >= MEMORY_SECONDS:
-        problem = _ask(endpoint)
+        problem = _ask_hub(endpoint)
         _answers[endpoint] = (now, problem)
     return problem
 
 
-def _ask(endpoint: str) -> str | None:
-    """Return why the hub does not answer now, or `None`. Any answer counts, a refusal as well."""
+def _ask_hub(endpoint: str) -> str | None:
+    """Ask the hub, and return why it does not answer; `None` if it does. A refusal is an answer, too."""
     from huggingface_hub import get_session
 
     problems: list[str | None] = [f"{endpoint}: no answer within {SECONDS_TO_ANSWER:g} s"]
@@ -78,10 +80,11 @@ def _ask(endpoint: str) -> str | None:
         try:
             get_session().head(endpoint, timeout=SECONDS_TO_ANSWER)
             problems.append(None)
-        except Exception as error:  # whatever the network, a proxy or a certificate can do
+        except Exception as error:  # any failure of the network, a proxy or a certificate
             problems.append(f"{endpoint}: {summarize_error(error)}")
 
-    thread = Thread(target=ask, name="hub", daemon=True)  # no timeout holds for the resolver of names
+    # A thread, since the timeout does not limit the resolution of the host name.
+    thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(SECONDS_TO_ANSWER)
     return problems[-1]

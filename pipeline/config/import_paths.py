@@ -1,6 +1,6 @@
-"""Turns an import path of a recipe, `package.module:function`, into the object it names.
+"""Imports the user's own code by an import path of the recipe, `package.module:function`.
 
-Shared by data/, models/ and objectives: everything a user may bring as code of their own.
+Data, models, objectives, optimizers, callbacks and trackers use it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from pipeline.errors import PipelineError, summarize_error
 
 
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
-    """Return the callable at `path`. The current working directory is importable.
+    """Return the callable at `path`. Modules in the current directory can be imported.
 
-    The directory is put last on `sys.path`, so that nothing in it can hide an installed package.
+    The directory is appended to `sys.path`, so that no file in it hides an installed package.
 
     Args:
         path: `package.module:function`.
-        error: Error to raise if the path names nothing that can be called.
+        error: Class of the error to raise.
 
     Raises:
-        PipelineError: As `error`, also if the module imports a package that is not installed, or ends the
-            program. Any other exception from inside the user's module stays as it is.
+        PipelineError: As `error`; the path names nothing that can be called, its module imports a package
+            that is not installed, or it ends the program. Any other exception of the user's module is not
+            changed.
     """
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
@@ -48,20 +49,20 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
         if missing.name is None:
             raise
         if not f"{module_name}.".startswith(f"{missing.name}."):
-            what = f"{_place_of(missing)} imports {missing.name!r}, which is not installed"
+            problem = f"{_format_origin(missing)} imports {missing.name!r}, which is not installed"
         else:
-            hint = _hidden(module_name, directory)
-            what = f"there is no module {missing.name!r} in {directory} or installed{hint}"
-        raise error(f"{path}: {what}") from None
+            hint = _find_hidden_file(module_name, directory)
+            problem = f"there is no module {missing.name!r} in {directory} or installed{hint}"
+        raise error(f"{path}: {problem}") from None
     found = getattr(module, name, None)
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise error(f"{path} is an async function; write def in place of async def")
     if callable(found):
         return found
-    hint = _hidden(module_name, directory)
+    hint = _find_hidden_file(module_name, directory)
     where = f"{path}: module {module_name!r} ({getattr(module, '__file__', 'built in')})"
     if found is not None:
-        raise error(f"{where} has {name!r}, but it is a {type(found).__name__}, not something to call{hint}")
+        raise error(f"{where} has {name!r}, but it is a {type(found).__name__}, which is not callable{hint}")
     names = [key for key, value in vars(module).items() if callable(value)]
     close = difflib.get_close_matches(name, names, n=1)
     raise error(f"{where} has no {name!r}{hint or (f'; did you mean {close[0]!r}?' if close else '')}")
@@ -70,12 +71,17 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
 def check_signature(
     function: Callable[..., Any], message: str, error: type[PipelineError], /, *args: Any, **named: Any
 ) -> None:
-    """Refuse a function of the user's that cannot be called with these arguments.
+    """Check that a function of the user can be called with these arguments.
 
     Args:
-        function: One without a signature, as some that are written in C, is accepted.
-        message: Text of the error before the reason.
-        error: Error to raise.
+        function: Function to check. One without a signature, such as some written in C, is accepted.
+        message: Beginning of the error, before the reason.
+        error: Class of the error to raise.
+        *args: Positional arguments of the call.
+        **named: Keyword arguments of the call.
+
+    Raises:
+        PipelineError: As `error`; the arguments do not fit the signature.
     """
     try:
         inspect.signature(function).bind(*args, **named)
@@ -86,23 +92,26 @@ def check_signature(
 
 
 def suggest_import_path(given: str) -> str | None:
-    """Return what to write for `folder/file.py:name`, and from which folder; `None` for anything else."""
+    """Return advice for the path of a file, `folder/file.py:name`; `None` for anything else.
+
+    It says which import path to write, and in which folder to start.
+    """
     module_name, _, name = given.partition(":")
     if not name or not (module_name.endswith(".py") or "/" in module_name):
         return None
     file = Path(module_name).with_suffix("")
     folder = file.parent if file.is_absolute() or ".." in file.parts else Path()
-    written = ".".join(file.relative_to(folder).parts)
-    return f"is the path of a file; write {written}:{name}, and start in {folder.absolute()}"
+    module = ".".join(file.relative_to(folder).parts)
+    return f"is the path of a file; write {module}:{name}, and start in {folder.absolute()}"
 
 
 @contextmanager
 def exit_as_error(what: str, error: type[PipelineError]) -> Iterator[None]:
-    """Turn sys.exit in code of the user's own into an error: it would end the run with the user's code.
+    """Turn `sys.exit` in the user's code into an error, since it would end the run with that exit code.
 
     Args:
-        what: The code, for the message.
-        error: Error to raise in place of SystemExit.
+        what: Description of the code, for the message.
+        error: Class of the error to raise in place of SystemExit.
     """
     try:
         yield
@@ -115,11 +124,11 @@ def exit_as_error(what: str, error: type[PipelineError]) -> Iterator[None]:
 
 @contextmanager
 def errors_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
-    """Turn any failure of a short call into the user's code into one line with its place.
+    """Turn any exception of a short call into the user's code into a one-line error with file and line.
 
     Args:
-        what: The code, for the message.
-        error: Error to raise in place of the code's own.
+        what: Description of the code, for the message.
+        error: Class of the error to raise in place of the code's own.
     """
     try:
         with exit_as_error(what, error):
@@ -127,24 +136,24 @@ def errors_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
     except PipelineError:
         raise
     except Exception as raised:
-        name, place = type(raised).__name__, _place_of(raised)
-        raise error(f"{what} raised {name}: {summarize_error(raised)} ({place})") from None
+        name = type(raised).__name__
+        raise error(f"{what} raised {name}: {summarize_error(raised)} ({_format_origin(raised)})") from None
 
 
-def _place_of(raised: Exception) -> str:
-    """Return file and line of what failed: of an import, or of the innermost call."""
+def _format_origin(raised: Exception) -> str:
+    """Return `file:line` of the import that failed, or of the innermost call."""
     frames = traceback.extract_tb(raised.__traceback__)
     last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
     is_here = Path(last.filename).is_relative_to(os.getcwd())
     return f"{os.path.relpath(last.filename) if is_here else last.filename}:{last.lineno}"
 
 
-def _hidden(module_name: str, directory: str) -> str:
-    """Return a hint if an installed or standard module hides a file of the user's that has its name."""
+def _find_hidden_file(module_name: str, directory: str) -> str:
+    """Return a hint if an installed or standard module hides a file of the user with the same name."""
     top = module_name.partition(".")[0]
     module = sys.modules.get(top)
-    places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-    imported = [Path(place).resolve() for place in places if place]
+    paths = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+    imported = [Path(path).resolve() for path in paths if path]
     for own in (f"{top}.py", top):
         path = Path(directory, own).resolve()
         if module is not None and path.exists() and not any(p.is_relative_to(path) for p in imported):

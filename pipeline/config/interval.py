@@ -1,4 +1,4 @@
-"""Intervals and warm-ups, in the units that people think in: steps, epochs, a share of the run."""
+"""Intervals and warm-ups in steps, epochs or a share of the run, and their conversion to steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IntervalSteps:
-    """Steps between two rows of the log, two evaluations, two checkpoints; 0: only where a run ends."""
+    """Intervals of a run in optimizer steps. 0 means only at the end of the run."""
 
     log: int
+    """Number of steps between two rows of the log."""
     eval: int
+    """Number of steps between two evaluations."""
     save: int
+    """Number of steps between two checkpoints."""
 
 
 def resolve_intervals(config: RunConfig, steps_per_epoch: float) -> IntervalSteps:
-    """Return the whole steps of a recipe's intervals.
+    """Return the intervals of a recipe in whole steps.
 
     Raises:
-        ConfigError: two of them do not go together in whole steps.
+        ConfigError: Two intervals contradict each other in whole steps.
     """
     for keys, message in find_interval_contradictions(config, steps_per_epoch):
         raise ConfigError(f"{keys[0]}: {message}")
@@ -40,33 +43,52 @@ def resolve_intervals(config: RunConfig, steps_per_epoch: float) -> IntervalStep
 def find_interval_contradictions(
     config: RunConfig, steps_per_epoch: float | None
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys and the message of intervals that do not go together, of those known in steps."""
+    """Yield keys and message of each contradiction between intervals.
+
+    Args:
+        config: The recipe.
+        steps_per_epoch: Steps of an epoch. `None` before the data is counted; intervals in epochs are then
+            not checked.
+    """
     log, evaluations, saves = _in_steps(config, steps_per_epoch)
-    keep, histograms = config.checkpoint, config.wandb.histograms_every
-    if keep.keep_best and saves and evaluations is not None and (not evaluations or saves % evaluations):
+    histograms = config.wandb.histograms_every
+    if (
+        config.checkpoint.keep_best
+        and saves
+        and evaluations is not None
+        and (not evaluations or saves % evaluations)
+    ):
         yield (
             ("checkpoint.keep_best", "checkpoint.every", "eval.every"),
-            "checkpoint.keep_best chooses by an evaluation of the very step that is saved; make "
+            "checkpoint.keep_best needs an evaluation at every step that is saved; make "
             f"checkpoint.every ({saves}) a multiple of eval.every ({evaluations})",
         )
     if log is not None and histograms % log:
         yield (
             ("wandb.histograms_every", "log.every"),
-            "histograms go with a row of the log; make wandb.histograms_every "
+            "histograms are written with a row of the log; make wandb.histograms_every "
             f"({histograms}) a multiple of log.every ({log})",
         )
 
 
 def _in_steps(config: RunConfig, steps_per_epoch: float | None) -> tuple[int | None, int | None, int | None]:
-    """Return steps of the log, evaluations and saves. `None` for epochs that are not counted yet."""
+    """Return the steps between rows, evaluations and saves; `None` for epochs that are not counted yet."""
     log, evaluations, saves = (
         StepsOrEpochs.parse(section.every) for section in (config.log, config.eval, config.checkpoint)
     )
-    between, steps = evaluations.in_steps(steps_per_epoch), saves.in_steps(steps_per_epoch)
-    if config.checkpoint.keep_best and evaluations.in_epochs and saves.in_epochs and steps and between:
-        # Each was rounded on its own, and 4 times a quarter is more or less than the whole.
-        steps = max(1, round(saves.number / evaluations.number)) * between
-    return log.in_steps(steps_per_epoch), between, steps
+    eval_steps = evaluations.in_steps(steps_per_epoch)
+    save_steps = saves.in_steps(steps_per_epoch)
+    if (
+        config.checkpoint.keep_best
+        and evaluations.in_epochs
+        and saves.in_epochs
+        and save_steps
+        and eval_steps
+    ):
+        # Each was rounded on its own, so 4 times a quarter of an epoch may differ from a whole epoch in
+        # steps.
+        save_steps = max(1, round(saves.number / evaluations.number)) * eval_steps
+    return log.in_steps(steps_per_epoch), eval_steps, save_steps
 
 
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*(step|epoch)s?")
@@ -75,17 +97,18 @@ _EXPECTED = 'expected steps (500), a share of an epoch (0.25) or a text with its
 
 @dataclass(frozen=True)
 class StepsOrEpochs:
-    """A number of optimizer steps, or of passes over the training data."""
+    """An interval: a number of optimizer steps, or of passes over the training data."""
 
     number: float
     in_epochs: bool
+    """Whether `number` counts epochs, not steps."""
 
     @staticmethod
     def parse(written: Any) -> StepsOrEpochs:
-        """Return what a recipe's `every` means.
+        """Return the interval that a recipe's `every` states.
 
         Raises:
-            ValueError: it is no number, negative, or its unit is not clear.
+            ValueError: It is not a number, is negative, or its unit is ambiguous.
         """
         if isinstance(written, str) and (match := _WITH_UNIT.fullmatch(written.strip().lower())):
             found = StepsOrEpochs(float(match[1]), match[2] == "epoch")
@@ -101,10 +124,11 @@ class StepsOrEpochs:
         raise ValueError(f"{_EXPECTED}, given {written!r}")
 
     def in_steps(self, steps_per_epoch: float | None) -> int | None:
-        """Return the whole number of steps, at least 1 unless it is never due.
+        """Return the interval in whole steps: at least 1, or 0 if `number` is 0.
 
         Args:
-            steps_per_epoch: `None` before the data is counted; epochs then have no steps either.
+            steps_per_epoch: Steps of an epoch. `None` before the data is counted; the result is then `None`
+                for epochs.
         """
         if not self.in_epochs or not self.number:
             return int(self.number)
@@ -112,11 +136,12 @@ class StepsOrEpochs:
 
 
 def _every(written: Any) -> Any:
-    """Return it as it was written; 0 for never in any unit."""
+    """Return a valid interval as it was written; 0 for a zero in any unit."""
     return written if StepsOrEpochs.parse(written).number else 0
 
 
 def _warm_up(written: Any) -> Any:
+    """Return a valid warm-up as it was written: steps, or a share of the run below 1."""
     is_number = isinstance(written, int | float) and not isinstance(written, bool)
     if not is_number or written < 0 or (isinstance(written, float) and written >= 1):
         steps = "" if not is_number or not 1 <= written < 2**62 else f"; for steps write {round(written)}"
@@ -128,6 +153,9 @@ def _warm_up(written: Any) -> Any:
 
 _ZERO: dict[str, Any] = {"minimum": 0}
 Every = Annotated[int | float | str, PlainValidator(_every), WithJsonSchema({"type": "interval", **_ZERO})]
-"""Steps as a whole number, epochs as a float below 1, or a text with its unit. Kept as it was written."""
+"""Interval in a recipe: steps as a whole number, epochs as a float below 1, or a text with its unit.
+
+The value stays as it was written, so that recipe.yaml shows it in its unit.
+"""
 WarmUp = Annotated[int | float, PlainValidator(_warm_up), WithJsonSchema({"type": "steps or share", **_ZERO})]
-"""Steps as a whole number, or a share of the run as a float below 1."""
+"""Warm-up in a recipe: steps as a whole number, or a share of the run as a float below 1."""

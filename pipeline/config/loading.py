@@ -1,6 +1,6 @@
-"""Reads a configuration file, YAML or JSON, with the command line's overrides.
+"""Reads YAML and JSON configuration files, and the overrides of the command line.
 
-The result is a tree and the place of each key. Every error names the file, the line and the key.
+The result is a tree of values and the location of each key. Every error names the file, the line and the key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
 Tree = dict[str, Any]
 
-MOST_VALUES, MOST_LEVELS = 100_000, 64
-"""Bounds of a recipe."""
+MOST_VALUES = 100_000
+"""Largest number of values in a recipe."""
+MOST_LEVELS = 64
+"""Deepest nesting of a recipe."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """SafeLoader with numbers as people write them (3e-4, and no octal 010), and with bounds.
+    """SafeLoader that reads 3e-4 as a number and 010 as a text, and limits the size of a file.
 
-    A few lines with aliases can stand for billions of values, so values are counted with aliases written out.
+    A few lines with aliases can stand for billions of values, so the values behind each alias are counted
+    again.
     """
 
     def __init__(self, stream: str) -> None:
@@ -39,12 +42,13 @@ class YamlLoader(yaml.SafeLoader):
         self._level = 0
         self._deepest = 0
         self._sizes: dict[int, tuple[int, int]] = {}
-        """id of a whole node -> number of values and of levels within it."""
+        """`id` of a complete node -> number of values and of levels within it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one value, and refuse what no recipe needs before seconds are spent on it."""
+        """Compose one value. Raise an error for an oversized file before seconds are spent on it."""
         event = self.peek_event()
-        before, deepest_before = self._composed, self._deepest
+        before = self._composed
+        deepest_before = self._deepest
         self._composed += 1
         self._level += 1
         self._deepest = self._level
@@ -52,14 +56,14 @@ class YamlLoader(yaml.SafeLoader):
         self._refuse(self._level > MOST_LEVELS, "nested too deeply", event)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
-            self._refuse(id(node) not in self._sizes, "the value holds itself", event)
+            self._refuse(id(node) not in self._sizes, "the value contains itself", event)
             values, levels = self._sizes[id(node)]
             self._composed += values - 1
             self._deepest += levels
             self._refuse(self._composed > MOST_VALUES, f"stands for more than {MOST_VALUES:,} values", event)
             self._refuse(self._deepest > MOST_LEVELS, "nested too deeply", event)
         elif isinstance(event, yaml.ScalarEvent):
-            self._refuse("\0" in event.value, "a NUL character, which no name and no path can have", event)
+            self._refuse("\0" in event.value, "a NUL character, which no name or path may contain", event)
         self._sizes.setdefault(id(node), (self._composed - before, self._deepest - self._level))
         self._level -= 1
         self._deepest = max(self._deepest, deepest_before)
@@ -71,7 +75,7 @@ class YamlLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Return an integer of at most 64 bits: Python cannot write out all others."""
+        """Return an integer of at most 64 bits. Python does not convert very long ones to text and back."""
         try:
             value = int(super().construct_yaml_int(node))
         except ValueError:  # more digits than Python converts
@@ -83,7 +87,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.construct_yaml_int)
-# YAML 1.1 reads 010 as 8 and 1:30 as 90, which nobody means: here both stay texts.
+# YAML 1.1 reads 010 as 8 and 1:30 as 90. No user means that, so here both stay texts.
 _NUMBERS = {
     "int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
     "float": r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
@@ -99,7 +103,7 @@ for _name, _pattern in _NUMBERS.items():
 
 
 class YamlDumper(yaml.SafeDumper):
-    """SafeDumper that also quotes the texts which this loader alone takes for numbers: '1e3'."""
+    """SafeDumper that also quotes texts which only `YamlLoader` would read as numbers: '1e3'."""
 
 
 YamlDumper.yaml_implicit_resolvers = {
@@ -108,48 +112,48 @@ YamlDumper.yaml_implicit_resolvers = {
     for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *YamlLoader.yaml_implicit_resolvers}
 }
 
-# Plain words that YAML 1.1 takes for a value: on, off, yes, no, ~
-_NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "nothing"}
+# Tags of plain words that YAML 1.1 reads as values (on, off, yes, no, ~) -> the value in an error.
+_NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "null"}
 
-# JSON has no comments: keys that people write for each other.
+# Keys that serve as comments, since JSON has none.
 _COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
 @dataclass
 class ConfigFile:
-    """Tree of a file, and where each key stands."""
+    """Values of a configuration file, and the location of each key."""
 
     path: Path
     tree: Tree
     locations: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line` or `command line`."""
     notes: list[str] = field(default_factory=list)
-    """One line for each key that was taken and that nothing reads."""
+    """One line for each key that was accepted and has no effect."""
 
     def location_of(self, dotted: str) -> str:
-        """Return where the key stands, or the section that it is missing in, or the file."""
+        """Return the location of a key; if it is missing, that of its section or of the file."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
-            if (place := self.locations.get(".".join(parts[:length]))) is not None:
-                return place
+            if (location := self.locations.get(".".join(parts[:length]))) is not None:
+                return location
         return str(self.path)
 
     def describe_key(self, dotted: str) -> str:
-        """Return `file:line: key` or `command line: ds.key`, as errors about the DeepSpeed JSON begin."""
-        place = self.location_of(dotted)
-        return f"{place}: {'ds.' * (place == 'command line')}{dotted}"
+        """Return `file:line: key` or `command line: ds.key`, to begin errors about the DeepSpeed JSON."""
+        location = self.location_of(dotted)
+        return f"{location}: {'ds.' * (location == 'command line')}{dotted}"
 
     def keys_within(self, dotted: str) -> list[str]:
-        """Return this key and those within it, if their place is known."""
-        return [at for at in self.locations if f"{at}.".startswith(f"{dotted}.")]
+        """Return this key and the keys within it, of those with a known location."""
+        return [key for key in self.locations if f"{key}.".startswith(f"{dotted}.")]
 
     def override(self, parts: list[str], value: Any) -> None:
-        """Set what the command line says, and that it says so."""
+        """Set a value of the command line, and its location."""
         dotted = ".".join(parts)
         set_dotted(self.tree, parts, value, "command line")
-        for at in self.keys_within(dotted):
-            del self.locations[at]
+        for key in self.keys_within(dotted):
+            del self.locations[key]
         for length in range(1, len(parts)):
             self.locations.setdefault(".".join(parts[:length]), "command line")
         self.locations[dotted] = "command line"
@@ -159,38 +163,39 @@ def read_yaml(path: Path) -> ConfigFile:
     """Return the mapping in a YAML file.
 
     Raises:
-        ConfigError: The file is missing or malformed, repeats a key (line and column), or is no mapping.
+        ConfigError: The file is missing or malformed, repeats a key (line and column), or is not a mapping.
     """
-    tree, places = _parsed(path, read_text(path))
-    return ConfigFile(path, copy.deepcopy(tree), dict(places))
+    tree, locations = _parse_yaml(path, read_text(path))
+    return ConfigFile(path, copy.deepcopy(tree), dict(locations))
 
 
-@lru_cache(maxsize=4)  # a plan asks for the same recipe with other overrides, again and again
-def _parsed(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
+@lru_cache(maxsize=4)  # `plan --suggest` reads the same recipe many times, with other overrides
+def _parse_yaml(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
     try:
         loader = YamlLoader(text)
         node = loader.get_single_node()
-        places = _key_places(node, path)
+        locations = _locate_keys(node, path)
         tree = {} if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"{place}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 45th day of a month
+        location = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{location}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the 45th day of a month
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(tree).__name__}")
-    return tree, places
+    return tree, locations
 
 
-def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
-    places: dict[str, str] = {}
+def _locate_keys(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
+    """Return dotted key -> `file:line` of all keys within a YAML node."""
+    locations: dict[str, str] = {}
     if isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            places[f"{prefix}{number}"] = f"{path}:{value.start_mark.line + 1}"
-            places.update(_key_places(value, path, f"{prefix}{number}."))
+            locations[f"{prefix}{number}"] = f"{path}:{value.start_mark.line + 1}"
+            locations.update(_locate_keys(value, path, f"{prefix}{number}."))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -199,35 +204,36 @@ def _key_places(node: Any, path: Path, prefix: str = "") -> dict[str, str]:
                 problem = f"the key {key.value!r} is read as {word}, not as a text; write it in quotes"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             dotted = f"{prefix}{key.value}"
-            if dotted in places:
+            if dotted in locations:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
                 )
-            places[dotted] = f"{path}:{key.start_mark.line + 1}"
-            places.update(_key_places(value, path, dotted + "."))
-    return places
+            locations[dotted] = f"{path}:{key.start_mark.line + 1}"
+            locations.update(_locate_keys(value, path, dotted + "."))
+    return locations
 
 
 def read_json(path: Path) -> ConfigFile:
     """Return the object in a JSON file.
 
     Raises:
-        ConfigError: The file is missing or malformed, repeats a key (file and line), or is no object.
+        ConfigError: The file is missing or malformed, repeats a key (file and line), or is not an object.
     """
     text = read_text(path)
     try:
-        # Python refuses to convert thousands of digits; as a float they are refused as out of range.
+        # Python refuses to convert thousands of digits to an integer. As a float such a number is out of
+        # range.
         tree = json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
-        return ConfigFile(path, tree, dict(_JsonPlaces(path, text).within("")))
+        return ConfigFile(path, tree, dict(_JsonKeyFinder(path, text).find_keys("")))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
 
 
-class _JsonPlaces:
+class _JsonKeyFinder:
     """Finds the line of each key of a valid JSON object."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -236,8 +242,8 @@ class _JsonPlaces:
         self._line_ends = [found.start() for found in re.finditer("\n", text)]
         next(self._tokens)
 
-    def within(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yield each dotted key of the object whose `{` was the last token, and its `file:line`."""
+    def find_keys(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield each dotted key and its `file:line`, of the object whose `{` was the last token."""
         keys = set()
         for token in self._tokens:
             if token[0] == "}":
@@ -245,16 +251,16 @@ class _JsonPlaces:
             if token[0] == ",":
                 continue
             key = json.loads(token[0])
-            place = f"{self._path}:{bisect(self._line_ends, token.start()) + 1}"
+            location = f"{self._path}:{bisect(self._line_ends, token.start()) + 1}"
             if key in keys and not is_comment(key):
-                raise ConfigError(f"{place}: {prefix}{key}: the key {key!r} is given twice")
+                raise ConfigError(f"{location}: {prefix}{key}: the key {key!r} is given twice")
             keys.add(key)
-            yield f"{prefix}{key}", place
+            yield f"{prefix}{key}", location
             next(self._tokens)  # the colon
             opened = next(self._tokens)[0]
             if opened == "{":
-                yield from self.within(f"{prefix}{key}.")
-            elif opened == "[":  # what a list holds has the place of the list's key
+                yield from self.find_keys(f"{prefix}{key}.")
+            elif opened == "[":  # values in a list have the location of the list's key
                 num_open = 1
                 while num_open:
                     bracket = next(self._tokens)[0]
@@ -262,7 +268,7 @@ class _JsonPlaces:
 
 
 def is_comment(key: Any) -> bool:
-    """Return whether people write such a key for each other: `_comment`, `//`, `$schema`."""
+    """Return whether a key of a JSON serves as a comment: `_comment`, `//`, `$schema`."""
     return isinstance(key, str) and _COMMENT.fullmatch(key) is not None
 
 
@@ -270,7 +276,7 @@ def read_text(path: Path) -> str:
     """Return the UTF-8 text of a configuration file.
 
     Raises:
-        ConfigError: It cannot be read. The message names what is near if it is missing.
+        ConfigError: The file cannot be read. If it is missing, the message names similar files beside it.
     """
     try:
         # Some editors begin a file with a byte order mark.
@@ -301,7 +307,7 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
     try:
         loader = YamlLoader(value)
         node = loader.get_single_node()
-        if node is None:  # a variable of the shell that was not set, or a comment
+        if node is None:  # for example an unset variable of the shell, or a comment
             raise ConfigError(f"command line: {argument} has no value; write {key}=null to unset it")
         return parts, loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
@@ -309,15 +315,19 @@ def parse_override(argument: str) -> tuple[list[str], Any]:
         raise ConfigError(f"command line: the value of {key} is not valid YAML{reason}: {value!r}") from None
 
 
-def set_dotted(tree: Tree, parts: list[str], value: Any, place: str) -> None:
-    """Set one value in nested mappings, and make those that are missing. Errors begin with `place`."""
+def set_dotted(tree: Tree, parts: list[str], value: Any, location: str) -> None:
+    """Set one value in nested mappings, and create the missing ones.
+
+    Raises:
+        ConfigError: A part of the key before the last is a value. The message begins with `location`.
+    """
     for position, part in enumerate(parts[:-1]):
         if tree.get(part) is None:  # absent, or a section whose keys are all commented out
             tree[part] = {}
         tree = tree[part]
         if not isinstance(tree, dict):
             section = ".".join(parts[: position + 1])
-            raise ConfigError(f"{place}: {'.'.join(parts)}: {section} is a value, not a section")
+            raise ConfigError(f"{location}: {'.'.join(parts)}: {section} is a value, not a section")
     tree[parts[-1]] = value
 
 
@@ -332,7 +342,7 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
-    """Return ` (did you mean "..."?)`, or the valid names if none is near."""
+    """Return ` (did you mean "..."?)` with the nearest valid name, or ` (valid: ...)` if none is near."""
     options = sorted(valid)
     near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
     return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"

@@ -1,4 +1,4 @@
-"""The objective's part of the recipe; `kind` chooses one of the sections."""
+"""The objective section of the recipe. Its `kind` chooses one of these classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, kind_tag
 
 
-class _Weighted(RecipeSection):
-    """What classification reads."""
+class _ClassificationKeys(RecipeSection):
+    """Keys of the classification loss."""
 
     class_weights: list[Annotated[float, Field(ge=0)]] | None = None
     """Weight of each class in the classification loss. Default: all 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target spread evenly over all classes."""
+    """Share of the target that is spread evenly over all classes."""
 
     @field_validator("class_weights")
     @classmethod
@@ -25,68 +25,68 @@ class _Weighted(RecipeSection):
         return value
 
 
-class AutoObjectiveConfig(_Weighted):
-    """By the model's kind: `causal_lm` for `causal_lm`, `classification` for `cnn`, whose keys it takes."""
+class AutoObjectiveConfig(_ClassificationKeys):
+    """The objective of the model's kind: `causal_lm` for `causal_lm`, `classification` for `cnn`."""
 
     kind: Literal["auto"] = "auto"
-    """What is minimised. The loss is the mean over all valid tokens or samples of the global batch."""
+    """Objective to minimise. The loss is the mean over all valid tokens or samples of the global batch."""
 
 
-class ClassificationObjectiveConfig(_Weighted):
-    """The cross entropy of a sample's class."""
+class ClassificationObjectiveConfig(_ClassificationKeys):
+    """The cross entropy of each sample's class."""
 
     kind: Literal["classification"]
-    """The model gives logits `(..., classes)`."""
+    """The model returns logits of shape `(..., classes)`."""
 
 
 class CausalLMObjectiveConfig(RecipeSection):
     """The cross entropy of the next token."""
 
     kind: Literal["causal_lm"]
-    """Tokens whose label is -100 do not count."""
+    """Tokens with the label -100 do not count."""
 
 
 class ModelLossObjectiveConfig(RecipeSection):
-    """The loss that the model computes itself."""
+    """The loss that the model itself computes."""
 
     kind: Literal["model_loss"]
-    """The model is called with the targets too and returns the mean loss of the samples it was given."""
+    """The model is called with the targets, too, and returns the mean loss of the given samples."""
 
 
 class DPOObjectiveConfig(RecipeSection):
-    """Direct preference optimisation: pairs of answers, held against the model that the run starts from."""
+    """Direct preference optimisation: pairs of answers, compared with the run's initial model."""
 
     kind: Literal["dpo"]
     """The loss is a mean over the pairs of the global batch. Needs `data.kind: preference`."""
     beta: float = Field(0.1, gt=0)
-    """How closely the model is held to the reference: what log-ratios are multiplied by."""
+    """Factor of the log-ratios; a larger one keeps the model closer to the reference."""
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
-    """`ipo` compares means over tokens; `robust` undoes labels that are wrong `label_smoothing` of the
-    time."""
+    """Form of the loss. `ipo` compares means over tokens. `robust` corrects for a share `label_smoothing`
+    of wrong labels."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose labels are the wrong way round: of `sigmoid` (cDPO) and `robust`."""
+    """Assumed share of pairs with swapped labels, for `sigmoid` (cDPO) and `robust`."""
     length_normalised: bool = False
-    """Compare means over the tokens of an answer in place of sums."""
+    """Whether to compare means over the tokens of an answer instead of sums."""
     sft_weight: float = Field(0.0, ge=0)
-    """Of the cross entropy of the chosen answers, a mean over their tokens, that is added."""
+    """Weight of an added term: the cross entropy of the chosen answers, a mean over their tokens."""
 
     @model_validator(mode="after")
-    def _smoothed(self) -> DPOObjectiveConfig:
+    def _check_smoothing(self) -> DPOObjectiveConfig:
         _refuse_smoothing(self.loss_type, self.label_smoothing)
         return self
 
 
 class KTOObjectiveConfig(RecipeSection):
-    """Kahneman-Tversky optimisation: answers that are desirable or not, without pairs."""
+    """Kahneman-Tversky optimisation: single answers that are desirable or undesirable."""
 
     kind: Literal["kto"]
     """The loss is a mean over the examples of the global batch. Needs `data.kind: preference`."""
     beta: float = Field(0.1, gt=0)
-    """How closely the model is held to the reference: what log-ratios are multiplied by."""
+    """Factor of the log-ratios; a larger one keeps the model closer to the reference."""
     desirable_weight: float = Field(1.0, ge=0)
-    """Of the desirable answers' losses."""
+    """Weight of the loss of desirable answers."""
     undesirable_weight: float = Field(1.0, ge=0)
-    """Of the undesirable answers' losses."""
+    """Weight of the loss of undesirable answers."""
 
     @model_validator(mode="after")
     def _some_weight(self) -> KTOObjectiveConfig:
@@ -99,84 +99,89 @@ class KTOObjectiveConfig(RecipeSection):
 
 
 class ORPOObjectiveConfig(RecipeSection):
-    """Odds ratio preference optimisation: the chosen answers' cross entropy and a term of odds; no
-    reference."""
+    """Odds ratio preference optimisation, without a reference.
+
+    The loss is the cross entropy of the chosen answers plus an odds-ratio term.
+    """
 
     kind: Literal["orpo"]
-    """The cross entropy is a mean over the chosen answers' tokens, the term of odds over the pairs."""
+    """The cross entropy is a mean over the tokens of the chosen answers, the odds-ratio term a mean over the
+    pairs."""
     beta: float = Field(0.1, gt=0)
-    """Weight of the term of odds (lambda in the paper)."""
+    """Weight of the odds-ratio term (lambda in the paper)."""
 
 
 class SimPOObjectiveConfig(RecipeSection):
-    """Simple preference optimisation: mean log-probabilities of a token, with a margin; no reference."""
+    """Simple preference optimisation: mean log-probabilities per token with a margin, without a reference."""
 
     kind: Literal["simpo"]
     """The loss is a mean over the pairs of the global batch."""
     beta: float = Field(2.0, gt=0)
-    """What mean log-probabilities are multiplied by."""
+    """Factor of the mean log-probabilities."""
     gamma: float = Field(1.0, ge=0)
-    """What the difference has to exceed."""
+    """Margin by which the chosen answer should exceed the rejected one."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose labels are the wrong way round."""
+    """Assumed share of pairs with swapped labels."""
     sft_weight: float = Field(0.0, ge=0)
-    """Of the cross entropy of the chosen answers, a mean over their tokens, that is added."""
+    """Weight of an added term: the cross entropy of the chosen answers, a mean over their tokens."""
 
 
 class CPOObjectiveConfig(RecipeSection):
-    """Contrastive preference optimisation: DPO without a reference, and the chosen answers' cross entropy."""
+    """Contrastive preference optimisation: DPO without a reference, plus a cross entropy."""
 
     kind: Literal["cpo"]
-    """The loss is a mean over the pairs of the global batch, the cross entropy one over tokens."""
+    """The loss is a mean over the pairs of the global batch, its cross entropy a mean over tokens."""
     beta: float = Field(0.1, gt=0)
-    """What log-probabilities are multiplied by."""
+    """Factor of the log-probabilities."""
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """`ipo` compares means over tokens."""
+    """Form of the loss. `ipo` compares means over tokens."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose labels are the wrong way round: of `sigmoid`."""
+    """Assumed share of pairs with swapped labels, for `sigmoid`."""
     sft_weight: float = Field(1.0, ge=0)
-    """Of the cross entropy of the chosen answers."""
+    """Weight of the cross entropy of the chosen answers."""
 
     @model_validator(mode="after")
-    def _smoothed(self) -> CPOObjectiveConfig:
+    def _check_smoothing(self) -> CPOObjectiveConfig:
         _refuse_smoothing(self.loss_type, self.label_smoothing)
         return self
 
 
 class RewardObjectiveConfig(RecipeSection):
-    """A reward model (Bradley-Terry): the output layer gives an answer's score, and chosen answers come to
-    have higher ones."""
+    """A reward model (Bradley-Terry), trained to score chosen answers higher than rejected ones.
+
+    The output layer returns one score for an answer.
+    """
 
     kind: Literal["reward"]
     """The loss is a mean over the pairs of the global batch. Needs `data.kind: preference`."""
     margin_weight: float = Field(1.0, ge=0)
-    """What a pair's margin is multiplied by where the data have one (`margin`, or both answers' scores): by
-    so much scores have to differ."""
+    """Factor of a pair's margin, by which its scores should differ, if the data has one (`margin`, or
+    scores of both answers)."""
     center_weight: float = Field(0.0, ge=0)
-    """Of the square of a pair's summed scores, which is added: it keeps scores around 0."""
+    """Weight of an added term, the square of the sum of a pair's scores. It keeps scores around 0."""
 
 
 def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise ValueError(
-            f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} knows none; leave it out, or "
-            "use loss_type: sigmoid"
+            f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} has none; drop it, or use "
+            "loss_type: sigmoid"
         )
 
 
 class CustomObjectiveConfig(RecipeSection):
-    """A loss of your own."""
+    """Your own loss."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """`package.module:function` with `function(outputs, batch) -> loss`. It runs that code;
+    """Import path `package.module:function` of a `function(outputs, batch) -> loss`. The key runs that code;
     `--no-import-paths` refuses it."""
     reduction: Literal["sum", "mean"] | None = None
-    """What the function returns: the `sum` over a micro-batch, or the `mean` over its targets, which is
-    multiplied by their number, so that the loss is the mean over those of the global batch. Default: a sum,
+    """Result of the function: the `sum` over a micro-batch, or the `mean` over its targets. A mean is
+    multiplied by the number of targets, so that the loss is the mean over the global batch. Default: `sum`,
     and a function that returns a mean is an error."""
 
 
-def _tag(value: Any) -> str | None:
+def _get_tag(value: Any) -> str | None:
     is_section = isinstance(value, (dict, RecipeSection))
     return kind_tag(value) or ("auto" if is_section else None)
 
@@ -193,5 +198,5 @@ ObjectiveConfig = Annotated[
     | Annotated[CPOObjectiveConfig, Tag("cpo")]
     | Annotated[RewardObjectiveConfig, Tag("reward")]
     | Annotated[CustomObjectiveConfig, Tag("custom")],
-    Discriminator(_tag),
+    Discriminator(_get_tag),
 ]

@@ -1,4 +1,4 @@
-"""The recipe's optimizer and schedule sections. See schema.py."""
+"""The optimizer and schedule sections of the recipe. See schema.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
 
-# What to write -> names that other trainers and libraries use for it.
+# Advice -> names of optimizers and schedules in other trainers and libraries.
 _INSTEAD = {
     "write adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fusedadam fused_adam",
     "write adamw, and divide its states by --deepspeed zero2 or keep them in host memory by --deepspeed "
@@ -25,19 +25,19 @@ _INSTEAD = {
     "adamw_torch_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit",
     "write adamw, and for the matrices of the blocks optimizer.groups: "
     '[{patterns: ["*_proj.weight"], kind: muon}]': "muon",
-    "docs/extending.md has it as a class of yours": "lion lion_8bit paged_lion_8bit paged_lion_32bit",
+    "docs/extending.md shows it as your own class": "lion lion_8bit paged_lion_8bit paged_lion_32bit",
     **{f"write torch.optim:{name}": name.lower() for name in ("Adamax", "NAdam", "RAdam", "RMSprop")},
     "write constant, and schedule.warmup": "constant_with_warmup warmuplr",
     "write cosine, and schedule.min_learning_rate_ratio": "cosine_with_min_lr warmupcosinelr",
-    "docs/extending.md has it as a function of three lines": "cosine_with_restarts inverse_sqrt",
+    "docs/extending.md shows it as a function of three lines": "cosine_with_restarts inverse_sqrt",
     "write linear, which has power 1": "polynomial polynomial_decay warmupdecaylr",
     "write wsd, and schedule.decay_steps": "trapezoidal warmup_stable_decay",
 }
 ADVICE_ON_OTHER_KINDS = {name: text for text, names in _INSTEAD.items() for name in names.split()}
 
 
-def _known_kind(value: Any, built_in: Any) -> Any:
-    """Return the kind, or raise a ValueError with what to write in its place."""
+def _check_kind(value: Any, built_in: Any) -> Any:
+    """Return a built-in kind or an import path. Raise a ValueError with advice for any other text."""
     kinds = get_args(built_in)
     if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
         return value
@@ -50,85 +50,93 @@ def _known_kind(value: Any, built_in: Any) -> Any:
 
 
 class ParameterGroupConfig(RecipeSection):
-    """Parameters with a learning rate, a weight decay or an optimizer of their own. One that several groups
-    match belongs to the first of them; all others have the optimizer's numbers."""
+    """A group of parameters with its own learning rate, weight decay or optimizer.
+
+    A parameter that several groups match belongs to the first. Parameters without a group use the
+    `optimizer` section.
+    """
 
     patterns: list[str] = Field(min_length=1)
-    """Shell patterns of names of the whole model's parameters, the same under every split: `*` stands for any
-    text, dots too. `*.embed_tokens.*`, `model.layers.[01].*`. Each must match a parameter that is trained."""
+    """Shell patterns for whole parameter names of the model, which are the same under every split; `*`
+    matches any text, also dots. Examples: `*.embed_tokens.*`, `model.layers.[01].*`. Each must match a
+    trained parameter."""
     learning_rate_factor: float = Field(1.0, gt=0)
-    """The learning rate of these parameters, as a multiple of the schedule's."""
+    """Learning rate of these parameters, as a multiple of the schedule's."""
     weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of all of these, vectors too. Default: `optimizer.weight_decay`, matrices only."""
+    """Weight decay of all these parameters, vectors included. Default: `optimizer.weight_decay`, for
+    matrices only."""
     kind: Literal["adamw", "sgd", "adafactor", "muon"] | None = None
-    """What steps these, where it is not `optimizer.kind`; for plain PyTorch and ZeRO 0. `muon` (Jordan et al.
-    2024; torch's, Nesterov momentum 0.95) takes matrices, and makes each update orthogonal and as large as
-    AdamW's would be: for the weights of the blocks, not for embeddings or the head. With several kinds a run
-    waits for the device in every step."""
+    """Optimizer of these parameters. Default: `optimizer.kind`. Another kind needs plain PyTorch or ZeRO 0,
+    and such a run waits for the device in every step. `muon` (Jordan et al. 2024; torch's, Nesterov
+    momentum 0.95) is for matrices of the blocks, not for embeddings or the head. It makes each update
+    orthogonal, and as large as AdamW's would be."""
 
 
 class OptimizerConfig(RecipeSection):
-    """AdamW (Loshchilov & Hutter 2019), SGD with momentum or Adafactor (Shazeer & Stern 2018): torch's, the
-    same under every split."""
+    """AdamW (Loshchilov & Hutter 2019), SGD with momentum, Adafactor (Shazeer & Stern 2018) or your own.
+
+    The built-in ones are torch's, the same under every split.
+    """
 
     kind: OptimizerKind | ImportPath = "adamw"
-    """What is kept beside the weights: with `adamw` two numbers a parameter, with `sgd` one, with `adafactor`
-    one for each row and column of a matrix. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
-    waits for the device in every step. Your own: `package.module:function`, which is called with the
-    parameter groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). It runs that code;
-    `--no-import-paths` refuses it."""
+    """Optimizer. Its state has two numbers a parameter for `adamw`, one for `sgd`, and one for each row and
+    column of a matrix for `adafactor`. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and waits
+    for the device in every step. Your own: `package.module:function`, which is called with the parameter
+    groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). The key then runs that
+    code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of your own optimizer."""
     learning_rate: float | None = Field(3e-4, gt=0)
-    """Peak learning rate. Default with an `adapter`: by the model's width, 5e-4 x (2000 / hidden_size)^0.781,
-    for Qwen's models ^0.0775 (Thinking Machines' fit to 27 models, 2025)."""
+    """Peak learning rate. Default with an `adapter`: by the model's width, 5e-4 x (2000 /
+    hidden_size)^0.781; for Qwen models the exponent is 0.0775 (Thinking Machines' fit to 27 models,
+    2025)."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square (`adamw`)."""
+    """Decay rates of the running means of the gradient and of its square (`adamw`)."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator (`adamw`)."""
+    """Number added to the denominator (`adamw`)."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Share of the last update that goes into the next (`sgd`); 0: none, and nothing is kept."""
+    """Share of the last update that is added to the next (`sgd`). 0: no momentum and no state."""
     weight_decay: float = Field(0.1, ge=0)
-    """Weight decay; matrices only (biases, norms and other vectors are left alone). Decoupled, but with `sgd`
-    it is added to the gradient, after clipping."""
+    """Weight decay of matrices; biases, norms and other vectors have none. It is decoupled, except with
+    `sgd`, where it is added to the gradient after clipping."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Clip the global gradient norm to this; 0 turns clipping off."""
+    """Largest global gradient norm; gradients above it are clipped. 0 turns clipping off."""
     groups: list[ParameterGroupConfig] | None = None
-    """Parameters with a learning rate, a weight decay or an optimizer of their own, chosen by name."""
+    """Groups of parameters with their own learning rate, weight decay or optimizer, chosen by name."""
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        return _known_kind(value, OptimizerKind)
+    def _is_known(cls, value: Any) -> Any:
+        return _check_kind(value, OptimizerKind)
 
     @field_validator("betas", mode="before")
     @classmethod
-    def _pair(cls, value: Any) -> Any:
+    def _to_tuple(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value  # YAML and JSON have no tuples
 
 
 class ScheduleConfig(RecipeSection):
-    """Learning rate over the run: a linear warm-up, then the chosen shape."""
+    """The learning rate over the run: a linear warm-up, then the chosen shape."""
 
     kind: ScheduleKind | ImportPath = "cosine"
-    """Shape after warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`. Your own:
-    `package.module:function` with `function(step, total_steps) -> factor` of the peak, which decides the
-    whole curve, without the keys below (docs/extending.md). It runs that code; `--no-import-paths` refuses
-    it."""
+    """Shape after the warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`. Your own:
+    `package.module:function`, a `function(step, total_steps) -> factor` of the peak. It decides the whole
+    curve, without the keys below (docs/extending.md). The key then runs that code; `--no-import-paths`
+    refuses it."""
     warmup: WarmUp = 0
     """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
     whole steps."""
     decay_steps: int | None = Field(None, gt=0)
-    """Steps of the final decay (`wsd` only). Default: a fifth of the run."""
+    """Number of steps of the final decay (`wsd` only). Default: a fifth of the run."""
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        return _known_kind(value, ScheduleKind)
+    def _is_known(cls, value: Any) -> Any:
+        return _check_kind(value, ScheduleKind)
 
     def warmup_steps(self, max_steps: int) -> int:
-        """Return the whole steps of the warm-up in a run of `max_steps`."""
-        share = isinstance(self.warmup, float)
-        return math.ceil(self.warmup * max_steps) if share else int(self.warmup)
+        """Return the warm-up of a run of `max_steps` in whole steps."""
+        is_share = isinstance(self.warmup, float)
+        return math.ceil(self.warmup * max_steps) if is_share else int(self.warmup)

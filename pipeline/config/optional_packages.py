@@ -1,4 +1,7 @@
-"""The error that says how to install a package that one feature needs, or the DeepSpeed that is needed."""
+"""Checks of packages that only some features need, and of DeepSpeed's version.
+
+Each error says how to install the package.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "torchao": "fp8",
 }
-"""Module -> the extra of pyproject.toml that installs it."""
+"""Module -> extra of pyproject.toml that installs it."""
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
-"""Module -> the name under which pip installs it, where the two differ."""
+"""Module -> name of its package on PyPI, if the two differ."""
 
 DEEPSPEED = "0.19.8"
-"""Version of DeepSpeed whose internals engine/deepspeed_patches.py changes."""
+"""Required version of DeepSpeed. engine/deepspeed_patches.py changes internals that only this version has."""
 
 
 def is_installed(module: str) -> bool:
@@ -38,7 +41,7 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
     Args:
         module: Top-level module.
         feature: Setting, file or command that needs it, for the message.
-        alternative: Change that avoids the package. Empty: there is none.
+        alternative: Change of the settings that avoids the package; empty if there is none.
 
     Raises:
         ConfigError: The module is not installed.
@@ -53,10 +56,10 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
 
 
 def require_deepspeed() -> None:
-    """Check the version of DeepSpeed before its internals are imported, which another one may not have.
+    """Check the version of DeepSpeed before any of its internals is imported.
 
     Raises:
-        ConfigError: It is another version, or not installed.
+        ConfigError: Another version is installed, or none.
     """
     try:
         found = metadata.version("deepspeed").partition("+")[0]
@@ -64,6 +67,6 @@ def require_deepspeed() -> None:
         found = "none"
     if found != DEEPSPEED:
         raise ConfigError(
-            f"deepspeed {DEEPSPEED} is needed, whose internals are corrected here; installed: {found}; "
-            f"pip install deepspeed=={DEEPSPEED}"
+            f"deepspeed {DEEPSPEED} is needed, since this trainer corrects its internals; "
+            f"installed: {found}; pip install deepspeed=={DEEPSPEED}"
         )

@@ -1,4 +1,4 @@
-"""Shell patterns over the names of a model's parameters, as sections of the recipe have them."""
+"""Shell patterns of the recipe, matched with the names of a model's parameters and modules."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.errors import ConfigError, ModelError
 
 GroupKey = tuple[int, bool]
-"""Number of the group in optimizer.groups from 1 on, or 0; whether this part of it does not decay."""
+"""Number in optimizer.groups from 1 on, or 0 for no group; and whether its weight decay is off."""
 
 
 def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Return name -> group of each parameter of a whole model that is trained.
+    """Return name -> group of each trained parameter of a whole model.
 
-    Matrices decay. Biases, norms and other vectors do not, unless their group says so.
+    Weight decay applies to matrices. It applies to biases, norms and other vectors only if their group
+    states one.
 
     Args:
-        trained: Name -> number of dimensions.
+        trained: Name -> number of dimensions, of all trained parameters.
+        config: Optimizer section of the recipe.
 
     Raises:
-        ConfigError: A pattern of optimizer.groups matches nothing that is trained, or muon has a parameter
-            that is no matrix.
+        ConfigError: A pattern of optimizer.groups matches no trained parameter, or a group of muon has a
+            parameter that is not a matrix.
         ModelError: No parameter is trained.
     """
     if not trained:
@@ -37,8 +39,8 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
         flat = [name for name, its in group_of.items() if its == number and trained[name] != 2]
         if flat and group.kind == "muon":
             raise ConfigError(
-                f"optimizer.groups.{number - 1}.kind: muon steps matrices, and {flat[0]} has "
-                f"{trained[flat[0]]} dimension(s); write patterns that match matrices alone"
+                f"optimizer.groups.{number - 1}.kind: muon is for matrices, and {flat[0]} has "
+                f"{trained[flat[0]]} dimension(s); write patterns that match only matrices"
             )
     keys: dict[str, GroupKey] = {}
     for name, dimensions in trained.items():
@@ -49,22 +51,25 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
 
 
 def get_optimizer_kind(key: GroupKey, config: OptimizerConfig) -> str:
-    """Return the optimizer of a group: `adamw`, `sgd`, `adafactor` or `muon`."""
-    own = config.groups[key[0] - 1].kind if config.groups and key[0] else None
-    return own or config.kind
+    """Return the kind of optimizer of a group: `adamw`, `sgd`, `adafactor` or `muon`."""
+    kind = config.groups[key[0] - 1].kind if config.groups and key[0] else None
+    return kind or config.kind
 
 
 def match_modules(
     pattern: str, names: Iterable[str], key: str, what: str, others: Iterable[str] = ()
 ) -> list[str]:
-    """Return the names that a pattern matches as a whole, or whose last parts it is, as in peft.
+    """Return the names that a pattern matches, either the whole name or its last parts, as in peft.
 
     Args:
-        key: Where the recipe has the pattern, for the error.
-        others: Names of modules that can be trained whole.
+        pattern: Shell pattern.
+        names: Names of modules.
+        key: Key of the recipe that has the pattern, for the error.
+        what: Kind of module, for the error.
+        others: Names of modules that can be trained fully, for the advice in the error.
 
     Raises:
-        ConfigError: There are none. The message says which names are nearest.
+        ConfigError: The pattern matches no name. The message has the nearest names.
     """
     names = list(names)
 
@@ -75,35 +80,37 @@ def match_modules(
         return found
     if any(matches(name) for name in others):
         raise ConfigError(
-            f"{key}: {pattern!r} is no {what} of the model; to train it whole: "
+            f"{key}: {pattern!r} is no {what} of the model; to train it fully: "
             f"adapter.modules_to_save=[{pattern}]"
         )
     last = {name.rpartition(".")[2] for name in names}
     raise ConfigError(
-        f"{key}: {pattern!r} matches no {what} of the model{_nearest(pattern, [*last, *names])}"
+        f"{key}: {pattern!r} matches no {what} of the model{_list_nearest(pattern, [*last, *names])}"
     )
 
 
 def match_parameters(
     pattern: str, names: Iterable[str], key: str, of_what: str = "of the model"
 ) -> list[str]:
-    """Return the names that the pattern matches as a whole; `*` also matches dots.
+    """Return the names that a pattern matches as a whole; `*` also matches dots.
 
     Args:
-        key: Where the recipe has the pattern, for the error.
-        of_what: Which parameters have these names.
+        pattern: Shell pattern.
+        names: Names of parameters.
+        key: Key of the recipe that has the pattern, for the error.
+        of_what: Description of these parameters, for the error.
 
     Raises:
-        ConfigError: There are none. The message says which names are nearest.
+        ConfigError: The pattern matches no name. The message has the nearest names.
     """
     names = list(names)
     if found := [name for name in names if fnmatchcase(name, pattern)]:
         return found
     raise ConfigError(
-        f"{key}: {pattern!r} matches no parameter {of_what}{_nearest(pattern, names)} (a pattern is "
+        f"{key}: {pattern!r} matches no parameter {of_what}{_list_nearest(pattern, names)} (a pattern is "
         "compared with whole names, and * stands for anything)"
     )
 
 
-def _nearest(pattern: str, names: list[str]) -> str:
+def _list_nearest(pattern: str, names: list[str]) -> str:
     return f"; nearest: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"

@@ -1,4 +1,4 @@
-"""Turns a recipe's tree into a RunConfig, with an error for each mistake, and finds the code it names."""
+"""Validates a recipe to a RunConfig, explains each mistake, and finds the code that it names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipeline.config.loading import ConfigFile, did_you_mean
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
-# Keys that people look for in the recipe, and that DeepSpeed's JSON decides.
+# Keys that users look for in the recipe, but that the DeepSpeed JSON decides.
 DEEPSPEED_OWNS = {
     "zero_optimization", "zero_stage", "stage", "fp16", "bf16", "precision", "dtype", "offload",
     "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
 }  # fmt: skip
 
-# Key of the recipe -> what other trainers call it.
-_SAME = {
+# Key of the recipe -> its names in other trainers.
+_OTHER_NAMES = {
     "batch.global_batch_size": "train_batch_size total_batch_size",
     "batch.gradient_accumulation_steps": "grad_accum grad_accumulation_steps",
     "batch.global_batch_size (all ranks) or batch.micro_batch_size (one rank at a time)": "batch_size",
@@ -72,33 +72,34 @@ _SAME = {
     "wandb.mode": "report_to use_wandb wandb_mode",
     "wandb.project": "wandb_project",
 }
-_FIRST = {"batch": "global_batch_size", "checkpoint": "every", "data": "paths", "eval": "every"}
-_FIRST |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "schedule": "kind"}
-"""Section -> the key that a single value in its place most likely is for."""
-_OF_IMAGE_DATASETS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
-"""Keys of a data set on the hub, which data of kind images does not read."""
-ALIASES = {word: key for key, words in _SAME.items() for word in words.split()}
-"""Their word -> the dotted key of the recipe."""
+_MAIN_KEY = {"batch": "global_batch_size", "checkpoint": "every", "data": "paths", "eval": "every"}
+_MAIN_KEY |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "schedule": "kind"}
+"""Section -> key that is most likely meant if the section is a single value."""
+_HUB_IMAGE_KEYS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
+"""Keys of an image dataset on the hub, which data of kind images does not read."""
+ALIASES = {word: key for key, words in _OTHER_NAMES.items() for word in words.split()}
+"""Name in another trainer -> dotted key of the recipe."""
 
 NO_IMPORT_PATHS = "--no-import-paths"
 IMPORT_PATH_FIELDS = ("kind", "iterable", "collate_fn", "curriculum")
 """Fields that may hold `package.module:function`."""
 COMMAND_FIELD = "command"
-"""Field that names a program."""
+"""Field that holds a command to run."""
 
 Section = type[BaseModel]
 
 
 def validate_recipe(file: ConfigFile) -> RunConfig:
-    """Return the typed recipe.
+    """Return the validated recipe.
 
     Raises:
-        ConfigError: One line a problem, each with file, line, key, what was given and what is valid.
+        ConfigError: The recipe is wrong. One line for each problem has file, line, key, the value and what
+            is valid.
     """
     if file.path.suffix == ".json" and not {"model", "data"} & file.tree.keys():
         option = format_shell_line("--deepspeed", str(file.path))
         raise ConfigError(
-            f"{file.path}: a DeepSpeed JSON goes behind its own option: {option}; --config takes a recipe"
+            f"{file.path}: --config takes a recipe, and this is a DeepSpeed JSON; give it as {option}"
         )
     try:
         config = RunConfig.model_validate(file.tree)
@@ -106,38 +107,42 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
         problems = [_explain(problem, file) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from None
     for keys, message in find_contradictions(config):
-        found = [file.location_of(key) for key in keys]
-        place = "command line" if "command line" in found else found[0]
-        raise ConfigError(f"{place}: {message}")
+        locations = [file.location_of(key) for key in keys]
+        location = "command line" if "command line" in locations else locations[0]
+        raise ConfigError(f"{location}: {message}")
     return config
 
 
 def _explain(problem: Any, file: ConfigFile) -> str:
+    """Return the error message for one problem that pydantic found."""
     parts, section = _locate(problem["loc"])
-    kind, given = problem["type"], problem["input"]
+    kind = problem["type"]
+    given = problem["input"]
     if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
         parts.append("kind")
     dotted = ".".join(parts)
-    place = file.location_of(dotted)
+    location = file.location_of(dotted)
     if kind == "value_error" and any(
-        at.startswith(f"{dotted}.") and there == "command line" for at, there in file.locations.items()
+        key.startswith(f"{dotted}.") and where == "command line" for key, where in file.locations.items()
     ):
-        place = "command line"  # keys of a section that exclude each other, one of them given there
-    # A no-break space, for one, does not show.
+        # Keys of this section exclude each other, and the command line gave one of them.
+        location = "command line"
+    # Characters such as a no-break space would be invisible in the message.
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in dotted)
-    start = f"{place}: {visible}: "
+    start = f"{location}: {visible}: "
     if kind == "extra_forbidden":
-        return start + _unknown(parts[-1], dotted, section)
+        return start + _explain_unknown(parts[-1], dotted, section)
     if kind == "union_tag_invalid":
-        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'custom'", "")
+        tag = problem["ctx"]["tag"]
+        expected = problem["ctx"]["expected_tags"].replace("'custom'", "")
         hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
         return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
     if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        hint = f"; did you mean {dotted}.{_FIRST[dotted]}?" if dotted in _FIRST and given else ""
+        hint = f"; did you mean {dotted}.{_MAIN_KEY[dotted]}?" if dotted in _MAIN_KEY and given else ""
         return f"{start}expected a section of keys and values, given {given!r}{hint}"
-    if kind == "value_error":  # one of our own, which says what was given
+    if kind == "value_error":  # raised by a validator of the schema, whose message is complete
         return start + str(problem["ctx"]["error"])
     if kind == "string_pattern_mismatch" and (advice := suggest_import_path(given)) is not None:
         return f"{start}{given}: {advice}"
@@ -145,18 +150,18 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     return f"{start}{message}, given {given!r}"
 
 
-def _unknown(key: str, dotted: str, section: Section | None) -> str:
-    """Return what to say of a key that its section does not have."""
+def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:
+    """Return the error text for a key that its section does not have."""
     if not key.isprintable():
-        return "unknown key; what is escaped here does not show: type the line anew, with plain spaces"
+        return "unknown key; it has invisible characters, escaped here: type the line anew, with plain spaces"
     if key in ("deepspeed", "deepspeed_config"):
         return "unknown key; the DeepSpeed JSON is an option of the command: --deepspeed FILE"
     if key in DEEPSPEED_OWNS:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
-    if section is ImagesDataConfig and key in _OF_IMAGE_DATASETS:
-        return "unknown key; images are read from a folder for each class: data.path and data.eval_path"
+    if section is ImagesDataConfig and key in _HUB_IMAGE_KEYS:
+        return "unknown key; images are read from one folder for each class: set data.path and data.eval_path"
     ours = ALIASES.get(dotted) or ALIASES.get(key, dotted)
-    if ours != dotted:  # the same: a key of another kind of this section
+    if ours != dotted:  # if equal, it is a key of another kind of this section
         return f"unknown key; here it is {ours}"
     hint = did_you_mean(key, section.model_fields if section else {})
     if "did you mean" in hint:
@@ -171,7 +176,7 @@ def _unknown(key: str, dotted: str, section: Section | None) -> str:
 
 
 def _all_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str, str, Section]]:
-    """Yield the dotted prefix and the kind of each section that an annotation holds, and of those in it."""
+    """Yield dotted prefix, kind and class of each section within an annotation, also of nested ones."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield prefix, kind, annotation
         for name, field in annotation.model_fields.items():
@@ -188,13 +193,13 @@ def _all_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str
 
 
 def _locate(loc: tuple[Any, ...]) -> tuple[list[str], Section | None]:
-    """Return a pydantic location's dotted parts without the union tags, and the section of the last part."""
+    """Return the parts of a pydantic location's key, without union tags, and the section of the last part."""
     parts: list[str] = []
     section: Section | None = None
     annotation: Any = RunConfig
     for item in loc:
         sections = (each for each in (annotation, *get_args(annotation)) if hasattr(each, "model_fields"))
-        section = next(sections, None)  # that of a section that may be left out, too
+        section = next(sections, None)  # also of an optional section
         pairs = [get_args(member) for member in get_args(annotation)]
         kinds = {pair[1].tag: pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[1], Tag)}
         if item in kinds:
@@ -206,7 +211,7 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], Section | None]:
 
 
 def _annotation_within(annotation: Any, key: str) -> Any:
-    """Return the annotation of a section's key, or of what a list or a mapping (or None) holds."""
+    """Return the annotation of a section's key, or of the values of a list or mapping; `None` if unknown."""
     fields = getattr(annotation, "model_fields", {})
     if key in fields:
         return fields[key].annotation
@@ -217,7 +222,7 @@ def _annotation_within(annotation: Any, key: str) -> Any:
 
 
 def find_code_references(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of everything in a recipe, or in a section of it, that would run code."""
+    """Yield dotted key and value of everything in a recipe or section that would run code."""
     entries: dict[Any, Any] = {}
     if isinstance(section, BaseModel | dict):
         entries = dict(section)
@@ -225,17 +230,17 @@ def find_code_references(section: Any, prefix: str = "") -> Iterator[tuple[str, 
         entries = dict(enumerate(section))
     for name, value in entries.items():
         is_import = name in IMPORT_PATH_FIELDS and isinstance(value, str) and ":" in value
-        is_other = name in ("trust_remote_code", COMMAND_FIELD) and value
-        if isinstance(section, BaseModel) and (is_import or is_other):
+        runs_other_code = name in ("trust_remote_code", COMMAND_FIELD) and value
+        if isinstance(section, BaseModel) and (is_import or runs_other_code):
             yield f"{prefix}{name}", str(value)
         yield from find_code_references(value, f"{prefix}{name}.")
 
 
 def refuse_code(config: RunConfig, file: ConfigFile) -> None:
-    """Refuse a recipe that would run code.
+    """Check that a recipe would run no code.
 
     Raises:
-        ConfigError: A key names some.
+        ConfigError: A key names code to run.
     """
     for dotted, value in find_code_references(config):
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""The recipe: every field a user may set, with its unit and range. Closed: an unknown key is an error.
+"""The recipe: every key that a user may set, with its unit and range. An unknown key is an error.
 
-The text under a field is its documentation; docs/configuration.md is generated from it.
+The docstring of a field is its documentation; docs/write_configuration.py writes docs/configuration.md from
+it.
 """
 
 from __future__ import annotations
@@ -26,117 +27,133 @@ from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 
 
 class TrackerConfig(RecipeSection):
-    """A place of your own for the rows of the run: a class by import path (docs/your-own-tracker.md)."""
+    """Your own tracker for the rows of the run: a class by import path (docs/your-own-tracker.md)."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:class`. It runs that code; `--no-import-paths` refuses it. The class is
-    called as `class(run_dir, start_step, run_config, **args)`, in the main process alone."""
+    """Import path `package.module:class`. The class is called as `class(run_dir, start_step, run_config,
+    **args)`, in the main process only. The key runs that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
-    """Further keyword arguments of the class. They are kept in recipe.yaml: no secrets."""
+    """Further keyword arguments of the class. recipe.yaml stores them, so they must not be secrets."""
 
 
 class CallbackConfig(RecipeSection):
-    """Your own code at named moments of the run: a subclass of `pipeline.Callback` (docs/extending.md). An
-    import path alone is short for a section with `kind`."""
+    """Your own callback: a subclass of `pipeline.Callback` (docs/extending.md).
+
+    An import path alone is a short form of a section with `kind`.
+    """
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:Class`. It runs that code; `--no-import-paths` refuses it. Rank 0 calls it
-    as `Class(**args)`."""
+    """Import path `package.module:Class`. Rank 0 calls it as `Class(**args)`. The key runs that code;
+    `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
-    """Keyword arguments of the class. recipe.yaml keeps them: no secrets."""
+    """Keyword arguments of the class. recipe.yaml stores them, so they must not be secrets."""
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _expand_short_form(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
 
 
 class EarlyStoppingConfig(RecipeSection):
-    """Ends the run when `eval.best_metric` no longer improves: with a checkpoint and a summary, as the last
-    step does. A run in `run_dir` goes on with a higher `patience`."""
+    """Ends the run when `eval.best_metric` no longer improves, with a checkpoint and a summary.
+
+    A run in `run_dir` can be continued with a higher `patience`.
+    """
 
     patience: int = Field(gt=0)
-    """Evaluations in a row without an improvement that end the run. The one before the first step counts."""
+    """Number of evaluations in a row without an improvement that ends the run. The evaluation before the
+    first step counts as well."""
     min_delta: float = Field(0.0, ge=0)
     """Smallest change of the metric that counts as an improvement."""
 
 
 class NotifyConfig(RecipeSection):
-    """Alerts to a command or a webhook of yours, besides the console, metrics.jsonl and W&B. Of each name at
-    most one a minute; training never waits for it."""
+    """Alerts to your own command or webhook, besides the console, metrics.jsonl and W&B.
+
+    At most one alert of each name is sent in a minute. Training never waits for it.
+    """
 
     command: str | None = None
-    """A program and its arguments, as on a command line, started without a shell for each alert, for 10 s at
-    the most: the alert as JSON on its standard input, and in PIPELINE_RUN, PIPELINE_STEP, PIPELINE_EVENT,
-    PIPELINE_LEVEL, PIPELINE_MESSAGE and PIPELINE_ADVICE. `--no-import-paths` refuses it. No secrets in it:
-    recipe.yaml keeps it."""
+    """Program with arguments, as on a command line, that is started for each alert, without a shell and for
+    at most 10 s. It gets the alert as JSON on its standard input and in PIPELINE_RUN, PIPELINE_STEP,
+    PIPELINE_EVENT, PIPELINE_LEVEL, PIPELINE_MESSAGE and PIPELINE_ADVICE. recipe.yaml stores the command, so
+    it must not contain secrets. `--no-import-paths` refuses it."""
+    # A webhook's address is a secret. Given by the name of a variable, it stays out of recipe.yaml, W&B and
+    # errors.
     webhook_env: str | None = None
-    """Name of the environment variable that holds the address (`PIPELINE_WEBHOOK` reaches the nodes of
-    multi_node.sh by itself): each alert is posted there as JSON, with the keys that Slack, Mattermost and
-    Discord read. The address itself is written nowhere."""
+    """Name of the environment variable that holds the address of a webhook. Each alert is posted there as
+    JSON with the keys that Slack, Mattermost and Discord read. multi_node.sh passes `PIPELINE_WEBHOOK` to
+    the nodes. No file and no message contains the address."""
     level: Literal["info", "warning", "error"] = "warning"
-    """What is told: this and what is worse. A run that fails is an `error`."""
+    """Minimum severity of the alerts to send. A run that fails is an `error`."""
 
     @field_validator("command")
     @classmethod
-    def _can_be_split(cls, command: str | None) -> str | None:
+    def _splits_into_words(cls, command: str | None) -> str | None:
         try:
             words = shlex.split(command or "none")
         except ValueError as error:
             raise ValueError(f"cannot be split into words ({error}), given {command!r}") from None
         if not words:
-            raise ValueError("is empty; name a program, or leave it out")
+            raise ValueError("is empty; name a program, or drop the key")
         return command
 
     @field_validator("webhook_env")
     @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
+    def _is_variable_name(cls, name: str | None) -> str | None:
         if name is not None and not (name.isascii() and name.isidentifier()):
-            # What was given is not repeated: it may be the address.
+            # The message does not quote the value, which may be the address.
             raise ValueError(
-                "is no name of an environment variable; put the address into one (export "
+                "is not the name of an environment variable; put the address into one (export "
                 "PIPELINE_WEBHOOK=...) and write its name here: webhook_env: PIPELINE_WEBHOOK"
             )
         return name
 
 
 class ProfileConfig(RecipeSection):
-    """torch's profiler on some steps of the main rank, and, from the start on, what a GPU's memory holds when
-    it runs out: to `profile/` of the run (docs/how-to.md). Those steps are slower."""
+    """torch's profiler on some steps of the main rank, and a snapshot of GPU memory when it runs out.
+
+    The files are written to `profile/` of the run (docs/how-to.md). Profiled steps are slower.
+    """
 
     start_step: int | None = Field(None, gt=0, le=10**12)
-    """The first step that is profiled; the one before it warms the profiler up. Default: nothing is profiled,
+    """First step that is profiled; the step before it warms the profiler up. Default: no step is profiled,
     at no cost."""
     num_steps: int = Field(3, gt=0, le=1000)
-    """How many. A step of a large model is up to hundreds of MB of trace."""
+    """Number of profiled steps. A step of a large model writes up to hundreds of MB of trace."""
 
 
 class WatchConfig(RecipeSection):
-    """What is told of a run that goes wrong, and what is done about it: docs/alerts.md. Each case is an event
-    in metrics.jsonl."""
+    """Alerts about a run that goes wrong, and the action for each: docs/alerts.md.
+
+    Each alert is an event in metrics.jsonl.
+    """
 
     alerts: bool = True
-    """Tell of spikes, a loss that rises from the start on, steps without a finite gradient, slow steps and
-    ranks, missing data, growing memory, evaluation that leaves training, and parameters that never move."""
+    """Whether to alert about spikes, a loss that rises from the start, steps without a finite gradient,
+    slow steps and ranks, missing data, growing memory, evaluation that diverges from training, and
+    parameters that never change."""
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
-    """A step whose gradient is infinite or NaN: it changes no parameter, whatever stands here. `log`: it
-    counts as a step. `skip`: it does not, so that all that follows is as if the data had never held its
-    samples. `rollback`: back to the newest checkpoint before it, and on without its samples. `stop`: the run
-    ends. In fp16 such a step of a finite loss finds the loss scale while that can fall, and counts; `skip` is
-    of all others, and `rollback` and `stop` are refused."""
+    """Action after a step whose gradient is infinite or NaN. Such a step never changes a parameter. `log`:
+    it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain its
+    samples. `rollback`: the run returns to the newest checkpoint before the step, and continues without its
+    samples. `stop`: the run ends. In fp16, a step with a finite loss and an infinite gradient lowers the
+    loss scale while that is possible, and counts; `skip` then applies to all other steps, and `rollback`
+    and `stop` are errors."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
-    """The same of a step whose loss or gradient norm lies far above those of the steps before it. `skip`:
-    it changes nothing; each step then waits for the device."""
+    """Action after a step whose loss or gradient norm is far above those of the steps before it, with the
+    same choices. `skip`: the step changes nothing, which makes every step wait for the device."""
     on_corruption: Literal["log", "stop"] = "stop"
-    """Ranks that hold the same weights do not have the same bits. `stop`: the run ends without a further
-    checkpoint, with exit code 14, and those that may hold what is wrong are set aside: started again, it goes
-    on from one that all ranks agreed on."""
+    """Action if ranks that should hold equal weights hold different bits. `stop`: the run ends with exit
+    code 14 and without a further checkpoint, and checkpoints that may be affected are set aside. The next
+    start resumes from one on which all ranks agreed."""
     compare_every: int = Field(25, ge=0)
-    """Steps between two comparisons of replicas: under `ddp` and ZeRO 0 weights, reduced gradients and
-    optimizer state, at ZeRO 1 and 2 the weights of all steps since the last one. 0: none."""
+    """Number of steps between two comparisons of replicas; 0: none. Under `ddp` and ZeRO 0, weights,
+    reduced gradients and optimizer state are compared; at ZeRO 1 and 2, the weights of all steps since the
+    last comparison."""
     rollback_steps: int = Field(8, gt=0, le=10**6)
-    """Steps up to the bad one whose samples a rollback leaves out. It goes back to a checkpoint before
-    them."""
+    """Number of steps, the bad step last, whose samples a rollback leaves out. The run returns to a
+    checkpoint before them."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -144,25 +161,26 @@ RUN_NAME = r"^[\w.-]+$"
 MAX_MICRO_BATCH_SIZE = MAX_ACCUMULATION_STEPS = 2**24
 MAX_GLOBAL_BATCH_SIZE = 2**40
 BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
-"""Which value of a metric is the best, by the last part of its name."""
+"""Last part of a metric's name -> whether its lowest or highest value is the best."""
 
 
 Position = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class LoaderConfig(RecipeSection):
-    """How samples reach the device."""
+    """The loader, which reads samples for the steps."""
 
     num_workers: int = Field(0, ge=0, le=1024)
-    """Worker processes that fetch ahead. 0 fetches in the training process: right for tokenised text,
-    which is read from memory; images that must be decoded want a few."""
+    """Number of worker processes that read ahead. 0 reads in the training process, which is right for
+    tokenised text: it is mapped into memory. Images, which must be decoded, need a few workers."""
     leave_out: list[tuple[Position, Position]] = Field([])
-    """Stretches of the run's order that no step takes, `[first, last)` each, counted as `train/samples_seen`
-    counts: what an alert named. The steps before and after them stay the same."""
+    """Ranges `[first, last)` of the run's sample order that no step uses, counted like
+    `train/samples_seen`. An alert names the range of a bad step. The steps before and after a range stay
+    the same."""
 
     @field_validator("leave_out", mode="before")
     @classmethod
-    def _pairs(cls, value: Any) -> Any:
+    def _to_tuples(cls, value: Any) -> Any:
         if isinstance(value, list):  # YAML and JSON have no tuples
             return [tuple(pair) if isinstance(pair, list) else pair for pair in value]
         return value
@@ -177,16 +195,21 @@ class LoaderConfig(RecipeSection):
 
 
 class BatchConfig(RecipeSection):
-    """Any two of the three numbers; the third follows for the world size of the run. Without this section:
-    `micro_batch_size: 8`."""
+    """The batch. Give one or two of the three numbers; the rest follows from the number of ranks.
+
+    Without this section: `micro_batch_size: 8`.
+    """
 
     micro_batch_size: Annotated[int, Field(gt=0, le=MAX_MICRO_BATCH_SIZE)] | Literal["auto"] | None = None
-    """Samples one rank takes through the model at once. `auto`, beside `global_batch_size`: the largest that
-    fits, found at the start by steps that do not count. The global batch, and so the curve, stays."""
+    """Number of samples in one forward pass of a rank. `auto`, with `global_batch_size`: the largest that
+    fits, found at the start by trial steps that do not count. It does not change the global batch, nor the
+    curve."""
     gradient_accumulation_steps: int | None = Field(None, gt=0, le=MAX_ACCUMULATION_STEPS)
-    """Micro-batches a rank adds up before the optimizer steps. Default where nothing else decides it: 1."""
+    """Number of micro-batches whose gradients a rank adds up for one optimizer step. Default: it follows
+    from the other two numbers, else 1."""
     global_batch_size: int | None = Field(None, gt=0, le=MAX_GLOBAL_BATCH_SIZE)
-    """Samples an optimizer step sees: micro x accumulation x data-parallel size."""
+    """Number of samples of an optimizer step: micro_batch_size x gradient_accumulation_steps x data-parallel
+    ranks."""
 
     @field_validator("micro_batch_size", mode="wrap")
     @classmethod
@@ -195,47 +218,54 @@ class BatchConfig(RecipeSection):
             value = int(value)
         try:
             return validated(value)
-        except ValidationError as error:  # one line for the two that it might be
+        except ValidationError as error:  # pydantic has one error for each type; the user gets one for both
             message = error.errors()[0]["msg"]
             raise ValueError(f"{message[0].lower()}{message[1:]}, or auto; given {value!r}") from None
 
 
 class EngineConfig(RecipeSection):
-    """Plain PyTorch. A split file says the same in its `torch` section; with a DeepSpeed JSON this must be
-    absent."""
+    """Settings for plain PyTorch. With a DeepSpeed JSON this section must be absent.
+
+    A file for --deepspeed with a `torch` section sets the same keys.
+    """
 
     parallel: Literal["auto", "single", "dp", "ddp"] = "auto"
-    """`single`: one process, one device. `dp`: nn.DataParallel, one process and all visible GPUs. `ddp`:
-    DistributedDataParallel, one process a device. `auto`: `ddp` where a launcher started several ranks."""
+    """Data parallelism. `single`: one process, one device. `dp`: nn.DataParallel, one process and all
+    visible GPUs. `ddp`: DistributedDataParallel, one process for each device. `auto`: `ddp` if a launcher
+    started several ranks, else `single`."""
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
-    """`bf16` computes under autocast; parameters stay in fp32. `auto`: bf16 where that is faster."""
+    """Precision. `bf16`: computation under autocast, with parameters in fp32. `auto`: bf16 if the device is
+    faster in it."""
     tf32: bool = False
-    """Let a GPU multiply fp32 matrices in TF32 (10 bits of mantissa): faster, and no longer fp32's digits."""
+    """Whether a GPU may multiply fp32 matrices in TF32 (10 bits of mantissa), which is faster and less
+    exact."""
     compile: bool | Literal["auto"] = "auto"
-    """Have torch.compile fuse what a model's repeated blocks do, and the loss of logits where a model needs
-    them: a minute at the start, then faster steps. `auto`: on a GPU, but for `dp`."""
+    """Whether torch.compile compiles the model's repeated blocks, and the loss if the model needs logits.
+    It takes about a minute at the start; steps are then faster. `auto`: on a GPU, except with `dp`."""
     bucket_cap_mb: float = Field(25.0, gt=0, le=2**20)
-    """MiB of gradients `ddp` sends at once."""
+    """Size in MiB of the gradient buckets of `ddp`."""
     find_unused_parameters: bool = False
-    """`ddp`: look each step for parameters that took no part. Without it they are an
-    error that names them."""
+    """Whether `ddp` searches each step for parameters that the forward pass did not use. Without it, such
+    parameters are an error that names them."""
 
 
 class LogConfig(RecipeSection):
-    """When and where the numbers of the run are written."""
+    """The log: its interval, its levels and its trackers."""
 
     every: Every = 1
     """Steps (`10`, `10 steps`) or epochs (`0.25`, `2 epochs`) between two rows of metrics.jsonl."""
     console: LogLevel = "info"
-    """What the console shows; on the command line `--log-level`, or `--quiet` for `warning`. Above `info` it
-    shows neither rows nor evaluations. The run's files have all from `info` on."""
+    """Lowest level of lines on the console; on the command line `--log-level`, or `--quiet` for `warning`.
+    Above `info` the console shows neither rows nor evaluations. The run's files have all lines from `info`
+    on."""
     tensorboard: bool = False
-    """Also write TensorBoard event files (needs the `tensorboard` extra)."""
+    """Whether to write TensorBoard event files (needs the `tensorboard` extra)."""
     trackers: list[TrackerConfig] = Field([])
-    """Further places by import path, as MLflow. One that fails or blocks is dropped with a line."""
+    """Your own trackers by import path, for example for MLflow. One that fails or blocks is dropped with a
+    message."""
     price_per_device_hour: float | None = Field(None, ge=0)
-    """What a GPU costs an hour (on a CPU: a rank), in any currency: rows then have `perf/cost`, of the whole
-    run so far."""
+    """Price of a GPU for an hour (on a CPU: of a rank), in any currency. Rows then have `perf/cost`, the
+    cost of the run so far."""
 
     @field_validator("every")
     @classmethod
@@ -246,50 +276,54 @@ class LogConfig(RecipeSection):
 
     @property
     def shows_rows(self) -> bool:
-        """Whether the console has more than warnings."""
+        """Whether the console shows rows and evaluations, not only warnings and errors."""
         return self.console in ("debug", "info")
 
 
 class WandbConfig(RecipeSection):
-    """Weights & Biases. Rank 0 of the job logs; nobody else opens a run. Where a key is left out, W&B's own
-    variable is used; one that the recipe overrides is named in one line."""
+    """Weights & Biases. Only rank 0 opens a W&B run.
+
+    W&B's own environment variable replaces a key that is left out. A message names each variable that the
+    recipe overrides.
+    """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto`: as `WANDB_MODE` says; without it online where there is an API key, offline otherwise."""
+    """Mode of W&B. `auto`: that of `WANDB_MODE`; without it, online if there is an API key, else offline."""
     project: str | None = None
-    """Project the run is filed under. Default: `WANDB_PROJECT`, else `deepspeed-pipeline`."""
+    """Project of the run. Default: `WANDB_PROJECT`, else `deepspeed-pipeline`."""
     entity: str | None = None
-    """User or team. Default: `WANDB_ENTITY`, else the key's own."""
+    """User or team. Default: `WANDB_ENTITY`, else the default entity of the API key."""
     group: str | None = None
-    """Group of runs shown together. Default: `WANDB_RUN_GROUP`, else the run's name."""
+    """Group of the run. Default: `WANDB_RUN_GROUP`, else the run's name."""
     tags: list[str] = Field([])
-    """Labels of the run. Default: `WANDB_TAGS`, with commas between them."""
+    """Tags of the run. Default: `WANDB_TAGS`, separated by commas."""
     notes: str | None = None
-    """What to know about the run, in a few sentences. Default: `WANDB_NOTES`."""
+    """Notes about the run. Default: `WANDB_NOTES`."""
     job_type: str | None = None
-    """Kind of run within its group, as `train`. Default: `WANDB_JOB_TYPE`."""
+    """Type of the run within its group, for example `train`. Default: `WANDB_JOB_TYPE`."""
     x_axis: Literal["global_step", "tokens_seen"] = "global_step"
-    """What curves are drawn over. `tokens_seen`: of language models."""
+    """Horizontal axis of the curves. `tokens_seen` is for language models."""
     checkpoints: bool = False
-    """Log each checkpoint as an artifact that says where its files lie; none of them is uploaded."""
+    """Whether to log each checkpoint as an artifact that references its files; none of them is uploaded."""
     histograms_every: int = Field(0, ge=0)
-    """Steps between histograms of each parameter and its gradient; 0: none. A multiple of `log.every`."""
+    """Number of steps between histograms of each parameter and its gradient, a multiple of `log.every`; 0:
+    none."""
 
 
 class EvalConfig(RecipeSection):
-    """Evaluation on the held-out split: the exact mean over its tokens, the same on any number of ranks."""
+    """Evaluation on the held-out data: an exact mean over its tokens, the same on any number of ranks."""
 
     every: Every = 0
     """Steps (`500`, `500 steps`) or epochs (`0.25`, `2 epochs`) between evaluations, rounded to whole steps;
     0: only before the first and after the last step."""
     max_samples: int | None = Field(None, gt=0)
-    """Samples at the most, the first ones of the split. Default: the whole split."""
+    """Largest number of samples to evaluate, from the first on. Default: all."""
     best_metric: str = Field("loss", min_length=1)
     """Metric that decides which evaluation is the best, by its name without `eval/`: `loss`, `perplexity`,
-    `accuracy`, `NAME/loss` of one data set, or a metric of your own objective."""
+    `accuracy`, `NAME/loss` of one evaluation set, or a metric of your own objective."""
     best_mode: Literal["min", "max"] | None = None
-    """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss and a
-    perplexity, `max` for an accuracy; other metrics need it."""
+    """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss or a
+    perplexity, `max` for an accuracy. Other metrics need it."""
 
     @property
     def best_is_lowest(self) -> bool:
@@ -307,78 +341,85 @@ class EvalConfig(RecipeSection):
 
 
 class CheckpointConfig(RecipeSection):
-    """When a checkpoint is written and how many stay."""
+    """The intervals between checkpoints, and how many of them are kept."""
 
     every: Every = 0
     """Steps (`500`, `500 steps`) or epochs (`0.25`, `2 epochs`) between checkpoints, rounded to whole steps;
-    0: only at the end and when told to stop."""
+    0: only at the end and at a signal to stop."""
     every_minutes: float = Field(0, ge=0)
-    """Minutes between checkpoints, by rank 0's clock, besides those of `every`; 0: none."""
+    """Minutes between further checkpoints, by rank 0's clock; 0: none."""
     grace_seconds: float | None = Field(None, gt=0)
-    """Seconds between a signal to stop (SIGTERM, SIGUSR1, Ctrl-C) and the kill, as the scheduler has it: a
-    last checkpoint that would take longer is not begun. Default: it is always begun."""
+    """Seconds that the scheduler allows between a signal to stop (SIGTERM, SIGUSR1, Ctrl-C) and the kill. A
+    last checkpoint that would take longer is not started. Default: it is always started."""
     keep_last: int = Field(2, gt=0)
-    """Newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that are kept."""
     keep_every: int = Field(0, ge=0)
-    """Checkpoints of steps that are a multiple of it stay for ever; 0: none."""
+    """Interval in steps of checkpoints that are kept for ever: those whose step is a multiple of it. 0:
+    none."""
     keep_best: bool = False
-    """Keep the checkpoint with the best `eval.best_metric` as well. `every` is a multiple of `eval.every`."""
+    """Whether to keep the checkpoint with the best `eval.best_metric` as well. `every` must then be a
+    multiple of `eval.every`."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """`auto`: go on with the newest unfinished run of this recipe, if any, however its work was split.
-    `never`: start a new run. `required`: an error where there is nothing to go on with."""
+    """`auto`: resume the newest unfinished run of this recipe, if any, whatever its split. `never`: start a
+    new run. `required`: raise an error if there is no run to resume."""
 
 
 class SampleConfig(RecipeSection):
-    """Text the trained language model writes at the end of the run."""
+    """Text that the trained language model generates at the end of the run."""
 
     prompt: str | None = None
-    """Text that the model continues; a question in the chat template, where `data.kind` is `chat` or
+    """Text that the model continues; a question in the chat template if `data.kind` is `chat` or
     `preference`. Default: `def `; with those kinds the first held-out prompt."""
     max_new_tokens: int = Field(48, ge=0, le=2**20)
-    """Tokens it writes; 0: none."""
+    """Largest number of tokens to generate; 0: none."""
     every_eval: bool = False
-    """Also after each evaluation: an event `sample` in metrics.jsonl, a table in Weights & Biases. The curve
-    stays the same."""
+    """Whether to generate text after each evaluation, too, as an event `sample` in metrics.jsonl and a
+    table in Weights & Biases. It does not change the curve."""
 
 
 class DistributedConfig(RecipeSection):
-    """Several ranks: how long they wait for each other, and what is said of one that hangs, is lost or is
-    slow."""
+    """Timeouts between ranks, and the detection of ranks that hang, are lost or are slow."""
 
     timeout_seconds: float = Field(1800, gt=0, le=10**7)
-    """Seconds that a collective waits for the other ranks, in every process group. Also the watchdog's limit
-    while a run starts, resumes, saves or ends, and for its first step, which may compile."""
+    """Seconds that a collective waits for the other ranks, in every process group. The watchdog also allows
+    this time for starting, resuming, saving, ending, and for the first step, which may compile."""
     hang_seconds: float | None = Field(None, gt=0, le=10**7)
-    """Seconds without a step after which the watchdog writes down where every rank stands, names those that
-    are behind, and ends the job with code 124. Default: ten times the recent median step, at least 60."""
+    """Seconds without a step after which the watchdog writes the stack of every rank, names the ranks that
+    are behind, and ends the job with exit code 124. Default: ten times the recent median step, at least
+    60."""
     straggler_share: float = Field(0.15, gt=0)
-    """A rank whose own part of a step (reading data, computing) takes longer by this share than the median
-    rank's, or a pipeline stage's than before, is named, with what takes it longer."""
+    """Share by which a rank's own part of a step (reading data, computing) must exceed the median rank's
+    for an alert, or that of a pipeline stage its own earlier time. The alert names the rank and the slower
+    part."""
+    # torch's NUMA binding needs GPUs and the program numactl, and only torchrun applies it. This one works
+    # under every launcher, and on machines without GPUs.
     bind_cores: bool | None = None
-    """Bind each rank to its share of the cores that it may use, those next to its GPU first. Default: where
-    several ranks may use the same ones, and neither the launcher nor OMP_PROC_BIND or the like bound them."""
+    """Whether to bind each rank to its share of the cores that it may use, those next to its GPU first.
+    Default: yes if several ranks may use the same cores, and neither the launcher nor a variable such as
+    OMP_PROC_BIND bound them."""
 
 
 class RunConfig(RecipeSection):
-    """A whole run. How the work is split, and the precision, stand in the DeepSpeed JSON instead."""
+    """A whole run. The DeepSpeed JSON, not the recipe, has the split of the work and the precision."""
 
     name: str = Field("run", pattern=RUN_NAME, max_length=128)
     """Name of the run; its directory is `<runs_dir>/<name>-<time>`."""
     runs_dir: str = "runs"
-    """Where run directories are made."""
+    """Folder in which run directories are created."""
     run_dir: str | None = None
-    """One fixed directory for this run instead (made if missing). A run in it goes on, also a finished one
-    with a higher `max_steps`, another `optimizer` or `schedule`."""
+    """Fixed directory of this run, in place of a new one in `runs_dir`; created if missing. A run in it is
+    resumed. A finished run continues with a higher `max_steps`, also with another `optimizer` or
+    `schedule`."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Fixes initial weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     max_steps: int | None = Field(None, gt=0, le=10**12)
-    """Optimizer steps of the run. Exactly one of this and `max_epochs`; the one on the command line takes the
-    place of the other in the recipe."""
+    """Number of optimizer steps of the run. Give exactly one of this and `max_epochs`; one on the command
+    line replaces the other in the recipe."""
     max_epochs: float | None = Field(None, gt=0, le=1e9)
-    """Passes over the training data."""
+    """Number of passes over the training data."""
     model: ModelConfig
     adapter: AdapterConfig | None = None
-    """Train low-rank adapters in place of the model's own weights: `lora`, or a section."""
+    """Low-rank adapters to train in place of the model's own weights: `lora`, or a section."""
     data: DataConfig
     loader: LoaderConfig = LoaderConfig()
     objective: ObjectiveConfig = AutoObjectiveConfig()
@@ -393,7 +434,8 @@ class RunConfig(RecipeSection):
     eval: EvalConfig = EvalConfig()
     early_stopping: EarlyStoppingConfig | None = None
     callbacks: list[CallbackConfig] = Field([])
-    """Your own code at named moments of the run, by import path: it can alert, evaluate, save and stop."""
+    """Your own callbacks by import path. They run at named moments, and can alert, evaluate, save and
+    stop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
@@ -401,8 +443,8 @@ class RunConfig(RecipeSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _rate_of_an_adapter(cls, recipe: Any) -> Any:
-        """Leave an adapter's learning rate open if the recipe does not say it: it follows from the model."""
+    def _leave_adapter_rate_open(cls, recipe: Any) -> Any:
+        """Leave the learning rate of an adapter open unless the recipe states it; the model decides it."""
         if isinstance(recipe, dict) and recipe.get("adapter") is not None:
             optimizer = recipe.get("optimizer", {})
             if isinstance(optimizer, dict) and "learning_rate" not in optimizer:
@@ -417,7 +459,7 @@ class RunConfig(RecipeSection):
 
 
 def get_cache_folder(config: RunConfig) -> Path:
-    """Return the folder for what a recipe's runs can make again: that of its prepared data, if it has any."""
+    """Return the cache folder of a recipe: that of its prepared data, or the default one."""
     documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default
     return Path(default if documents is None else documents.cache_dir).expanduser()

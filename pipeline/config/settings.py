@@ -1,4 +1,4 @@
-"""Reads and checks recipe and DeepSpeed JSON together, and fills both in. Imports no torch."""
+"""Loads and checks recipe and DeepSpeed JSON together, and resolves both for a job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,42 +30,45 @@ from pipeline.files import CONFIGURATION_LIMIT, is_path, read_regular_file
 from pipeline.redaction import redact
 
 
-def check_requirements(choice: Combination) -> None:
+def check_requirements(combination: Combination) -> None:
     """Check packages and the GPU before data and model are built.
 
     Raises:
-        ConfigError: A package is not installed, or the GPU does not multiply in fp8.
+        ConfigError: A package is not installed, or the GPU cannot multiply in fp8.
     """
-    if choice.quantizes_base:
-        require_package("bitsandbytes", "adapter.quantize: nf4", "leave adapter.quantize out")
-    if choice.multiplies_in_fp8:
-        fp8 = f"model.fp8: {choice.model_value('fp8')}"
+    if combination.quantizes_base:
+        require_package("bitsandbytes", "adapter.quantize: nf4", "drop adapter.quantize")
+    if combination.multiplies_in_fp8:
+        fp8 = f"model.fp8: {combination.model_value('fp8')}"
         require_package("torchao", fp8, "set model.fp8=none")
-        if not choice.device.fp8:
+        if not combination.device.fp8:
             raise ConfigError(
-                f"{fp8}: this GPU does not multiply in fp8, which NVIDIA's do from "
-                "Ada and Hopper on (8.9) and AMD's from MI300 on; set model.fp8=none"
+                f"{fp8}: this GPU does not multiply in fp8, which takes Ada, Hopper (compute capability 8.9) "
+                "or newer of NVIDIA, or MI300 or newer of AMD; set model.fp8=none"
             )
 
 
-# Of two ways to say one thing, the one on the command line takes the place of the other in the file.
+# Pairs of keys for the same thing. One on the command line replaces the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
 
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings for one number of ranks on one kind of device."""
+    """Settings for one number of ranks on one kind of device, without any "auto"."""
 
     batch_plan: BatchPlan
     deepspeed: Tree | None
     """Dict that DeepSpeed gets; `None` for plain PyTorch."""
     split: Split
     tf32: bool
+    """Whether fp32 matrices are multiplied in TF32."""
     compile: bool
+    """Whether blocks are compiled."""
 
     def with_micro_batch_size(self, micro_batch_size: int) -> ResolvedSettings:
-        """Return the same with the global batch in micro-batches of another size."""
-        plan, filled = self.batch_plan.with_micro_batch_size(micro_batch_size), self.deepspeed
+        """Return the same settings with the global batch in micro-batches of another size."""
+        plan = self.batch_plan.with_micro_batch_size(micro_batch_size)
+        filled = self.deepspeed
         if filled is not None:
             filled = filled | {
                 "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -76,33 +79,39 @@ class ResolvedSettings:
     def slow_precision(self, device: Device) -> str | None:
         """Return a warning if the device is a CPU that is not faster in this half precision than in fp32."""
         precision = self.split.precision
-        has = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}
-        if device.kind != "cpu" or has[precision]:
+        is_fast = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}
+        if device.kind != "cpu" or is_fast[precision]:
             return None
-        cure = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
-        return f"this CPU is not faster in {precision} than in fp32: {cure}"
+        remedy = "engine.precision=fp32" if self.deepspeed is None else f"ds.{precision}.enabled=false"
+        return f"this CPU is not faster in {precision} than in fp32; set {remedy}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A validated recipe and, if DeepSpeed is asked for, its checked JSON."""
+    """A validated recipe with, if given, a checked DeepSpeed JSON. `resolve` completes both for a job."""
 
     config: RunConfig
     recipe_path: Path
     deepspeed_file: ConfigFile | None
-    """File after --deepspeed."""
+    """File after --deepspeed; `None` if the option was not given."""
     overrides: tuple[str, ...] = ()
     """Overrides of the command line, as they were given."""
     is_default: bool = False
-    """Whether nobody chose the recipe."""
+    """Whether the recipe is the default one, which is used if no recipe is given."""
 
     def with_arguments(self, words: Sequence[str]) -> Settings:
-        """Return the settings of the same command with further words: overrides, `--deepspeed FILE`.
+        """Return the settings of the same command with further arguments.
+
+        Advice and `plan --suggest` propose a change only if the settings accept its arguments here.
+
+        Args:
+            words: Overrides, and `--deepspeed FILE`.
 
         Raises:
             ConfigError: As `load_settings`.
         """
-        path, added = self.deepspeed_path, list(words)
+        path = self.deepspeed_path
+        added = list(words)
         if "--deepspeed" in added:
             at = added.index("--deepspeed")
             path = Path(added[at + 1])
@@ -112,12 +121,12 @@ class Settings:
 
     @property
     def deepspeed_path(self) -> Path | None:
-        """Path of the file after --deepspeed."""
+        """Path of the file after --deepspeed; `None` if the option was not given."""
         return None if self.deepspeed_file is None else self.deepspeed_file.path
 
     @property
     def deepspeed(self) -> Tree | None:
-        """What the JSON says to DeepSpeed; `None` for plain PyTorch."""
+        """Checked tree of the DeepSpeed JSON; `None` for plain PyTorch."""
         return (
             None
             if self.deepspeed_file is None or "torch" in self.deepspeed_file.tree
@@ -126,29 +135,31 @@ class Settings:
 
     @property
     def adopted(self) -> dict[str, str]:
-        """JSON key -> the recipe's key, of what the JSON states in place of the recipe."""
+        """JSON key -> key of the recipe, of all numbers that the JSON states in place of the recipe."""
         tree = {} if self.deepspeed_file is None else self.deepspeed_file.tree
         found = {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
-        if "scheduler.type" in found:  # it decides where the rate ends, whether or not the JSON says so
+        if "scheduler.type" in found:  # the schedule also decides at which rate it ends
             found["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
         return found
 
     def resolve(self, world_size: int, device: Device) -> ResolvedSettings:
-        """Return everything filled in for this many ranks.
+        """Return the settings for this many ranks on this device, without any "auto".
 
         Raises:
             ConfigError: Numbers do not fit these ranks or this device, or two choices exclude each other.
         """
         if self.deepspeed_file is None or self.deepspeed is None:
-            resolved = self._plain(world_size, device)
+            resolved = self._resolve_plain(world_size, device)
         else:
-            resolved = self._of_deepspeed(self.deepspeed_file, world_size, device)
-        choice = Combination(self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile)
-        check_combination(choice, self.deepspeed_file)
-        check_requirements(choice)
+            resolved = self._resolve_deepspeed(self.deepspeed_file, world_size, device)
+        combination = Combination(
+            self.config, resolved.deepspeed or {}, resolved.split, device, resolved.compile
+        )
+        check_combination(combination, self.deepspeed_file)
+        check_requirements(combination)
         return resolved
 
-    def _plain(self, world_size: int, device: Device) -> ResolvedSettings:
+    def _resolve_plain(self, world_size: int, device: Device) -> ResolvedSettings:
         engine = self.config.engine
         precision: str = engine.precision
         if precision == "auto":
@@ -160,7 +171,7 @@ class Settings:
         plan = plan_batch(self.config.batch, world_size)
         return ResolvedSettings(plan, None, split, engine.tf32, _compiles(engine.compile, split, device))
 
-    def _of_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> ResolvedSettings:
+    def _resolve_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> ResolvedSettings:
         tree = file.tree
         precision = decide_precision(file, device)
         split = read_deepspeed_split(file, world_size, precision)
@@ -172,14 +183,15 @@ class Settings:
         return ResolvedSettings(plan, filled, split, tf32, compiled)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
-        """Return the same with this number in the recipe."""
+        """Return the same settings with this micro-batch size in the recipe."""
         batch = self.config.batch.model_copy(update={"micro_batch_size": micro_batch_size})
         return replace(self, config=self.config.model_copy(update={"batch": batch}))
 
     def resolve_before_torch(self, world_size: int) -> ResolvedSettings:
-        """Return `resolve` on the device that most likely is there, before torch is loaded.
+        """Return the settings for this many ranks, on a device that is guessed without loading torch.
 
-        torch may not use a GPU that the driver knows, so what fits a CPU alone is left to the run.
+        torch may not be able to use a GPU that the driver reports. So settings that work only on a CPU are
+        accepted.
 
         Raises:
             ConfigError: As `resolve`.
@@ -194,12 +206,21 @@ class Settings:
             raise
 
 
-def _compiles(asked: bool | str | None, split: Split, device: Device, needs_modules: bool = False) -> bool:
-    """Return whether blocks are compiled. "auto": on a GPU, since few runs on a CPU gain what it takes."""
-    if isinstance(asked, bool):
-        return asked
-    talks_inside = split.tensor_parallel * split.sequence_parallel > 1
-    return device.kind == "cuda" and split.parallel != "dp" and not (talks_inside or needs_modules)
+def _compiles(value: bool | str | None, split: Split, device: Device, needs_modules: bool = False) -> bool:
+    """Return whether blocks are compiled.
+
+    "auto" compiles on a GPU only, since few runs on a CPU are long enough to gain.
+
+    Args:
+        value: `compile` of the settings; `None` means "auto".
+        split: Split of the job. Ranks that communicate inside a block prevent compilation.
+        device: Device of the job.
+        needs_modules: Whether DeepSpeed needs hooks on the modules inside a block.
+    """
+    if isinstance(value, bool):
+        return value
+    communicates_in_block = split.tensor_parallel * split.sequence_parallel > 1
+    return device.kind == "cuda" and split.parallel != "dp" and not (communicates_in_block or needs_modules)
 
 
 def load_settings(
@@ -209,12 +230,15 @@ def load_settings(
     *,
     import_paths: bool = True,
 ) -> Settings:
-    """Read and check both files with the command line's overrides.
+    """Load and check both files with the overrides of the command line.
+
+    Inside a file, its values replace the defaults, and the command line replaces both.
 
     Args:
-        recipe: YAML, what is trained. A path, or the name of a shipped file. `None`: the default recipe, in
-            which the JSON's numbers replace the file's.
-        deepspeed: JSON, how the work is split. A path, or the name of a shipped file. `None`: plain PyTorch.
+        recipe: YAML that says what is trained: a path, or the name of a shipped file. `None`: the default
+            recipe, in which numbers of the JSON replace those of the file.
+        deepspeed: JSON that says how the work is split: a path, or the name of a shipped file. `None`:
+            plain PyTorch.
         overrides: `key=value` for the recipe, `ds.key=value` for the JSON.
         import_paths: Whether the recipe may name code to run.
 
@@ -238,27 +262,29 @@ def load_settings(
         drop_replaced_keys(file, split)
     for parts, value in for_recipe:
         if parts[0] == "adapter" and len(parts) > 1 and isinstance(kind := file.tree.get("adapter"), str):
-            file.tree["adapter"] = {"kind": kind}  # `adapter: lora` is short for a section
+            file.tree["adapter"] = {"kind": kind}  # `adapter: lora` is a short form of a section
         file.override(parts, value)
-    _set_aside_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
+    _drop_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
     if split is not None:
         adopt_stated_numbers(file, split)
         if "torch" in split.tree:
             adopt_torch_section(file, split)
-    config = _with_examples(_with_own_tokenizer(validate_recipe(file)))
+    config = _fill_by_objective(_fill_tokenizer(validate_recipe(file)))
     if not import_paths:
         refuse_code(config, file)
     settings = Settings(config, recipe, split, tuple(overrides), is_default)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         given = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
-        place = "command line" if "command line" in given else [*given, file.location_of("engine")][0]
+        location = "command line" if "command line" in given else [*given, file.location_of("engine")][0]
         raise ConfigError(
-            f"{place}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); drop the section"
+            f"{location}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
+            "drop the section"
         )
     return settings
 
 
-def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:
+def _drop_alternatives(tree: Tree, overridden: set[str]) -> None:
+    """Drop keys of the file that the command line replaces by their alternative."""
     for pair in ALTERNATIVES:
         for given, other in (pair, pair[::-1]):
             if given in overridden and other not in overridden and get_dotted(tree, given) is not None:
@@ -266,18 +292,18 @@ def _set_aside_alternatives(tree: Tree, overridden: set[str]) -> None:
                 (get_dotted(tree, section) if section else tree).pop(key, None)
 
 
-def _with_own_tokenizer(config: RunConfig) -> RunConfig:
-    """Give the data a pretrained model's own tokenizer, unless the recipe names another one.
+def _fill_tokenizer(config: RunConfig) -> RunConfig:
+    """Use the tokenizer of a pretrained model for the data, unless the recipe names another one.
 
     Raises:
-        ConfigError: The model's folder is not there, or holds an adapter alone.
+        ConfigError: The model's folder does not exist, or contains an adapter instead of a model.
     """
     given = config.model.pretrained_from
     if given is None:
         return config
     folder = Path(given).expanduser()
     description = folder / "adapter_config.json"
-    if description.is_file():  # transformers would load the adapter and its base
+    if description.is_file():  # transformers would load the adapter together with its base
         base = None
         with suppress(OSError, ValueError, AttributeError, RecursionError):
             base = json.loads(read_regular_file(description, CONFIGURATION_LIMIT)).get(
@@ -297,8 +323,11 @@ def _with_own_tokenizer(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def _with_examples(config: RunConfig) -> RunConfig:
-    """Fill in how the objective reads preference data. A reward model writes no samples."""
+def _fill_by_objective(config: RunConfig) -> RunConfig:
+    """Fill in the settings that the objective decides.
+
+    They are `examples` of preference data, and no generated text for a reward model.
+    """
     if config.objective.kind == "reward":
         sample = config.sample.model_copy(update={"max_new_tokens": 0})
         config = config.model_copy(update={"sample": sample})
@@ -310,9 +339,10 @@ def _with_examples(config: RunConfig) -> RunConfig:
 
 
 def recipe_yaml(config: RunConfig) -> str:
-    """Return the resolved recipe without secrets, every default written out. It is valid as a recipe.
+    """Return the recipe as YAML, without secrets and with every default written out. It is a valid recipe.
 
-    It has `engine` only if the user wrote it: beside a DeepSpeed JSON that section must be absent.
+    It has an `engine` section only if the user wrote one, since that section is an error with a DeepSpeed
+    JSON.
     """
     left_out = set() if "engine" in config.model_fields_set else {"engine"}
     tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)

@@ -1,4 +1,4 @@
-"""How a job's ranks share the work: the degrees that a configuration names, and what they multiply to."""
+"""The split of a job's work over its ranks: precision, ZeRO stage and the degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -11,53 +11,62 @@ from pathlib import Path
 from pipeline.config.loading import ConfigFile, get_dotted
 from pipeline.errors import ConfigError
 
-# JSON key -> the degree's name in messages. Their product divides the number of ranks.
+# JSON key -> name of the degree in messages. The product of the degrees divides the number of ranks.
 DEGREES = {
     "tensor_parallel.autotp_size": "tensor_parallel",
     "pipeline.stages": "pipeline_stages",
     "sequence_parallel_size": "sequence_parallel",
 }
 
-# What Linux calls the instructions, on x86 and on ARM.
 CPU_INFO = Path("/proc/cpuinfo")
+# Names of the instructions in Linux, on x86 and on ARM.
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
-FP16_FLAGS = {"amx_fp16", "asimdhp"}  # not avx512_fp16, whose products take as long as fp32's
-FP8_CAPABILITY = 8.9  # of NVIDIA's GPUs: Ada, Hopper and newer
+FP16_FLAGS = {"amx_fp16", "asimdhp"}  # not avx512_fp16: its products take as long as those in fp32
+FP8_CAPABILITY = 8.9  # compute capability of NVIDIA's GPUs from Ada and Hopper on
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the ranks compute on, and the half precisions in which that is faster than in fp32.
+    """The device of the ranks, and the half precisions in which it is faster than in fp32.
 
-    `auto` chooses among those. A CPU computes in the others too if it is asked to; a GPU does not.
+    "auto" chooses among these precisions. On request a CPU also computes in the others, but a GPU does not.
     """
 
     kind: str
     """`cpu` or `cuda`."""
     bf16: bool
+    """Whether the device is faster in bf16 than in fp32."""
     fp16: bool
+    """Whether the device is faster in fp16 than in fp32."""
     fp8: bool = True
     """Whether linear layers can multiply in fp8; a CPU emulates it."""
 
     @classmethod
     def cpu(cls) -> Device:
-        """Return this machine's CPU, by what Linux says of it."""
+        """Return the CPU of this machine, with the precisions that /proc/cpuinfo shows."""
         try:
             words = set(CPU_INFO.read_text().split())
         except OSError:
             words = set()
         flags = words & BF16_FLAGS
         if "GenuineIntel" in words:
-            flags -= {"avx512_bf16"}  # products in it take twice as long as fp32's there
+            flags -= {
+                "avx512_bf16"
+            }  # on Intel CPUs without AMX, products in bf16 take twice as long as in fp32
         return cls("cpu", bool(flags), bool(words & FP16_FLAGS))
 
     @classmethod
     def probe(cls) -> Device:
-        """Return a GPU if the drivers say so, else the CPU. distributed.accelerator decides with torch."""
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-        is_native = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
-        is_there = is_native or Path("/dev/dxg").exists()  # Windows gives Linux any maker's GPU by it
-        if hidden or not is_there or os.environ.get("DS_ACCELERATOR") == "cpu":
+        """Return a GPU if its driver is loaded, else the CPU.
+
+        The run asks torch instead (distributed/accelerator.py).
+        """
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+        has_driver = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
+        may_have_gpu = (
+            has_driver or Path("/dev/dxg").exists()
+        )  # WSL2 passes GPUs of any vendor through /dev/dxg
+        if is_hidden or not may_have_gpu or os.environ.get("DS_ACCELERATOR") == "cpu":
             return cls.cpu()
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
@@ -65,18 +74,18 @@ class Device:
             capability = min(float(line) for line in answer.split())
             return cls("cuda", bf16=capability >= 8.0, fp16=True, fp8=capability >= FP8_CAPABILITY)
         except (OSError, subprocess.SubprocessError, ValueError):
-            return cls("cuda", bf16=True, fp16=True) if is_native else cls.cpu()
+            return cls("cuda", bf16=True, fp16=True) if has_driver else cls.cpu()
 
 
 @dataclass(frozen=True)
 class Split:
-    """One job's split. tensor x pipeline x sequence x data = ranks."""
+    """The split of one job. The number of ranks is tensor x pipeline x sequence x data parallelism."""
 
     world_size: int
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     parallel: str
-    """`deepspeed`; of plain PyTorch `single`, `dp` or `ddp`."""
+    """`deepspeed`; for plain PyTorch `single`, `dp` or `ddp`."""
     zero_stage: int = 0
     tensor_parallel: int = 1
     pipeline_stages: int = 1
@@ -84,12 +93,12 @@ class Split:
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks, or groups of ranks, that see different samples."""
+        """Number of ranks, or of groups of ranks, that read different samples."""
         return self.world_size // (self.tensor_parallel * self.pipeline_stages * self.sequence_parallel)
 
     @property
     def cuts_matrices(self) -> bool:
-        """Whether an optimizer is given stretches of parameters."""
+        """Whether the optimizer of a rank steps parts of parameters, not whole matrices."""
         staged_in_bf16 = self.pipeline_stages > 1 and self.precision == "bf16"
         return self.zero_stage > 0 or self.tensor_parallel > 1 or staged_in_bf16
 
@@ -110,16 +119,16 @@ def read_deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> S
     """Return the split that a DeepSpeed JSON asks for on this many ranks.
 
     Raises:
-        ConfigError: The product of the degrees does not divide the ranks.
+        ConfigError: The product of the degrees does not divide the number of ranks.
     """
     degrees = {name: get_dotted(file.tree, key) or 1 for key, name in DEGREES.items()}
     stage = get_dotted(file.tree, "zero_optimization.stage") or 0
     needed = math.prod(degrees.values())
     if world_size % needed:
-        cut = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
-        asked = " x ".join(f"{key} {degree}" for key, degree in cut.items())
+        above_1 = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
+        product = " x ".join(f"{key} {degree}" for key, degree in above_1.items())
         raise ConfigError(
-            f"{file.location_of(next(iter(cut)))}: {asked} needs a multiple of {needed} ranks, "
+            f"{file.location_of(next(iter(above_1)))}: {product} needs a multiple of {needed} ranks, "
             f"and this job has {world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)

@@ -1,4 +1,7 @@
-"""What cannot work together, why, and the nearest thing that does. docs/splits.md shows the same table."""
+"""Combinations of settings that do not work, with the reason and the nearest alternative.
+
+docs/splits.md has the same table.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Combination:
-    """Everything that was chosen, filled in."""
+    """Resolved settings of a job, which every rule of the table checks."""
 
     config: RunConfig
     deepspeed: Tree
@@ -28,6 +31,7 @@ class Combination:
     split: Split
     device: Device
     compile: bool
+    """Whether blocks are compiled."""
 
     def json_value(self, dotted: str) -> Any:
         """Return a value of the DeepSpeed JSON; `None` if it is not given."""
@@ -38,12 +42,12 @@ class Combination:
         return get_dotted(self.deepspeed, f"zero_optimization.{dotted}")
 
     def offloads(self, what: str) -> bool:
-        """Return whether `param` or `optimizer` is kept elsewhere than on the device."""
+        """Return whether `param` or `optimizer` (state) is offloaded to host memory or NVMe."""
         return self.zero_value(f"offload_{what}.device") in ("cpu", "nvme")
 
     @property
     def has_several_optimizers(self) -> bool:
-        """Whether groups of parameters have optimizers of other kinds."""
+        """Whether groups of parameters have different kinds of optimizers."""
         optimizer = self.config.optimizer
         return any(group.kind not in (None, optimizer.kind) for group in optimizer.groups or [])
 
@@ -54,46 +58,52 @@ class Combination:
 
     @property
     def quantizes_base(self) -> bool:
-        """Whether an adapter's base is held in 4 bits."""
+        """Whether the base of an adapter is stored in 4 bits."""
         return self.config.adapter is not None and self.config.adapter.quantize is not None
 
     def model_value(self, field: str) -> Any:
-        """Return a number of the recipe's model; `None` if it is not stated."""
+        """Return a value of the model section; `None` if it is not stated."""
         return getattr(self.config.model, field, None)
 
     def divides(self, degree: int, *fields: str) -> bool:
-        """Return whether the degree divides every stated one of the model's numbers."""
+        """Return whether the degree divides all of these numbers of the model section that are stated."""
         return all((self.model_value(field) or degree) % degree == 0 for field in fields)
 
 
 @dataclass(frozen=True)
 class ConflictRule:
-    """One line of the table."""
+    """One row of the table: a combination that does not work."""
 
     combination: str
+    """Description of the combination."""
     reason: str
     alternative: str
+    """Settings to use instead; they follow the word "use"."""
     is_broken: Callable[[Combination], bool]
+    """Returns whether given settings are such a combination."""
 
 
 RULES = [
     ConflictRule(
         "`parallel: single` or `dp` on several ranks",
-        "both are one process; every rank would train a model of its own",
+        "both use one process; every rank would train a separate model",
         "one process, or parallel: ddp",
         lambda c: c.split.parallel in ("single", "dp") and c.split.world_size > 1,
     ),
     ConflictRule(
         "pipeline stages with ZeRO 2 or 3",
-        "a stage adds up the gradients of its micro-batches, so they cannot be given away after each",
+        "a stage sums the gradients of its micro-batches, so it cannot shard them after each",
         "zero_optimization.stage 1",
         lambda c: c.split.pipeline_stages > 1 and c.split.zero_stage >= 2,
     ),
     ConflictRule(
         "two of pipeline stages, tensor and sequence parallelism",
-        "DeepSpeed cuts blocks, matrices or sequences, and builds the process groups of one",
+        "DeepSpeed builds the process groups of only one of them",
         "one of them, with ZeRO for the rest",
-        lambda c: sum(n > 1 for n in (c.split.pipeline_stages, c.split.tensor_parallel, _sequences(c))) > 1,
+        lambda c: (
+            sum(n > 1 for n in (c.split.pipeline_stages, c.split.tensor_parallel, c.split.sequence_parallel))
+            > 1
+        ),
     ),
     ConflictRule(
         "pipeline stages with offloading",
@@ -103,30 +113,30 @@ RULES = [
     ),
     ConflictRule(
         "tensor, pipeline or sequence parallelism with a model that is no `causal_lm`",
-        "those cuts are made for language models",
-        "ZeRO 3, which divides any nn.Module",
+        "they are implemented for language models",
+        "ZeRO 3, which shards any nn.Module",
         lambda c: c.split.dp_world_size < c.split.world_size and c.config.model.language_model is None,
     ),
     ConflictRule(
         "tensor or sequence parallelism over ranks that do not divide the heads",
-        "each rank has whole attention heads (num_heads, with tensors also num_key_value_heads)",
+        "each rank has whole attention heads (num_heads, with tensor parallelism also num_key_value_heads)",
         "a degree that divides them",
         lambda c: (
             not (
                 c.divides(c.split.tensor_parallel, "num_heads", "num_key_value_heads")
-                and c.divides(_sequences(c), "num_heads")
+                and c.divides(c.split.sequence_parallel, "num_heads")
             )
         ),
     ),
     ConflictRule(
-        "sequence parallelism over ranks that fit no number of key-value heads",
-        "key-value heads are given out or repeated evenly (num_key_value_heads)",
+        "sequence parallelism whose degree neither divides the key-value heads nor is a multiple of them",
+        "key-value heads are divided or repeated evenly (num_key_value_heads)",
         "a degree that divides num_key_value_heads, or a multiple of it",
         lambda c: not _shares_evenly(c.split.sequence_parallel, c.model_value("num_key_value_heads")),
     ),
     ConflictRule(
         "sequence parallelism over ranks that do not divide `data.sequence_length`",
-        "every rank holds an equal part of a sequence",
+        "every rank has an equal part of a sequence",
         "a sequence_length that the degree divides",
         lambda c: (
             c.config.data.text is not None
@@ -141,8 +151,8 @@ RULES = [
     ),
     ConflictRule(
         "pipeline stages with `objective.kind: kto`",
-        "its baseline takes a forward of all micro-batches before the first backward, which a pipeline of "
-        "stages does not make",
+        "its baseline needs a forward of all micro-batches before the first backward, which a pipeline of "
+        "stages does not run",
         "ZeRO, or dpo",
         lambda c: c.split.pipeline_stages > 1 and c.config.objective.kind == "kto",
     ),
@@ -169,18 +179,18 @@ RULES = [
     ),
     ConflictRule(
         "`micro_batch_size: auto` with `parallel: dp`",
-        "what fits is found by a rank on its one device, and nn.DataParallel has several",
+        "the search for the size tests one device for each rank, and nn.DataParallel uses several",
         "ddp, or micro_batch_size as a number",
         lambda c: c.config.batch.micro_batch_size == "auto" and c.split.parallel == "dp",
     ),
     ConflictRule(
         "`compile` with tensor or sequence parallelism, `parallel: dp`, or `offload_param` to NVMe",
-        "ranks talk to each other, parameters are read in, or blocks copied, inside of what is compiled",
+        "collectives, reads of parameters or copies of blocks would be inside the compiled code",
         "ZeRO, ddp, pipeline stages, or offload_param to cpu; or no compile",
         lambda c: (
             c.compile
             and (
-                c.split.tensor_parallel * _sequences(c) > 1
+                c.split.tensor_parallel * c.split.sequence_parallel > 1
                 or c.split.parallel == "dp"
                 or c.zero_value("offload_param.device") == "nvme"
             )
@@ -188,19 +198,19 @@ RULES = [
     ),
     ConflictRule(
         "`model.fp8` with tensor parallelism or an adapter",
-        "AutoTP and peft put layers of their own in the place of the linear ones",
+        "AutoTP and peft replace the linear layers by their own",
         "ZeRO 3, sequence parallelism or pipeline stages, and no adapter; or model.fp8: none",
         lambda c: c.multiplies_in_fp8 and (c.split.tensor_parallel > 1 or c.config.adapter is not None),
     ),
     ConflictRule(
         "`adapter.quantize` with ZeRO 3, tensor parallelism, pipeline stages or `parallel: dp`",
-        "weights of 4 bits cannot be cut or copied apart from their scales",
+        "4-bit weights cannot be sharded or copied without their scales",
         "ZeRO 0, 1 or 2, ddp, or no adapter.quantize",
         lambda c: c.quantizes_base and _cuts_or_copies_weights(c),
     ),
     ConflictRule(
         "`offload_param`, or `offload_optimizer` to NVMe, without ZeRO 3",
-        "below it no part of them is taken away from a device and back in a step",
+        "only ZeRO 3 moves parameters, and optimizer states on NVMe, to the device and back in a step",
         "zero_optimization.stage 3, or offload_optimizer to cpu alone",
         lambda c: (
             c.split.zero_stage < 3
@@ -209,14 +219,14 @@ RULES = [
     ),
     ConflictRule(
         "`offload_optimizer` without ZeRO",
-        "stage 0 updates on the device",
+        "stage 0 runs the optimizer on the device",
         "zero_optimization.stage 1, 2 or 3",
         lambda c: c.offloads("optimizer") and c.split.zero_stage == 0,
     ),
     ConflictRule(
         "`optimizer.kind: adafactor`, or several kinds, with ZeRO 1 to 3, tensor parallelism or pipeline "
         "stages in bf16",
-        "adafactor and muon need whole matrices, and DeepSpeed steps cut-up ones by one optimizer",
+        "adafactor and muon need whole matrices, and DeepSpeed steps sharded ones with a single optimizer",
         "one kind (adamw, sgd), zero_optimization.stage 0, or plain PyTorch",
         lambda c: (
             c.split.cuts_matrices and (c.config.optimizer.kind == "adafactor" or c.has_several_optimizers)
@@ -224,7 +234,7 @@ RULES = [
     ),
     ConflictRule(
         "`offload_optimizer.ratio` below 1 without ZeRO 3, or with another `optimizer.kind` than adamw",
-        "only ZeRO 3 offloads a part, and DeepSpeed steps it with Adam, whatever it was given",
+        "only ZeRO 3 offloads a part, and DeepSpeed always steps that part with Adam",
         "ratio 1.0, or ZeRO 3 with optimizer.kind: adamw",
         lambda c: (
             c.zero_value("offload_optimizer.ratio") not in (None, 1)
@@ -241,8 +251,8 @@ RULES = [
         ),
     ),
     ConflictRule(
-        "`prescale_gradients` or `gradient_predivide_factor` with ZeRO 3, or with ZeRO 2 that scatters",
-        "DeepSpeed does not scale gradients beforehand there",
+        "`prescale_gradients` or `gradient_predivide_factor` with ZeRO 3, or with ZeRO 2 and reduce_scatter",
+        "DeepSpeed does not scale gradients before their reduction there",
         "zero_optimization.stage 1, or stage 2 with zero_optimization.reduce_scatter: false",
         lambda c: (
             bool(
@@ -258,7 +268,7 @@ RULES = [
     ConflictRule(
         "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` in another precision, without "
         "ZeRO, or with pipeline stages",
-        "only ZeRO has master weights that are not fp32, and only in the precision that it computes in",
+        "only ZeRO has master weights other than fp32, and only in the precision of the run",
         "neither key, or bf16.enabled or fp16.enabled at zero_optimization.stage 1, 2 or 3",
         lambda c: (
             has_16bit_master_weights(c.deepspeed)
@@ -267,33 +277,33 @@ RULES = [
     ),
     ConflictRule(
         "`bf16_master_weights_and_grads` at ZeRO 1 with `data_types.grad_accum_dtype: fp32`",
-        "ZeRO 1 that sums gradients in fp32 keeps its masters in fp32",
+        "ZeRO 1 with fp32 gradient sums keeps fp32 master weights",
         "zero_optimization.stage 2, or no data_types.grad_accum_dtype",
         lambda c: bool(c.json_value(MASTER_WEIGHT_KEYS[0])) and _sums_in_fp32(c) and c.split.zero_stage == 1,
     ),
     ConflictRule(
         "`bf16_master_weights_and_grads` or `fp16_master_weights_and_grads` with fp32 states, unless all "
         "are adamw's and in host memory",
-        "DeepSpeed steps such weights with fp32 states by its CPU Adam alone",
+        "with fp32 states, only DeepSpeed's CPU Adam can step such weights",
         "bf16_optimizer_states: true with no offloading, or zero_optimization.offload_optimizer.device: cpu "
         "with optimizer.kind: adamw",
         lambda c: has_16bit_master_weights(c.deepspeed) and not _steps_half_masters(c),
     ),
     ConflictRule(
         "`bf16_optimizer_states` without `bf16_master_weights_and_grads`",
-        "states are as exact as the weights that they step",
+        "fp32 master weights need fp32 states",
         "both keys, or neither",
         lambda c: has_16bit_optimizer_states(c.deepspeed) and not c.json_value(MASTER_WEIGHT_KEYS[0]),
     ),
     ConflictRule(
         "`watch.on_nonfinite: rollback` or `stop` in fp16",
-        "a step without a finite gradient is how fp16 finds its loss scale",
-        "watch.on_nonfinite skip, which passes over those, or bf16",
+        "fp16 finds its loss scale by steps without a finite gradient",
+        "watch.on_nonfinite skip, which accepts these steps, or bf16",
         lambda c: c.split.precision == "fp16" and c.config.watch.on_nonfinite in ("rollback", "stop"),
     ),
     ConflictRule(
         "`watch` with a rollback, without checkpoints",
-        "there would be nothing to go back to",
+        "a rollback needs a checkpoint",
         "checkpoint.every",
         lambda c: (
             "rollback" in (c.config.watch.on_nonfinite, c.config.watch.on_spike)
@@ -302,7 +312,7 @@ RULES = [
     ),
     ConflictRule(
         "`pipeline_read` or `pipeline_write` with NVMe",
-        "DeepSpeed 0.19 runs out of its own buffers there",
+        "DeepSpeed 0.19 runs out of its buffers there",
         "neither key",
         lambda c: (
             c.zero_value("offload_optimizer.device") == "nvme"
@@ -314,83 +324,84 @@ RULES = [
     ),
     ConflictRule(
         "ZeRO++ (`zero_hpz_partition_size`, `zero_quantized_*`) without ZeRO 3",
-        "it shortens the gathering of parameters, which only ZeRO 3 does",
+        "it reduces the cost of gathering parameters, which only ZeRO 3 does",
         "zero_optimization.stage 3, or none of these keys",
-        lambda c: c.split.zero_stage < 3 and (_hpz(c) > 1 or _quantizes(c)),
+        lambda c: c.split.zero_stage < 3 and (_hpz_ranks(c) > 1 or _quantizes(c)),
     ),
     ConflictRule(
         "`zero_hpz_partition_size` that does not divide the ranks",
-        "each group of that many ranks holds the parameters once",
+        "each group of that many ranks holds one copy of the parameters",
         "the number of GPUs of one machine",
-        lambda c: c.split.world_size % _hpz(c) != 0,
+        lambda c: c.split.world_size % _hpz_ranks(c) != 0,
     ),
     ConflictRule(
         "`zero_quantized_weights` or `zero_quantized_gradients` without a GPU",
         "DeepSpeed's quantisation kernels exist for CUDA only",
-        "neither key; zero_hpz_partition_size works everywhere",
+        "neither key; zero_hpz_partition_size works on every device",
         lambda c: _quantizes(c) and c.device.kind == "cpu",
     ),
 ]
-
-
-def _sequences(choice: Combination) -> int:
-    return choice.split.sequence_parallel
 
 
 def _shares_evenly(degree: int, heads: int | None) -> bool:
     return heads is None or heads % degree == 0 or degree % heads == 0
 
 
-def _sums_in_fp32(choice: Combination) -> bool:
-    return choice.json_value("data_types.grad_accum_dtype") == "fp32"
+def _sums_in_fp32(combination: Combination) -> bool:
+    return combination.json_value("data_types.grad_accum_dtype") == "fp32"
 
 
-def _master_key_fits(choice: Combination) -> bool:
-    others = [key for key in MASTER_WEIGHT_KEYS if not key.startswith(choice.split.precision)]
-    return not any(map(choice.json_value, others))
+def _master_key_fits(combination: Combination) -> bool:
+    others = [key for key in MASTER_WEIGHT_KEYS if not key.startswith(combination.split.precision)]
+    return not any(map(combination.json_value, others))
 
 
-def _steps_half_masters(choice: Combination) -> bool:
-    device = choice.zero_value("offload_optimizer.device")
+def _steps_half_masters(combination: Combination) -> bool:
+    device = combination.zero_value("offload_optimizer.device")
     if device == "cpu":
-        is_whole = choice.zero_value("offload_optimizer.ratio") in (None, 1)
-        return is_whole and choice.config.optimizer.kind == "adamw"
-    return device != "nvme" and has_16bit_optimizer_states(choice.deepspeed)
+        is_whole = combination.zero_value("offload_optimizer.ratio") in (None, 1)
+        return is_whole and combination.config.optimizer.kind == "adamw"
+    return device != "nvme" and has_16bit_optimizer_states(combination.deepspeed)
 
 
-def _cuts_or_copies_weights(choice: Combination) -> bool:
-    split = choice.split
+def _cuts_or_copies_weights(combination: Combination) -> bool:
+    split = combination.split
     cuts = split.zero_stage == 3 or split.tensor_parallel > 1 or split.pipeline_stages > 1
     return cuts or split.parallel == "dp"
 
 
-def _hpz(choice: Combination) -> int:
-    size = choice.zero_value("zero_hpz_partition_size")
+def _hpz_ranks(combination: Combination) -> int:
+    size = combination.zero_value("zero_hpz_partition_size")
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _quantizes(choice: Combination) -> bool:
-    return any(choice.zero_value(f"zero_quantized_{what}") for what in ("weights", "gradients"))
+def _quantizes(combination: Combination) -> bool:
+    return any(combination.zero_value(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
-def check_combination(choice: Combination, file: ConfigFile | None) -> None:
-    """Check a choice against every rule.
+def check_combination(combination: Combination, file: ConfigFile | None) -> None:
+    """Check resolved settings against every rule.
+
+    Args:
+        combination: Resolved settings of a job.
+        file: DeepSpeed JSON, for the location in the error; `None` for plain PyTorch.
 
     Raises:
-        ConfigError: It breaks a rule. The message says which, why, and what to use instead.
+        ConfigError: The settings break a rule. The message has the combination, the reason and the
+            alternative.
     """
     for rule in RULES:
-        if rule.is_broken(choice):
-            place = f"{_place(rule, file)}: " if file is not None else ""
-            raise ConfigError(f"{place}{rule.combination}: {rule.reason}; use {rule.alternative}")
+        if rule.is_broken(combination):
+            location = f"{_locate(rule, file)}: " if file is not None else ""
+            raise ConfigError(f"{location}{rule.combination}: {rule.reason}; use {rule.alternative}")
 
 
-def _place(rule: ConflictRule, file: ConfigFile) -> str:
-    """Return the place of the first key in the rule's words that the file has, or the file."""
+def _locate(rule: ConflictRule, file: ConfigFile) -> str:
+    """Return the location of the first key in the rule's text that the file has, else the file."""
     for word in re.findall(r"[a-z][a-z0-9_.]{4,}", rule.combination):
-        for dotted, place in file.locations.items():
+        for dotted, location in file.locations.items():
             if dotted == word or dotted.endswith(f".{word}"):
-                return place
+                return location
     return str(file.path)
 
 

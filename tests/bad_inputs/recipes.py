@@ -49,7 +49,7 @@ TYPES = [
     key("a group of an unknown kind", "optimizer.groups", [{"patterns": ["*"], "kind": "moun"}], "'muon'"),
     Case(
         "a vector for muon",
-        ["optimizer.groups.0.kind: muon steps matrices, and ", "has 1 dimension"],
+        ["optimizer.groups.0.kind: muon is for matrices, and ", "has 1 dimension"],
         base="digits",
         recipe={"optimizer.groups": [{"patterns": ["*bias"], "kind": "muon"}]},
     ),
@@ -120,7 +120,7 @@ TOGETHER = [
     ],
     Case(
         "a subset of a folder of images",
-        ["recipe.yaml:", "data.subset: unknown key; images are read from a folder for each class"],
+        ["recipe.yaml:", "data.subset: unknown key; images are read from one folder for each class"],
         base="images",
         recipe={"data.subset": "en"},
     ),

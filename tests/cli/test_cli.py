@@ -156,8 +156,8 @@ def test_one_process_on_several_ranks_is_refused(main, parallel):
     code, out, err = main("--dry-run", "--world-size", "2", f"engine.parallel={parallel}")
     assert (code, out) == (2, "")
     assert err == (
-        "error: `parallel: single` or `dp` on several ranks: both are one process; every rank would train a "
-        "model of its own; use one process, or parallel: ddp\n"
+        "error: `parallel: single` or `dp` on several ranks: both use one process; every rank would train a "
+        "separate model; use one process, or parallel: ddp\n"
     )
     assert main("--dry-run", "--world-size", "2", "--deepspeed", f"ds_configs/{parallel}.json")[0] == 2
 

@@ -146,7 +146,7 @@ def test_every_shipped_file_resolves_and_deepspeed_accepts_it(tmp_path, shipped,
     path.write_text(shipped.read_text())
     gpu = Device("cuda", True, True)
     if shipped.stem in CUTS and model in ("cnn", "custom"):
-        with pytest.raises(ConfigError, match="ZeRO 3, which divides any nn"):
+        with pytest.raises(ConfigError, match="ZeRO 3, which shards any nn"):
             resolved(path, model, gpu, world_size=8)
         return
     plan, filled = resolved(path, model, gpu, world_size=8)
@@ -176,7 +176,7 @@ def test_a_file_with_a_torch_section_is_plain_pytorch(tmp_path, shipped):
     for ranks in (1, 2):
         settings = load_settings(recipe, path, [])
         if ranks == 2 and parallel != "ddp":
-            with pytest.raises(ConfigError, match="both are one process"):
+            with pytest.raises(ConfigError, match="both use one process"):
                 settings.resolve(ranks, Device("cpu", True, True))
             continue
         found = settings.resolve(ranks, Device("cpu", True, True))
@@ -341,7 +341,7 @@ def test_half_precision_on_a_cpu_without_instructions_for_it_is_told(tmp_path, m
     (tmp_path / "split.json").write_text('{"bf16": {"enabled": true}}')
     (tmp_path / "recipe.yaml").write_text("max_steps: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n")
     for flags, said in (
-        ("avx2", "this CPU is not faster in bf16 than in fp32: ds.bf16.enabled=false"),
+        ("avx2", "this CPU is not faster in bf16 than in fp32; set ds.bf16.enabled=false"),
         ("amx_bf16", None),
     ):
         (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse2\n")

@@ -112,7 +112,7 @@ def test_an_unknown_key_may_have_the_name_of_its_section(load, tmp_path, section
         ("torch_compile=true", "torch_compile: unknown key; here it is engine.compile"),
         (
             "data={kind: images, path: a, dataset: b}",
-            "data.dataset: unknown key; images are read from a folder",
+            "data.dataset: unknown key; images are read from one folder",
         ),
         ("optimizer.kind=adamw_torch", "optimizer.kind: 'adamw_torch' is no known kind; write adamw"),
         ("optimizer.kind=muon", "optimizer.kind: 'muon' is no known kind; write adamw, and for the matrices"),
@@ -143,7 +143,7 @@ def test_a_deepspeed_json_in_the_place_of_a_recipe_is_told(tmp_path):
         load_settings(path)
     option = f"--deepspeed '{path}'"
     assert str(caught.value) == (
-        f"{path}: a DeepSpeed JSON goes behind its own option: {option}; --config takes a recipe"
+        f"{path}: --config takes a recipe, and this is a DeepSpeed JSON; give it as {option}"
     )
 
 
@@ -318,7 +318,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 
         ("name: 2024-02-45\n", "recipe.yaml: not valid YAML: day is out of range for month"),
         ("name: \x07\n", "recipe.yaml: not valid YAML: "),
         ("a: " + "[" * 5000, "recipe.yaml:1:67: not valid YAML: nested too deeply"),
-        ("a: &a {b: *a}\n", "recipe.yaml:1:11: not valid YAML: the value holds itself"),
+        ("a: &a {b: *a}\n", "recipe.yaml:1:11: not valid YAML: the value contains itself"),
         ("a: " + "[" * 70 + "]" * 70, "recipe.yaml:1:"),
         pytest.param("a: [" + "1," * 100_001 + "1]", "recipe.yaml:1:", marks=pytest.mark.slow),
         (BOMB, "recipe.yaml:6:40: not valid YAML: stands for more than 100,000 values"),

@@ -92,7 +92,7 @@ def test_without_network_there_is_one_line(recipe, tmp_path, silent, command, en
     assert (done.returncode, done.stdout) == (2, "")
     start = "error: model.pretrained: 'some/model': there is no such folder, the hub does not answer "
     assert done.stderr.startswith(f"{start}({urls[endpoint]}: ")
-    assert done.stderr.endswith("type where there is a network: hf download some/model\n")
+    assert done.stderr.endswith("download it on a machine with network access: hf download some/model\n")
     assert done.stderr.count("\n") == 1
     assert len(silent.taken) == (endpoint == "never answers"), "asked once"
     assert not (tmp_path / "runs").exists()
@@ -132,10 +132,10 @@ def test_the_client_is_as_it_was_and_asked_again_later(monkeypatch, tmp_path):
 def test_an_answer_counts_for_a_minute_from_when_it_was_asked_for(monkeypatch):
     clock, asked = {"now": 59.0}, []
     monkeypatch.setattr(hub, "_answers", {})
-    monkeypatch.setattr(hub, "_ask", lambda endpoint: asked.append(clock["now"]))
+    monkeypatch.setattr(hub, "_ask_hub", lambda endpoint: asked.append(clock["now"]))
     monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock["now"]))
     for clock["now"] in (59.0, 61.0, 118.0, 119.0, 120.0):
-        hub._unreachable("http://hub")
+        hub._find_problem("http://hub")
     assert asked == [59.0, 119.0]
 
 

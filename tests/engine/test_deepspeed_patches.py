@@ -56,7 +56,7 @@ def test_another_version_ends_with_one_line_before_it_is_imported(tmp_path):
     found = os.pathsep.join([str(other.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     recipe, split = write_recipe(tmp_path, **DIGITS), ROOT / "ds_configs" / "zero2.json"
     done = launch("--config", str(recipe), "--deepspeed", str(split), PYTHONPATH=found)
-    line = "deepspeed 0.19.8 is needed, whose internals are corrected here; installed: 0.20.0; "
+    line = "deepspeed 0.19.8 is needed, since this trainer corrects its internals; installed: 0.20.0; "
     assert (done.returncode, line + "pip install deepspeed==0.19.8" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
 

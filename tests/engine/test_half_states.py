@@ -139,7 +139,7 @@ def test_bf16_masters_are_exported_as_they_are(saved_by, tmp_path):
 
 
 ADAM_ALONE = (
-    "DeepSpeed steps such weights with fp32 states by its CPU Adam alone; use bf16_optimizer_states: true"
+    "with fp32 states, only DeepSpeed's CPU Adam can step such weights; use bf16_optimizer_states: true"
 )
 NO_MASTERS = "in another precision, without ZeRO, or with pipeline stages: only ZeRO has master weights"
 REFUSED = [

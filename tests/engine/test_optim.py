@@ -139,7 +139,7 @@ def test_a_group_is_stepped_by_its_own_kind():
 
 
 def test_muon_takes_matrices_alone():
-    with pytest.raises(ConfigError, match=r"kind: muon steps matrices, and layers\.0\.bias has 1 dimension"):
+    with pytest.raises(ConfigError, match=r"kind: muon is for matrices, and layers\.0\.bias has 1 dimension"):
         made(groups=[{"patterns": ["layers.*"], "kind": "muon"}])
 
 

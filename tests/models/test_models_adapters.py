@@ -158,7 +158,7 @@ def test_first_values_follow_from_seed_and_name_alone():
         ),
         (
             {"targets": ["embed_tokens"]},
-            r"'embed_tokens' is no linear layer of the model; to train it whole: "
+            r"'embed_tokens' is no linear layer of the model; to train it fully: "
             r"adapter.modules_to_save=\[embed_tokens\]$",
         ),
         ({"targets": ["lm_head"]}, r"the output layer, which gets no adapter; adapter.modules_to_save"),

@@ -121,7 +121,7 @@ def test_a_function_is_called_with_its_arguments():
     ("kind", "args", "message"),
     [
         ("test_models_own:lines", {}, "has no 'lines'; did you mean 'line'?"),
-        ("test_models_own:a_number", {}, "it is a int, not something to call"),
+        ("test_models_own:a_number", {}, "it is a int, which is not callable"),
         ("test_models_owned:line", {}, "there is no module 'test_models_owned'"),
         ("no.such.module:line", {}, "there is no module 'no'"),
         ("test_models_own:line", {}, "model.args do not fit test_models_own:line: missing a required"),

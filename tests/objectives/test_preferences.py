@@ -127,5 +127,5 @@ def test_log1mexp_is_exact_where_a_plain_one_is_not():
 def test_smoothing_of_a_loss_that_knows_none_is_refused():
     tree = tree_of("dpo hinge")
     tree["objective"] = tree["objective"] | {"label_smoothing": 0.1}
-    with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1, and the loss hinge knows none"):
+    with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1, and the loss hinge has none"):
         resolve(tree, None, 1)

@@ -48,7 +48,7 @@ def test_it_has_the_parameters_that_a_run_has(case):
         ({"model": LLAMA | {"freeze": ["model.layer.*"]}}, "model.freeze: 'model.layer.*' matches no"),
         (
             {"adapter": {"targets": ["embed_tokens"]}},
-            "'embed_tokens' is no linear layer of the model; to train it whole: adapter.modules_to_save=",
+            "'embed_tokens' is no linear layer of the model; to train it fully: adapter.modules_to_save=",
         ),
         ({"adapter": {"targets": ["k_prj"]}}, "adapter.targets: 'k_prj' matches no linear layer"),
     ],

@@ -1,6 +1,6 @@
-"""The package's own recipes and DeepSpeed JSON files, which a command may name: `python_stdlib`, `zero2`.
+"""Recipes and DeepSpeed JSON files of the package, which a command finds by name: `python_stdlib`, `zero2`.
 
-The folders beside this file are links to those of the repository; a wheel holds copies in their place.
+The folders beside this file link to those of the repository; a wheel contains copies of them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ DEFAULT_RECIPE = RECIPES / "python_stdlib.yaml"
 
 
 def find_recipe(given: Path) -> Path:
-    """Return the path as it was given, or the shipped recipe of this name.
+    """Return the given path, or the path of the shipped recipe of this name.
 
     Raises:
-        ConfigError: it names nothing, or there is neither.
+        ConfigError: The path is empty, or neither exists.
     """
-    return _find("--config", given, RECIPES, (".yaml", ".yml"))
+    return _find_file("--config", given, RECIPES, (".yaml", ".yml"))
 
 
 def find_deepspeed_json(given: Path) -> Path:
-    """Return the path as it was given, or the shipped DeepSpeed JSON of this name.
+    """Return the given path, or the path of the shipped DeepSpeed JSON of this name.
 
     Raises:
-        ConfigError: it names nothing, or there is neither.
+        ConfigError: The path is empty, or neither exists.
     """
-    return _find("--deepspeed", given, DS_CONFIGS, (".json",))
+    return _find_file("--deepspeed", given, DS_CONFIGS, (".json",))
 
 
-def _find(option: str, given: Path, folder: Path, suffixes: tuple[str, ...]) -> Path:
-    """Prefer a file of the user's. A folder does not count: an output folder may have such a name."""
-    if given == Path():  # the path of an empty text
+def _find_file(option: str, given: Path, folder: Path, suffixes: tuple[str, ...]) -> Path:
+    """Return a file of the user if there is one, else the shipped file of this name.
+
+    A folder of the name does not count, since an output folder may be called so.
+    """
+    if given == Path():  # the option was given an empty text, or "."
         raise ConfigError(f"{option}: empty, or the folder '.'; name a file")
     if given.suffix not in ("", *suffixes) or (given.exists() and not given.is_dir()):
         return given
@@ -47,7 +50,7 @@ def _find(option: str, given: Path, folder: Path, suffixes: tuple[str, ...]) -> 
     if found is not None:
         return found
     if len(given.parts) > 1 or given.is_dir():
-        return given  # the reader says what is wrong
+        return given  # reading it fails, with an error that names the problem
     here = [path.name for path in Path().iterdir() if path.suffix in suffixes]
     near = [*get_close_matches(given.name, here, n=1), *get_close_matches(given.stem, shipped, n=1)]
     hint = f' (did you mean "{near[0]}"?)' if near else ""
