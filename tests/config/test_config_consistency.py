@@ -195,7 +195,9 @@ def test_rotary_heads_of_an_odd_width_cannot_be_computed_and_are_refused(refused
     with pytest.raises(RuntimeError, match="The size of tensor a"):
         forward(6)
     text = LLAMA.replace("llama", architecture).replace("64", "6")
-    assert "model.num_heads 2 with hidden_size 6 gives a head width of 3" in refused(text, "model.num_heads=2")
+    assert "model.num_heads 2 with hidden_size 6 gives a head width of 3" in refused(
+        text, "model.num_heads=2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,9 @@ def test_the_tables_do_not_contradict_each_other():
         for key in (section, *(f"{section}.{name}" for name in names))
     }
     assert not set(keys.UNSUPPORTED) & set(keys.IGNORED)
-    assert set(keys.LIMITS) - described - set(keys.OPTIMIZER_AND_SCHEDULER) <= own | {"sequence_parallel_size"}
+    assert set(keys.LIMITS) - described - set(keys.OPTIMIZER_AND_SCHEDULER) <= own | {
+        "sequence_parallel_size"
+    }
     assert set(keys.IGNORED) <= described
     assert {key.partition(".")[0] for key in keys.ADOPTED} <= described
     assert set(keys.ADOPTED) <= set(load_key_rules())

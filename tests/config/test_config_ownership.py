@@ -135,7 +135,9 @@ def test_the_scheduler_decides_the_peak_as_in_deepspeed(load):
     settings = load(split)
     assert settings.config.optimizer.learning_rate == 2e-4
     (note,) = settings.deepspeed_file.notes
-    assert note.endswith("optimizer.params.lr: the peak learning rate is warmup_max_lr, 0.0002, not 0.0001, as in DeepSpeed")
+    assert note.endswith(
+        "optimizer.params.lr: the peak learning rate is warmup_max_lr, 0.0002, not 0.0001, as in DeepSpeed"
+    )
 
 
 def test_an_adopted_number_that_is_none_names_the_json(load, tmp_path):

@@ -440,7 +440,11 @@ data:
             'recipe.yaml:14: data.eval_sets.three.path: unknown key (did you mean "paths"?)',
         ),
         ("", "", "recipe.yaml:3: data: the weights of sources sum to 0; give at least one a weight above 0"),
-        ("weight: 0.0", "weight: -1", "recipe.yaml:11: data.sources.1.weight: expected a number of 0 or more"),
+        (
+            "weight: 0.0",
+            "weight: -1",
+            "recipe.yaml:11: data.sources.1.weight: expected a number of 0 or more",
+        ),
         (
             "weight: 0\n    - name: two",
             "weight: 1\n    - name: one",
