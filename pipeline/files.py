@@ -37,7 +37,9 @@ def format_bytes(num_bytes: float) -> str:
 def format_duration(seconds: float) -> str:
     """Return a time in two units: 12s, 4m05s, 1h02m, 3d04h."""
     total = round(seconds)
-    minutes, hours, days = total // 60, total // 3600, total // 86400
+    minutes = total // 60
+    hours = total // 3600
+    days = total // 86400
     if days:
         return f"{days}d{hours % 24:02}h"
     if hours:

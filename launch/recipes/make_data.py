@@ -67,7 +67,9 @@ def main(folder: Path) -> None:
     """
     found = list(functions())
     owners = Counter(each.name for each in found)
-    instructions, signatures, preferences = [], [], []
+    instructions = []
+    signatures = []
+    preferences = []
     for number, each in enumerate(found):
         name = f"{each.module}.{each.name}"
         question = f"What does {name} do?"

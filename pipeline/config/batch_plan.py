@@ -67,8 +67,8 @@ def plan_batch(batch: BatchConfig, dp_world_size: int) -> BatchPlan:
     """Complete the batch numbers for this many data-parallel ranks.
 
     Raises:
-        ConfigError: The numbers contradict each other, do not divide or are too few, or a number that follows
-            from them is above the limit of its key.
+        ConfigError: The numbers contradict each other, do not divide or are too few. Or a number that
+            follows from them is above the limit of its key.
     """
     micro = batch.micro_batch_size
     steps = batch.gradient_accumulation_steps

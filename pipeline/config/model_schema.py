@@ -186,7 +186,8 @@ ModelConfig = Annotated[
 
 
 AdapterKind = Literal["lora", "rslora", "dora"]
-DEFAULT_ADAPTER_RANK, DEFAULT_ADAPTER_ALPHA = 32, 32.0
+DEFAULT_ADAPTER_RANK = 32
+DEFAULT_ADAPTER_ALPHA = 32.0
 
 
 class AdapterConfig(RecipeSection):

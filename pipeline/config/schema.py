@@ -130,9 +130,9 @@ class WatchConfig(RecipeSection):
     """
 
     alerts: bool = True
-    """Whether to alert about spikes, a loss that rises from the start, steps without a finite gradient,
-    slow steps and ranks, missing data, growing memory, evaluation that diverges from training, and
-    parameters that never change."""
+    """Whether to alert about spikes, a loss that rises from the start, and steps without a finite gradient;
+    about slow steps and ranks, missing data and growing memory; about evaluation that diverges from
+    training, and parameters that never change."""
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
     """Action after a step whose gradient is infinite or NaN. Such a step never changes a parameter. `log`:
     it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain its

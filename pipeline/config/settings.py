@@ -257,22 +257,23 @@ def load_settings(
             "given; add --deepspeed FILE.json"
         )
     file = read_yaml(recipe)
-    split = None if deepspeed is None else load_deepspeed_json(deepspeed, for_deepspeed)
-    if split is not None and is_default:
-        drop_replaced_keys(file, split)
+    deepspeed_file = None if deepspeed is None else load_deepspeed_json(deepspeed, for_deepspeed)
+    if deepspeed_file is not None and is_default:
+        drop_replaced_keys(file, deepspeed_file)
     for parts, value in for_recipe:
-        if parts[0] == "adapter" and len(parts) > 1 and isinstance(kind := file.tree.get("adapter"), str):
-            file.tree["adapter"] = {"kind": kind}  # `adapter: lora` is a short form of a section
+        adapter = file.tree.get("adapter")
+        if parts[0] == "adapter" and len(parts) > 1 and isinstance(adapter, str):
+            file.tree["adapter"] = {"kind": adapter}  # `adapter: lora` is a short form of a section
         file.override(parts, value)
     _drop_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
-    if split is not None:
-        adopt_stated_numbers(file, split)
-        if "torch" in split.tree:
-            adopt_torch_section(file, split)
+    if deepspeed_file is not None:
+        adopt_stated_numbers(file, deepspeed_file)
+        if "torch" in deepspeed_file.tree:
+            adopt_torch_section(file, deepspeed_file)
     config = _fill_by_objective(_fill_tokenizer(validate_recipe(file)))
     if not import_paths:
         refuse_code(config, file)
-    settings = Settings(config, recipe, split, tuple(overrides), is_default)
+    settings = Settings(config, recipe, deepspeed_file, tuple(overrides), is_default)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
         given = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
         location = "command line" if "command line" in given else [*given, file.location_of("engine")][0]

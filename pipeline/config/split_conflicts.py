@@ -202,6 +202,9 @@ RULES = [
         "ZeRO 3, sequence parallelism or pipeline stages, and no adapter; or model.fp8: none",
         lambda c: c.multiplies_in_fp8 and (c.split.tensor_parallel > 1 or c.config.adapter is not None),
     ),
+    # ZeRO 3 would have to gather the scales with each weight, and they are no parameters. It would save
+    # little: at four ranks it shards bf16 weights of two bytes to half a byte, the size of a 4-bit weight
+    # on every rank.
     ConflictRule(
         "`adapter.quantize` with ZeRO 3, tensor parallelism, pipeline stages or `parallel: dp`",
         "4-bit weights cannot be sharded or copied without their scales",
