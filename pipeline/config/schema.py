@@ -384,13 +384,12 @@ class DistributedConfig(RecipeSection):
     """Seconds that a collective waits for the other ranks, in every process group. The watchdog also allows
     this time for starting, resuming, saving, ending, and for the first step, which may compile."""
     hang_seconds: float | None = Field(None, gt=0, le=10**7)
-    """Seconds without a step after which the watchdog writes the stack of every rank, names the ranks that
-    are behind, and ends the job with exit code 124. Default: ten times the recent median step, at least
-    60."""
+    """Seconds without a step after which the watchdog ends the job with exit code 124. Before, it writes
+    the stack of every rank and names the ranks that are behind. Default: ten times the recent median step,
+    at least 60."""
     straggler_share: float = Field(0.15, gt=0)
-    """Share by which a rank's own part of a step (reading data, computing) must exceed the median rank's
-    for an alert, or that of a pipeline stage its own earlier time. The alert names the rank and the slower
-    part."""
+    """Share by which a rank's own part of a step (reading data, computing) exceeds the median rank's when
+    an alert names the rank and that part. A pipeline stage is compared with its own earlier time."""
     # torch's NUMA binding needs GPUs and the program numactl, and only torchrun applies it. This one works
     # under every launcher, and on machines without GPUs.
     bind_cores: bool | None = None
