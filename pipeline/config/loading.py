@@ -288,7 +288,9 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise ConfigError(f"{path}: cannot be read: Is a directory; name a file in it") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 (byte {error.start}); convert the file (iconv -t UTF-8)"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None

@@ -29,7 +29,9 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
         ModelError: No parameter is trained.
     """
     if not trained:
-        raise ModelError("the model has no parameter that requires a gradient; nothing can be trained")
+        raise ModelError(
+            "the model has no parameter that requires a gradient, so nothing can be trained; check model.freeze"
+        )
     group_of: dict[str, int] = {}
     for number, group in enumerate(config.groups or [], 1):
         for pattern in group.patterns:

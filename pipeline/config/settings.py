@@ -319,7 +319,9 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
     if data is None or data.tokenizer.pretrained is not None:
         return config
     if is_path(given) and not folder.is_dir():
-        raise ConfigError(f"model.pretrained: {given!r}: there is no such folder; give a folder or a hub name")
+        raise ConfigError(
+            f"model.pretrained: {given!r}: there is no such folder; give a folder or a hub name"
+        )
     tokenizer = data.tokenizer.model_copy(update={"pretrained": given})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 

@@ -50,9 +50,8 @@ class Device:
             words = set()
         flags = words & BF16_FLAGS
         if "GenuineIntel" in words:
-            flags -= {
-                "avx512_bf16"
-            }  # on Intel CPUs without AMX, products in bf16 take twice as long as in fp32
+            # On Intel CPUs without AMX, products in bf16 take twice as long as in fp32.
+            flags -= {"avx512_bf16"}
         return cls("cpu", bool(flags), bool(words & FP16_FLAGS))
 
     @classmethod
@@ -63,9 +62,7 @@ class Device:
         """
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
         has_driver = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
-        may_have_gpu = (
-            has_driver or Path("/dev/dxg").exists()
-        )  # WSL2 passes GPUs of any vendor through /dev/dxg
+        may_have_gpu = has_driver or Path("/dev/dxg").exists()  # WSL2 passes GPUs through dxg
         if is_hidden or not may_have_gpu or os.environ.get("DS_ACCELERATOR") == "cpu":
             return cls.cpu()
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
