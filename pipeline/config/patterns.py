@@ -30,7 +30,7 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
     """
     if not trained:
         raise ModelError(
-            "the model has no parameter that requires a gradient, so nothing can be trained; check model.freeze"
+            "no parameter of the model requires a gradient, so nothing can be trained; check model.freeze"
         )
     group_of: dict[str, int] = {}
     for number, group in enumerate(config.groups or [], 1):
