@@ -385,7 +385,7 @@ OWN = [
         "no 'modell'",
         "did you mean 'model'?",
     ),
-    own("a number in place of a model", {"model.kind": "own_code:NUMBER"}, "'NUMBER'", "int", "to call"),
+    own("a number in place of a model", {"model.kind": "own_code:NUMBER"}, "'NUMBER'", "int", "not callable"),
     own(
         "a model's unknown argument",
         {"model.args": {"size": 3}},
@@ -411,7 +411,7 @@ OWN = [
     own("held-out data of a bad name", {"data.kind": "own_code:badly_named"}, "'a/b'", "a name is letters"),
     own("an objective that cannot be guessed", {"objective": {}}, "objective.kind", "say what is minimised"),
     own("a loss that is not there", {"objective.kind": "no.such:loss"}, "there is no module 'no'"),
-    own("a loss that is a number", {"objective.kind": "own_code:NUMBER"}, "'NUMBER'", "to call"),
+    own("a loss that is a number", {"objective.kind": "own_code:NUMBER"}, "'NUMBER'", "not callable"),
     Case(
         "documents of a function that is not there",
         ["own_code", "'texts'"],
