@@ -64,7 +64,7 @@ def refused(tmp_path, capsys):
         (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
         (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),
         (CNN, ["data={kind: text, paths: [a]}"], "command line: data.kind text: a cnn model cannot"),
-        (CNN, ["data={kind: preference, paths: [a]}"], "command line: objective.kind: auto would learn rejected"),
+        (CNN, ["data={kind: preference, paths: [a]}"], "command line: objective.kind: auto would learn"),
         (LLAMA, ["data.kind=preference", "objective.kind=causal_lm"], "command line: objective.kind: causal"),
         (LLAMA, ["data={kind: preference, paths: [a], separate_documents: false}"], "command line: data"),
         (LLAMA, ["data={kind: digits}"], "command line: data.kind digits: a causal_lm model cannot"),
