@@ -148,7 +148,7 @@ REFUSED = [
     (split(1, PAIR, TWO_STAGES), NO_MASTERS),
     (
         split(1, PAIR, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        "sums gradients in fp32 keeps its masters",
+        "with fp32 gradient sums keeps fp32 master weights",
     ),
     (split(3, PAIR, offload_optimizer=NVME), ADAM_ALONE),
     (split(3, PAIR, offload_optimizer=CPU | {"ratio": 0.5}), ADAM_ALONE),
