@@ -1,0 +1,1 @@
+"""Engines that make optimizer steps: plain PyTorch, DeepSpeed, and pipeline stages."""

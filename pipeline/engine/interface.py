@@ -1,4 +1,10 @@
-"""Interface of an engine: one optimizer step, one evaluation batch, text, its state; division of a loss."""
+"""Interface of an engine, and the arithmetic that turns loss sums into exact means.
+
+Every token counts once. A step counts the valid tokens of all its micro-batches on the host, sums the count
+over all ranks in one all-reduce, and scales each micro-batch's loss *sum* before backward
+(`backward_scale`). No other module divides a training loss. Every rank reports its share of loss and count,
+and the shares add up over all ranks: ranks that process the same samples never count them twice.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +28,17 @@ from pipeline.objectives import TARGET_KEYS, Batch, LossSum, Objective
 
 
 def add_document_bounds(batch: Batch) -> Batch:
-    """Return the batch with the bounds of its documents (see document_attention), if `position_ids` tell
-    them.
+    """Return the batch with the bounds of its documents (see document_attention).
 
-    What a loader moved to a device is looked at on the host; only where a batch was made on the device is the
-    device waited for.
+    The bounds follow from `position_ids`; a batch without them is returned as it is. The loader's copy on the
+    host is read, so that nothing waits for the device. Only a batch that was made on the device is copied
+    back, which waits.
     """
-    seen = get_host_batch(batch)
-    positions, ids = seen.get("position_ids"), seen.get("input_ids")
-    if (
-        BOUNDS_KEY in batch or "attention_mask" in batch
-    ):  # transformers looks for documents without a mask only
+    host_batch = get_host_batch(batch)
+    positions = host_batch.get("position_ids")
+    ids = host_batch.get("input_ids")
+    # transformers separates documents only in batches without an attention mask.
+    if BOUNDS_KEY in batch or "attention_mask" in batch:
         return batch
     if not (isinstance(positions, Tensor) and isinstance(ids, Tensor) and positions.shape == ids.shape):
         return batch
@@ -48,44 +54,53 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What a step may not exceed, if it is to be taken; nor may it be infinite or NaN."""
+    """Upper limits of a step's loss and gradient norm.
+
+    A step that exceeds one, or whose loss or norm is infinite or NaN, leaves the parameters unchanged.
+    """
 
     loss: float
-    """Mean loss of the global batch."""
+    """Upper limit of the global batch's mean loss."""
     grad_norm: float
-    """Before clipping."""
+    """Upper limit of the global gradient norm before clipping."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Tensors are 0-dim on the device: reading one waits for it."""
+    """Result of one optimizer step. Tensors are 0-dim on the device; reading one waits for the device."""
 
     loss_sum: Tensor
-    """This rank's share of the global batch's loss sum: all ranks' shares add up to it."""
+    """This rank's share of the global batch's loss sum; the shares of all ranks add up to the sum."""
     global_count: Tensor
-    """Valid tokens (or samples) of the global batch."""
+    """Number of valid tokens (or samples) of the global batch."""
     grad_norm: Tensor | float | None
-    """Global norm before clipping."""
+    """Global gradient norm before clipping; `None` if DeepSpeed computed none."""
     skipped: Tensor
-    """1 where the gradient was not finite or a limit exceeded, and the parameters were left alone, else 0."""
+    """1 if the parameters were left unchanged, else 0.
+
+    A step is skipped if its gradient is not finite or it exceeds a limit.
+    """
     flags: Tensor
-    """Sum over ranks of their stop and save flags; see distributed.stopping."""
+    """Sum of all ranks' stop and save flags; see distributed.stopping."""
     loss_scale: float | None
-    """fp16 only."""
+    """fp16 loss scale after the step; `None` in other precisions."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's share of the objective's further sums, as `loss_sum` is."""
+    """This rank's shares of the objective's further sums, by name."""
     loss: Tensor | None = None
-    """Mean loss of the global batch; None: the step had no limits."""
+    """Mean loss of the global batch; `None` if the step had no limits."""
     is_loss_scale_search: bool = False
-    """fp16, where the step had limits: it was skipped since the loss scale was too high, which has fallen."""
+    """Whether the step was skipped because the fp16 loss scale was too high and could fall.
+
+    Always false for a step without limits.
+    """
 
 
 class Evaluator(Protocol):
-    """What can be evaluated. Collective: all ranks enter `eval_step` together."""
+    """Computes the loss of evaluation batches. `eval_step` is collective: all ranks enter it together."""
 
     device: torch.device
     dp_rank: int
-    """Ranks with the same one take the same samples."""
+    """Data-parallel rank; ranks with equal values read the same samples."""
     dp_world_size: int
 
     @property
@@ -94,7 +109,10 @@ class Evaluator(Protocol):
         ...
 
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """Return this rank's share of one micro-batch's loss and counts, without gradients, dropout off."""
+        """Return this rank's share of one micro-batch's loss and counts.
+
+        The model computes without gradients and in evaluation mode.
+        """
         ...
 
 
@@ -102,14 +120,15 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
     """Steps a model. Every method is collective: all ranks enter it together."""
 
     precision: str
+    """Precision of the computation: fp32, bf16 or fp16."""
     seed_rank: int
-    """Ranks with the same one draw the same random numbers: those that compute the same activations."""
+    """Rank for seeding; ranks with equal values compute the same activations and draw the same numbers."""
     num_parameters: int
-    """Of the whole model, wherever its parts lie."""
+    """Number of parameters of the whole model, over all ranks."""
     phases: Phases
-    """Timeline of the step's phases, from which the `time/` columns come."""
+    """Timeline of the step's phases; the `time/` columns are read from it."""
     replicas: ReplicaDigests | None
-    """What other ranks hold the same of; None: nothing."""
+    """Digests of the tensors that other ranks hold too; `None` if this rank shares none."""
 
     def train_step(
         self,
@@ -122,26 +141,31 @@ class Engine(Evaluator, TextGenerator, EngineState, Protocol):
         """Run forward and backward over the micro-batches, then one optimizer step.
 
         Args:
+            micro_batches: This rank's micro-batches of the global batch, on the host or the device.
+            objective: Computes the loss of a micro-batch.
+            learning_rate: Learning rate of this step, before the groups' own factors.
             flags: This rank's stop and save flags (distributed.stopping), summed over ranks with the counts.
-            limits: Of a step that exceeds them nothing stays. With any, a collective more.
+            limits: Limits of the step. A step that exceeds them leaves parameters, optimizer state and
+                buffers unchanged. With limits a step costs one more collective.
         """
         ...
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Set how the next steps' batches are divided. Call it between two steps."""
+        """Set micro-batch size and accumulation steps of the next steps. Call it between two steps."""
         ...
 
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
-        """Call `take` with the gradients of the step inside it, each value once over all ranks.
+        """Return a context; `take` receives the gradients of the step made inside of it.
 
-        They are averaged over the global batch, unscaled and clipped. A step that is not taken may show none.
+        Each value is passed once over all ranks. Gradients are averaged over the global batch, unscaled and
+        clipped. A skipped step may pass none.
         """
         ...
 
     def close(self) -> None:
-        """End the engine's process groups, and release its model, hooks and buffers.
+        """Destroy the engine's process groups and release its model, hooks and buffers.
 
-        Nothing else of the engine can be used afterwards. A second call does nothing.
+        The engine cannot be used afterwards. A second call does nothing.
         """
         ...
 
@@ -155,7 +179,10 @@ def to_device(
     """Copy the batch to the device.
 
     Args:
-        inputs: What goes to the model: floating ones of it in `float_dtype`, but for targets.
+        batch: Batch on the host or on a device.
+        device: Target device.
+        float_dtype: Dtype of the model's floating-point inputs; `None` leaves them as they are.
+        inputs: Keys that the model receives. Only these are cast, and targets among them are not.
     """
 
     def move(key: str, tensor: Tensor) -> Tensor:
@@ -166,10 +193,10 @@ def to_device(
 
 
 def require_gradient_graph(loss: LossSum) -> None:
-    """Check that a backward has a graph to go through.
+    """Raise an error if the loss has no autograd graph.
 
     Raises:
-        ModelError: there is nothing to go back through.
+        ModelError: the loss does not depend on a trained parameter.
     """
     if not loss.loss_sum.requires_grad:
         raise ModelError(
@@ -185,36 +212,44 @@ def stack_count_and_flags(
     device: torch.device,
     copies: int = 1,
 ) -> Tensor:
-    """Return (this rank's share of the count, its flags), fp64, on the device, to be summed over ranks.
+    """Return this rank's share of the count and its flags, ready to be summed over the ranks.
 
     Args:
-        copies: Ranks that were handed these same micro-batches.
+        micro_batches: This rank's micro-batches.
+        objective: Counts the valid tokens or samples of a micro-batch.
+        flags: This rank's stop and save flags.
+        device: Device of the result.
+        copies: Number of ranks that process these same micro-batches.
+
+    Returns:
+        (share, flags), shape (2,), fp64.
     """
     count = sum(objective.count(batch).to(torch.float64) for batch in micro_batches)
     share = torch.as_tensor(count, dtype=torch.float64) / copies
-    own_flags = torch.full_like(share, float(flags))  # where the batches are; a fill does not wait
+    # On the batches' device: a fill does not wait for it, a copy from the host would.
+    own_flags = torch.full_like(share, float(flags))
     return torch.stack([share, own_flags]).to(device, non_blocking=True)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count all parameters of the whole model, also where ZeRO-3 holds them in shards."""
+    """Return the number of parameters of the whole model, also of one that ZeRO-3 has sharded."""
     return sum(map(count_elements, model.parameters()))
 
 
 def backward_scale(global_count: Tensor, averaged_over: int) -> Tensor:
     """Return the factor of a micro-batch's loss sum before backward.
 
-    Gradients are averaged over `averaged_over` ranks afterwards (data-parallel ones, times the ranks that
-    share a sequence), so the sum is scaled up by their number: average over ranks of (sum x ranks / count) =
-    sum of sums / count. Accumulation adds plain sums; the engine is told not to divide by its steps. A batch
-    without one valid token gives a zero gradient.
+    The engine later averages gradients over `averaged_over` ranks: the data-parallel ones times those that
+    share a sequence. Therefore the sum is multiplied by that number: the average over ranks of
+    (sum x ranks / count) equals the sum of all sums / count. Accumulation adds plain sums, since the engine
+    does not divide by its steps. A batch without any valid token gives a zero gradient.
     """
-    return averaged_over / _or_one(global_count)
+    return averaged_over / _replace_zero_by_one(global_count)
 
 
 def mean_loss(loss_sum: Tensor, count: Tensor) -> Tensor:
-    """Return the token (or sample) mean that is logged, from sums over all ranks, in fp64."""
-    return loss_sum.to(torch.float64) / _or_one(count.to(torch.float64))
+    """Return the logged mean per token (or sample) in fp64, from sums over all ranks."""
+    return loss_sum.to(torch.float64) / _replace_zero_by_one(count.to(torch.float64))
 
 
 def compute_evaluation_loss(
@@ -222,11 +257,15 @@ def compute_evaluation_loss(
     means: Mapping[str, tuple[str, str]],
     weighted: Mapping[str, float],
 ) -> float:
-    """Return an evaluation's loss from the sums over all ranks: `loss` over `count`, and terms with own
-    counts.
+    """Return the loss of an evaluation from its sums over all ranks.
+
+    An evaluation knows its counts only at its end. So terms with counts of their own are not part of the
+    `loss` sum; their weighted means are added here.
 
     Args:
-        means, weighted: See Objective.
+        sums: Sums over all ranks, by name; `loss` and `count` among them.
+        means: See Objective.means.
+        weighted: See Objective.weighted.
     """
     loss = mean_loss(sums["loss"], sums["count"])
     for name, weight in weighted.items():
@@ -236,9 +275,12 @@ def compute_evaluation_loss(
 
 
 def compute_extra_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[str, str]]) -> dict[str, float]:
-    """Return an objective's further metrics from its further sums over all ranks; none without a count.
+    """Return the objective's further metrics, each a mean of its sums over all ranks.
+
+    A metric whose count is 0 is left out.
 
     Args:
+        sums: Sums over all ranks, by name.
         means: See Objective.means.
     """
     return {
@@ -248,6 +290,6 @@ def compute_extra_means(sums: Mapping[str, Tensor], means: Mapping[str, tuple[st
     }
 
 
-def _or_one(count: Tensor) -> Tensor:
-    """Return the count, which may be a sum of weights below 1, or 1 where nothing was counted."""
+def _replace_zero_by_one(count: Tensor) -> Tensor:
+    """Return the count, or 1 if it is 0. A count may be a sum of weights and lie below 1."""
     return torch.where(count > 0, count, 1.0)

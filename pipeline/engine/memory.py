@@ -1,7 +1,6 @@
-"""Memory: what an engine holds on a device, by what it is, and what glibc keeps of freed tensors.
+"""Memory of an engine's tensors by kind, and the settings of glibc's allocator.
 
-An engine's memory is counted in its tensors, without a new one. Of glibc, this answers for the allocator's
-settings alone: who allocates what is not its concern.
+Counting an engine's memory allocates no tensor.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pipeline.engine.interface import Engine
 from pipeline.engine.state import RankState
 from pipeline.files import MIB
 
-_NESTING = 6  # lists of dicts of tensors, in optimizers and DeepSpeed's around them
+_MAX_NESTING = 6  # depth of lists and dicts with tensors in torch's and DeepSpeed's optimizers
 
 
-class _Stateful(Protocol):
-    """The parts of an engine behind its interface."""
+class _EngineInternals(Protocol):
+    """Attributes of every engine that its public interface does not have."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -33,75 +32,83 @@ class _Stateful(Protocol):
 
 
 def count_tensor_bytes(engine: Engine, kind: str) -> dict[str, int]:
-    """Return the bytes that an engine holds on `cuda` or `cpu`, by what they are.
+    """Return the bytes of an engine's tensors by category.
 
-    A storage that several tensors share counts once, as what it is found as first: parameters, gradients, the
-    optimizer's, the engine's buffers.
+    Each storage counts once, in the first category that refers to it: parameters, gradients, optimizer,
+    engine's buffers.
+
+    Args:
+        engine: Engine whose tensors are counted.
+        kind: Device type whose memory is counted, `cuda` or `cpu`.
     """
-    seen: set[int] = set()
+    counted: set[int] = set()
 
     def count(value: Any) -> int:
-        return sum(_bytes(each, kind, seen) for each in _reached(value, _NESTING))
+        return sum(_count_bytes(each, kind, counted) for each in _find_tensors(value, _MAX_NESTING))
 
-    own = cast(_Stateful, engine)
-    state, parameters = own._state(), list(own.module.parameters())
-    shares = [getattr(p, "ds_tensor", None) for p in parameters]
-    around = getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {})  # DeepSpeed's, of its own
+    internals = cast(_EngineInternals, engine)
+    state = internals._state()
+    parameters = list(internals.module.parameters())
+    zero3_shards = [getattr(p, "ds_tensor", None) for p in parameters]
+    # Buffers that DeepSpeed's optimizer keeps in attributes of its own.
+    zero_attributes = getattr(getattr(engine, "_zero_optimizer", None), "__dict__", {})
     optimizers = {
         id(value): value
-        for value in [*vars(engine).values(), *around.values()]
+        for value in [*vars(engine).values(), *zero_attributes.values()]
         if isinstance(value, torch.optim.Optimizer)
     }
-    stepped = [(list(each.state.values()), each.param_groups) for each in optimizers.values()]
+    optimizer_states = [(list(each.state.values()), each.param_groups) for each in optimizers.values()]
     return {
-        "parameters": count([*parameters, *own.module.buffers(), *shares]),
+        "parameters": count([*parameters, *internals.module.buffers(), *zero3_shards]),
         "gradients": count([p.grad for p in parameters]) + count(list(state.get_stored_gradients())),
-        "optimizer": count(list(state.get_masters())) + count(stepped),
-        "engine's buffers": count(list(around.values())),
+        "optimizer": count(list(state.get_masters())) + count(optimizer_states),
+        "engine's buffers": count(list(zero_attributes.values())),
     }
 
 
-def _bytes(tensor: Tensor, kind: str, seen: set[int]) -> int:
+def _count_bytes(tensor: Tensor, kind: str, counted: set[int]) -> int:
+    """Return the bytes of the tensor's storage, 0 if it was counted or lies on another device type."""
     if tensor.device.type != kind or tensor.layout != torch.strided:
         return 0
     storage = tensor.untyped_storage()
-    if storage.data_ptr() in seen:
+    if storage.data_ptr() in counted:
         return 0
-    seen.add(storage.data_ptr())
+    counted.add(storage.data_ptr())
     return storage.nbytes()
 
 
-def _reached(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in dicts, lists and tuples."""
+def _find_tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the tensors in nested dicts, lists, tuples and sets, down to `depth` levels."""
     if torch.is_tensor(value):
         yield value
     elif depth and isinstance(value, dict):
         for each in value.values():
-            yield from _reached(each, depth - 1)
+            yield from _find_tensors(each, depth - 1)
     elif depth and isinstance(value, (list, tuple, set)):
         for each in value:
-            yield from _reached(each, depth - 1)
+            yield from _find_tensors(each, depth - 1)
 
 
-# malloc.h's numbers for mallopt.
+# Parameters of mallopt, as malloc.h numbers them.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
 def unmap_freed_tensors() -> Iterator[None]:
-    """Have a tensor of 1 MiB or more go back to the system as it is freed. Also a decorator.
+    """Return freed tensors of 1 MiB or more to the system at once, as a context manager or decorator.
 
-    glibc maps large blocks one by one, but the size from which on it does so grows with each one that is
-    freed, up to 32 MiB: smaller tensors then come from its heap, which hardly gives anything back. A ZeRO-3
-    model, whose weights are drawn whole and cut one by one, left twice its memory there. Afterwards the
-    thresholds stand where glibc's own growth ends: a step is slower where each tensor is mapped.
+    glibc maps large blocks one by one. Its size limit for that grows with each freed block, up to 32 MiB.
+    Smaller tensors then come from the heap, which hardly returns any memory: a ZeRO-3 model, whose weights
+    are drawn whole and cut one by one, left twice its size there. Afterwards the limits are set to the
+    values at which glibc's own growth ends, since steps are slower if each tensor is mapped. A `malloc_trim`
+    after the first step instead saves nothing.
 
-    Does nothing where there is no glibc on Linux, or where the environment says how malloc is to work. What
-    another allocator is preloaded for is not glibc's to decide, and stays as it is.
+    Does nothing without glibc on Linux, or if the environment tunes malloc. Another allocator that is
+    preloaded is not affected.
     """
-    mallopt = None if is_malloc_tuned(os.environ) else _of_glibc("mallopt")
-    trim = _of_glibc("malloc_trim")
+    mallopt = None if is_malloc_tuned(os.environ) else _find_libc_function("mallopt")
+    trim = _find_libc_function("malloc_trim")
     if mallopt is None or trim is None:
         yield
         return
@@ -109,25 +116,29 @@ def unmap_freed_tensors() -> Iterator[None]:
     try:
         yield
     finally:
-        mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the most that glibc takes, and where its own stops to grow
-        mallopt(M_TRIM_THRESHOLD, 64 * MIB)  # twice that, as it chooses itself
+        mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the largest value that glibc accepts, where its growth ends
+        mallopt(M_TRIM_THRESHOLD, 64 * MIB)  # glibc itself chooses twice the other limit
         trim(0)
 
 
 def trim_heap() -> None:
-    """Give freed memory that glibc's heap keeps back to the system. Does nothing without glibc."""
-    if (trim := _of_glibc("malloc_trim")) is not None:
+    """Return the freed memory of glibc's heap to the system. Does nothing without glibc."""
+    trim = _find_libc_function("malloc_trim")
+    if trim is not None:
         trim(0)
 
 
 def is_malloc_tuned(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment tunes glibc's malloc: MALLOC_*, or glibc.malloc.* in GLIBC_TUNABLES."""
+    """Return whether the environment tunes glibc's malloc.
+
+    It does so by variables MALLOC_* or by glibc.malloc.* in GLIBC_TUNABLES.
+    """
     is_set = any(name.startswith("MALLOC_") for name in environment)
     return is_set or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")
 
 
-def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of this process's C library, or `None`: musl and others lack it."""
+def _find_libc_function(name: str) -> Callable[..., int] | None:
+    """Return a function of this process's C library, or `None` if it has none of that name (musl)."""
     if not sys.platform.startswith("linux"):
         return None
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)

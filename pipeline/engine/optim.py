@@ -1,7 +1,8 @@
-"""Parameter groups and the optimizers, also a user's own, the same for every engine.
+"""Parameter groups and optimizers of every engine: built-in kinds, and a user's own by import path.
 
-torch's fused kernels where there are any: as fast as DeepSpeed's, build nothing, and skip a non-finite step
-on the device (`found_inf`) without asking the host. Offloaded optimizer state is the engine's own matter.
+Built-in kinds use torch's fused kernels, if there are any, instead of DeepSpeed's FusedAdam. They are as fast
+and need no compilation. They read a flag on the device (`found_inf`), so a non-finite step is skipped without
+asking the host. Engines that offload optimizer state choose the optimizer for it themselves.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from pipeline.errors import ConfigError
 
 Groups = list[dict[str, Any]]
 
-SHAPE = (64, 80)  # libraries keep few bits of parameters from some thousand elements on
-PIECE = 3_000  # elements; no multiple of a row
-STEPS = 8
-RATE = 1e-2  # a run's own may be too low to tell two updates apart
-WHOLE = "plain PyTorch (--deepspeed ds_configs/torch_ddp.json) leaves parameters whole"
+# Trial of a user's own optimizer.
+TRIAL_SHAPE = (64, 80)  # large enough for libraries that quantise the state of large parameters only
+TRIAL_PIECE = 3_000  # elements of a flat piece; not a multiple of a row
+TRIAL_STEPS = 8
+TRIAL_RATE = 1e-2  # the run's own rate may be too low to distinguish two updates
+USE_PLAIN_PYTORCH = "plain PyTorch (--deepspeed ds_configs/torch_ddp.json) leaves parameters whole"
 
 
 def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) -> Optimizer:
-    """Return the optimizer that `optimizer.kind` names, over the groups.
+    """Return the user's own optimizer for the groups, imported by `optimizer.kind`.
 
     Raises:
-        ConfigError: it cannot be made, is no optimizer, or cannot do what this split asks of it.
+        ConfigError: it cannot be constructed, is no torch optimizer, or cannot work under this split.
     """
     kind = config.kind
     make = import_object(kind, ConfigError)
     message = f"optimizer.args: {kind} cannot be called with the parameter groups and these"
     check_signature(make, message, ConfigError, [], **config.args)
 
-    def made(groups: Groups, rate: float) -> Optimizer:
-        given = [
+    def construct(groups: Groups, rate: float) -> Optimizer:
+        passed_groups = [
             {
                 "params": list(group["params"]),
                 "lr": rate * group["lr_factor"],
@@ -50,17 +52,18 @@ def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) 
             for group in groups
         ]
         with errors_in_one_line(f"optimizer.kind: {kind}", ConfigError):
-            optimizer = make(given, **config.args)
+            optimizer = make(passed_groups, **config.args)
         _check_groups(optimizer, groups, kind)
         return optimizer
 
     device = groups[0]["params"][0].device
-    optimizer = made(groups, config.learning_rate or RATE)
+    optimizer = construct(groups, config.learning_rate or TRIAL_RATE)
     if isinstance(optimizer, torch.optim.Adagrad) and split.cuts_matrices:
         raise ConfigError(
-            f"optimizer.kind: DeepSpeed replaces torch's Adagrad at ZeRO 1 to 3, without its groups; {WHOLE}"
+            "optimizer.kind: DeepSpeed replaces torch's Adagrad at ZeRO 1 to 3 and loses its groups; "
+            f"{USE_PLAIN_PYTORCH}"
         )
-    example = _Trial(kind, lambda groups: made(groups, RATE), device).run(split)
+    example = _OptimizerTrial(kind, lambda groups: construct(groups, TRIAL_RATE), device).run(split)
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own["lr_factor"] = group["lr_factor"]
     optimizer.state_example = example  # type: ignore[attr-defined]
@@ -68,7 +71,10 @@ def build_user_optimizer(groups: Groups, config: OptimizerConfig, split: Split) 
 
 
 def get_state_example(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a user's own optimizer keeps of one parameter; empty for torch's and DeepSpeed's."""
+    """Return a user's own optimizer's state of one parameter after its trial.
+
+    Empty for the optimizers of torch and DeepSpeed.
+    """
     return getattr(optimizer, "state_example", {})
 
 
@@ -77,34 +83,38 @@ def _check_groups(optimizer: Any, groups: Groups, kind: str) -> None:
         raise ConfigError(
             f"optimizer.kind: {kind} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
-    taken = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    given = [[id(p) for p in group["params"]] for group in groups]
-    if taken != given:
+    actual = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    expected = [[id(p) for p in group["params"]] for group in groups]
+    if actual != expected:
         raise ConfigError(
-            f"optimizer.kind: {kind} has {sum(map(len, taken))} parameters in {len(taken)} groups, and was "
-            f"given {sum(map(len, given))} in {len(given)}; pass the groups on to the optimizer as they are"
+            f"optimizer.kind: {kind} has {sum(map(len, actual))} parameters in {len(actual)} groups, and was "
+            f"given {sum(map(len, expected))} in {len(expected)}; pass the groups on to "
+            "torch.optim.Optimizer as they are"
         )
 
 
-class _Trial:
-    """Steps small matrices with the same gradients, and compares where they come to."""
+class _OptimizerTrial:
+    """Tries a user's own optimizer on small matrices before the run.
+
+    It makes the same steps in different ways (resumed, in pieces) and compares the results.
+    """
 
     def __init__(self, kind: str, make: Callable[[Groups], Optimizer], device: torch.device):
         self._kind = kind
         self._make = make
         self._device = device
         numbers = torch.Generator().manual_seed(0)
-        self._start = 0.1 * torch.randn(SHAPE, generator=numbers).to(device)
-        self._gradients = torch.randn(STEPS, *SHAPE, generator=numbers).to(device)
+        self._start = 0.1 * torch.randn(TRIAL_SHAPE, generator=numbers).to(device)
+        self._gradients = torch.randn(TRIAL_STEPS, *TRIAL_SHAPE, generator=numbers).to(device)
 
     def run(self, split: Split) -> dict[str, Any]:
-        """Return the state of a parameter after some steps.
+        """Return the optimizer's state of a parameter after the trial's steps.
 
         Raises:
-            ConfigError: the optimizer cannot be resumed, cannot skip a step, or not work under this split.
+            ConfigError: the optimizer cannot be resumed, cannot skip a step, or cannot work under this split.
         """
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            whole, optimizer, (p,) = self._stepped("on a matrix", 0, STEPS)
+            whole, optimizer, (p,) = self._make_steps("on a matrix", 0, TRIAL_STEPS)
             state = dict(optimizer.state[p])
             self._check_state(state, p)
             self._check_skip(optimizer, p)
@@ -113,7 +123,7 @@ class _Trial:
                 self._check_pieces(whole, split)
         return state
 
-    def _stepped(
+    def _make_steps(
         self,
         how: str,
         first: int,
@@ -122,15 +132,18 @@ class _Trial:
         piece: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Optimizer, list[nn.Parameter]]:
-        """Make an optimizer and step it.
+        """Construct an optimizer and make the steps from `first` up to `last`.
 
         Args:
-            how: For the message if it raises.
-            piece: Elements of each tensor that stands in the matrix's place once the optimizer is made.
-            state: Of the matrix at step `first`.
+            how: Description of the steps for an error message.
+            first: First step, inclusive.
+            last: Last step, exclusive.
+            start: Values of the matrix at step `first`; the trial's start by default.
+            piece: Number of elements of the pieces that replace the matrix after construction, as ZeRO does.
+            state: Optimizer state of the matrix at step `first`.
 
         Returns:
-            The flat matrix afterwards, the optimizer and what it stepped.
+            The flat matrix afterwards, the optimizer, and the parameters that it stepped.
         """
         start = self._start if start is None else start
         stepped = [nn.Parameter(start.clone())]
@@ -162,7 +175,7 @@ class _Trial:
                 what = f"a {type(value).__name__}"
             raise ConfigError(
                 f"optimizer.kind: {self._kind} keeps {what} as {key!r}, which a checkpoint cannot hold; keep "
-                "numbers and floating-point tensors in self.state[p]"
+                "only numbers and floating-point tensors in self.state[p]"
             )
 
     def _check_skip(self, optimizer: Optimizer, p: nn.Parameter) -> None:
@@ -172,29 +185,31 @@ class _Trial:
             optimizer.step()
         if not torch.equal(before, p):
             raise ConfigError(
-                f"optimizer.kind: {self._kind} moves a parameter that has no gradient; write `if p.grad is "
-                "None: continue` in its step: a step without finite gradients is skipped in this way"
+                f"optimizer.kind: {self._kind} changes a parameter that has no gradient; write `if p.grad is "
+                "None: continue` in its step: the trainer skips a step by removing the gradients"
             )
 
     def _check_resume(self, whole: Tensor) -> None:
-        half = STEPS // 2
-        values, optimizer, (p,) = self._stepped("on a matrix", 0, half)
-        kept = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state[p].items()}
-        resumed, *_ = self._stepped("after a resume", half, STEPS, values.view(SHAPE), state=kept)
+        half = TRIAL_STEPS // 2
+        values, optimizer, (p,) = self._make_steps("on a matrix", 0, half)
+        saved = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state[p].items()}
+        resumed, *_ = self._make_steps(
+            "after a resume", half, TRIAL_STEPS, values.view(TRIAL_SHAPE), state=saved
+        )
         if not torch.equal(whole, resumed):
             raise ConfigError(
-                f"optimizer.kind: {self._kind} keeps something beside self.state[p], in an attribute or in a "
-                "group, which no checkpoint has: a resumed run would leave the curve; keep it in "
-                "self.state[p]"
+                f"optimizer.kind: {self._kind} keeps state outside of self.state[p], in an attribute or in a "
+                "group; checkpoints do not contain it, and a resumed run would differ from an uninterrupted "
+                "one; keep it in self.state[p]"
             )
 
     def _check_pieces(self, whole: Tensor, split: Split) -> None:
-        piece = PIECE if split.cuts_matrices else whole.numel()
-        how = f"as {split} steps it, on tensors that take the parameters' place in its groups once it is made"
+        piece = TRIAL_PIECE if split.cuts_matrices else whole.numel()
+        how = f"as {split} steps it, on tensors that replace the parameters in its groups after construction"
         try:
-            stepped, optimizer, pieces = self._stepped(how, 0, STEPS, piece=piece)
+            stepped, optimizer, pieces = self._make_steps(how, 0, TRIAL_STEPS, piece=piece)
         except ConfigError as error:
-            raise ConfigError(f"{error}; {WHOLE}") from None
+            raise ConfigError(f"{error}; {USE_PLAIN_PYTORCH}") from None
         if torch.allclose(whole, stepped, rtol=1e-4, atol=1e-6):
             wrong = [
                 key
@@ -204,28 +219,28 @@ class _Trial:
             ]
             if not wrong or not split.cuts_matrices:
                 return
-            why = f"keeps {wrong[0]!r} in another shape than the parameter's, which no checkpoint of it holds"
+            why = f"keeps {wrong[0]!r} in another shape than the parameter's, which checkpoints cannot hold"
         elif split.cuts_matrices:
-            why = "steps a matrix in another way than the flat pieces of it"
+            why = "updates flat pieces of a matrix differently from the whole matrix"
         else:
-            why = "does not step what takes the parameters' place in its groups"
+            why = "does not update the tensors that replace the parameters in its groups"
         raise ConfigError(
             f"optimizer.kind: {self._kind} {why}; under {split} an optimizer has to read its parameters from "
-            f"self.param_groups in each step, and to work element by element; {WHOLE}"
+            f"self.param_groups in each step, and to work element by element; {USE_PLAIN_PYTORCH}"
         )
 
 
 ONE_PROCESS = Split(1, "fp32", "single")
-PLACEHOLDER_RATE = 0.0  # rate of an optimizer whose rate follows from the model
+PLACEHOLDER_RATE = 0.0  # before the first step, if optimizer.learning_rate is derived from the model
 
 
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Return the trained parameters of a whole model in groups; see `assigned` and `grouped`.
+    """Return the parameter groups of a whole model's trained parameters.
 
     Raises:
-        ConfigError: a pattern of optimizer.groups matches nothing that is trained.
+        ConfigError: a pattern of optimizer.groups matches no trained parameter.
         ModelError: no parameter requires a gradient.
     """
     named = list(named)
@@ -233,8 +248,8 @@ def parameter_groups(
 
 
 def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> dict[str, GroupKey]:
-    """Return name -> group of each trained parameter of a whole model; see `assign_parameter_groups`."""
-    # A ZeRO-3 parameter is empty between uses; ds_shape is its whole shape.
+    """Return the group of each trained parameter of a whole model, by name; see `assign_parameter_groups`."""
+    # ZeRO-3 empties a parameter between uses; ds_shape is its whole shape.
     trained = {name: len(getattr(p, "ds_shape", p.shape)) for name, p in named if p.requires_grad}
     return assign_parameter_groups(trained, config)
 
@@ -242,11 +257,14 @@ def assign_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerCo
 def group_parameters(
     named: Iterable[tuple[str, nn.Parameter]], keys: Mapping[str, GroupKey], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Return the groups that a model, or a part of it, has parameters of. `lr_factor` multiplies their rate.
+    """Return the parameter groups of a model or of a part of it, without the empty ones.
+
+    A group has its `weight_decay`, its `kind` of optimizer and the `lr_factor` of its learning rate.
 
     Args:
-        named: Those that are not trained are left out.
-        keys: Of all names of the whole model that are trained.
+        named: Parameters by name; those that are not trained are left out.
+        keys: Group of each trained parameter of the whole model, by name.
+        config: Optimizer section of the recipe.
     """
     members: dict[GroupKey, list[nn.Parameter]] = {key: [] for key in sorted(set(keys.values()))}
     for name, p in named:
@@ -271,19 +289,21 @@ def group_parameters(
 def build_torch_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, split: Split = ONE_PROCESS
 ) -> Optimizer:
-    """Return torch's optimizer over the groups, or the user's own, with the recipe's numbers.
+    """Return the optimizer of the groups, with the recipe's settings.
 
-    A group without a `kind` has the recipe's.
+    A group without a `kind` gets the recipe's. Groups of several kinds get a CombinedOptimizer.
 
     Raises:
-        ConfigError: the user's own cannot be made, or cannot work under this split.
+        ConfigError: the user's own optimizer cannot be constructed, or cannot work under this split.
     """
     members: dict[str, list[dict[str, Any]]] = {}
     for group in groups:
         members.setdefault(group.get("kind", config.kind), []).append(group)
     optimizers = [
-        OPTIMIZERS[kind](its, config) if kind in OPTIMIZERS else build_user_optimizer(its, config, split)
-        for kind, its in members.items()
+        OPTIMIZERS[kind](of_kind, config)
+        if kind in OPTIMIZERS
+        else build_user_optimizer(of_kind, config, split)
+        for kind, of_kind in members.items()
     ]
     if len(optimizers) == 1:
         return optimizers[0]
@@ -292,25 +312,26 @@ def build_torch_optimizer(
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimizers that share the groups of a model, one to those who read groups and state or have it step."""
+    """Steps several optimizers as one, with their groups and state in common.
+
+    Args:
+        groups: The groups of `optimizers` themselves, in the order that callers see.
+        optimizers: Each steps its own groups.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], optimizers: list[Optimizer]):
-        """
-        Args:
-            groups: The very ones of `optimizers`, in this order.
-        """
         super().__init__(groups, {})
         self._optimizers = optimizers
         for each in optimizers:
             each.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Have each optimizer step its own groups."""
+        """Step each optimizer's own groups."""
         for each in self._optimizers:
             each.step()
 
     def optimizer_of(self, stepped: Tensor) -> Optimizer:
-        """Return the optimizer that steps a tensor."""
+        """Return the optimizer whose groups contain the tensor."""
         groups = ((each, group["params"]) for each in self._optimizers for group in each.param_groups)
         return next(each for each, parameters in groups if any(p is stepped for p in parameters))
 
@@ -318,20 +339,20 @@ class CombinedOptimizer(Optimizer):
 def _sgd(groups: Groups, config: OptimizerConfig) -> Optimizer:
     sgd = torch.optim.SGD(groups, lr=_rate(config), momentum=config.momentum, fused=True)
     if config.momentum:
-        sgd.register_step_pre_hook(_start_at_rest)
+        sgd.register_step_pre_hook(_create_momentum)
     return sgd
 
 
 def _rate(config: OptimizerConfig) -> float:
-    """Return the rate to start from; `set_learning_rate` is called before each step."""
+    """Return the initial rate. `set_learning_rate` replaces it before each step."""
     return config.learning_rate or PLACEHOLDER_RATE
 
 
-def _start_at_rest(optimizer: Optimizer, *_: Any) -> None:
-    """Make zeros of momentum before a parameter's first step. torch (2.13) leaves it undefined if that is
-    skipped.
+def _create_momentum(optimizer: Optimizer, *_: Any) -> None:
+    """Create momentum of zeros before a parameter's first step.
 
-    The first step comes to the same: without dampening 0 + gradient is the gradient.
+    torch 2.13 leaves the momentum undefined if the first step is skipped. Zeros do not change the first
+    update: without dampening, 0 + gradient is the gradient.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -347,4 +368,4 @@ OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], Optimizer]] = {
     "adafactor": lambda groups, config: torch.optim.Adafactor(groups, lr=_rate(config)),
     "muon": lambda groups, config: torch.optim.Muon(groups, lr=_rate(config), adjust_lr_fn="match_rms_adamw"),
 }
-"""Built-in kinds; any other kind is an import path."""
+"""Built-in optimizers, by `optimizer.kind`; any other kind is an import path."""

@@ -1,4 +1,7 @@
-"""Learning rate of each optimizer step: a share of the peak. Pure: the same step gives the same number."""
+"""Learning rate of each optimizer step, as a fraction of the peak.
+
+The rate is a pure function of the step, so a resumed run needs no scheduler state.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from pipeline.config.optimizer_schema import ScheduleConfig
 from pipeline.errors import ConfigError
 
 MAX_TRIED_STEPS = 1000
-"""Steps of the run at which a function of the user's own is called before the first one."""
+"""Number of steps for which a user's schedule is called before training."""
 
 
 def describe_missed_peak(config: ScheduleConfig, max_steps: int) -> str | None:
-    """Return one line if warm-up and decay do not fit into the run, as in a short trial, else `None`."""
+    """Return a warning if warm-up and decay do not fit into the run, else `None`."""
     decay = _decay_steps(config, max_steps) if config.kind == "wsd" else 0
     warmup = config.warmup_steps(max_steps)
     if warmup + decay <= max_steps:
@@ -26,18 +29,19 @@ def describe_missed_peak(config: ScheduleConfig, max_steps: int) -> str | None:
 
 
 def learning_rate_multiplier(config: ScheduleConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (0-based) over the peak: warm-up, then the shape.
+    """Return the learning rate of optimizer step `step` (0-based), divided by the peak.
 
-    Warm-up reaches 1 at the step behind it; the last step (`max_steps - 1`) is one short of the minimum.
+    Warm-up reaches 1 at the step after its last one. The last step of the run (`max_steps - 1`) is one step
+    before the minimum.
 
     Raises:
-        ConfigError: a function of the user's own raises, or gives no factor.
+        ConfigError: the user's own schedule raised an error, or returned no factor.
     """
     return LearningRate(1.0, config, max_steps)(step)
 
 
 class LearningRate:
-    """The learning rate of each step of a run."""
+    """Computes the learning rate of each step of a run from peak and schedule."""
 
     def __init__(self, peak: float, config: ScheduleConfig, max_steps: int) -> None:
         self.peak = peak
@@ -46,14 +50,14 @@ class LearningRate:
         self._warmup = config.warmup_steps(max_steps)
 
     def __call__(self, global_step: int) -> float:
-        """Return the learning rate of the step after `global_step`.
+        """Return the learning rate of the step that follows `global_step` completed ones.
 
         Raises:
-            ConfigError: see multiplier.
+            ConfigError: see learning_rate_multiplier.
         """
         config = self._config
         if config.kind not in SCHEDULES:
-            return self.peak * _own_factor(config.kind, global_step, self._max_steps)
+            return self.peak * _call_user_schedule(config.kind, global_step, self._max_steps)
         if global_step < self._warmup:
             return self.peak * ((global_step + 1) / (self._warmup + 1))
         return self.peak * SCHEDULES[config.kind](config, global_step, self._warmup, self._max_steps)
@@ -65,17 +69,19 @@ def _constant(config: ScheduleConfig, step: int, warmup: int, max_steps: int) ->
 
 def _wsd(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
     decay = _decay_steps(config, max_steps)
-    passed = min(1.0, max(0.0, (step - (max_steps - decay)) / decay))
-    return 1.0 - (1.0 - config.min_learning_rate_ratio) * passed
+    progress = min(1.0, max(0.0, (step - (max_steps - decay)) / decay))
+    return 1.0 - (1.0 - config.min_learning_rate_ratio) * progress
 
 
 def _linear(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
-    return 1.0 - (1.0 - config.min_learning_rate_ratio) * _passed(step, warmup, max_steps)
+    return 1.0 - (1.0 - config.min_learning_rate_ratio) * _progress_after_warmup(step, warmup, max_steps)
 
 
 def _cosine(config: ScheduleConfig, step: int, warmup: int, max_steps: int) -> float:
     low = config.min_learning_rate_ratio
-    return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * _passed(step, warmup, max_steps)))
+    return low + (1.0 - low) * 0.5 * (
+        1.0 + math.cos(math.pi * _progress_after_warmup(step, warmup, max_steps))
+    )
 
 
 SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, int], float]] = {
@@ -84,10 +90,10 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, int, int, int], float]] = {
     "constant": _constant,
     "wsd": _wsd,
 }
-"""Built-in shapes after warm-up; any other kind is an import path."""
+"""Built-in shapes after warm-up, by `schedule.kind`; any other kind is an import path."""
 
 
-def _passed(step: int, warmup: int, max_steps: int) -> float:
+def _progress_after_warmup(step: int, warmup: int, max_steps: int) -> float:
     return min(1.0, (step - warmup) / max(1, max_steps - warmup))
 
 
@@ -96,41 +102,43 @@ def _decay_steps(config: ScheduleConfig, max_steps: int) -> int:
 
 
 def check_user_schedule(config: ScheduleConfig, max_steps: int) -> None:
-    """Call a schedule of the user's own twice for steps all over the run. Built-in shapes pass.
+    """Call a user's own schedule twice for steps spread over the run. Does nothing for built-in shapes.
 
     Raises:
-        ConfigError: it cannot be called, gives no factor, or another one at the second call.
+        ConfigError: it cannot be called, returns no factor, or returns different factors for one step.
     """
     if config.kind in SCHEDULES:
         return
     count = min(max_steps, MAX_TRIED_STEPS)
     steps = sorted({max_steps * index // count for index in range(count)} | {max_steps - 1})
-    factors = {step: _own_factor(config.kind, step, max_steps) for step in steps}
+    factors = {step: _call_user_schedule(config.kind, step, max_steps) for step in steps}
     for step in reversed(steps):
-        if (again := _own_factor(config.kind, step, max_steps)) != factors[step]:
+        again = _call_user_schedule(config.kind, step, max_steps)
+        if again != factors[step]:
             raise ConfigError(
-                f"schedule.kind: {config.kind} gave {factors[step]:g} and then {again:g} for step {step} of "
-                f"{max_steps}; make it follow from its arguments alone, or a resumed run leaves the curve"
+                f"schedule.kind: {config.kind} returned {factors[step]:g} and then {again:g} for step {step} "
+                f"of {max_steps}; make its result depend on its arguments only, otherwise a resumed run "
+                "differs from an uninterrupted one"
             )
 
 
-def _own_factor(kind: str, step: int, max_steps: int) -> float:
+def _call_user_schedule(kind: str, step: int, max_steps: int) -> float:
     with errors_in_one_line(f"schedule.kind: {kind} for step {step} of {max_steps}", ConfigError):
-        given = _imported(kind)(step, max_steps)
+        returned = _import_schedule(kind)(step, max_steps)
     try:
-        factor = float(given)
+        factor = float(returned)
     except (TypeError, ValueError):
         factor = math.nan
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"schedule.kind: {kind} gave {given!r} for step {step} of {max_steps}; expected a finite number, "
-            "0 or more: the learning rate over optimizer.learning_rate"
+            f"schedule.kind: {kind} returned {returned!r} for step {step} of {max_steps}; expected a finite "
+            "number, 0 or more, by which optimizer.learning_rate is multiplied"
         )
     return factor
 
 
 @cache
-def _imported(kind: str) -> Callable[[int, int], float]:
+def _import_schedule(kind: str) -> Callable[[int, int], float]:
     function = import_object(kind, ConfigError)
     message = f"schedule.kind: {kind} cannot be called with (step, total_steps)"
     check_signature(function, message, ConfigError, 0, 1)
@@ -138,6 +146,6 @@ def _imported(kind: str) -> Callable[[int, int], float]:
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set each group's rate: the schedule's times the group's own factor."""
+    """Set each group's rate to `learning_rate` times the group's own `lr_factor`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"]

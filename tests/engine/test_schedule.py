@@ -153,7 +153,7 @@ def test_an_own_function_decides_the_whole_curve_and_hears_of_another_length():
 
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 999, 1000, 1001, 123_457])
 def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
-    with pytest.raises(ConfigError, match=f"gave -0.1 for step {max_steps - 1} of {max_steps};"):
+    with pytest.raises(ConfigError, match=f"returned -0.1 for step {max_steps - 1} of {max_steps};"):
         check_user_schedule(own("late_negative"), max_steps)
 
 
@@ -161,9 +161,9 @@ def test_the_last_step_of_a_run_of_any_length_is_tried(max_steps):
     ("name", "words"),
     [
         ("dividing", r"for step 7 of 100 raised ZeroDivisionError: .*tests/engine/test_schedule\.py:\d+"),
-        ("named", r"gave 'half' for step 0 of 100; expected a finite number"),
+        ("named", r"returned 'half' for step 0 of 100; expected a finite number"),
         ("of_one", r"cannot be called with \(step, total_steps\)"),
-        ("counting", r"for step 99 of 100; make it follow from its arguments alone"),
+        ("counting", r"for step 99 of 100; make its result depend on its arguments only"),
         ("halve", r"has no 'halve'; did you mean 'halved'\?"),
     ],
 )
