@@ -1,6 +1,4 @@
-"""What both engines around deepspeed.initialize have in common: how they are wrapped, what a checkpoint keeps
-of them, and how they end.
-"""
+"""Base of the two engines that use deepspeed.initialize: construction, process groups, state and closing."""
 
 from __future__ import annotations
 
@@ -52,51 +50,56 @@ from pipeline.planner.states import fit_bucket_size
 
 
 class EngineProcessGroups:
-    """The process groups of one engine: made before them, `keep` once it stands, `destroy` at its end.
+    """Destroys the process groups of an engine when it is closed.
 
-    Each group is a connection to every other rank in it and two threads. One that another open engine found
-    in DeepSpeed's module variables, and took, stays until that one is closed.
+    Construct it before any group of the engine is made, call `record` when the engine is complete, and
+    `destroy` at its end. A group costs a connection to every other rank in it and two threads. DeepSpeed
+    offers groups in module variables to later engines; such a group stays until the last engine that uses it
+    is closed.
     """
 
     _open: ClassVar[WeakSet[EngineProcessGroups]] = WeakSet()
 
     def __init__(self) -> None:
-        self._before = _living() - _shared()
+        self._before = _list_groups() - _list_shared_groups()
         self._used: set[Any] = set()
 
-    def keep(self) -> None:
-        """Note the groups made since then, and those in DeepSpeed's module variables, as this engine's."""
-        self._used = (_living() - self._before) | _shared()
+    def record(self) -> None:
+        """Record the groups made since construction, and those in DeepSpeed's module variables, as used."""
+        self._used = (_list_groups() - self._before) | _list_shared_groups()
         self._open.add(self)
 
     def destroy(self) -> None:
-        """Destroy the groups that no other open engine uses. Every rank calls it; twice does nothing."""
+        """Destroy the groups that no other open engine uses. Collective; a second call does nothing."""
         self._open.discard(self)
-        used, self._used = self._used & _living(), set()
-        taken = set[Any]().union(*(other._used for other in self._open))
-        mine = used - taken
+        used = self._used & _list_groups()
+        self._used = set()
+        used_by_others = set[Any]().union(*(other._used for other in self._open))
+        mine = used - used_by_others
         if {sequence_groups._SEQUENCE_PARALLEL_GROUP, sequence_groups._SEQUENCE_DATA_PARALLEL_GROUP} & mine:
             sequence_groups._release_sequence_parallel_groups()
-        if groups._DATA_PARALLEL_GROUP in mine:  # the tensor group may be the job's own, which stays
+        if (
+            groups._DATA_PARALLEL_GROUP in mine
+        ):  # the tensor group may be the job's own, which is not destroyed
             groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
         if p2p._grid is not None and p2p._grid.pp_proc_group in mine:
             p2p._grid = None
-        for group in list(distributed_c10d._world.pg_map):  # in the order they were made, as on other ranks
+        for group in list(distributed_c10d._world.pg_map):  # in order of creation, equal on all ranks
             if group in mine:
-                layer._all_to_all_groups.pop(group.group_name, None)  # Ulysses' registry
+                layer._all_to_all_groups.pop(group.group_name, None)  # registry of DeepSpeed's Ulysses
                 deepspeed.comm.destroy_process_group(group)
         if not self._open:
             groups.mpu = None
 
 
-def _living() -> set[Any]:
-    """Return all groups but the job's own, which a mesh over all ranks takes for one of its dimensions."""
+def _list_groups() -> set[Any]:
+    """Return all process groups but the job's own, which a device mesh over all ranks may use."""
     return {group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD}
 
 
-def _shared() -> set[Any]:
-    """Return the groups that DeepSpeed keeps for whichever engine comes next."""
-    named = (
+def _list_shared_groups() -> set[Any]:
+    """Return the groups that DeepSpeed keeps in module variables, where later engines find them."""
+    in_modules = (
         groups._WORLD_GROUP,
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP,
         groups._TENSOR_MODEL_PARALLEL_GROUP,
@@ -105,65 +108,66 @@ def _shared() -> set[Any]:
         sequence_groups._SEQUENCE_DATA_PARALLEL_GROUP,
         *groups._ALL_TO_ALL_GROUP.values(),
     )
-    return _living() & set(named)
+    return _list_groups() & set(in_modules)
 
 
 def build_parallel_state(split: Split) -> ModuleType | None:
-    """Return the module that DeepSpeed asks for its groups (its `mpu`), with this split's groups. Collective.
+    """Make this split's process groups and return the module that DeepSpeed reads them from (its `mpu`).
 
-    None where every rank is a data-parallel one.
+    Collective. Returns `None` if all ranks are data-parallel.
     """
-    groups.mpu = None  # an engine before this one may have left its own
+    groups.mpu = None  # an earlier engine may have left its own
     if split.tensor_parallel > 1:
-        if not _is_of(groups._TENSOR_MODEL_PARALLEL_GROUP, split.tensor_parallel):
+        if not _has_size(groups._TENSOR_MODEL_PARALLEL_GROUP, split.tensor_parallel):
             groups._TENSOR_MODEL_PARALLEL_GROUP = None
         groups._init_tp_mesh_device(tensor_model_parallel_size=split.tensor_parallel)
         return groups
     if split.sequence_parallel > 1:
-        if not _is_of(sequence_groups._SEQUENCE_PARALLEL_GROUP, split.sequence_parallel):
+        if not _has_size(sequence_groups._SEQUENCE_PARALLEL_GROUP, split.sequence_parallel):
             sequence_groups._release_sequence_parallel_groups()
             sequence_groups.initialize_sequence_parallel(split.sequence_parallel)
         return sequence_groups
     return None
 
 
-def _is_of(group: Any, size: int) -> bool:
+def _has_size(group: Any, size: int) -> bool:
     return group is not None and dist.get_world_size(group) == size
 
 
 def drop_hpz_groups() -> None:
-    """Drop the hpZ groups of an engine or a zero.Init before this one. Call it before a model is made.
+    """Drop the hpZ groups of an earlier engine or zero.Init. Call it before a model is made.
 
-    DeepSpeed divides parameters by whatever groups there are, also where the configuration has no hpZ; where
-    it has, zero.Init makes its own and refuses to do so twice.
+    DeepSpeed shards parameters over existing hpZ groups even if the configuration has no hpZ. If it has,
+    zero.Init makes its own groups and refuses to do so twice.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-# The search for an fp16 loss scale: in a checkpoint -> DeepSpeed's word. ZeRO 0 keeps no hysteresis.
-_SEARCH = {
+# State of the search for an fp16 loss scale: key in a checkpoint -> DeepSpeed's attribute. ZeRO 0 has no
+# hysteresis.
+_LOSS_SCALE_ATTRIBUTES = {
     "loss_scale": "cur_scale",
     "loss_scale_iteration": "cur_iter",
     "loss_scale_last_overflow": "last_overflow_iter",
     "loss_scale_hysteresis": "cur_hysteresis",
 }
-_LOWEST = ("min_scale", "min_loss_scale")  # DeepSpeed's words for where it ends
+_MIN_SCALE_ATTRIBUTES = ("min_scale", "min_loss_scale")  # DeepSpeed's two names for the smallest scale
 
 
 def is_record_shown(record: logging.LogRecord) -> bool:
-    """Return whether a line of DeepSpeed's log is shown.
+    """Return whether a record of DeepSpeed's log is shown.
 
-    The event `non_finite` reports skipped steps; DeepSpeed's line for them comes with its other news. So does
-    its line for every optimizer but Adam: a user's own was tried out before.
+    Two warnings are shown only at level INFO and below. The event `non_finite` already reports skipped steps.
+    The warning about optimizers other than Adam is needless, since a user's own was tried before.
     """
-    is_told_elsewhere = any(words in record.getMessage() for words in ("OVERFLOW!", "untested optimizer"))
-    return deepspeed.utils.logger.isEnabledFor(logging.INFO) or not is_told_elsewhere
+    is_redundant = any(words in record.getMessage() for words in ("OVERFLOW!", "untested optimizer"))
+    return deepspeed.utils.logger.isEnabledFor(logging.INFO) or not is_redundant
 
 
 def quiet_deepspeed() -> None:
-    """Show DeepSpeed's warnings and errors, or all of its log with `log.console: debug`.
+    """Limit DeepSpeed's log to warnings and errors, or show all of it with `log.console: debug`.
 
-    Where its JSON has a `log_level`, `deepspeed.initialize` sets that one later.
+    If its JSON has a `log_level`, `deepspeed.initialize` sets that level later.
     """
     is_debugged = logging.getLogger("pipeline").isEnabledFor(logging.DEBUG)
     set_log_level_from_string("debug" if is_debugged else "warning")
@@ -171,25 +175,27 @@ def quiet_deepspeed() -> None:
 
 
 def start_deepspeed(job: Job) -> None:
-    """Hand the job's process group to DeepSpeed, and turn off what a CPU run does not need."""
+    """Initialize DeepSpeed with the job's process group, and turn off features that cost time."""
     quiet_deepspeed()
-    # ninja, which compiles DeepSpeed's ops, lies beside the venv's python, activated or not.
+    # DeepSpeed compiles its ops with ninja, which is beside the venv's python even if it is not activated.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times a step: 5 % of it, and the log.
+    # ZeRO-3 on torch 2.13 warns of a deprecated collective dozens of times per step. That costs 5 % of the
+    # step and fills the log.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if job.device.type == "cpu":
         prepare_for_cpu()
     use_compilable_linear()
-    deepspeed.utils.nvtx.enable_nvtx = False  # a range around every hook, for a profiler that is not there
+    deepspeed.utils.nvtx.enable_nvtx = False  # an NVTX range around every hook costs time without a profiler
     deepspeed.init_distributed(dist_init_required=False)
 
 
 def build_optimizer(
     groups: list[dict[str, Any]], optimizer: OptimizerConfig, config: dict[str, Any], split: Split
 ) -> torch.optim.Optimizer:
-    """Build torch's optimizer, or DeepSpeed's CPU Adam where AdamW's state lies in host memory.
+    """Build torch's optimizer, or DeepSpeed's CPU Adam if AdamW's state is offloaded to host memory.
 
-    `native_ops.prepare_native_ops` has built it, or asked for torch's where it cannot be.
+    `native_ops.prepare_native_ops` has compiled CPU Adam before. If that failed, it changed the configuration
+    to use torch's optimizer.
     """
     if CPU_ADAM in needed_ops(config):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(
@@ -204,18 +210,26 @@ def build_optimizer(
 
 
 def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
-    """Make the bucket for gradients no larger than all of them, in place."""
+    """Limit the gradient bucket in the configuration to the size of all gradients.
+
+    Without a stated size it is an eighth of the model, between 50 and 500 million elements. DeepSpeed's
+    default of 500 million is allocated in each step, and gradients that fit into one bucket are not
+    overlapped.
+    """
     zero = config["zero_optimization"]
     zero["reduce_bucket_size"] = fit_bucket_size(zero.get("reduce_bucket_size"), num_parameters)
 
 
 class DeepSpeedBase(ABC):
-    """An Engine but for its steps, whatever deepspeed.initialize makes of the optimizer."""
+    """Implements an Engine without its steps, for every optimizer that deepspeed.initialize returns."""
 
     _optimizer: torch.optim.Optimizer
 
     def __init__(self, num_parameters: int, optimizer: OptimizerConfig, split: Split, job: Job):
-        """Prepare, before any process group of the engine is made. Call `_groups.keep()` once it is built."""
+        """Prepare before any process group of the engine is made.
+
+        Call `_groups.record()` when the engine is complete.
+        """
         self.closing = ExitStack()
         self._groups = EngineProcessGroups()
         self.closing.callback(self._groups.destroy)
@@ -227,12 +241,13 @@ class DeepSpeedBase(ABC):
         self._max_grad_norm = optimizer.max_grad_norm
         self._skipped = torch.zeros((), device=self.device)
         self._own_loss_scale = 1.0
-        self._search_before: Scalars = {}
+        self._scale_before: Scalars = {}
         self.replicas: ReplicaDigests | None = None
 
     def _initialize(self, model: nn.Module, config: dict[str, Any], mpu: Any = None) -> None:
-        """Put DeepSpeed around the model and `_optimizer`. Collective."""
-        # At stage 0 in half precision DeepSpeed allocates the optimizer's state by a step of zero gradients.
+        """Wrap the model and `_optimizer` by deepspeed.initialize. Collective."""
+        # At stage 0 in half precision DeepSpeed 0.19 allocates the optimizer's state by a step with zero
+        # gradients, which Adam counts: the first real update would be 0.735 of its size. So it is suppressed.
         with phase(Phase.OPTIMIZER), suppress_steps(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
@@ -244,14 +259,15 @@ class DeepSpeedBase(ABC):
         self.closing.callback(drop_model_references, self._engine)
         self.closing.callback(self._engine.destroy)
         continue_at_min_loss_scale(self._zero_optimizer)
-        # Stage 3 steps on the device what an offload's `ratio` leaves there.
+        # With an offload `ratio` below 1, stage 3 steps a part of the model on the device by a second
+        # optimizer.
         other = getattr(self._zero_optimizer, "backup_optimizer", None)
-        self._stepped = [self._optimizer, *([] if other is None else [other])]
-        self._gate = StepGate(self.module, *self._stepped)
-        self._refusal = StepLimitGuard(self._job, self.module)
+        self._step_optimizers = [self._optimizer, *([] if other is None else [other])]
+        self._gate = StepGate(self.module, *self._step_optimizers)
+        self._limit_guard = StepLimitGuard(self._job, self.module)
 
     def _compare_replicas(self, key: int, is_sharded: bool) -> None:
-        """Have replicas compared; see Replicas."""
+        """Make digests of the tensors that other ranks hold too; see ReplicaDigests."""
         self.replicas = ReplicaDigests(
             key,
             self.module.parameters,
@@ -262,7 +278,7 @@ class DeepSpeedBase(ABC):
         )
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """See Engine.set_batch_division. DeepSpeed reads these numbers where it counts to the next update."""
+        """See Engine.set_batch_division. DeepSpeed counts micro-batches to the next update by these."""
         engine = self._engine
         numbers = engine._config  # DeepSpeed's setters multiply by a number of ranks that Ulysses leaves None
         ranks = numbers.train_batch_size // (
@@ -273,54 +289,55 @@ class DeepSpeedBase(ABC):
         numbers.train_batch_size = micro_batch_size * gradient_accumulation_steps * ranks
         if hasattr(engine, "micro_batches"):  # of pipeline stages
             engine.micro_batches = gradient_accumulation_steps
-        self._engine.micro_steps = 0  # of updates that are done: else the next would come early or late
+        engine.micro_steps = 0  # with an old count the next update would come early or late
         if hasattr(self._zero_optimizer, "gradient_accumulation_steps"):
             self._zero_optimizer.gradient_accumulation_steps = gradient_accumulation_steps
 
-    def _refuse_steps(self) -> None:
-        """Hold steps whose norm is DeepSpeed's to their limits: it has the norm before they begin."""
-        for optimizer in self._stepped:
+    def _guard_by_deepspeed_norm(self) -> None:
+        """Enforce step limits by hooks with DeepSpeed's norm, which is known before the optimizer's step."""
+        for optimizer in self._step_optimizers:
             optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(lambda stepped, *_: self._refusal.after(stepped))
+            optimizer.register_step_post_hook(lambda stepped, *_: self._limit_guard.unblock_updates(stepped))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._refusal.has_limits:
+        if self._limit_guard.has_limits:
             norm = self._zero_optimizer._global_grad_norm
-            self._refusal.before(optimizer, norm / self._own_loss_scale)
+            self._limit_guard.block_update(optimizer, norm / self._own_loss_scale)
 
-    def _begin(self, limits: StepLimits | None) -> None:
+    def _begin_step(self, limits: StepLimits | None) -> None:
         """Prepare for a step's first forward."""
-        self._refusal.begin(limits)
-        self._search_before = self._search() if limits is not None else {}
+        self._limit_guard.begin_step(limits)
+        self._scale_before = self._get_scale_state() if limits is not None else {}
 
-    def _end(self, skipped: Tensor, has_overflowed: bool) -> tuple[Tensor, bool]:
-        """Finish a step, and return whether it was left out and whether the loss scale is why.
+    def _end_step(self, skipped: Tensor, has_overflowed: bool) -> tuple[Tensor, bool]:
+        """Finish a step, and restore the fp16 loss scale's state if the step was skipped.
 
-        In fp16 a step that is left out leaves the search for a loss scale where it was. If the scale is why,
-        it counts: gradients that are not finite, of a normal loss, at a scale that can fall.
+        A skipped step leaves no trace, with one exception: it lowers the loss scale and counts as a step if
+        the scale itself is the cause. That is so if the gradients are not finite, the loss is normal and the
+        scale can fall.
 
         Args:
-            skipped: 1 where it was not taken, else 0.
-            has_overflowed: DeepSpeed left it out.
+            skipped: 1 if the step was skipped, else 0.
+            has_overflowed: Whether DeepSpeed skipped the step.
 
         Returns:
-            1 where it was left out or refused; and whether the scale is why. Reads the device in fp16 alone,
-            where DeepSpeed has read it.
+            1 if the step was skipped or refused, else 0; and whether the loss scale is the cause. Reads the
+            device only in fp16 with limits, where DeepSpeed has read it already.
         """
-        if not self._search_before:
-            return self._refusal.end(skipped), False
-        searched = self._searched()
-        lowest = next(getattr(searched, word) for word in _LOWEST if hasattr(searched, word))
-        can_fall = self._search_before["loss_scale"] > lowest
-        is_search = has_overflowed and can_fall and not bool(self._refusal.is_loss_high())
-        skipped = self._refusal.end(skipped, counts=is_search)
+        if not self._scale_before:
+            return self._limit_guard.end_step(skipped), False
+        holder = self._find_scale_holder()
+        lowest = next(getattr(holder, name) for name in _MIN_SCALE_ATTRIBUTES if hasattr(holder, name))
+        can_fall = self._scale_before["loss_scale"] > lowest
+        is_search = has_overflowed and can_fall and not bool(self._limit_guard.is_loss_high())
+        skipped = self._limit_guard.end_step(skipped, counts=is_search)
         if not is_search and bool(skipped):
-            self._set_search(self._search_before)
+            self._set_scale_state(self._scale_before)
         return skipped, is_search
 
     @property
     def module(self) -> nn.Module:
-        """See Engine.module. A stage has the whole model's `config`."""
+        """See Engine.module. A pipeline stage has the whole model's `config`."""
         return self._engine.module
 
     def close(self) -> None:
@@ -330,11 +347,11 @@ class DeepSpeedBase(ABC):
 
     @abstractmethod
     def _state(self) -> RankState:
-        """Return what this rank holds."""
+        """Return this rank's state of model and optimizer."""
 
     @abstractmethod
     def _names(self) -> list[str]:
-        """Return the names of all that a checkpoint keeps of the whole model."""
+        """Return the names of the whole model's parameters and buffers that a checkpoint contains."""
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards."""
@@ -342,11 +359,11 @@ class DeepSpeedBase(ABC):
 
     def scalars(self) -> Scalars:
         """See EngineState.scalars."""
-        return self._state().scalars() | self._search()
+        return self._state().scalars() | self._get_scale_state()
 
     def observe_gradients(self, take: Callable[[Shard], None]) -> AbstractContextManager[None]:
         """See Engine.observe_gradients."""
-        return observe_gradients(self._stepped, self._state, take)
+        return observe_gradients(self._step_optimizers, self._state, take)
 
     def hold_step(self, wait: Callable[[], None]) -> None:
         """See EngineState.hold_step."""
@@ -354,24 +371,28 @@ class DeepSpeedBase(ABC):
 
     @torch.no_grad()
     def restore(self, source: ShardSource) -> None:
-        """See EngineState.restore. Where a run had no loss scale, the search stays at its beginning."""
+        """See EngineState.restore. If the checkpoint has no loss scale, its search starts anew."""
         restore_state(self._state(), source, self._names())
-        self._set_search(source.scalars)
+        self._set_scale_state(source.scalars)
 
-    def _search(self) -> Scalars:
-        searched = self._searched()
-        return {key: getattr(searched, word) for key, word in _SEARCH.items() if hasattr(searched, word)}
+    def _get_scale_state(self) -> Scalars:
+        holder = self._find_scale_holder()
+        return {
+            key: getattr(holder, name)
+            for key, name in _LOSS_SCALE_ATTRIBUTES.items()
+            if hasattr(holder, name)
+        }
 
-    def _set_search(self, scalars: Mapping[str, Any]) -> None:
-        searched = self._searched()
-        for key, word in _SEARCH.items():
-            if key in scalars and hasattr(searched, word):
-                setattr(searched, word, scalars[key])
+    def _set_scale_state(self, scalars: Mapping[str, Any]) -> None:
+        holder = self._find_scale_holder()
+        for key, name in _LOSS_SCALE_ATTRIBUTES.items():
+            if key in scalars and hasattr(holder, name):
+                setattr(holder, name, scalars[key])
 
-    def _searched(self) -> Any:
-        """Return what keeps the state of the search for a loss scale, or `None` if there is no search."""
+    def _find_scale_holder(self) -> Any:
+        """Return DeepSpeed's object with the state of a dynamic loss scale, or `None` if there is none."""
         scaler = getattr(self._zero_optimizer, "loss_scaler", None)
         if isinstance(scaler, DynamicLossScaler):
             return scaler
-        kept = getattr(self._zero_optimizer, "loss_scale_config", None)
-        return kept if kept is not None and kept.dynamic_loss_scale else None
+        scale_config = getattr(self._zero_optimizer, "loss_scale_config", None)
+        return scale_config if scale_config is not None and scale_config.dynamic_loss_scale else None

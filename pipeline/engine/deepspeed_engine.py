@@ -1,5 +1,6 @@
-"""DeepSpeed behind the Engine interface: ZeRO stages 0 to 3, tensor and sequence parallelism, in fp32, bf16
-and fp16. Pipeline stages have an engine of their own.
+"""Engine for DeepSpeed: ZeRO stages 0 to 3, tensor and sequence parallelism, in fp32, bf16 and fp16.
+
+Pipeline parallelism has an engine of its own, pipeline_engine.py.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective, sum_loss
 
 
 def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -> Sharding:
-    """Return how a model is held while it is made for a DeepSpeedEngine.
+    """Return the sharding in which a model is made for a DeepSpeedEngine.
 
     Args:
-        config: The DeepSpeed JSON, filled in.
+        config: Resolved DeepSpeed JSON.
+        split: Split of the run.
+        device: Device of this rank.
     """
     drop_hpz_groups()
-    if split.tensor_parallel > 1:  # at stage 3 too: AutoTP cuts whole matrices
+    if split.tensor_parallel > 1:  # also at stage 3, since AutoTP cuts whole matrices
         return TensorSharding(config, split)
     dtype = DTYPES[split.precision]
     return Zero3Sharding(config, dtype) if split.zero_stage == 3 else DevicePlacement(device, dtype)
@@ -103,13 +106,18 @@ class DeepSpeedEngine(DeepSpeedBase):
         """Wrap the model, and cut it under tensor parallelism. Collective.
 
         Args:
-            autocast: Compute model and objective under torch.autocast, in the run's half precision.
-            sharding: What the model was made in; needed where tensors are cut.
+            model: Model, made in `sharding`.
+            optimizer: Optimizer section of the recipe.
+            config: Resolved DeepSpeed JSON. It is not changed.
+            split: Split of the run.
+            job: Ranks and process group of the run.
+            autocast: Whether model and objective compute under torch.autocast in the run's half precision.
+            sharding: Sharding in which the model was made; required under tensor parallelism.
         """
-        config = copy.deepcopy(config)  # what is changed below is not the user's to see
+        config = copy.deepcopy(config)  # changed below
         super().__init__(count_parameters(model), optimizer, split, job)
         self.dp_world_size = split.dp_world_size
-        self._copies = job.ranks.world_size // split.dp_world_size  # ranks that get the same samples
+        self._copies = job.ranks.world_size // split.dp_world_size  # number of ranks with the same samples
         self.dp_rank = job.ranks.rank // self._copies
         self.seed_rank = job.ranks.rank if split.sequence_parallel > 1 else self.dp_rank
         self._split = split
@@ -133,7 +141,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         measure_gathers(self._zero_optimizer, self.phases)
         if autocast:
             keep_autocast(self._engine, self._float_dtype)
-        for buffer in self.module.buffers():  # zero.Init moves parameters only
+        for buffer in self.module.buffers():  # zero.Init moves only parameters to the device
             buffer.data = buffer.data.to(self.device)
         keep_misaligned_gradients(self._zero_optimizer)
         self._places = (place_cut_parameters if split.tensor_parallel > 1 else place_whole_parameters)(
@@ -144,38 +152,39 @@ class DeepSpeedEngine(DeepSpeedBase):
         self._guard_steps()
         if self._sequence is not None:
             average_over_all_ranks(self._engine)
-        # DeepSpeed trains on in silence where a parameter takes no part.
         self._buffers = BufferBroadcast(self.module)
+        # DeepSpeed does not report parameters without a gradient.
         self._end_watch: Callable[[], list[str]] | None = watch_gradients(self.module.named_parameters())
-        self._groups.keep()
+        self._groups.record()
         if split.zero_stage < 3 and job.ranks.world_size > split.tensor_parallel:
             self._compare_replicas(job.ranks.rank % split.tensor_parallel, is_sharded=split.zero_stage > 0)
 
     def _guard_steps(self) -> None:
-        """Replace those parts of DeepSpeed's step that the trainer does itself; see clipping.take_over_clipping."""
+        """Replace the parts of DeepSpeed's step that the trainer does; see clipping.take_over_clipping."""
         stage = self._split.zero_stage
         if self._own_guard and stage == 0:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
             if self._split.precision == "bf16":
                 clipping.replace_bf16_step(self._zero_optimizer)
         if not self._own_guard:
-            self._refuse_steps()
+            self._guard_by_deepspeed_norm()
         if stage == 3 and self._split.tensor_parallel == 1:
             clipping.use_single_norm(self._zero_optimizer, self._job.all_reduce_sum)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See Generates.generate."""
+        """See TextGenerator.generate."""
         if self._sequence is not None:
             self._sequence.release()
         whole: AbstractContextManager[bool] = nullcontext(True)
         if self._split.zero_stage == 3:
             whole = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
+        # Ranks that draw different tokens would wait for each other forever.
         agree = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
         with self.phases.measured("generation"), self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
-    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
+    @phase(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -186,22 +195,24 @@ class DeepSpeedEngine(DeepSpeedBase):
     ) -> StepResult:
         """See Engine.train_step."""
         engine = self._engine
-        if not self.module.training:  # engine.training stays True through engine.eval()
+        if not self.module.training:  # engine.training stays True after engine.eval()
             engine.train()
-        # Ranks that come late are waited for behind the forward, not before it.
-        arrived = self._job.begin_sum(
+        # The counts are summed beside the forward: late ranks are waited for after it, not before.
+        finish_sum = self._job.begin_sum(
             stack_count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel
-        self._begin(limits)
+        self._begin_step(limits)
         own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         with self._autocast(), self.phases.measured("routing"):
-            own, summed = partial(self._part_on_device, objective=objective), self._job.all_reduce_sum
-            objective.prepare_step(GlobalBatch(engine, micro_batches, own, summed, self.device))
+            part_on_device = partial(self._part_on_device, objective=objective)
+            objective.prepare_step(
+                GlobalBatch(engine, micro_batches, part_on_device, self._job.all_reduce_sum, self.device)
+            )
         losses: list[LossSum] = []
-        alike = self._split.tensor_parallel  # each rank of a tensor group computed all of it
+        degree = self._split.tensor_parallel  # each rank of a tensor group computes the whole loss
         for index, cpu_batch in enumerate(micro_batches):
             with self._autocast():
                 batch = self._part_on_device(cpu_batch, objective)
@@ -210,7 +221,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             require_gradient_graph(loss)
             if index == 0:
                 with self.phases.measured("communication"):
-                    totals = arrived()
+                    totals = finish_sum()
                 scale = backward_scale(totals[0], averaged_over).float()
             losses.append(loss.detached())
             with self.phases.measured("backward"):
@@ -218,8 +229,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             with self.phases.measured("optimizer"):
                 if index == len(micro_batches) - 1:
                     total = sum_losses(losses, objective.means, self.device)
-                    loss_sum = total.loss_sum / alike
-                    self._refusal.look(loss_sum, totals[0])
+                    loss_sum = total.loss_sum / degree
+                    self._limit_guard.compute_loss(loss_sum, totals[0])
                 if (
                     self._own_guard
                     and self._split.zero_stage > 0
@@ -234,8 +245,8 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._end_watch = None
         grad_norm, skipped, searched = self._outcome(engine.skipped_steps - skipped_before)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
-        extras = {key: value / alike for key, value in total.extras.items()}
-        mean = self._refusal.loss
+        extras = {key: value / degree for key, value in total.extras.items()}
+        mean = self._limit_guard.loss
         return StepResult(
             loss_sum=loss_sum,
             global_count=totals[0],
@@ -249,29 +260,33 @@ class DeepSpeedEngine(DeepSpeedBase):
         )
 
     def _outcome(self, num_skipped: int) -> tuple[Tensor | float | None, Tensor, bool]:
-        """Return a step's gradient norm, 1 where it was not taken, else 0, and whether the loss scale is why.
+        """Finish a step and return its outcome.
 
         Args:
-            num_skipped: 1 where DeepSpeed left it out, else 0.
+            num_skipped: 1 if DeepSpeed skipped the step, else 0.
+
+        Returns:
+            The gradient norm; 1 if the step was skipped, else 0; whether the loss scale is the cause.
         """
         skipped = torch.full((), float(num_skipped), device=self.device)  # a copy from the host would wait
         grad_norm: Tensor | float | None
         if not self._own_guard:
             norm = self._engine.get_global_grad_norm()
             grad_norm = None if norm is None else norm / self._own_loss_scale
-        elif num_skipped:  # before the optimizer's hook
+        elif num_skipped:  # DeepSpeed skipped before the optimizer's hook computed a norm
             grad_norm = math.inf
         else:
-            skipped, grad_norm = self._skipped, self._norm
-        return grad_norm, *self._end(skipped, num_skipped > 0)
+            skipped = self._skipped
+            grad_norm = self._norm
+        return grad_norm, *self._end_step(skipped, num_skipped > 0)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self._float_dtype) if self._is_autocast else nullcontext()
 
     def _part_on_device(self, batch: Batch, objective: Objective) -> Batch:
         if self._sequence is not None:
-            self._sequence.use()
-            batch = self._sequence.part(batch)
+            self._sequence.activate()
+            batch = self._sequence.take_part(batch)
         batch = add_document_bounds(batch)
         inputs = objective.inputs(self._engine, batch)
         return to_device(batch, self.device, self._float_dtype, inputs)
@@ -280,15 +295,19 @@ class DeepSpeedEngine(DeepSpeedBase):
         return self._split.tensor_parallel == 1 or counts_in_norm(parameter)
 
     def _clip_and_guard(self, *_: Any) -> None:
-        """Clip and guard before the inner optimizer's step at stage 0, where every rank has all gradients."""
+        """Clip and guard before the inner optimizer's step at stage 0: every rank has all gradients."""
         sums = sum_over_tensor_group if self._split.tensor_parallel > 1 else None
         self._norm, self._skipped = clipping.clip_and_guard(
-            self._optimizer, self._max_grad_norm, self._is_counted, sums, self._refusal
+            self._optimizer, self._max_grad_norm, self._is_counted, sums, self._limit_guard
         )
 
     def _clip_and_guard_partition(self) -> None:
         self._norm, self._skipped = clipping.clip_and_guard_partition(
-            self._zero_optimizer, self._max_grad_norm, self._counts, self._job.all_reduce_sum, self._refusal
+            self._zero_optimizer,
+            self._max_grad_norm,
+            self._counts,
+            self._job.all_reduce_sum,
+            self._limit_guard,
         )
 
     @phase(Phase.EVALUATION)
@@ -302,12 +321,13 @@ class DeepSpeedEngine(DeepSpeedBase):
         if self._copies == 1:
             return loss
         count = objective.count(batch).to(self.device, torch.float64) / self._copies
-        alike = self._split.tensor_parallel
-        extras = {key: value / alike for key, value in loss.extras.items()}
-        return LossSum(loss.loss_sum / alike, count, extras)
+        degree = self._split.tensor_parallel
+        extras = {key: value / degree for key, value in loss.extras.items()}
+        return LossSum(loss.loss_sum / degree, count, extras)
 
     def _state(self) -> RankState:
-        ranks, degree = self._job.ranks, self._split.tensor_parallel
+        ranks = self._job.ranks
+        degree = self._split.tensor_parallel
         sharers = (ranks.rank // degree, ranks.world_size // degree)
         return build_rank_state(
             self._zero_optimizer, self._places, get_persistent_buffers(self.module), sharers

@@ -1,7 +1,8 @@
-"""Pipeline parallelism through DeepSpeed's PipelineModule and PipelineEngine, with ZeRO 0 or 1 beside it.
+"""Engine for pipeline parallelism by DeepSpeed's PipelineModule and PipelineEngine, with ZeRO 0 or 1.
 
-DeepSpeed moves activations and gradients between stages and averages over data-parallel ranks. The loss, the
-norm at ZeRO 0 and what stages must agree on are seen to here. stages.py decides where the model is cut.
+DeepSpeed moves activations and gradients between stages and averages over data-parallel ranks. This module
+computes the loss, and the norm at ZeRO 0, and makes the stages agree on shapes. stages.py decides where the
+model is cut.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ from pipeline.objectives import (
 )
 
 INPUT_KEYS = ("input_ids", "position_ids", BOUNDS_KEY)
+"""Entries of a batch that stages pass on, in this order."""
 
 
-# Phases of the schedule's instructions that compute; the others send, receive and reduce.
+# Phases of the schedule's instructions that compute. All others count as communication.
 _PHASES = {
     "LoadMicroBatch": "data",
     "ForwardPass": "forward",
@@ -67,7 +69,7 @@ _PHASES = {
 }
 
 
-def _measured(execute: Callable[..., Any], phases: Phases, name: str) -> Callable[..., Any]:
+def _measure_instruction(execute: Callable[..., Any], phases: Phases, name: str) -> Callable[..., Any]:
     """Return DeepSpeed's method for an instruction, measured as a phase of the step."""
 
     def measured(engine: Any, **named: Any) -> None:
@@ -78,7 +80,10 @@ def _measured(execute: Callable[..., Any], phases: Phases, name: str) -> Callabl
 
 
 class PipelineEngine(DeepSpeedBase):
-    """Each rank holds one stage; the ranks of one stage share their samples out among themselves."""
+    """Steps a model in pipeline stages.
+
+    Each rank has one stage, and the ranks with the same stage divide the samples.
+    """
 
     def __init__(
         self,
@@ -89,54 +94,58 @@ class PipelineEngine(DeepSpeedBase):
         job: Job,
         bounds: list[int],
     ):
-        """Take this rank's stage. Collective.
+        """Build this rank's stage. Collective.
 
         Args:
-            model: On the CPU; only the parameters of this rank's stage need values.
-            bounds: See StageSharding.
+            model: Model on the CPU; only the parameters of this rank's stage need values.
+            optimizer: Optimizer section of the recipe.
+            config: Resolved DeepSpeed JSON. It is not changed.
+            split: Split of the run.
+            job: Ranks and process group of the run.
+            bounds: Layers of the stages; see StageSharding.bounds.
 
         Raises:
-            ConfigError: a mixture whose routers are to be balanced.
+            ConfigError: the model is a mixture of experts whose routers are to be balanced.
         """
         refuse_router_loss(model, "pipeline stages")
         super().__init__(model.num_parameters, optimizer, split, job)
         self.seed_rank = job.ranks.rank  # stages must not draw the same dropout
         self._stages = split.pipeline_stages
-        config, self._own_norm = _for_stages(config, self.precision)
+        config, self._own_norm = _adapt_config(config, self.precision)
         self._last = _LastStage(HeadOnlyModel(model.head, wrap_logits))
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology and seeds
             module = StageModule(model, bounds, self._last)
         self._whole_names = model.names()
-        self._words = model.layers[0].part
+        self._embedding = model.layers[0].part
         groups = build_stage_groups(model, module, optimizer)
-        # A tied weight lies on two stages; DeepSpeed marks the copy that is not to be counted.
+        # A tied weight is on two stages. DeepSpeed marks the copy, which must not be counted in the norm.
         self._is_copy = [bool(p.ds_pipe_replicated) for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
         fit_bucket(config, sum(p.numel() for group in groups for p in group["params"]))
-        with redirect_stdout(io.StringIO()):  # its bf16 optimizer prints the memory in use
+        with redirect_stdout(io.StringIO()):  # DeepSpeed's bf16 optimizer prints the memory in use
             self._initialize(module, config)
         self._norm = torch.full((), torch.inf, device=self.device)
         if self._own_norm:
             self._optimizer.register_step_pre_hook(self._clip_and_guard)
         else:
-            self._refuse_steps()
+            self._guard_by_deepspeed_norm()
         allow_norm_without_gradients(self._zero_optimizer, self.device)
         instructions = self._engine._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {
-            kind: _measured(execute, self.phases, _PHASES.get(kind.__name__, "communication"))
+            kind: _measure_instruction(execute, self.phases, _PHASES.get(kind.__name__, "communication"))
             for kind, execute in instructions.items()
         }
         self._shapes: Any = None
-        self._look: Callable[[], None] = lambda: None
+        self._compute_loss: Callable[[], None] = lambda: None
         self.dp_rank = self._engine.grid.get_data_parallel_rank()
         self.dp_world_size = self._engine.grid.get_data_parallel_world_size()
         if self.dp_world_size > 1:
             stage = self._engine.grid.get_pipe_parallel_rank()
             self._compare_replicas(stage, is_sharded=not self._own_norm)
-        self._groups.keep()
+        self._groups.record()
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See Generates.generate: all stages in step, without a cache."""
+        """See TextGenerator.generate. All stages take part in each token, without a key-value cache."""
         with self.phases.measured("generation"):
             return generate(self.module, prompts, settings, self.device)
 
@@ -145,7 +154,7 @@ class PipelineEngine(DeepSpeedBase):
         super().set_batch_division(micro_batch_size, gradient_accumulation_steps)
         self._engine.micro_batch_size = micro_batch_size
 
-    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
+    @phase(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -160,11 +169,13 @@ class PipelineEngine(DeepSpeedBase):
         counts = stack_count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
         with self.phases.measured("communication"):
             totals = self._job.all_reduce_sum(counts)
-        # PipelineEngine divides by the accumulation steps and cannot be told not to.
+        # PipelineEngine always divides by the accumulation steps; the factor undoes that.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
         own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
-        self._begin(limits)
-        self._look = lambda: self._refusal.look(self._total(objective).loss_sum, totals[0])
+        self._begin_step(limits)
+        self._compute_loss = lambda: self._limit_guard.compute_loss(
+            self._total(objective).loss_sum, totals[0]
+        )
         on_device = partial(to_device, device=self.device, float_dtype=None)
         with self.phases.measured("routing"):
             objective.prepare_step(
@@ -174,8 +185,9 @@ class PipelineEngine(DeepSpeedBase):
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
         self._norm = torch.full((), torch.inf, device=self.device)
-        self._expect(micro_batches, objective)
-        with self.phases.measured("communication"):  # what is no instruction: stages hand the loss around
+        self._announce_batches(micro_batches, objective)
+        # Outside of the instructions, stages send each other the loss.
+        with self.phases.measured("communication"):
             engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         # A copy from the host would wait for the device.
@@ -183,8 +195,9 @@ class PipelineEngine(DeepSpeedBase):
         skipped = torch.full((), float(num_skipped), device=self.device)
         if self._own_norm and self.precision == "fp32":
             skipped = self._skipped
-        self._look()  # DeepSpeed begins no step whose norm is not finite
-        skipped, searched = self._end(skipped, num_skipped > 0)
+        # If the norm is not finite, DeepSpeed calls neither the optimizer nor the hook before it.
+        self._compute_loss()
+        skipped, searched = self._end_step(skipped, num_skipped > 0)
         scale_now = float(engine.optimizer.loss_scale) if self.precision == "fp16" else None
         total = self._total(objective)
         return StepResult(
@@ -195,35 +208,41 @@ class PipelineEngine(DeepSpeedBase):
             flags=totals[1],
             loss_scale=scale_now,
             extras=total.extras,
-            loss=self._refusal.loss,
+            loss=self._limit_guard.loss,
             is_loss_scale_search=searched,
         )
 
     def _total(self, objective: Objective) -> LossSum:
-        """Return the sum of the step's micro-batches so far; 0 before the last stage."""
+        """Return the sum over the step's micro-batches so far; 0 on all stages but the last."""
         return sum_losses(self._last.losses, objective.means, self.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *hooked: Any) -> None:
-        self._look()
+        self._compute_loss()
         super()._before_step(optimizer, *hooked)
 
     def _on_device(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Any, Batch]]:
-        """Yield what PipelineEngine takes: the first stage's inputs, and the last stage's whole batch."""
+        """Yield the pairs that PipelineEngine reads: inputs of the first stage, batch of the last stage."""
         for cpu_batch in micro_batches:
             batch = to_device(cpu_batch, self.device, None)
-            self._last.coming.append(batch)
-            given = tuple(batch[key] for key in INPUT_KEYS if key in batch)
-            yield given if len(given) > 1 else given[0], batch
+            self._last.pending.append(batch)
+            inputs = tuple(batch[key] for key in INPUT_KEYS if key in batch)
+            yield inputs if len(inputs) > 1 else inputs[0], batch
 
-    def _expect(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
-        """Have stages tell each other new shapes, and the first one what noise is drawn from."""
+    def _announce_batches(self, micro_batches: Sequence[Batch], objective: Objective) -> None:
+        """Prepare the stages for batches of new shapes, and the embedding for its noise.
+
+        Raises:
+            DataError: a batch has entries that stages do not pass on.
+        """
         keys = [batch[NOISE_KEYS] for batch in micro_batches if NOISE_KEYS in batch]
-        set_noise_keys(self._words, [each.to(self.device, non_blocking=True) for each in keys])
+        set_noise_keys(self._embedding, [each.to(self.device, non_blocking=True) for each in keys])
         for batch in micro_batches:
-            if unread := sorted(set(batch) - {*INPUT_KEYS, NOISE_KEYS, *objective.targets}):
+            unread = sorted(set(batch) - {*INPUT_KEYS, NOISE_KEYS, *objective.targets})
+            if unread:
                 raise DataError(
-                    f"the batches hold {', '.join(unread)}, which pipeline stages do not pass on; they take "
-                    f"{' and '.join(INPUT_KEYS[:2])} (or use zero_optimization.stage 3 in place of stages)"
+                    f"the batches contain {', '.join(unread)}, which pipeline stages do not pass on; they "
+                    f"take only {' and '.join(INPUT_KEYS[:2])}; remove the rest, or use "
+                    "zero_optimization.stage 3 in place of stages"
                 )
         shapes = {
             tuple((key, batch[key].shape) for key in INPUT_KEYS if key in batch) for batch in micro_batches
@@ -234,29 +253,29 @@ class PipelineEngine(DeepSpeedBase):
         self._engine.dynamic_shape = len(shapes) > 1
 
     def _clip_and_guard(self, *_: Any) -> None:
-        """Take the norm over all stages, clip and guard, before the optimizer's step at ZeRO 0.
+        """Compute the norm over all stages, clip and guard, before the optimizer's step at ZeRO 0.
 
-        DeepSpeed does none of it in fp32, and in fp16 counts tied weights twice.
+        DeepSpeed does none of it in fp32. In fp16 it counts tied weights twice (a norm 14 % off).
         """
-        self._look()
+        self._compute_loss()
         self._norm, self._skipped = clip_and_guard(
             self._optimizer,
             self._max_grad_norm,
             (not each for each in self._is_copy),
-            self._over_stages,
-            self._refusal,
+            self._sum_over_stages,
+            self._limit_guard,
         )
 
-    def _over_stages(self, square: Tensor) -> Tensor:
+    def _sum_over_stages(self, square: Tensor) -> Tensor:
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         return square
 
     @phase(Phase.EVALUATION)
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """See Engine.eval_step. The last stage's share is all of it."""
+        """See Engine.eval_step. The last stage's share is the whole sum."""
         self._last.begin(objective, torch.ones((), device=self.device))
         batch = add_document_bounds(batch)
-        self._expect([batch], objective)
+        self._announce_batches([batch], objective)
         self._engine.eval_batch(
             self._on_device([batch]), reduce_output=None, bcast_loss=False, num_micro_batches=1
         )
@@ -264,7 +283,7 @@ class PipelineEngine(DeepSpeedBase):
 
     def _state(self) -> RankState:
         places = {
-            # A tied weight lies on two stages, in step; DeepSpeed marks the copy.
+            # A tied weight is on two stages with equal values. DeepSpeed marks the copy.
             p: TensorPlacement.whole(
                 name,
                 p.shape,
@@ -285,45 +304,46 @@ class PipelineEngine(DeepSpeedBase):
 
 
 class _LastStage:
-    """What the last stage does with hidden states: the scaled loss of the batch that is next; else logits.
+    """Maps the last stage's hidden states to the scaled loss of the next pending batch, or to logits.
 
-    It is part of the stage's forward: DeepSpeed takes the gradient of a forward's output for the first of a
-    backward.
+    It is part of the stage's forward, since DeepSpeed begins backward at the output of that forward.
     """
 
     def __init__(self, head: HeadOnlyModel) -> None:
         self.losses: list[LossSum] = []
-        self.coming: deque[Batch] = deque()
-        """Batches that were loaded: stages take them in that order."""
+        self.pending: deque[Batch] = deque()
+        """Batches that were loaded, in the order in which the stage computes them."""
         self.head = head
         self._objective: Objective | None = None
         self._scale = torch.ones(())
 
     def begin(self, objective: Objective, scale: Tensor) -> None:
-        """Set what the next step minimises, and the factor of its sums."""
-        self._objective, self._scale, self.losses = objective, scale, []
-        self.coming.clear()
+        """Set the objective of the next step and the factor of its loss sums."""
+        self._objective = objective
+        self._scale = scale
+        self.losses = []
+        self.pending.clear()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         with self.head.given(hidden):
-            if not self.coming:
+            if not self.pending:
                 logits: Tensor = self.head().logits
                 return logits
             assert self._objective is not None
-            loss = self._objective(self.head, self.coming.popleft())
+            loss = self._objective(self.head, self.pending.popleft())
         self.losses.append(loss.detached())
         return loss.minimised * self._scale
 
 
-def _for_stages(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:
-    """Return the configuration as PipelineEngine takes it, and whether this engine computes the norm."""
+def _adapt_config(config: dict[str, Any], precision: str) -> tuple[dict[str, Any], bool]:
+    """Return the configuration for PipelineEngine, and whether this module computes the norm."""
     config = copy.deepcopy(config)
     del config["pipeline"]
     zero = config["zero_optimization"]
     zero["overlap_comm"] = False  # PipelineEngine reduces once, after the last micro-batch
     if precision == "bf16":
-        # At ZeRO 0 DeepSpeed would add gradients up in bf16, in an optimizer that divides its state over the
-        # data-parallel ranks as it does at ZeRO 1.
+        # DeepSpeed's stage 0 divides optimizer state over data-parallel ranks here too, as stage 1 does, but
+        # adds gradients up in bf16.
         zero["stage"] = 1
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     own_norm = zero.get("stage", 0) == 0

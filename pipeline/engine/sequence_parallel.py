@@ -1,7 +1,8 @@
-"""Ulysses: the ranks of a sequence group hold equal parts of the same sequences and trade them for heads.
+"""Sequence parallelism by Ulysses: the ranks of a sequence group have equal parts of the same sequences.
 
-Outside attention each rank computes its own positions; inside, all positions of its own heads. What trades is
-deepspeed's UlyssesSPAttentionHF. Shapes: B batch, T whole sequence, P this rank's part of it.
+Outside attention each rank computes its own positions. Inside, DeepSpeed's UlyssesSPAttentionHF exchanges
+tensors so that each rank computes all positions of its own heads. Shapes: B batch, T whole sequence, P this
+rank's part of it.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ NAME = "ulysses"
 
 
 class SequenceParallel:
-    """One model's attention over a sequence group, and this rank's part of a batch."""
+    """Replaces a model's attention by one over a sequence group, and cuts batches into parts.
+
+    The attention has a name of its own in transformers' table, so other models in the process keep theirs.
+    """
 
     def __init__(self, model: Any, degree: int, device: torch.device):
-        """Have the model attend over this rank's sequence group, which build_parallel_state made.
+        """Make the model attend over this rank's sequence group, which build_parallel_state made.
 
         Raises:
-            ModelError: the model's attention cannot be replaced, or its heads cannot be shared out.
+            ModelError: the model's attention cannot be replaced, or its heads cannot be divided evenly.
         """
         self._model: Any = model
         self._degree = degree
@@ -48,81 +52,86 @@ class SequenceParallel:
         self._shared: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}
         if not hasattr(self._model, "set_attn_implementation"):
             raise ModelError(
-                f"sequence_parallel_size: a {type(model).__name__} is no transformers model, whose attention "
-                "could be shared out; use zero_optimization.stage 3"
+                f"sequence_parallel_size: {type(model).__name__} is no transformers model, and only their "
+                "attention can be divided over ranks; use zero_optimization.stage 3"
             )
         config: Any = self._model.config.get_text_config()
         self._whole = str(config._attn_implementation)
-        self._core = self._attention_of_whole()
-        self._bounds: Tensor | None = None  # of the documents of the whole sequences on their way
-        self._refuse_heads(config)
-        self.use()
+        self._core = self._choose_attention()
+        self._bounds: Tensor | None = None  # document bounds of the whole sequences of the current batch
+        self._check_heads(config)
+        self.activate()
         set_sequence_group(model, SequenceGroup(degree, self._sum_over_group))
         mixers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if mixers or config._attn_implementation != NAME:
             raise ModelError(
-                f"sequence_parallel_size: a {config.model_type} mixes positions by other means than "
+                f"sequence_parallel_size: {config.model_type} mixes positions by other means than "
                 f"transformers' attention ({', '.join(sorted(mixers)) or 'its own'}); use "
                 "zero_optimization.stage 3"
             )
 
-    def _attention_of_whole(self) -> AttentionFunction:
-        """Return the attention to whole sequences. It takes no mask of them, which this split exists to
-        avoid.
+    def _choose_attention(self) -> AttentionFunction:
+        """Return the attention over whole sequences, one that needs no (T, T) mask.
+
+        Raises:
+            ModelError: the model's attention cannot be replaced by such a one.
         """
         if "flash" in self._whole:
             return get_attention_function(self._whole)
-        if self._whole != OWN and (why := find_unsupported_feature(self._model)):
-            raise ModelError(f"sequence_parallel_size: {why}; use zero_optimization.stage 3")
+        if self._whole != OWN:
+            why = find_unsupported_feature(self._model)
+            if why:
+                raise ModelError(f"sequence_parallel_size: {why}; use zero_optimization.stage 3")
         return DocumentAttention()
 
-    def _refuse_heads(self, config: Any) -> None:
+    def _check_heads(self, config: Any) -> None:
         heads = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or heads
         if heads % self._degree or (groups % self._degree and self._degree % groups):
             raise ModelError(
                 f"sequence_parallel_size {self._degree}: {heads} attention heads and {groups} key-value "
-                "heads cannot be shared out evenly; use a degree that divides both"
+                "heads cannot be divided evenly over the ranks; use a degree that divides both"
             )
 
     def _sum_over_group(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def use(self) -> None:
-        """Have the model attend over the group from here on."""
-        register_attention(NAME, self._attend)  # the table is the process's, and another engine may have been
+    def activate(self) -> None:
+        """Make the model attend over the group from now on."""
+        # The table belongs to the process, and another engine may have registered its own.
+        register_attention(NAME, self._attend)
         if self._model.config._attn_implementation != NAME:
             self._model.set_attn_implementation(NAME)
 
     def release(self) -> None:
-        """Have the model attend by itself again, over whole sequences: to generate."""
+        """Restore the model's own attention over whole sequences, as generation needs it."""
         self._model.set_attn_implementation(self._whole)
 
     def close(self) -> None:
-        """Release the model, and remove it from transformers' table of attentions."""
+        """Release the model, and remove references to it from transformers' table of attentions."""
         self.release()
         set_sequence_group(self._model, UNDIVIDED_SEQUENCE)
         register_attention(NAME, get_attention_function(self._whole))
 
-    def part(self, batch: Batch) -> dict[str, Any]:
-        """Return this rank's positions of every (B, T) tensor, with `position_ids`, and `shift_labels` for
-        `labels`.
+    def take_part(self, batch: Batch) -> dict[str, Any]:
+        """Return this rank's positions of every (B, T) tensor.
 
-        Until the next call the model attends within the documents of this batch, also where it recomputes.
+        Adds `position_ids`, and replaces `labels` by `shift_labels`. Until the next call the model attends
+        within the documents of this batch, also when it recomputes activations.
 
         Raises:
-            DataError: T cannot be divided, or the batch says that positions do not attend to all before them.
+            DataError: the degree does not divide T, or the attention mask hides more than the end of a row.
         """
         length = self._length(batch)
         whole = dict(batch)
         if "labels" in whole and "shift_labels" not in whole:
-            # Before the cut: the last position's target is the first one of the next rank.
+            # Shifted before the cut: the target of this rank's last position is on the next rank.
             whole["shift_labels"] = F.pad(whole.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX)
-        counted = torch.arange(length).expand(len(batch["input_ids"]), -1)
-        whole.setdefault("position_ids", counted)
+        default_positions = torch.arange(length).expand(len(batch["input_ids"]), -1)
+        whole.setdefault("position_ids", default_positions)
         host = {key: get_host_batch(batch).get(key, whole[key]) for key in ("input_ids", "position_ids")}
-        # Before the cut, from which nobody could tell where this rank's documents begin.
+        # Computed before the cut: a part does not show where its documents begin.
         whole[BOUNDS_KEY] = self._bounds = add_document_bounds(host)[BOUNDS_KEY].to(
             self._device, non_blocking=True
         )
@@ -138,19 +147,20 @@ class SequenceParallel:
     def _length(self, batch: Batch) -> int:
         if "input_ids" not in batch:
             raise DataError(
-                f"sequence_parallel_size: a batch has {', '.join(batch)}, and no input_ids to divide"
+                f"sequence_parallel_size: a batch has {', '.join(batch)}, expected input_ids, whose "
+                "positions are divided over the ranks; use zero_optimization.stage 3 for other models"
             )
         length = batch["input_ids"].shape[1]
         if length % self._degree:
             raise DataError(
                 f"sequence_parallel_size {self._degree} does not divide sequences of {length} tokens; "
-                "pad them"
+                "pad them to a multiple"
             )
-        mask = get_host_batch(batch).get("attention_mask")  # the device's would be waited for
+        mask = get_host_batch(batch).get("attention_mask")  # reading the device's copy would wait
         if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
             raise DataError(
-                "sequence_parallel_size: an attention_mask may hide the end of a sequence only; pad on "
-                "the right"
+                "sequence_parallel_size: an attention_mask hides other positions than the end of a sequence; "
+                "pad on the right"
             )
         positions = batch.get("position_ids")
         if positions is not None and positions.shape != batch["input_ids"].shape:
@@ -163,15 +173,20 @@ class SequenceParallel:
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **rest: Any
     ) -> tuple[Tensor, None]:
-        """Attend: query (B, heads, P, width), key and value (B, groups, P, width) -> (B, P, heads, width)."""
+        """Compute attention over the group.
+
+        Shapes: query (B, heads, P, width), key and value (B, groups, P, width), result (B, P, heads, width).
+        """
         shared = self._shared_attention(query, key)
         groups = getattr(module, "num_key_value_groups", None)
-        if (sinks := rest.get("s_aux")) is not None:  # of this rank's heads
+        sinks = rest.get("s_aux")
+        if sinks is not None:  # attention sinks, one per head: those of this rank's heads
             rest["s_aux"] = sinks.chunk(self._degree)[self._rank]
-        rest["position_ids"] = torch.zeros(1, 1, device=query.device)  # gathered, and then not looked at
+        # DeepSpeed gathers position ids, but nothing reads them.
+        rest["position_ids"] = torch.zeros(1, 1, device=query.device)
         output, _ = shared(module, query, key, value, None, **rest)
         if groups is not None:
-            module.num_key_value_groups = groups  # it changes this where key-value heads are repeated
+            module.num_key_value_groups = groups  # DeepSpeed changes it if it repeats key-value heads
         return output.unflatten(-1, (query.shape[1], query.shape[3])), None
 
     def _attend_whole(
@@ -184,7 +199,7 @@ class SequenceParallel:
         position_ids: Tensor,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        """Attend over whole sequences (B, heads of this rank, T, width), within their documents."""
+        """Compute attention over whole sequences (B, this rank's heads, T, width), within their documents."""
         rest |= build_bounds_arguments(self._whole, self._bounds, None, query.transpose(1, 2))
         output: tuple[Tensor, None] = self._core(module, query, key, value, None, **rest)
         return output

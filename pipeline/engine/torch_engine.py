@@ -1,4 +1,7 @@
-"""Plain PyTorch: one process, nn.DataParallel, or DistributedDataParallel. The oracle for every split."""
+"""Engine in plain PyTorch: one process, nn.DataParallel, or DistributedDataParallel.
+
+Tests compare every other split with its results.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ log = logging.getLogger(__name__)
 
 
 class TorchEngine:
-    """fp32 parameters, but for a frozen base's; `bf16` computes under autocast."""
+    """Steps a model in plain PyTorch.
+
+    Parameters are fp32, except those of a frozen base. In bf16 it computes under autocast.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig, config: EngineConfig, split: Split, job: Job
@@ -75,20 +81,20 @@ class TorchEngine:
         self._parameters = [p for group in groups for p in group["params"]]
         self._optimizer = build_torch_optimizer(groups, optimizer, split)
         self._gate = StepGate(self.module, self._optimizer)
-        self._ddp: _Reducing | None = None
+        self._ddp: _CheckedDdp | None = None
         self.replicas: ReplicaDigests | None = None
         self._is_first_step = True
         self._buffers = BufferBroadcast(self.module)
-        self._refusal = StepLimitGuard(job, self.module)
-        self._replicas: nn.Module = self.module
+        self._limit_guard = StepLimitGuard(job, self.module)
+        self._forward_module: nn.Module = self.module
         if split.parallel == "ddp" and job.is_distributed:
-            self._ddp = _Reducing(self.module, config, job)
+            self._ddp = _CheckedDdp(self.module, config, job)
             self.replicas = ReplicaDigests(0, self.module.parameters, self._optimizer, job.device)
         if split.parallel == "dp":
-            self._replicas = _data_parallel(self.module, self.precision)
+            self._forward_module = _data_parallel(self.module, self.precision)
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See Generates.generate: in fp32 on the bare module, which enters no collective."""
+        """See TextGenerator.generate. Computes in fp32 on the bare module, which enters no collective."""
         with self.phases.measured("generation"):
             return generate(self.module, prompts, settings, self.device)
 
@@ -102,7 +108,7 @@ class TorchEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    @phase(Phase.FORWARD)  # what is neither backward nor the optimizer's step
+    @phase(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -114,40 +120,44 @@ class TorchEngine:
         """See Engine.train_step.
 
         Raises:
-            ModelError: under `ddp`, a parameter took no part and nobody said that this may be.
+            ModelError: the loss has no autograd graph; or, under `ddp` without
+                `engine.find_unused_parameters`, a parameter got no gradient.
         """
         ddp = self._ddp
         if not self.module.training:
-            self._replicas.train()
-        # Ranks that come late are waited for behind the forward, not before it.
-        arrived = self._job.begin_sum(stack_count_and_flags(micro_batches, objective, flags, self.device))
+            self._forward_module.train()
+        # The counts are summed beside the forward: late ranks are waited for after it, not before.
+        finish_sum = self._job.begin_sum(stack_count_and_flags(micro_batches, objective, flags, self.device))
         self._optimizer.zero_grad(set_to_none=True)
-        refusal = None if limits is None else self._refusal
-        if refusal is not None:
-            refusal.begin(limits)
-        # Not `forward`, which ranks are compared by: an objective may wait for the other ranks here.
+        limit_guard = None if limits is None else self._limit_guard
+        if limit_guard is not None:
+            limit_guard.begin_step(limits)
+        # A phase of its own, not `forward`: an objective may wait for other ranks here, and the time in
+        # `forward` is compared between ranks.
         with self._autocast(), self.phases.measured("routing"):
             to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
-                GlobalBatch(self._replicas, micro_batches, to_device, self._job.all_reduce_sum, self.device)
+                GlobalBatch(
+                    self._forward_module, micro_batches, to_device, self._job.all_reduce_sum, self.device
+                )
             )
         losses: list[LossSum] = []
         for index, cpu_batch in enumerate(micro_batches):
             batch = self._on_device(cpu_batch, objective)
-            is_last = index == len(micro_batches) - 1  # which sums the gradients over the ranks
+            is_last = index == len(micro_batches) - 1  # its backward sums the gradients over the ranks
             with nullcontext() if ddp is None or is_last else ddp.wrapper.no_sync():
                 with self._autocast(), self.phases.measured("forward"):
-                    loss = objective(self._replicas if ddp is None else ddp.wrapper, batch)
+                    loss = objective(self._forward_module if ddp is None else ddp.wrapper, batch)
                 require_gradient_graph(loss)
                 if index == 0:
                     with nullcontext() if ddp is None else self.phases.measured("communication"):
-                        totals = arrived()
+                        totals = finish_sum()
                     scale = backward_scale(totals[0], self.dp_world_size).float()
                 with self.phases.measured("backward"):
                     (loss.minimised * scale).backward()
             losses.append(loss.detached())
         if ddp is not None:
-            ddp.check()
+            ddp.check_gradients_complete()
             with self.phases.measured("communication"):
                 self._buffers.broadcast()
         if self._is_first_step:
@@ -156,12 +166,12 @@ class TorchEngine:
         total = sum_losses(losses, objective.means, self.device)
         with self.phases.measured("optimizer"):
             set_learning_rate(self._optimizer, learning_rate)
-            if refusal is not None:
-                refusal.look(total.loss_sum, totals[0])
-            grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=refusal)
+            if limit_guard is not None:
+                limit_guard.compute_loss(total.loss_sum, totals[0])
+            grad_norm, skipped = clip_and_guard(self._optimizer, self._max_grad_norm, refused=limit_guard)
             self._optimizer.step()
-        if refusal is not None:
-            skipped = refusal.end(skipped)
+        if limit_guard is not None:
+            skipped = limit_guard.end_step(skipped)
         return StepResult(
             loss_sum=total.loss_sum,
             global_count=totals[0],
@@ -170,31 +180,33 @@ class TorchEngine:
             flags=totals[1],
             loss_scale=None,
             extras=total.extras,
-            loss=None if refusal is None else refusal.loss,
+            loss=None if limit_guard is None else limit_guard.loss,
         )
 
     @phase(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """See Engine.eval_step. Under `ddp` on the bare module, which enters no collective."""
+        """See Engine.eval_step. Under `ddp` it uses the bare module, which enters no collective."""
         if self.module.training:
-            self._replicas.eval()
+            self._forward_module.eval()
         with self._autocast():
-            return objective(self._replicas, self._on_device(batch, objective))
+            return objective(self._forward_module, self._on_device(batch, objective))
 
     def _on_device(self, batch: Batch, objective: Objective) -> Batch:
-        if not isinstance(self._replicas, nn.DataParallel):  # which would divide them as it does rows
+        # nn.DataParallel would divide the bounds over GPUs as it divides rows.
+        if not isinstance(self._forward_module, nn.DataParallel):
             batch = add_document_bounds(batch)
-        inputs = objective.inputs(self._replicas, batch)
+        inputs = objective.inputs(self._forward_module, batch)
         return to_device(batch, self.device, self._parameters[0].dtype, inputs)
 
     def _state(self) -> ParameterState:
-        ranks, buffers = self._job.ranks, get_persistent_buffers(self.module)
+        ranks = self._job.ranks
+        buffers = get_persistent_buffers(self.module)
         sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
         return ParameterState(place_whole_parameters(self.module), buffers, self._optimizer, sharers, {})
 
     def shards(self) -> Iterator[Shard]:
-        """See EngineState.shards. Under `ddp` the ranks share the writing out."""
+        """See EngineState.shards. Under `ddp` each rank writes a part of the replicated tensors."""
         return self._state().shards(None)
 
     def scalars(self) -> Scalars:
@@ -215,83 +227,90 @@ class TorchEngine:
         restore_state(self._state(), source, get_checkpoint_names(self.module))
 
 
-# Newer releases warn of the older name.
-_BROADCAST = (
+# Newer releases of torch warn about the older name of the argument.
+_BROADCAST_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 
 
-class _Reducing:
-    """DistributedDataParallel, and whether the last backward's gradients were all summed over the ranks.
+class _CheckedDdp:
+    """Wraps a module in DistributedDataParallel and checks that every bucket of gradients was sent.
 
-    Where a parameter takes no part, DDP leaves its bucket and all later ones unsent and says so a step too
-    late, or hangs. Buckets are sent in order: the last one was sent, or something is missing.
+    If a parameter gets no gradient, DDP does not send its bucket nor any later one. It reports that one step
+    too late, or hangs. Buckets are sent in order, so the last one is sent only if none is missing.
     """
 
     def __init__(self, module: nn.Module, config: EngineConfig, job: Job):
         self._module = module
         self._may_be_unused = config.find_unused_parameters
         self.is_complete = False
-        # Before each forward, also those that never change; see BufferBroadcast.
-        how: dict[str, Any] = {_BROADCAST: False}
+        # DDP would send all buffers before each forward, also constant ones (Llama's frequencies).
+        # BufferBroadcast sends those that change, after the step.
+        broadcast: dict[str, Any] = {_BROADCAST_ARGUMENT: False}
         self.wrapper = DistributedDataParallel(
             module,
             device_ids=[job.device] if job.device.type == "cuda" else None,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
             gradient_as_bucket_view=True,
-            **how,
+            **broadcast,
         )
-        # DDP refuses a hook whose annotations are postponed; a lambda has none. What its C++ holds is never
-        # collected: it may hold no way back to itself.
-        own = weakref.ref(self)
-        self.wrapper.register_comm_hook(None, lambda _, bucket: _send(own(), bucket))
+        # A lambda, since DDP refuses a hook with postponed annotations. A weak reference, since Python
+        # cannot collect a cycle through DDP's C++ objects.
+        weak_self = weakref.ref(self)
+        self.wrapper.register_comm_hook(None, lambda _, bucket: _reduce_bucket(weak_self(), bucket))
         if not config.find_unused_parameters:
-            self._settle_buckets()
+            self._fix_buckets()
 
-    def _settle_buckets(self) -> None:
-        """Have DDP choose its buckets now, from a backward of zeros, and not after the first real one.
+    def _fix_buckets(self) -> None:
+        """Make DDP choose its final buckets now, by a backward of zeros, instead of after the first step.
 
-        Where an element lies in a bucket decides in which order three or more ranks add it up. A run that
-        goes on would add up its first step otherwise than the run that was never broken.
+        An element's place in a bucket decides the order in which three or more ranks add it up. Without this
+        a resumed run would round its first step differently from an uninterrupted one.
         """
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         self.wrapper.reducer.prepare_for_forward()
         self.wrapper.reducer.prepare_for_backward([])
-        # What is made last comes first in a backward: here as in the model, the last layer's.
+        # Backward visits the last created operations first: the last layer's, as in the model.
         torch.stack([0 * p.flatten()[:1].sum() for p in parameters]).sum().backward()
         for p in parameters:
             p.grad = None
         self.is_complete = False
 
-    def check(self) -> None:
-        """Check a step's last backward before anything reads a gradient. Not collective.
+    def check_gradients_complete(self) -> None:
+        """Raise an error if the step's last backward left a bucket unsent. Not collective.
+
+        Call it before anything reads a gradient.
 
         Raises:
-            ModelError: gradients are missing, so that the ranks' differ; names the parameters.
+            ModelError: gradients are missing, so the ranks' gradients differ. It names the parameters.
         """
-        is_complete, self.is_complete = self.is_complete, False
+        is_complete = self.is_complete
+        self.is_complete = False
         if is_complete or self._may_be_unused:
             return
         names = names_without_gradient(self._module)
         what = format_names(names) if names else "some of the parameters, in a step's last micro-batch,"
         raise ModelError(
             f"model: {what} took no part in the loss, and ddp waits for every parameter; freeze or remove "
-            "what is not used, or let it look each step with engine.find_unused_parameters: true (in a "
-            "split file torch.find_unused_parameters)"
+            "the unused parameters, or set engine.find_unused_parameters: true to search for them in each "
+            "step (in a split file torch.find_unused_parameters)"
         )
 
 
-def _send(reducing: _Reducing | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    if reducing is not None:
-        reducing.is_complete = bucket.is_last()
+def _reduce_bucket(ddp: _CheckedDdp | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    if ddp is not None:
+        ddp.is_complete = bucket.is_last()
     return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: all ranks
 
 
-class _Autocasting(nn.Module):
-    """bf16 inside each replica's thread: nn.DataParallel hands on that autocast is on, but not its dtype."""
+class _AutocastModule(nn.Module):
+    """Computes under bf16 autocast inside each replica's thread.
+
+    nn.DataParallel passes on that autocast is enabled, but not its dtype.
+    """
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -303,13 +322,15 @@ class _Autocasting(nn.Module):
 
 
 def _data_parallel(module: nn.Module, precision: str) -> nn.Module:
-    """Return nn.DataParallel over all visible GPUs, or the module itself with one device or none."""
+    """Return nn.DataParallel over all visible GPUs, or the module itself with fewer than two."""
     if torch.cuda.device_count() < 2:
         return module
-    if layers := count_batch_norms(module):
+    layers = count_batch_norms(module)
+    if layers:
         log.warning(
-            "nn.DataParallel: each of the %d batch normalisation layers sees one GPU's share of the "
-            "micro-batch, and GPU 0's running statistics are kept; with parallel: ddp they see all of it",
+            "nn.DataParallel: each of the %d batch normalisation layers normalises over one GPU's share of "
+            "the micro-batch, and only GPU 0's running statistics are kept; with parallel: ddp they "
+            "normalise over all of it",
             layers,
         )
-    return nn.DataParallel(_Autocasting(module) if precision == "bf16" else module)
+    return nn.DataParallel(_AutocastModule(module) if precision == "bf16" else module)

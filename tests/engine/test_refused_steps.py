@@ -204,12 +204,12 @@ def test_buffers_of_a_refused_step_are_those_before_it(is_refused):
     module = Counting()
     module(torch.randn(4, 3))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    refusal = StepLimitGuard(ALONE, module)
-    refusal.begin(StepLimits(1.0, 1.0))
+    guard = StepLimitGuard(ALONE, module)
+    guard.begin_step(StepLimits(1.0, 1.0))
     module(torch.full((4, 3), math.nan if is_refused else 1.0))
-    refusal.look(torch.tensor(4 * (math.nan if is_refused else 0.5)), torch.tensor(4.0))
-    assert bool(refusal(torch.tensor(0.5))) is is_refused
-    assert float(refusal.end(torch.zeros(()))) == is_refused
+    guard.compute_loss(torch.tensor(4 * (math.nan if is_refused else 0.5)), torch.tensor(4.0))
+    assert bool(guard(torch.tensor(0.5))) is is_refused
+    assert float(guard.end_step(torch.zeros(()))) == is_refused
     after = dict(module.named_buffers())
     unchanged = all(torch.equal(after[name], each) for name, each in before.items())
     assert unchanged is is_refused
@@ -219,10 +219,10 @@ def test_buffers_of_a_refused_step_are_those_before_it(is_refused):
 
 
 def test_a_step_without_limits_keeps_and_reads_nothing():
-    refusal = StepLimitGuard(ALONE, Counting())
-    refusal.begin(None)
-    refusal.look(torch.ones(()), torch.ones(()))
-    assert refusal(torch.tensor(math.nan)) is None
-    assert refusal.loss is None
+    guard = StepLimitGuard(ALONE, Counting())
+    guard.begin_step(None)
+    guard.compute_loss(torch.ones(()), torch.ones(()))
+    assert guard(torch.tensor(math.nan)) is None
+    assert guard.loss is None
     skipped = torch.zeros(())
-    assert refusal.end(skipped) is skipped
+    assert guard.end_step(skipped) is skipped
