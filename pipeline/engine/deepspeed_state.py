@@ -1,4 +1,4 @@
-"""What a rank holds of a model under DeepSpeed: which kind of state, and those of ZeRO 1 to 3."""
+"""RankState of DeepSpeed engines: the classes for ZeRO 1 to 3, and the choice among all of them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ from pipeline.engine.state import (
 def build_rank_state(
     optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
 ) -> RankState:
-    """Return the state that fits what deepspeed.initialize made of the optimizer.
+    """Return the state for the optimizer that deepspeed.initialize returned.
 
     Args:
-        places: This rank's parameters, those that are frozen too.
-        sharers: (index, count) of the ranks that hold the same where ZeRO divides nothing.
+        optimizer: Optimizer that deepspeed.initialize returned.
+        places: Placements of this rank's parameters, frozen ones too.
+        buffers: Persistent buffers by name.
+        sharers: (index of this rank, number of ranks) among those that hold the same tensors if ZeRO divides
+            nothing.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return Zero3State(optimizer, places, buffers, sharers)
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         return PartitionState(optimizer, places, buffers, sharers)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):  # its name: it serves bf16 too
+    if isinstance(optimizer, FP16_UnfusedOptimizer):  # stage 0 in fp16 and, despite its name, in bf16
         masters = {
             p: master
             for parameters, group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
@@ -57,9 +60,9 @@ def build_rank_state(
 
 
 def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
-    """Return the module's weights that each update copies from their masters.
+    """Return the module's weights that each update overwrites with copies of their masters.
 
-    At ZeRO 1 and 2 these are the flat tensors that the parameters are views of.
+    At ZeRO 1 and 2 these are the flat tensors whose views the parameters are.
     """
     if isinstance(optimizer, BF16_Optimizer):
         return cast(Sequence[Tensor], optimizer.bf16_groups_flat)
@@ -71,7 +74,7 @@ def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
 
 
 class _FlatState(ABC):
-    """Masters and moments in flat tensors of several parameters, which step together."""
+    """State whose master weights and moments are flat tensors of several parameters."""
 
     def __init__(
         self, optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
@@ -93,7 +96,7 @@ class _FlatState(ABC):
         """See RankState.scalars."""
         return merge_flat_scalars(self._flats())
 
-    def _settle_numbers(self, scalars: Mapping[str, Any]) -> None:
+    def _set_scalars(self, scalars: Mapping[str, Any]) -> None:
         for adam, flat in self._flats():
             set_state_scalars(adam, flat, scalars)
         for adam in dict.fromkeys(adam for adam, _ in self._flats()):
@@ -101,7 +104,7 @@ class _FlatState(ABC):
 
 
 class PartitionState(_FlatState):
-    """Masters and moments of this rank's partition: one flat tensor a parameter group."""
+    """State at ZeRO 1 and 2: this rank's partition of each parameter group is one flat tensor."""
 
     def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
         zero = self._optimizer
@@ -111,14 +114,15 @@ class PartitionState(_FlatState):
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
         """See RankState.shards."""
-        to_fill, stretches = source is not None, list(self._stretches())
+        to_fill = source is not None
+        ranges = list(self._ranges())
         if source is not None:
             saved = SavedOptimizerState(source)
             for index, (adam, flat) in enumerate(self._flats()):
-                saved.make(adam, flat, [place for place, group, *_ in stretches if group == index])
+                saved.create_state(adam, flat, [place for place, group, *_ in ranges if group == index])
         yield from split_among_ranks(get_frozen_parameters(self._places), self._sharers, to_fill)
         kinds = [{WEIGHT: flat, **get_flat_state_tensors(adam, flat)} for adam, flat in self._flats()]
-        for place, group, offset, start, length in stretches:
+        for place, group, offset, start, length in ranges:
             for kind, flat in kinds[group].items():
                 yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
@@ -126,7 +130,7 @@ class PartitionState(_FlatState):
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
         flats = [flat.grad if id(flat) in stepped else None for _, flat in self._flats()]
-        for place, group, offset, start, length in self._stretches():
+        for place, group, offset, start, length in self._ranges():
             flat = flats[group]
             if flat is not None:
                 yield from place.shards(GRADIENT, start, flat[offset : offset + length], to_fill=False)
@@ -141,11 +145,11 @@ class PartitionState(_FlatState):
         on_host = getattr(zero, "accumulated_grads_in_cpu", None)
         return [*own, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
-    def _stretches(self) -> Iterator[tuple[TensorPlacement, int, int, int, int]]:
-        """Yield (place, group, offset in this rank's flat tensor, start in the parameter, length).
+    def _ranges(self) -> Iterator[tuple[TensorPlacement, int, int, int, int]]:
+        """Yield (placement, group, offset in this rank's flat tensor, start in the parameter, length).
 
-        By where parameters lie in memory: DeepSpeed's own note of it, _hp_mapping, names others with
-        round_robin_gradients (0.19.8).
+        The positions follow from the parameters' storage offsets. DeepSpeed's own mapping, `_hp_mapping`, is
+        wrong with round_robin_gradients (0.19.8).
         """
         zero = self._optimizer
         is_bf16 = isinstance(zero, BF16_Optimizer)
@@ -157,30 +161,36 @@ class PartitionState(_FlatState):
             first = dist.get_rank(ranks) * size
             for p in parameters:
                 at = p.storage_offset() - flat.storage_offset()
-                begin, end = max(at, first), min(at + p.numel(), first + size)
-                if begin < end and p in self._places:  # a stage of which all is frozen has stand-ins
+                begin = max(at, first)
+                end = min(at + p.numel(), first + size)
+                # A parameter without a placement is the stand-in of a stage that trains nothing of a group.
+                if begin < end and p in self._places:
                     yield self._places[p], index, begin - first, begin - at, end - begin
 
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""
-        self._settle_numbers(scalars)
+        self._set_scalars(scalars)
         self._optimizer.update_lp_params()
 
 
 class Zero3State(_FlatState):
-    """Masters and moments in one flat tensor a sub-group; ranks have equal shares, the last ones padded."""
+    """State at ZeRO 3: each sub-group is one flat tensor.
+
+    All ranks have equal shares of a parameter; the last ones are padded.
+    """
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """See RankState.shards. Of what lies on a disk one sub-group is in memory at a time."""
-        to_fill, saved = source is not None, None if source is None else SavedOptimizerState(source)
+        """See RankState.shards. At most one of the sub-groups on NVMe is in memory at a time."""
+        saved = None if source is None else SavedOptimizerState(source)
+        to_fill = saved is not None
         if to_fill:
-            # Parameters that stay gathered would keep old values, and shares on NVMe must be there to write.
+            # Parameters that stay gathered would keep old values, and shares on NVMe must be in memory.
             self._optimizer.checkpoint_event_prologue()
         for p, place in self._places.items():
             if not p.requires_grad:
-                yield from self._frozen(p, place, to_fill)
+                yield from self._frozen_shards(p, place, to_fill)
         for index in range(len(self._optimizer.fp16_groups)):
-            yield from self._sub_group(index, saved)
+            yield from self._sub_group_shards(index, saved)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
@@ -190,7 +200,7 @@ class Zero3State(_FlatState):
             if id(flat) in stepped and flat.grad is not None:
                 for p in zero.fp16_groups[index]:
                     offset = zero.grad_position[zero.get_param_id(p)][1]
-                    start, length = self._share(p)
+                    start, length = self._share_of(p)
                     mine = flat.grad[offset : offset + length]
                     yield from self._places[p].shards(GRADIENT, start, mine, to_fill=False)
 
@@ -199,28 +209,32 @@ class Zero3State(_FlatState):
         flats = self._optimizer.fp32_partitioned_groups_flat
         return [*(flat.grad for flat in flats), self._optimizer.grad_partitions_flat_buffer]
 
-    def _sub_group(self, index: int, saved: SavedOptimizerState | None) -> Iterator[Shard]:
-        zero, to_fill = self._optimizer, saved is not None
+    def _sub_group_shards(self, index: int, saved: SavedOptimizerState | None) -> Iterator[Shard]:
+        zero = self._optimizer
+        to_fill = saved is not None
         flat = zero.fp32_partitioned_groups_flat[index]
         with self._in_memory(index, to_fill) as is_swapped:
             if saved is not None:
-                saved.make(self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]])
+                saved.create_state(
+                    self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]]
+                )
             kinds = {WEIGHT: flat, **get_flat_state_tensors(self._adam(index), flat)}
             for p in zero.fp16_groups[index]:
                 offset = zero.grad_position[zero.get_param_id(p)][1]
-                start, length = self._share(p)
+                start, length = self._share_of(p)
                 for kind, values in kinds.items():
                     mine = values.detach()[offset : offset + length]
                     if is_swapped and not to_fill:
-                        mine = mine.clone()  # must last, and the next sub-group takes the same memory
+                        mine = mine.clone()  # the next sub-group is read into the same memory
                     yield from self._places[p].shards(kind, start, mine, to_fill)
             if to_fill:
-                zero._reassign_or_swap_out_partitioned_parameters(index)  # the copy in the run's precision
+                zero._reassign_or_swap_out_partitioned_parameters(index)  # updates the half-precision copy
 
     @contextmanager
     def _in_memory(self, index: int, to_fill: bool) -> Iterator[bool]:
-        """Have a sub-group in memory inside it. Yields whether it came from a disk, to which filled values go
-        back.
+        """Have a sub-group in memory inside the context, and yield whether it came from NVMe.
+
+        If it did and it was filled, the new values are written back.
         """
         zero = self._optimizer
         is_swapped = zero._swappable_optimizer_subgroup(index)
@@ -234,9 +248,9 @@ class Zero3State(_FlatState):
             elif is_swapped:
                 zero._release_swap_buffers(index)
 
-    def _frozen(self, p: Any, place: TensorPlacement, to_fill: bool) -> Iterator[Shard]:
-        """Yield this rank's share of a parameter without a master, in the run's precision."""
-        start, length = self._share(p)
+    def _frozen_shards(self, p: Any, place: TensorPlacement, to_fill: bool) -> Iterator[Shard]:
+        """Yield this rank's share of a frozen parameter, which has no master, in the run's precision."""
+        start, length = self._share_of(p)
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         if is_swapped:
             p.nvme_swapper.swap_in([p], async_op=False)
@@ -248,15 +262,19 @@ class Zero3State(_FlatState):
         elif is_swapped:
             p.nvme_swapper.remove_partition_and_release_buffers([p])
 
-    def _share(self, parameter: Any) -> tuple[int, int]:
-        """Return (start, length) of this rank's values, without the padding."""
+    def _share_of(self, parameter: Any) -> tuple[int, int]:
+        """Return (start, length) of this rank's share of a parameter, without the padding."""
         group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
-        size, whole = parameter.partition_numel(), parameter.ds_numel
+        size = parameter.partition_numel()
+        whole = parameter.ds_numel
         start = min(dist.get_rank(group) * size, whole)
         return start, min(size, whole - start)
 
     def _adam(self, index: int) -> torch.optim.Optimizer:
-        """Return what steps a sub-group: with a `ratio` below 1 some are stepped on the device."""
+        """Return the optimizer of a sub-group.
+
+        With offload and a `ratio` below 1, DeepSpeed steps some sub-groups on the device by another one.
+        """
         zero = self._optimizer
         on_device = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
         adam: torch.optim.Optimizer = zero.backup_optimizer if on_device else zero.optimizer
@@ -268,5 +286,5 @@ class Zero3State(_FlatState):
 
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""
-        self._settle_numbers(scalars)
+        self._set_scalars(scalars)
         self._optimizer.checkpoint_event_epilogue()

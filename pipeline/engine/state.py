@@ -1,7 +1,8 @@
-"""What a rank holds of the whole model and its optimizer, whoever divided it, and how it is filled again.
+"""A rank's part of the model and optimizer state, read as shards for checkpoints and filled from them.
 
-Here is what all engines share and what holds where the optimizer steps whole parameters: plain PyTorch, and
-ZeRO 0. What an optimizer keeps of a tensor, `optimizer.state[p]`, has the optimizer's own names.
+This module has what all engines share, and the state of engines whose optimizer steps whole parameters: plain
+PyTorch and ZeRO 0. Entries of `optimizer.state[p]` keep the optimizer's own names. Checkpoints contain no
+split: each value is written once over all ranks, as part of a whole tensor, so any other split can read it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_unused_parameters(names: Sequence[str]) -> None:
-    """Warn in one line of the parameters that took no part, if there are any."""
+    """Log one warning that names the parameters without a gradient, if there are any."""
     if names:
         log.warning(
             "%d parameter%s took no part in the first step and will not be trained: %s; freeze them "
@@ -58,21 +59,21 @@ def names_without_gradient(module: nn.Module) -> list[str]:
 
 
 def watch_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Callable[[], list[str]]:
-    """Note which parameters get a gradient, by hooks, until the returned function is called.
+    """Record by hooks which parameters get a gradient, until the returned function is called.
 
-    For engines that take the gradients away as they come (DeepSpeed), so that p.grad says nothing. No
-    collective: each rank knows its own.
+    For DeepSpeed engines, which remove gradients as they come, so that `p.grad` is no evidence. Not
+    collective: each rank records its own parameters.
 
     Returns:
-        A function that removes the hooks, and returns the names of trained parameters without a gradient so
-        far, in the model's order.
+        A function that removes the hooks. It returns the names of the trained parameters that got no
+        gradient, in the model's order.
     """
     unused: dict[str, None] = {}
     hooks = []
     for name, p in named_parameters:
         if p.requires_grad:
             unused[name] = None
-            hooks.append(p.register_hook(partial(_forget, unused, name)))
+            hooks.append(p.register_hook(partial(_mark_used, unused, name)))
 
     def end() -> list[str]:
         for hook in hooks:
@@ -82,35 +83,41 @@ def watch_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Cal
     return end
 
 
-def _forget(unused: dict[str, None], name: str, _: Tensor) -> None:
+def _mark_used(unused: dict[str, None], name: str, _: Tensor) -> None:
     unused.pop(name, None)
 
 
-# The boxes of a parameter that is not cut.
 WHOLE_TENSOR: tuple[tuple[Box | None, Box | None], ...] = ((None, None),)
+"""Boxes of a tensor that the rank has whole."""
 MODEL_KINDS = (WEIGHT, BUFFER)
+"""Kinds of shards that belong to the model; all other kinds are optimizer state."""
 
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Which values of the whole model a tensor of this rank has: a parameter or part of one, or a buffer."""
+    """Position of a rank's tensor in the whole model: of a parameter, a part of one, or a buffer."""
 
     name: str
-    """In the whole model."""
+    """Name of the parameter or buffer in the whole model."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     own_shape: tuple[int, ...]
+    """Shape of this rank's tensor."""
     boxes: tuple[tuple[Box | None, Box | None], ...] = WHOLE_TENSOR
-    """(box of the rank's own tensor, the box of the whole one that it is); together all of the own one."""
+    """Pairs (box of this rank's tensor, the same values' box of the whole tensor).
+
+    Together they cover this rank's tensor.
+    """
     is_written: bool = True
-    """False: a copy that another rank writes."""
+    """Whether this rank writes the values to a checkpoint; false if another rank writes its copy."""
     is_frozen: bool = False
+    """Whether the parameter is not trained."""
 
     @staticmethod
     def whole(
         name: str, shape: Iterable[int], is_written: bool = True, is_frozen: bool = False
     ) -> TensorPlacement:
-        """Return the place of a tensor that the rank has whole."""
+        """Return the placement of a tensor that the rank has whole."""
         return TensorPlacement(
             name=name,
             shape=tuple(shape),
@@ -121,13 +128,14 @@ class TensorPlacement:
         )
 
     def shards(self, kind: str, start: int, tensor: Tensor, to_fill: bool) -> Iterator[Shard]:
-        """Yield a stretch of its values, or of an optimizer's state of them: a shard for each box it meets.
+        """Yield the shards of a range of values, one for each box that the range meets.
 
         Args:
-            start: Of the stretch, in the rank's own flattened tensor.
-            tensor: The values; any shape.
-            to_fill: Shards are written to, and values that had to be copied go back. Else nothing comes of
-                what another rank writes.
+            kind: Kind of the shards: weight, buffer, gradient, or an entry of the optimizer's state.
+            start: Start of the range in this rank's flattened tensor.
+            tensor: Values of the range, in any shape.
+            to_fill: Whether the caller writes to the shards. If so, values that had to be copied are copied
+                back. If not, tensors that another rank writes yield nothing.
         """
         if not (to_fill or self.is_written):
             return
@@ -142,19 +150,19 @@ class TensorPlacement:
             yield Shard.of(self.name, kind, region, values, self.is_frozen)
             if to_fill:
                 copy_runs(values, flat, runs[:, [1, 0, 2]])
-        if to_fill and not tensor.is_contiguous():  # flat was a copy
+        if to_fill and not tensor.is_contiguous():  # reshape made a copy
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def _regions(self, start: int, length: int) -> Iterator[tuple[Region, Integers]]:
-        """Yield the stretch box by box: the region of the whole tensor, and the runs.
+        """Yield for each box that the range meets its region of the whole tensor and its runs.
 
-        A run is (offset from the stretch's start, offset in the region, length). What a box holds of a
-        stretch is a stretch of the box.
+        A run is (offset from the range's start, offset in the region, length). The values that a box has of
+        a range are contiguous in the box.
         """
-        stretch = Region(self.own_shape, None, start, length)
+        whole_range = Region(self.own_shape, None, start, length)
         for own, whole in self.boxes:
             size = math.prod(self.own_shape if own is None else [stop - start for start, stop in own])
-            runs = overlap(stretch, Region(self.own_shape, own, 0, size))
+            runs = overlap(whole_range, Region(self.own_shape, own, 0, size))
             if len(runs):
                 first = int(runs[0, 1])
                 runs[:, 1] -= first
@@ -162,54 +170,68 @@ class TensorPlacement:
 
 
 class RankState(Protocol):
-    """A model and its optimizer, however they are divided."""
+    """A rank's part of a model and its optimizer, independent of the split."""
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
-        """Yield what lies on this rank, in an order that all ranks have. Take it in order.
+        """Yield this rank's shards, in the same order on all ranks.
+
+        Process each shard before taking the next.
 
         Args:
-            source: What the values will be filled with: of the optimizer's state, what it has is made.
-                None: nothing is filled, and only what this rank writes is given.
+            source: Source that the caller fills the shards from. Optimizer state that the source has, and
+                that the optimizer lacks, is created first. `None` if the shards are only read; then only
+                those that this rank writes are yielded.
         """
         ...
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
-        """Yield each value once over all ranks, where an optimizer is about to step.
+        """Yield the gradients before an optimizer's step, each value once over all ranks.
 
         Args:
-            stepped: `id` of what it steps.
+            stepped: `id` of each tensor that the optimizer steps.
         """
         ...
 
     def scalars(self) -> Scalars:
-        """Return `optimizer/<key>`, and `optimizer/<key>/<name>` of each parameter with another number."""
+        """Return the optimizer's numbers.
+
+        `optimizer/<key>` is the largest one over all parameters. `optimizer/<key>/<name>` is the number of a
+        parameter that differs from it.
+        """
         ...
 
     def get_masters(self) -> Iterable[Tensor]:
-        """Return the tensors that an optimizer steps in the place of parameters."""
+        """Return the master weights: tensors that an optimizer steps in place of parameters."""
         ...
 
     def get_stored_gradients(self) -> Iterable[Any]:
-        """Return the gradients that lie elsewhere than in `grad` of a parameter, maybe in lists and dicts."""
+        """Return the gradients that are not in a parameter's `grad`, possibly nested in lists and dicts."""
         ...
 
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
-        """Set the scalars after filling, and the copies in half precision from the masters. Collective."""
+        """Set the scalars after the shards were filled. Collective.
+
+        Also copies the master weights to the parameters in half precision.
+        """
         ...
 
 
 def split_among_ranks(
     tensors: list[tuple[TensorPlacement, str, Tensor]], sharers: tuple[int, int], to_fill: bool
 ) -> Iterator[Shard]:
-    """Yield this rank's part of what several ranks hold alike: even parts, most tensors by one rank.
+    """Yield this rank's part of the tensors that several ranks hold in copies.
+
+    The parts have equal numbers of elements. Most tensors belong to one rank as a whole.
 
     Args:
-        tensors: (place, kind, values): the same on all of them, in one order.
-        sharers: (which of them this rank is, how many they are).
+        tensors: (placement, kind, values), equal and in the same order on all of these ranks.
+        sharers: (index of this rank among them, number of ranks).
+        to_fill: Whether the caller writes to the shards. If so, all values are yielded on every rank.
     """
     index, count = sharers
     total = sum(tensor.numel() for place, _, tensor in tensors if place.is_written)
-    begin, end = total * index // count, total * (index + 1) // count
+    begin = total * index // count
+    end = total * (index + 1) // count
     offset = 0
     for place, kind, tensor in tensors:
         if to_fill:
@@ -222,20 +244,23 @@ def split_among_ranks(
 
 
 def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -> None:
-    """See EngineState.restore.
+    """Fill this rank's part of model and optimizer from a checkpoint; see EngineState.restore.
 
     Args:
-        names: All parameters and kept buffers of the whole model.
+        state: State to fill.
+        source: Checkpoint to read.
+        names: Names of all parameters and persistent buffers of the whole model.
 
     Raises:
-        CheckpointError: the source has others, or other shapes.
+        CheckpointError: names or shapes of the checkpoint differ from the model's.
     """
     saved = source.names()
     _check_names({name for name, kind in saved if kind in MODEL_KINDS}, set(names))
     for shard in state.shards(source):
         assert shard.values is not None
         shape = saved.get((shard.name, shard.kind))
-        if shape is None and shard.kind not in MODEL_KINDS:  # frozen or unused until now
+        # Parameters that were frozen or unused so far have no optimizer state in the checkpoint.
+        if shape is None and shard.kind not in MODEL_KINDS:
             shard.values.zero_()
             continue
         if shape != shard.region.shape:
@@ -248,16 +273,16 @@ def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -
     state.finish_restore(source.scalars)
 
 
-def _check_names(there: set[str], expected: set[str]) -> None:
-    if there == expected:
+def _check_names(saved: set[str], expected: set[str]) -> None:
+    if saved == expected:
         return
-    told = [
+    differences = [
         f"{what} {format_names(sorted(names))}"
-        for what, names in (("lacks", expected - there), ("has besides", there - expected))
+        for what, names in (("lacks", expected - saved), ("also has", saved - expected))
         if names
     ]
     raise CheckpointError(
-        f"the checkpoint is of another model: it {' and '.join(told)}; resume with the model that was "
+        f"the checkpoint is of another model: it {' and '.join(differences)}; resume with the model that was "
         "trained, or start a new run"
     )
 
@@ -266,7 +291,10 @@ OPTIMIZER_PREFIX = "optimizer/"
 
 
 class SavedOptimizerState:
-    """What a checkpoint has of an optimizer: its tensors' shapes by parameter, and its numbers."""
+    """Reads from a checkpoint which optimizer state each parameter has, and creates it.
+
+    The state consists of tensors, of which the shapes are known here, and of numbers.
+    """
 
     def __init__(self, source: ShardSource):
         self._shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -275,30 +303,36 @@ class SavedOptimizerState:
                 self._shapes[name][kind] = shape
         self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(OPTIMIZER_PREFIX)}
 
-    def make(
+    def create_state(
         self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[TensorPlacement]
     ) -> None:
-        """Make the state that the optimizer does not have yet, to be filled. Nothing if the checkpoint has
-        none.
+        """Create the state of a tensor that the checkpoint has and the optimizer lacks.
+
+        Its values are filled later. Does nothing if the checkpoint has no state of these parameters.
 
         Args:
-            stepped: What the optimizer steps: a parameter, its master, or a flat tensor of several.
-            places: Of the parameters in it; a flat tensor's state is shaped like the tensor.
+            optimizer: Optimizer that steps the tensor.
+            stepped: A parameter, its master weights, or a flat tensor of several parameters.
+            places: Placements of the parameters in it. State of a flat tensor has the flat tensor's shape.
         """
         wanted = {
             kind: None if shape == place.shape else shape
             for place in places
             for kind, shape in self._shapes.get(place.name, {}).items()
         }
-        own = _own(optimizer, stepped)
+        own = _get_inner_optimizer(optimizer, stepped)
         example = get_state_example(own)
-        counts_alone = bool(example) and not any(_is_tensor(key, example[key], stepped) for key in example)
-        if not wanted and not counts_alone:
+        has_only_numbers = bool(example) and not any(
+            _is_state_tensor(key, example[key], stepped) for key in example
+        )
+        if not wanted and not has_only_numbers:
             return
         state = optimizer.state[stepped]
         for key in self._keys - state.keys() if has_scalar_state(optimizer, stepped) else ():
-            state[key] = copy.deepcopy(example[key]) if key in example else _no_steps(own, stepped.device)
-        # DeepSpeed's CPU Adam keeps fp32 of what it steps in half precision, where it is not told otherwise.
+            state[key] = (
+                copy.deepcopy(example[key]) if key in example else _make_step_count(own, stepped.device)
+            )
+        # DeepSpeed's CPU Adam keeps fp32 state of tensors in half precision, unless configured otherwise.
         is_fp32 = getattr(own, "fp32_optimizer_states", False)
         for kind in sorted(wanted.keys() - state.keys()):
             shape = wanted[kind]
@@ -311,16 +345,20 @@ class SavedOptimizerState:
 
 
 def has_scalar_state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> bool:
-    """Return whether the optimizer keeps numbers of a tensor, such as `step`; torch's SGD and Muon do not."""
-    return not isinstance(_own(optimizer, stepped), torch.optim.SGD | torch.optim.Muon)
+    """Return whether the optimizer keeps numbers per tensor, such as `step`. SGD and Muon do not."""
+    inner = _get_inner_optimizer(optimizer, stepped)
+    return not isinstance(inner, torch.optim.SGD | torch.optim.Muon)
 
 
-def _own(optimizer: torch.optim.Optimizer, stepped: Tensor) -> torch.optim.Optimizer:
+def _get_inner_optimizer(optimizer: torch.optim.Optimizer, stepped: Tensor) -> torch.optim.Optimizer:
     return optimizer.optimizer_of(stepped) if isinstance(optimizer, CombinedOptimizer) else optimizer
 
 
-def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | int:
-    """Return a count of 0 as the first step makes it: torch's is a tensor, fused kernels' on the device."""
+def _make_step_count(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor | int:
+    """Return a step count of 0 of the type that the optimizer's first step creates.
+
+    torch's optimizers use a tensor, fused ones a tensor on the device, others an int.
+    """
     if not any(base.__module__.startswith("torch.optim") for base in type(optimizer).__mro__[:-2]):
         return 0
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
@@ -328,18 +366,21 @@ def _no_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor 
 
 
 def get_state_tensors(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Tensor]:
-    """Return kind -> tensor of the state of a stepped tensor, in an order that all ranks have."""
+    """Return the state tensors of a stepped tensor by kind, in the same order on all ranks."""
     state = optimizer.state.get(stepped, {})
-    return {key: state[key] for key in sorted(state) if _is_tensor(key, state[key], stepped)}
+    return {key: state[key] for key in sorted(state) if _is_state_tensor(key, state[key], stepped)}
 
 
 def place_state_tensors(
     optimizer: torch.optim.Optimizer, stepped: Tensor, place: TensorPlacement
 ) -> Iterable[tuple[TensorPlacement, str, Tensor]]:
-    """Yield one parameter's state and where it lies. A tensor of another shape than the parameter is whole.
+    """Yield (placement, kind, values) of one parameter's state tensors.
+
+    A state tensor of another shape than the parameter is taken to be whole.
 
     Raises:
-        CheckpointError: the parameter is cut, and a tensor's part of the whole is not known.
+        CheckpointError: the parameter is cut, and a state tensor has another shape, so that its part of the
+            whole is unknown.
     """
     for kind, values in get_state_tensors(optimizer, stepped).items():
         if values.shape == stepped.shape:
@@ -351,46 +392,57 @@ def place_state_tensors(
 
 
 def get_flat_state_tensors(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return the same as `tensors` of a flat tensor with several parameters in it.
+    """Return the state tensors of a flat tensor of several parameters, by kind.
 
     Raises:
-        CheckpointError: one is not shaped like the flat tensor: whose values it has is not known.
+        CheckpointError: a state tensor has another shape, so that its values belong to no known parameter.
     """
-    found = get_state_tensors(optimizer, flat)
-    for kind, values in found.items():
+    state_tensors = get_state_tensors(optimizer, flat)
+    for kind, values in state_tensors.items():
         if values.shape != flat.shape:
             raise build_shape_error(kind, "parameters in one flat tensor")
-    return found
+    return state_tensors
 
 
 def build_shape_error(kind: str, name: str) -> CheckpointError:
+    """Return the error for optimizer state that a checkpoint cannot assign to parts of a parameter."""
     return CheckpointError(
-        f"the optimizer keeps a {kind} of {name} that is not shaped like what it steps, "
-        "which a checkpoint of a divided model cannot hold; use ZeRO stage 0 without tensor parallelism, or "
+        f"the optimizer keeps a {kind} of {name} that has another shape than the tensor that it steps, and a "
+        "checkpoint of a divided model cannot hold it; use ZeRO stage 0 without tensor parallelism, or "
         "another optimizer"
     )
 
 
-def _is_tensor(key: str, value: Any, stepped: Tensor) -> bool:
+def _is_state_tensor(key: str, value: Any, stepped: Tensor) -> bool:
     return torch.is_tensor(value) and key != "step" and (value.dim() > 0 or stepped.dim() == 0)
 
 
 def get_state_scalars(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
-    """Return key -> number of a stepped tensor's state, such as `step`. Waits for the device."""
+    """Return the numbers of a stepped tensor's state by key, such as `step`. Waits for the device.
+
+    Raises:
+        CheckpointError: an entry is neither a tensor nor a number.
+    """
     state = optimizer.state.get(stepped, {})
-    found: Scalars = {}
+    scalars: Scalars = {}
     for key, value in state.items():
-        if value is None or _is_tensor(key, value, stepped):
+        if value is None or _is_state_tensor(key, value, stepped):
             continue
         if not torch.is_tensor(value) and not isinstance(value, (bool, int, float)):
-            raise CheckpointError(f"a checkpoint cannot keep the optimizer's {key}: {type(value).__name__}")
+            raise CheckpointError(
+                f"a checkpoint cannot hold the optimizer's {key}, a {type(value).__name__}; keep only "
+                "numbers and tensors in the optimizer's state"
+            )
         number = value.item() if torch.is_tensor(value) else value
-        found[key] = int(number) if float(number).is_integer() else number
-    return found
+        scalars[key] = int(number) if float(number).is_integer() else number
+    return scalars
 
 
 def merge_scalars(by_name: Mapping[str, Scalars]) -> Scalars:
-    """Return the largest of each number, and by name the numbers that differ, as RankState.scalars has them."""
+    """Return the scalars of several parameters in the form of RankState.scalars.
+
+    That is the largest value of each number, and by name the values that differ from it.
+    """
     scalars: Scalars = {}
     for key in sorted({key for each in by_name.values() for key in each}):
         most = max(each[key] for each in by_name.values() if key in each)
@@ -403,7 +455,11 @@ def merge_scalars(by_name: Mapping[str, Scalars]) -> Scalars:
 
 
 def merge_flat_scalars(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) -> Scalars:
-    """Return the largest of each number of flat tensors and their optimizers, as RankState.scalars has them."""
+    """Return the scalars of flat tensors in the form of RankState.scalars: the largest value of each number.
+
+    Args:
+        flats: Pairs of optimizer and flat tensor.
+    """
     scalars: Scalars = {}
     for optimizer, flat in flats:
         for key, number in get_state_scalars(optimizer, flat).items():
@@ -414,8 +470,9 @@ def merge_flat_scalars(flats: Iterable[tuple[torch.optim.Optimizer, Tensor]]) ->
 def set_state_scalars(
     optimizer: torch.optim.Optimizer, stepped: Tensor, scalars: Mapping[str, Any], name: str | None = None
 ) -> None:
-    """Set the numbers of a stepped tensor's state, if there is one; tensors in place, as graphs may hold
-    them.
+    """Set the numbers of a stepped tensor's state, if it has a state.
+
+    Tensors are filled in place, since captured graphs may refer to them.
     """
     state = optimizer.state.get(stepped)
     if not state or not has_scalar_state(optimizer, stepped):
@@ -423,7 +480,7 @@ def set_state_scalars(
     for key in [key for key in scalars if key.startswith(OPTIMIZER_PREFIX) and key.count("/") == 1]:
         short = key.removeprefix(OPTIMIZER_PREFIX)
         number = scalars.get(f"{key}/{name}", scalars[key])
-        if _is_tensor(short, state.get(short), stepped):  # of a parameter of one value: it was filled
+        if _is_state_tensor(short, state.get(short), stepped):  # a 0-dim parameter's state: filled as a shard
             continue
         if torch.is_tensor(state.get(short)):
             state[short].fill_(number)
@@ -432,29 +489,29 @@ def set_state_scalars(
 
 
 def replay_step_count(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -> None:
-    """Bring what DeepSpeed's CPU Adam counts outside of its state to a checkpoint's number of steps.
+    """Replay a checkpoint's number of steps in the C++ object of DeepSpeed's CPU Adam.
 
-    Other optimizers count nothing there.
-
-    It multiplies the powers of the betas up, a factor a step. Computed at once, as it does for a step that
-    does not follow its last one, they are rounded differently, and the resumed run leaves the unbroken one.
+    That object multiplies the powers of the betas by one factor per step. For a step that does not follow its
+    last one it computes them at once, which rounds differently: a resumed run would then differ from an
+    uninterrupted one. Other optimizers keep nothing outside of their state.
     """
     kernel = getattr(adam, "ds_opt_adam", None)
     if kernel is None:
         return
     steps = int(scalars.get(f"{OPTIMIZER_PREFIX}step", 0))
     beta1, beta2 = adam.param_groups[0]["betas"]
-    nothing = [torch.zeros(1) for _ in range(4)]
+    empty = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):  # tens of microseconds each
-        kernel.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *nothing)  # type: ignore[attr-defined]
+        kernel.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *empty)  # type: ignore[attr-defined]
 
 
 Placements = dict[nn.Parameter, TensorPlacement]
 
 
 def place_whole_parameters(module: nn.Module) -> Placements:
-    """Return the places on a rank that holds the whole model, without an adapter's base, which no checkpoint
-    has.
+    """Return the placements of a rank that holds the whole model.
+
+    Parameters of an adapter's base are left out, since checkpoints do not contain them.
     """
     return {
         p: TensorPlacement.whole(name, getattr(p, "ds_shape", p.shape), is_frozen=not p.requires_grad)
@@ -464,7 +521,7 @@ def place_whole_parameters(module: nn.Module) -> Placements:
 
 
 def get_persistent_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Return by name the buffers that belong to the model's weights (BatchNorm's statistics)."""
+    """Return the persistent buffers by name, such as BatchNorm's running statistics."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(prefix=prefix)
@@ -474,13 +531,13 @@ def get_persistent_buffers(module: nn.Module, prefix: str = "") -> dict[str, Ten
 
 
 def get_checkpoint_names(module: nn.Module) -> list[str]:
-    """Return the names of all that a checkpoint keeps of a whole model."""
+    """Return the names of a whole model's parameters and buffers that a checkpoint contains."""
     parameters = (name for name, p in module.named_parameters() if not is_base(p))
     return [*parameters, *get_persistent_buffers(module)]
 
 
 def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool) -> Iterator[Shard]:
-    """Yield the shards of buffers, which lie whole on each rank. Where they differ, one rank's are kept."""
+    """Yield the shards of buffers, which each rank has whole. If they differ, one rank's are written."""
     for name, buffer in buffers.items():
         yield from TensorPlacement.whole(name, buffer.shape, is_written).shards(BUFFER, 0, buffer, to_fill)
 
@@ -491,7 +548,7 @@ def get_frozen_parameters(places: Placements) -> list[tuple[TensorPlacement, str
 
 
 class ParameterState:
-    """The optimizer's state parameter by parameter, the same on all ranks of `sharers`."""
+    """State of an engine whose optimizer steps whole parameters, equal on all ranks of `sharers`."""
 
     def __init__(
         self,
@@ -501,11 +558,15 @@ class ParameterState:
         sharers: tuple[int, int],
         masters: Mapping[nn.Parameter, Tensor],
     ):
-        """Note where everything lies.
+        """Store the references.
 
         Args:
-            sharers: (index, count) of the ranks that hold the same and share out the writing.
-            masters: What the optimizer steps in place of a parameter; empty where it steps parameters.
+            places: Placement of each parameter, frozen ones too.
+            buffers: Persistent buffers by name.
+            optimizer: Optimizer that steps the parameters or their master weights.
+            sharers: (index of this rank, number of ranks) among those that hold the same state. They divide
+                the writing.
+            masters: Master weights by parameter; empty if the optimizer steps the parameters themselves.
         """
         self._places = places
         self._buffers = buffers
@@ -524,7 +585,7 @@ class ParameterState:
         held = get_frozen_parameters(self._places)
         for _, place, stepped in self._stepped():
             if saved is not None:
-                saved.make(self._optimizer, stepped, [place])
+                saved.create_state(self._optimizer, stepped, [place])
             held += [(place, WEIGHT, stepped), *place_state_tensors(self._optimizer, stepped, place)]
         yield from split_among_ranks(held, self._sharers, to_fill=saved is not None)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
@@ -548,9 +609,9 @@ class ParameterState:
 
     def scalars(self) -> Scalars:
         """See RankState.scalars."""
-        counted = [each for each in self._stepped() if has_scalar_state(self._optimizer, each[2])]
+        with_numbers = [each for each in self._stepped() if has_scalar_state(self._optimizer, each[2])]
         return merge_scalars(
-            {place.name: get_state_scalars(self._optimizer, tensor) for _, place, tensor in counted}
+            {place.name: get_state_scalars(self._optimizer, tensor) for _, place, tensor in with_numbers}
         )
 
     @torch.no_grad()
@@ -566,24 +627,26 @@ class ParameterState:
 def observe_gradients(
     optimizers: Iterable[Optimizer], state: Callable[[], RankState], take: Callable[[Shard], None]
 ) -> Iterator[None]:
-    """Call `take` with what moves the weights in a step inside it: averaged over the batch, unscaled,
-    clipped.
+    """Call `take` with the gradients of the step inside the context, right before the update.
+
+    They are averaged over the batch, unscaled and clipped.
 
     Args:
-        optimizers: All that step the model.
-        state: Where their gradients lie in the whole model.
+        optimizers: All optimizers that step the model.
+        state: Returns the state that knows the gradients' positions in the whole model.
+        take: Receives each shard of a gradient.
     """
 
     @torch.no_grad()
-    def look(optimizer: Optimizer, *_: Any) -> None:
+    def pass_gradients(optimizer: Optimizer, *_: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        clipped_by = getattr(optimizer, "grad_scale", None)  # which the kernel divides by
+        clipped_by = getattr(optimizer, "grad_scale", None)  # fused kernels divide the gradients by it
         for shard in state().gradients(stepped):
             assert shard.values is not None
             values = shard.values if clipped_by is None else shard.values / clipped_by
             take(replace(shard, values=values))
 
     with ExitStack() as hooks:
-        for optimizer in optimizers:  # behind the hooks that clip
-            hooks.callback(optimizer.register_step_pre_hook(look).remove)
+        for optimizer in optimizers:  # registered last, so it runs after the hooks that clip
+            hooks.callback(optimizer.register_step_pre_hook(pass_gradients).remove)
         yield

@@ -202,7 +202,7 @@ def refusal(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathe
     ("change", "message"),
     [
         ({"num_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
-        ({"num_layers": 1}, "has besides model.layers.1.input_layernorm.weight"),
+        ({"num_layers": 1}, "also has model.layers.1.input_layernorm.weight"),
         ({"intermediate_size": 48}, r"gate_proj.weight: the checkpoint has shape \(64, 32\)"),
     ],
 )
