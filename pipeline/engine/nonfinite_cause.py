@@ -1,4 +1,8 @@
-"""Finds what was infinite or NaN first in a step, and in which sample, by doing the step again with hooks."""
+"""Search for the first infinite or NaN value of a step, and for its sample.
+
+The step is repeated with hooks on every module and gradient, under limits that refuse it. Good steps are not
+measured, and the repetition changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,52 +22,65 @@ from pipeline.engine.interface import Engine, StepLimits
 from pipeline.models.batch_norm import is_sync_batch_norm
 from pipeline.objectives import Batch, GlobalBatch, LossSum, Objective
 
-SHOWN = 8  # samples that a line names
+MAX_NAMED_SAMPLES = 8
 INPUT, FORWARD, BACKWARD = range(3)
 LOSS = "the loss"
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class NonFiniteValue(NamedTuple):
-    """The first of a rank. They sort: an input comes before all layers, and the cause is the smallest."""
+    """First infinite or NaN value on a rank.
+
+    Values compare by their fields in this order: inputs come before layers, and the cause of a step is the
+    smallest over all ranks.
+    """
 
     phase: int
-    """INPUT, FORWARD or BACKWARD."""
+    """Phase in which it was found: INPUT, FORWARD or BACKWARD."""
     micro_batch: int
+    """Index of the micro-batch in the step."""
     order: int
-    """Of the modules and gradients of the micro-batch."""
+    """Number of modules and gradients that were visited before in the micro-batch."""
     turn: int
-    """Of ranks at the same place: one that is given it, and the last stage of a pipeline in a backward."""
+    """Order of ranks that found it at the same place.
+
+    Lowest for a rank whose module received the value, and in backward for the last pipeline stage.
+    """
     rank: int
+    """Rank that found it."""
     where: str
+    """Description of the tensor."""
     remark: str
+    """Addition to the description: the phase, or the dtype that overflows."""
     samples: tuple[str, ...]
-    """By source and index; empty: not known."""
+    """Names of the samples, by source and index; empty if they are not known."""
     is_narrowed: bool
-    """Whether these samples alone have it; else they are all samples of the micro-batch."""
+    """Whether exactly these samples have the value; if not, they are all samples of the micro-batch."""
 
     def describe(self, rank: object) -> str:
-        """Return what was found, where and in which samples.
+        """Return a description of the value, its place and its samples.
 
         Args:
-            rank: Its name.
+            rank: Name of the rank for the text.
         """
-        samples = ", ".join(self.samples[:SHOWN]) + (" ..." if len(self.samples) > SHOWN else "")
+        samples = ", ".join(self.samples[:MAX_NAMED_SAMPLES]) + (
+            " ..." if len(self.samples) > MAX_NAMED_SAMPLES else ""
+        )
         if samples and (self.phase == INPUT or self.where == LOSS):
             return f"{self.where} of sample{'s' * (len(self.samples) > 1)} {samples}{self.remark}, on {rank}"
         return f"{self.where}{self.remark}, on {rank}" + (f"; samples: {samples}" if samples else "")
 
 
 class FirstNonFinite:
-    """Looks at the batch, what every module gives, the loss, and every gradient, while its hooks are there.
+    """Checks the batch, every module's output, the loss and every gradient of a step for non-finite values.
 
-    Each look waits for the device. A module whose input is not finite itself is not the first. If no module
-    gave that input, code between modules made it, and the line names the module that was given it.
+    Each check waits for the device. A module whose input is not finite is not the origin. If no module made
+    that input, code between modules did, and the description names the module that received it.
 
     Args:
-        module: This rank's, without any wrapper.
-        micro_batches: Of the step.
-        rank: This one.
+        module: This rank's module, without any wrapper.
+        micro_batches: Micro-batches of the step.
+        rank: Number of this rank.
     """
 
     def __init__(self, module: nn.Module, micro_batches: Sequence[Batch], rank: int):
@@ -76,12 +93,12 @@ class FirstNonFinite:
         self.found: NonFiniteValue | None = None
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Inside it a step is done."""
+    def hooked(self) -> Iterator[None]:
+        """Install the hooks inside the context. Make the step there."""
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(self._module.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-            for layer, name in _names_in_the_whole(self._module).items():
+            for layer, name in _get_whole_names(self._module).items():
                 hook = layer.register_forward_hook(partial(self._forward, name), with_kwargs=True)
                 stack.callback(hook.remove)
                 for own, p in layer.named_parameters(name, recurse=False):
@@ -89,69 +106,71 @@ class FirstNonFinite:
                         stack.callback(p.register_hook(partial(self._backward, own)).remove)
             yield
 
-    def seen_by(self, objective: Objective) -> Objective:
-        """The objective, its batches and losses looked at."""
-        return _Looking(objective, self)
+    def wrap_objective(self, objective: Objective) -> Objective:
+        """Return the objective with checks of its batches and losses."""
+        return _CheckedObjective(objective, self)
 
     def restart(self) -> None:
-        """Count the micro-batches from here."""
+        """Restart the count of micro-batches."""
         self._number = self._batch_number = -1
 
     def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
-        self._number, self._order = self._number + 1, 0
-        # The first is the data; further ones may be masks.
+        self._number += 1
+        self._order = 0
+        # The first tensor is the data; the others may be masks, which contain -inf.
         is_data_finite = _is_finite(next(iter_tensors((given, named)), None))
-        self._is_input_finite = is_data_finite and not _is_spoilt((given, named))
+        self._is_input_finite = is_data_finite and not _has_nan_or_inf((given, named))
 
-    def look_at_inputs(self, batch: Batch, keys: Collection[str]) -> None:
-        """Look at the entries that the model gets, as they arrive there."""
+    def check_inputs(self, batch: Batch, keys: Collection[str]) -> None:
+        """Check the entries of the next micro-batch that the model receives."""
         self._batch_number += 1
-        self._look_at_entries(batch, keys)
+        self._check_entries(batch, keys)
 
-    def look_at_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
-        """Look at the loss, and where it is not finite at the entries that the objective has read."""
+    def check_loss(self, loss: LossSum, batch: Batch, keys: Collection[str]) -> None:
+        """Check the loss. If it is not finite, check the entries that the objective has read."""
         if self.found is None and not bool(loss.minimised.isfinite().all()):
-            self._look_at_entries(batch, keys)
-            self._note(FORWARD, LOSS, "", None)
+            self._check_entries(batch, keys)
+            self._record(FORWARD, LOSS, "", None)
 
-    def _look_at_entries(self, batch: Batch, keys: Collection[str]) -> None:
-        """Note the first that is not finite. A mask may hide places with -inf."""
+    def _check_entries(self, batch: Batch, keys: Collection[str]) -> None:
+        """Record the first entry that is not finite. Masks may contain -inf."""
         for key in sorted(keys):
             value = batch.get(key)
-            if not _is_finite(value) and ("mask" not in key or _is_spoilt(value)):
-                self._note_input(key, batch)
+            if not _is_finite(value) and ("mask" not in key or _has_nan_or_inf(value)):
+                self._record_input(key, batch)
 
     def _forward(self, name: str, layer: nn.Module, given: Any, named: Any, output: Any) -> None:
         self._order += 1
         if self.found is not None or _is_finite(output):
             return
-        where = f"what {name or 'the model'} ({type(layer).__name__})"
+        layer_name = f"{name or 'the model'} ({type(layer).__name__})"
         if not _is_finite((given, named)):
-            # Masks hold -inf; batch normalisation takes none.
-            if self._is_input_finite and (_is_spoilt((given, named)) or is_sync_batch_norm(layer)):
-                self._note(FORWARD, f"{where} is given", ", in forward", (given, named), turn=-1)
+            # -inf is normal in a mask, but synchronised batch normalisation receives no mask.
+            if self._is_input_finite and (_has_nan_or_inf((given, named)) or is_sync_batch_norm(layer)):
+                self._record(FORWARD, f"the input of {layer_name}", ", in forward", (given, named), turn=-1)
             return
         wrong = [own for own, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
-        where = f"the weights of {name} ({', '.join(wrong)})" if wrong else f"{where} gives"
-        self._note(FORWARD, where, ", in forward", output)
+        where = f"the weights of {name} ({', '.join(wrong)})" if wrong else f"the output of {layer_name}"
+        self._record(FORWARD, where, ", in forward", output)
 
     def _backward(self, name: str, gradient: Tensor) -> None:
         self._order += 1
         if not _is_finite(gradient):
-            self._note(BACKWARD, f"the gradient of {name}", ", in backward", None, turn=-self._rank)
+            self._record(BACKWARD, f"the gradient of {name}", ", in backward", None, turn=-self._rank)
 
-    def _note_input(self, key: str, batch: Batch) -> None:
-        """Note an entry that is not finite; it takes the place of a layer."""
-        host, value = get_host_batch(batch), batch[key]
+    def _record_input(self, key: str, batch: Batch) -> None:
+        """Record an entry that is not finite. It replaces a layer that was found before."""
+        host = get_host_batch(batch)
+        value = batch[key]
         remark = ""
         if key in host and _is_finite(host[key]):
             (first, *_) = filter(_is_not_finite, iter_tensors(value))
-            remark = f" (overflows {SHORT.get(first.dtype, first.dtype)})"
+            remark = f" (overflows {DTYPE_NAMES.get(first.dtype, first.dtype)})"
         if self.found is None or self.found.phase > INPUT:
             self.found = None
-            self._note(INPUT, f"input `{key}`", remark, value, number=self._batch_number)
+            self._record(INPUT, f"input `{key}`", remark, value, number=self._batch_number)
 
-    def _note(
+    def _record(
         self,
         phase: int,
         where: str,
@@ -161,18 +180,21 @@ class FirstNonFinite:
         turn: int | None = None,
         number: int | None = None,
     ) -> None:
-        """Remember what was found, unless something was found before.
+        """Record a non-finite value, unless one was recorded before.
 
         Args:
-            value: Its rows say which samples it was.
-            turn: Of this rank; by default its number.
-            number: Of the micro-batch; by default the one of the last forward.
+            phase: INPUT, FORWARD or BACKWARD.
+            where: Description of the tensor.
+            remark: Addition to the description.
+            value: Tensors whose rows show which samples are not finite; `None` if there are none.
+            turn: See NonFiniteValue.turn; the rank's number by default.
+            number: Index of the micro-batch; that of the last forward by default.
         """
         if self.found is not None:
             return
         number = self._number if number is None else number
         number = min(max(number, 0), len(self._micro_batches) - 1)
-        samples, is_narrowed = _samples(value, get_host_batch(self._micro_batches[number]))
+        samples, is_narrowed = _find_samples(value, get_host_batch(self._micro_batches[number]))
         self.found = NonFiniteValue(
             phase=phase,
             micro_batch=number,
@@ -186,28 +208,32 @@ class FirstNonFinite:
         )
 
 
-def _samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
-    """Return the samples whose rows are not finite, and True; all of the batch where no rows tell."""
-    reading: BatchOrigin | None = getattr(batch, "origin", None)
-    if reading is None:
+def _find_samples(value: Any, batch: Batch) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the samples whose rows are not finite, and True.
+
+    If the rows of `value` are no samples, return all samples of the batch, and False.
+    """
+    origin: BatchOrigin | None = getattr(batch, "origin", None)
+    if origin is None:
         return (), False
-    indices, is_narrowed = list(reading.indices), False
+    indices = list(origin.indices)
+    is_narrowed = False
     first = next(filter(_is_not_finite, iter_tensors(value)), None)
     if first is not None and first.dim() > 0 and len(first) == len(indices):
         rows = ~first.detach().isfinite().reshape(len(first), -1).all(dim=1)
         indices = [index for index, is_bad in zip(indices, rows.tolist(), strict=True) if is_bad]
         is_narrowed = True
-    return tuple(sample_name(index, reading) for index in indices), is_narrowed
+    return tuple(sample_name(index, origin) for index in indices), is_narrowed
 
 
-def sample_name(index: int, reading: BatchOrigin) -> str:
-    """Return the source of a sample, if it is known, and its index there."""
-    source, own = locate_sample(index, reading.sources)
+def sample_name(index: int, origin: BatchOrigin) -> str:
+    """Return a sample's name: its source, if known, and its index there."""
+    source, own = locate_sample(index, origin.sources)
     return f"{source} {own}" if source else str(own)
 
 
 class _ReadBatch(LoadedBatch):
-    """A batch that remembers which entries it was asked for."""
+    """Records which entries of a batch are read."""
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
@@ -224,8 +250,8 @@ class _ReadBatch(LoadedBatch):
         return super().get(key, default)
 
 
-class _Looking:
-    """An objective that is looked at; what is not here is the objective's own."""
+class _CheckedObjective:
+    """Wraps an objective and checks its batches and losses. All other attributes are the objective's."""
 
     def __init__(self, objective: Objective, first: FirstNonFinite):
         self._objective = objective
@@ -235,21 +261,21 @@ class _Looking:
         return getattr(self._objective, name)
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        self._first.look_at_inputs(batch, self._objective.inputs(model, batch))
+        self._first.check_inputs(batch, self._objective.inputs(model, batch))
         read = _ReadBatch(batch)
         loss = self._objective(model, read)
-        self._first.look_at_loss(loss, batch, read.keys_read)
+        self._first.check_loss(loss, batch, read.keys_read)
         return loss
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective: its forwards are not the step's."""
+        """See Objective.prepare_step. Its forwards do not count as micro-batches of the step."""
         self._objective.prepare_step(batch)
         self._first.restart()
 
 
-def _names_in_the_whole(module: nn.Module) -> dict[nn.Module, str]:
-    """Each module's name; in a stage of a pipeline that of the whole model."""
-    from pipeline.models.staging import StageLayer  # and transformers with it, whose import takes long
+def _get_whole_names(module: nn.Module) -> dict[nn.Module, str]:
+    """Return each module's name in the whole model, also in a pipeline stage."""
+    from pipeline.models.staging import StageLayer  # late: it imports transformers, which takes long
 
     names = {layer: name for name, layer in module.named_modules()}
     for layer in module.modules():
@@ -266,22 +292,25 @@ def _is_not_finite(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and not bool(tensor.isfinite().all())
 
 
-def _is_spoilt(value: Any) -> bool:
-    """Whether it holds more than -inf, which hides places: NaN or inf."""
+def _has_nan_or_inf(value: Any) -> bool:
+    """Return whether a tensor contains NaN or inf. -inf does not count, since masks use it."""
     return any(
         tensor.is_floating_point() and not bool((tensor < torch.inf).all()) for tensor in iter_tensors(value)
     )
 
 
-REFUSED = StepLimits(-math.inf, -math.inf)  # nothing of such a step stays
+REFUSED = StepLimits(-math.inf, -math.inf)  # refuses every step
 
 
 class NonFiniteCauseSearch:
-    """Repeats a step with the weights as they are, and changes nothing of the run.
+    """Finds the first non-finite value of a step by repeating it. The run's state does not change.
 
     Args:
-        plan: The run's division of a batch.
-        seed: Sets the random numbers to those of the step.
+        engine: Engine that made the step.
+        objective: Objective of the step.
+        job: Ranks and process group of the run.
+        plan: Division of the run's batches.
+        seed: Seeds the random numbers as for the step.
     """
 
     def __init__(
@@ -294,7 +323,7 @@ class NonFiniteCauseSearch:
         self._seed = seed
 
     def find(self, micro_batches: Sequence[Batch]) -> NonFiniteValue | None:
-        """Return the first infinite or NaN value over all ranks; None: all are finite. Collective."""
+        """Return the first infinite or NaN value over all ranks, `None` if all are finite. Collective."""
         found = [each for each in self._repeat(micro_batches) if each is not None]
         if not found:
             return None
@@ -305,32 +334,32 @@ class NonFiniteCauseSearch:
         return cause._replace(samples=samples) if samples else cause
 
     def _repeat(self, micro_batches: Sequence[Batch]) -> list[NonFiniteValue | None]:
-        """Return what each rank found in a step of these micro-batches."""
+        """Return the first non-finite value of each rank in a step of these micro-batches."""
         first = FirstNonFinite(self._engine.module, micro_batches, self._job.ranks.rank)
         self._seed()
-        with first.looking():
-            self._engine.train_step(micro_batches, first.seen_by(self._objective), 0.0, 0, REFUSED)
+        with first.hooked():
+            self._engine.train_step(micro_batches, first.wrap_objective(self._objective), 0.0, 0, REFUSED)
         return self._job.gather_object(first.found)
 
     def _search_sample(self, batch: Batch, rank: int) -> tuple[str, ...]:
-        """Return the sample of that rank's micro-batch that alone is not finite either; empty: none is.
+        """Return the sample that causes the value alone, found by bisection; empty if none does.
 
-        Half of the samples take the places of the other half, until one is left. So all shapes stay, and a
-        batch normalisation never sees a batch of one.
+        Each half of the samples is tried in the rows of the whole micro-batch. So no shape changes, and
+        batch normalisation never gets a batch of one sample.
 
         Args:
-            batch: This rank's.
-            rank: The one that found it.
+            batch: This rank's micro-batch.
+            rank: Rank whose micro-batch has the sample.
         """
-        reading = _reading_of_rows(batch)
-        rows = list(range(len(reading.indices))) if reading is not None else []
+        origin = _get_origin_of_rows(batch)
+        rows = list(range(len(origin.indices))) if origin is not None else []
         sizes, dp_ranks = zip(*self._job.gather_object((len(rows), self._engine.dp_rank)), strict=True)
         if sizes[rank] < 2:
             return ()
 
         def is_among(chosen: Sequence[int]) -> bool:
-            """Repeat the micro-batch with these rows; ranks that share it answer alike."""
-            found = self._repeat([_filled_with(batch, chosen) if rows else batch])
+            """Return whether a micro-batch of these rows is not finite; equal on ranks that share it."""
+            found = self._repeat([_repeat_rows(batch, chosen) if rows else batch])
             return any(
                 each is not None and dp_rank == self._engine.dp_rank
                 for each, dp_rank in zip(found, dp_ranks, strict=True)
@@ -340,23 +369,23 @@ class NonFiniteCauseSearch:
         for _ in range((max(sizes) - 1).bit_length()):
             half = rows[: (len(rows) + 1) // 2]
             rows = half if is_among(half) else rows[len(half) :] or half
-        name = sample_name(reading.indices[rows[0]], reading) if is_among(rows) and reading else None
+        name = sample_name(origin.indices[rows[0]], origin) if is_among(rows) and origin else None
         self._engine.set_batch_division(self._plan.micro_batch_size, self._plan.gradient_accumulation_steps)
         named = self._job.gather_object(name)[rank]
         return (named,) if named is not None else ()
 
 
-def _reading_of_rows(batch: Batch) -> BatchOrigin | None:
-    """Return what was read of the batch where each row is one of its samples, else None."""
-    reading: BatchOrigin | None = getattr(batch, "origin", None)
+def _get_origin_of_rows(batch: Batch) -> BatchOrigin | None:
+    """Return the batch's origin if each of its rows is one sample, else `None`."""
+    origin: BatchOrigin | None = getattr(batch, "origin", None)
     lengths = {len(each) for each in iter_tensors(batch) if each.dim() > 0}
-    return reading if reading is not None and lengths == {len(reading.indices)} else None
+    return origin if origin is not None and lengths == {len(origin.indices)} else None
 
 
-def _filled_with(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
-    """Return a batch of as many rows, all of them from the given ones."""
-    reading: BatchOrigin = batch.origin  # type: ignore[attr-defined] # see _reading_of_rows
-    number = len(reading.indices)
+def _repeat_rows(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
+    """Return a batch of the same size that repeats the given rows."""
+    origin: BatchOrigin = batch.origin  # type: ignore[attr-defined] # see _get_origin_of_rows
+    number = len(origin.indices)
     taken = [rows[place % len(rows)] for place in range(number)]
 
     def of(value: Any) -> Any:
@@ -370,5 +399,5 @@ def _filled_with(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
         return value
 
     filled = LoadedBatch({key: of(value) for key, value in batch.items()}).copy_metadata_from(batch)
-    filled.origin = reading._replace(indices=[reading.indices[row] for row in taken])
+    filled.origin = origin._replace(indices=[origin.indices[row] for row in taken])
     return filled

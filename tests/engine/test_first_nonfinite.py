@@ -38,7 +38,7 @@ class BackwardAlone(PoisonedTokens):
 FAULTS = {
     "forward": (
         {"prepare": poison_embedding},
-        r"what \S*(embed|embedding)\S* \(Embedding\) gives, in forward",
+        r"the output of \S*(embed|embedding)\S* \(Embedding\), in forward",
     ),
     "loss": ({}, r"the loss of sample train \d+,"),
     "backward": ({"objective": BackwardAlone}, r"the gradient of \S+, in backward"),
