@@ -1,8 +1,9 @@
-"""Changes to DeepSpeed's internals, each with what is wrong there.
+"""Changes to DeepSpeed's internals, each with its reason. A test fails without each of them.
 
-They are made for one version (`optional_packages.DEEPSPEED`). Others stand where they are used: the first
-update at stage 0 and the guard on the device in `clipping.py`, weights drawn in fp32 under ZeRO 3 in
-`zero3.py`, and matrices that are cut before they have values in `tensor_sharding.py`.
+They are made for one version (`optional_packages.DEEPSPEED`), and a run with another version ends with an
+error. A few changes are in the modules that use them: the first update at stage 0 and the guard on the device
+in `clipping.py`, weights drawn in fp32 under ZeRO 3 in `zero3.py`, and matrices that are cut before they have
+values in `tensor_sharding.py`.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 
-_DIRECT_ALIGNMENT = 512  # bytes; what O_DIRECT asks of an address
+_DIRECT_ALIGNMENT = 512  # bytes; O_DIRECT requires addresses that are a multiple of it
 
 
 def prepare_for_cpu() -> None:
-    """Compile no all-reduce over shared memory, and allow fp16 wherever torch computes in it.
+    """Turn off the all-reduce over shared memory, and allow fp16 on every CPU.
 
-    DeepSpeed compiles that op for a minute, for inference alone. For fp16 it asks for instructions of the
-    processor that torch does not need.
+    DeepSpeed compiles that op for a minute, and only `inference_all_reduce` uses it. For fp16 it requires
+    processor instructions that torch does not need.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
 def use_compilable_linear() -> None:
-    """Have zero.Init put `_linear` in the place of F.linear, where it puts DeepSpeed's own.
+    """Make zero.Init replace F.linear by `_linear` instead of DeepSpeed's own function.
 
-    The backward of DeepSpeed's looks for the weight's ds_id. torch makes a guard of it, so that each compiled
-    block gets a graph of its own, up to the limit of eight.
+    The backward of DeepSpeed's function reads the weight's `ds_id`. torch.compile makes a guard of it, so
+    each block is compiled anew until the limit of eight graphs.
     """
     partition_parameters.zero3_linear_wrap = _linear
 
 
 def restore_torch_linear() -> None:
-    """Put torch's F.linear back. DeepSpeed leaves its own there for the rest of the process."""
+    """Restore torch's F.linear, which zero.Init replaces for the rest of the process."""
     patched = partition_parameters.InsertPostInitMethodToModuleSubClasses
     torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
 
 
 def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear, keeping no gathered weight for backward.
+    """Compute F.linear without saving a gathered weight for backward.
 
-    DeepSpeed's keeps the parameter, which is empty once released; torch's a view of the gathered values.
-    Compiled code keeps parameters in any case.
+    torch saves a view of the gathered values. DeepSpeed's function saves the parameter, which is empty after
+    its release. Compiled code saves parameters anyway, so there torch's function serves.
     """
     if torch.compiler.is_compiling():
         return torch._C._nn.linear(inputs, weight, bias)
@@ -69,18 +70,19 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def get_missing_loss_scale(optimizer: Any, precision: str) -> float:
-    """Return what the loss must be multiplied by because DeepSpeed does not, else 1.
+    """Return the loss scale if DeepSpeed does not apply it to the loss itself, else 1.
 
-    At stage 0 in fp16 its step divides the gradients by the scale, but its backward does not multiply the
-    loss by it: the gradients would vanish beside eps.
+    At stage 0 in fp16 DeepSpeed 0.19 divides the gradients by the scale in its step, but its backward does
+    not multiply the loss by it (`engine.backward` scales for ZeRO optimizers only). The gradients would be
+    negligible beside Adam's eps.
     """
     return 1.0 if precision != "fp16" or isinstance(optimizer, ZeROOptimizer) else float(optimizer.loss_scale)
 
 
 def continue_at_min_loss_scale(optimizer: Any) -> None:
-    """Skip a step that overflows at the smallest loss scale, where DeepSpeed raises a bare exception.
+    """Make DeepSpeed skip a step that overflows at the smallest loss scale, instead of raising an error.
 
-    The meters warn of such steps, and end a run of nothing else.
+    The trainer's meters warn of skipped steps and end a run after too many in a row.
     """
     scaler = getattr(optimizer, "loss_scaler", None)
     if isinstance(scaler, DynamicLossScaler):
@@ -88,20 +90,20 @@ def continue_at_min_loss_scale(optimizer: Any) -> None:
 
 
 def average_over_all_ranks(engine: Any) -> None:
-    """Average gradients over data-parallel times sequence ranks, at every stage.
+    """Make every stage average gradients over all data-parallel and sequence-parallel ranks.
 
-    DeepSpeed divides by all of them in stage 3's reduce_scatter_coalesced alone, elsewhere by the
-    data-parallel ones.
+    DeepSpeed divides by the number of all these ranks only in stage 3's reduce_scatter_coalesced, and
+    elsewhere by the number of data-parallel ranks.
     """
     engine.sequence_parallel_size = 1
     engine.optimizer.sequence_parallel_size = 1
 
 
 def keep_misaligned_gradients(zero_optimizer: Any) -> None:
-    """Keep in memory the gradients that would be read back from NVMe as wrong numbers.
+    """Keep gradients in memory that DeepSpeed would read back from NVMe as wrong numbers.
 
-    They are read past the page cache. Where their place in the buffer is no multiple of 512 bytes, the read
-    fails without a word: on two ranks any odd number of rows does it.
+    DeepSpeed 0.19.8 reads them by direct I/O. If a gradient's offset in the buffer is no multiple of 512
+    bytes, the read fails without an error. On two ranks any odd number of rows causes that.
     """
     swapper = getattr(zero_optimizer, "optimizer_swapper", None)
     if swapper is None:
@@ -124,16 +126,16 @@ def keep_misaligned_gradients(zero_optimizer: Any) -> None:
 
 
 def keep_autocast(engine: Any, dtype: torch.dtype) -> None:
-    """Have the engine's forward leave the caller's autocast on, which it ends on a GPU.
+    """Make the engine's forward keep the caller's autocast, which it would end on a GPU.
 
-    Its forward alone reads these two. Setting them in the configuration would cast the parameters too.
+    Only its forward reads these two attributes. Set in the JSON they would cast the parameters too.
     """
     engine._config.torch_autocast_enabled = True
     engine._config.torch_autocast_dtype = dtype
 
 
 class TiedPipelineModule(PipelineModule):
-    """DeepSpeed's module, whose first broadcast of tied weights autograd does not record."""
+    """Runs DeepSpeed's first broadcast of tied weights without autograd, which would record it."""
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
@@ -141,26 +143,30 @@ class TiedPipelineModule(PipelineModule):
 
 
 def allow_norm_without_gradients(optimizer: Any, device: torch.device) -> None:
-    """Give a stage in bf16 that counts no gradient the norm 0: DeepSpeed stacks the norms of nothing.
+    """Make a bf16 pipeline stage without counted gradients have the norm 0.
 
-    Such a stage has nothing but frozen weights, or a tied copy alone.
+    DeepSpeed would fail by stacking an empty list of norms. Such a stage has only frozen weights, or only the
+    copy of a tied one.
     """
     if not isinstance(optimizer, BF16_Optimizer):
         return
     gradients = optimizer.get_grads_for_norm
 
-    def counted(for_clipping: bool = False) -> Any:
-        found = gradients(for_clipping)
-        if for_clipping or found[0]:
-            return found
-        return [torch.zeros(1, device=device)], found[1]
+    def get_gradients(for_clipping: bool = False) -> Any:
+        result = gradients(for_clipping)
+        if for_clipping or result[0]:
+            return result
+        return [torch.zeros(1, device=device)], result[1]
 
-    optimizer.get_grads_for_norm = counted
+    optimizer.get_grads_for_norm = get_gradients
 
 
 @contextmanager
 def disable_zero3_hooks(offload: Any) -> Iterator[None]:
-    """Have forwards neither gather nor release: ZeRO 3's hooks would shard what they find whole."""
+    """Remove ZeRO 3's hooks inside the context, so that forwards neither gather nor release parameters.
+
+    The hooks would shard parameters that were gathered before.
+    """
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
     tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
     before = {key: dict(table) for key, table in tables.items()}
@@ -172,34 +178,34 @@ def disable_zero3_hooks(offload: Any) -> Iterator[None]:
     finally:
         for key, table in tables.items():
             table.clear()
-            table.update(before[key])  # in their order
+            table.update(before[key])  # in the original order
 
 
 def drop_model_references(engine: Any) -> None:
-    """Drop what still refers to the model after the engine's destroy.
+    """Drop references to the model that remain after the engine's destroy.
 
-    At ZeRO 3 these are a module variable and a cache around a method, with stages the last outputs.
+    At ZeRO 3 these are a module variable and the cache of a method; with pipeline stages the last outputs.
     """
     own = set(engine.module.modules())
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [each for each in stack if each not in own]
     if engine.zero_optimization_stage() == 3:
-        # Decorated for tracing. Another engine's is computed again.
+        # The method is behind a tracing decorator. Other engines compute their cache entries again.
         released = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
         inspect.getclosurevars(released).nonlocals["func"].cache_clear()
         restore_torch_linear()
-    engine.loss = engine.pipe_buffers = None  # autograd's graph leads to the model
+    engine.loss = engine.pipe_buffers = None  # their autograd graphs refer to the model
 
 
 def check_with_deepspeed(config: dict[str, Any]) -> None:
-    """Have the installed DeepSpeed look at every value: it may refuse what config/ does not know.
+    """Validate the configuration by the installed DeepSpeed, which may refuse values that config/ accepts.
 
     Raises:
-        ConfigError: DeepSpeed refuses one.
+        ConfigError: DeepSpeed refuses a value.
     """
     deepspeed.utils.logger.setLevel(logging.WARNING)
     config = copy.deepcopy(config)
-    config.pop("train_batch_size", None)  # it would be held to the ranks, who may not have met yet
+    config.pop("train_batch_size", None)  # checked against the number of ranks, which may not be known yet
     try:
         DeepSpeedConfig(config)
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:  # pydantic's error is a ValueError

@@ -1,7 +1,7 @@
-"""Where a row of layers is cut into pipeline stages, and DeepSpeed's PipelineModule over the cut.
+"""Pipeline stages: the cut of a model's layers, and DeepSpeed's PipelineModule over it.
 
-Every stage holds at least one decoder block: what stands before the blocks goes with the first, what stands
-after them with the last.
+Every stage has at least one decoder block. Layers before the blocks belong to the first stage, layers after
+them to the last.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pipeline.planner.rank import split_balanced, split_uniformly
 
 
 class StageSharding:
-    """See pipeline.models.sharding.Sharding: this rank has values for the parameters of its stage alone.
+    """Implements pipeline.models.sharding.Sharding: a rank has values only for the parameters of its stage.
 
-    Every rank draws the weights of all stages, module by module, so that random numbers stay in step, and
-    lets go of what another stage has.
+    Initial weights depend on the seed alone. Therefore every rank draws the weights of all stages in the same
+    order, module by module, and frees those of other stages.
     """
 
     loads_by_tensor = True
@@ -46,18 +46,20 @@ class StageSharding:
         """Prepare to cut a model.
 
         Args:
-            config: The DeepSpeed JSON, filled in.
+            config: Resolved DeepSpeed JSON.
+            split: Split of the run.
+            job: Ranks and process group of the run.
         """
         self._config = config
         self._split = split
         self._stage = job.ranks.rank // split.dp_world_size
         self._kept: set[nn.Parameter] = set()
         self.bounds: list[int] = []
-        """Stage s holds layers bounds[s] up to bounds[s + 1]."""
+        """Bounds of the stages: stage s has layers bounds[s] to bounds[s + 1] - 1."""
         self.model: LayeredModel | None = None
 
     def construct(self) -> AbstractContextManager[None]:
-        """See Sharding.construct: a module that draws its own weights is made whole first."""
+        """See Sharding.construct. A module that draws its own weights is whole first."""
         return nullcontext()
 
     def construct_empty(self) -> AbstractContextManager[None]:
@@ -68,10 +70,10 @@ class StageSharding:
         return context
 
     def divide(self, model: nn.Module) -> None:
-        """See Sharding.divide. Once a model is cut, another call does nothing.
+        """See Sharding.divide. Does nothing after the model was cut.
 
-        While buffers have no values, the model is not complete: one like it is cut to say what this stage
-        keeps, and the model itself by the next call.
+        A model whose buffers have no values is not complete. Then a copy of it is cut to find the parameters
+        of this stage, and the next call cuts the model itself.
         """
         if self.model is not None:
             return
@@ -111,42 +113,44 @@ class StageSharding:
                     drop_values(parameter)
 
     def _cut_points(self, model: LayeredModel) -> list[int]:
-        """Return the bounds, by the section's `partition`.
+        """Return the bounds of the stages for the section's `partition`.
 
         Raises:
-            ModelError: fewer blocks than stages.
+            ModelError: the model has fewer blocks than stages.
         """
-        stages, how = self._split.pipeline_stages, self._config["pipeline"].get("partition", "parameters")
+        stages = self._split.pipeline_stages
+        partition = self._config["pipeline"].get("partition", "parameters")
         if model.num_blocks < stages:
             raise ModelError(
-                f"pipeline.stages is {stages}, but the model has {model.num_blocks} blocks, and a stage "
-                f"without one has nothing to do; ask for {model.num_blocks} stages at most"
+                f"pipeline.stages is {stages}, but the model has {model.num_blocks} blocks, and each stage "
+                f"needs one; set pipeline.stages to {model.num_blocks} at most"
             )
-        if how == "uniform":
+        if partition == "uniform":
             units = split_uniformly(model.num_blocks, stages)
         else:
             sizes: list[float] = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-            units = split_balanced(_by_block(sizes, model), stages)
+            units = split_balanced(_sum_by_block(sizes, model), stages)
         inner = [model.first_block + unit for unit in units[1:-1]]
         return [0, *inner, len(model.layers)]
 
 
 class StageModule(TiedPipelineModule):
-    """This rank's stage of the model."""
+    """Computes this rank's stage of the model."""
 
     def __init__(self, model: LayeredModel, bounds: list[int], last: Callable[[Tensor], Tensor]):
         """Build the process groups of the pipeline. Collective.
 
         Args:
-            bounds: Stage s holds layers bounds[s] up to bounds[s + 1].
-            last: What the last stage does with hidden states, in place of the head.
+            model: Model whose layers are cut.
+            bounds: Stage s has layers bounds[s] to bounds[s + 1] - 1.
+            last: Replaces the head; maps the last stage's hidden states to loss or logits.
         """
         self.parts = bounds
         layers: list[Any] = list(model.layers)
         if model.is_tied:
             layers[0] = layers[-1] = _TiedLayer(layers[0])
         super().__init__(layers, num_stages=len(bounds) - 1)
-        self._layer_specs: list[Any] = []  # they hold the other stages' layers
+        self._layer_specs: list[Any] = []  # they refer to the layers of other stages
         self._last = last
         if self.stage_id == self.num_stages - 1:
             self.forward_funcs.pop()
@@ -154,8 +158,9 @@ class StageModule(TiedPipelineModule):
         self.generation_config = model.generation_config
 
     def forward(self, forward_input: Any) -> Any:
-        """Return the stage's output. The next stage sends a gradient back for it, also where nothing here
-        trains.
+        """Return the stage's output, which requires a gradient while gradients are enabled.
+
+        The next stage sends a gradient back for it, even if this stage trains nothing.
         """
         output = super().forward(forward_input)
         hidden = output[0] if isinstance(output, tuple) else output
@@ -164,21 +169,28 @@ class StageModule(TiedPipelineModule):
         return self._last(hidden) if self.stage_id == self.num_stages - 1 else output
 
     def generate(self, input_ids: Tensor, use_cache: bool, **how: Any) -> Tensor:
-        """Do as transformers' `generate` of the whole model, without its cache. Collective over stages."""
+        """Return the tokens that transformers' `generate` yields for the whole model.
+
+        It uses no key-value cache. Collective over stages.
+        """
         model: Any = UncachedGenerator(self, input_ids.device, self._last_logits)
-        written: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
-        return written
+        generated: Tensor = model.generate(input_ids, use_cache=False, synced_gpus=False, **how)
+        return generated
 
     def _last_logits(self, ids_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Return the last position's logits (B, 1, V), on every rank of a pipeline. Collective over its
-        ranks.
+        """Return the logits of the last position (B, 1, V) on every rank of a pipeline.
+
+        Collective over the pipeline's ranks.
 
         Args:
-            mask_BT: 0 where a row is padded on the left.
+            ids_BT: Token ids, (B, T).
+            mask_BT: Attention mask, 0 for padding on the left.
         """
-        grid, group = self._grid, self._grid.get_pipe_parallel_group()
-        stage, last = self.stage_id, self.num_stages - 1
-        like = next(self.parameters())
+        grid = self._grid
+        group = grid.get_pipe_parallel_group()
+        stage = self.stage_id
+        last = self.num_stages - 1
+        like = next(self.parameters())  # its dtype and device are those of the hidden states
         carried = ids_BT
         if stage > 0:
             carried = like.new_empty(*ids_BT.shape, self.config.hidden_size)
@@ -186,7 +198,7 @@ class StageModule(TiedPipelineModule):
         if mask_BT is None or bool(mask_BT.all()):
             output = self(carried)
         else:
-            # Positions that start again begin a document, and padding is a row of documents of one token.
+            # A position of 0 begins a document, so each padding token is a document of its own.
             output = self((carried, (mask_BT.cumsum(1) - 1).clamp(min=0)))
         if stage < last:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -202,7 +214,7 @@ class StageModule(TiedPipelineModule):
 
 
 class _TiedLayer(TiedLayerSpec):
-    """A layer whose weight another stage holds too, already built. DeepSpeed adds up both gradients."""
+    """Wraps a layer whose weight is on another stage too. DeepSpeed adds up the gradients of both."""
 
     def __init__(self, module: nn.Module):
         super().__init__("words", type(module), tied_weight_attr="part.weight")
@@ -215,13 +227,15 @@ class _TiedLayer(TiedLayerSpec):
 def build_stage_groups(
     model: LayeredModel, stage: nn.Module, config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups, as many on every stage: DeepSpeed adds norms up over stages group by
-    group.
+    """Return this stage's parameter groups, equal in number on every stage.
 
-    It drops an empty group, so where a stage has nothing of one, something that gets no gradient stands in.
+    DeepSpeed drops empty groups and reduces norms over stages group by group. Stages with unequal numbers of
+    groups would wait for each other forever. A group without parameters on this stage gets a stand-in
+    parameter, which never gets a gradient.
 
     Raises:
-        ConfigError, ModelError: see optim.parameter_groups.
+        ConfigError: see optim.parameter_groups.
+        ModelError: see optim.parameter_groups.
     """
     own = {p for _, p in named_layer_parameters(stage.modules())}
     groups = group_parameters(
@@ -241,7 +255,7 @@ def build_stage_groups(
 
 
 def named_layer_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the layers' parameters under the names of the whole model, a tied one once."""
+    """Yield the layers' parameters with their names in the whole model. A tied one is yielded once."""
     seen = set()
     for layer in modules:
         if isinstance(layer, StageLayer):
@@ -251,9 +265,10 @@ def named_layer_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, 
                     yield f"{layer.name}.{name}", p
 
 
-def _by_block(weights: list[float], model: LayeredModel) -> list[float]:
-    """Return one weight a block: the first's with all before it, the last's with all after it."""
-    first, end = model.first_block, model.first_block + model.num_blocks
+def _sum_by_block(weights: list[float], model: LayeredModel) -> list[float]:
+    """Return one weight per block. The first includes the layers before it, the last those after it."""
+    first = model.first_block
+    end = first + model.num_blocks
     blocks = weights[first:end]
     blocks[0] += sum(weights[:first])
     blocks[-1] += sum(weights[end:])

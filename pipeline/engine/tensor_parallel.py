@@ -1,8 +1,10 @@
-"""What DeepSpeed's AutoTP needs beside itself: a loss over the words of all ranks, a norm that counts every
-part once, and which part of the whole model a rank holds.
+"""Additions to DeepSpeed's AutoTP: vocabulary-parallel loss, norm, and the placement of a rank's parts.
 
-Matrices are cut over the ranks of a tensor group as transformers' plan says, an output layer by words, with
-the embedding that is tied to it; norms and other embeddings lie whole on each.
+Matrices are cut over the ranks of a tensor group by transformers' plan. An output layer, and the embedding
+tied to it, is cut by vocabulary entries. Norms and other embeddings are whole on each rank.
+
+For the loss the ranks exchange three numbers per token (largest logit, sum of exponentials, logit of the
+label) instead of gathering logits of shape (tokens, vocabulary), as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ from pipeline.objectives import VocabularyPart, set_vocabulary_part
 
 
 def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
-    """Set in the section whether an embedding and the output layer tied to it are cut, by words.
+    """Set in the section whether an embedding and the output layer tied to it are cut by vocabulary.
+
+    They stay whole if DeepSpeed refuses to cut them: the embedding scales its output (Gemma), the section
+    states how to cut, or the output layer is not named `lm_head`.
 
     Raises:
-        ModelError: nothing says which of the model's matrices to cut, and how.
+        ModelError: neither the section nor transformers says how to cut the model's matrices.
     """
     section = config["tensor_parallel"]
     stated = "partition_config" in section or "preset_model" in section
@@ -47,8 +52,9 @@ def complete_tensor_section(config: dict[str, Any], model: nn.Module) -> None:
 
 
 def _can_cut_tied(model: Any, ranks: int) -> bool:
-    """Return whether the output layer is tied, and to embeddings alone that DeepSpeed cuts by words."""
-    head, names = _output_layer(model), {child: name for name, child in model.named_children()}
+    """Return whether the output layer is tied, and only to embeddings that DeepSpeed can cut."""
+    head = _output_layer(model)
+    names = {child: name for name, child in model.named_children()}
     if type(head) is not nn.Linear or names.get(head) != "lm_head" or len(head.weight) < ranks:
         return False
     sharing = [m for m in model.modules() if m is not head and getattr(m, "weight", None) is head.weight]
@@ -60,22 +66,26 @@ def _output_layer(model: Any) -> Any:
 
 
 def _is_plain_embedding(module: Any) -> bool:
-    if type(module) is not nn.Embedding:  # one that multiplies what it looks up
+    if type(module) is not nn.Embedding:  # a subclass may scale its output
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def share_vocabulary(model: Any) -> None:
-    """Have a cut output layer return the loss without logits, and all words' logits to others."""
+    """Make a cut output layer compute the loss without gathering logits.
+
+    Other callers (generation, a user's own objective) still get the logits of the whole vocabulary.
+    """
     head = _output_layer(model)
     if type(head) not in (LinearLayer, VocabParallelLinear) or min(head._partition_sizes) == 0:
         return
     if type(head) is VocabParallelLinear:
         head.gather_output = True
-        model.loss_function = model._deepspeed_original_loss_function  # of whole logits
+        model.loss_function = model._deepspeed_original_loss_function  # for logits of the whole vocabulary
     if not head.gather_output:
         return
-    sizes, group = head._partition_sizes, head.mp_group
+    sizes = head._partition_sizes
+    group = head.mp_group
     head.out_features, head.in_features = head._orig_weight_shape
 
     def gather(tensor: Tensor) -> Tensor:
@@ -96,19 +106,23 @@ def share_vocabulary(model: Any) -> None:
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return whether this rank counts a parameter in a norm: each part, and whole parameters once."""
+    """Return whether this rank counts a parameter in a norm.
+
+    Every rank counts its parts. Whole parameters are counted by the group's first rank.
+    """
     return is_model_parallel_parameter(parameter) or groups.get_tensor_model_parallel_rank() == 0
 
 
 def sum_over_tensor_group(square: Tensor) -> Tensor:
-    """Sum over a tensor group, in place. Collective."""
+    """Sum a tensor over the tensor group in place and return it. Collective."""
     dist.all_reduce(square, group=groups.get_tensor_model_parallel_group())
     return square
 
 
 def broadcast_from_first_rank(scores: Tensor) -> Tensor:
-    """Return the scores of a tensor group's first rank: after two different tokens its ranks would wait for
-    ever.
+    """Return the scores of the tensor group's first rank. Collective.
+
+    Ranks that chose different tokens would wait for each other forever.
     """
     scores = scores.contiguous()
     first = groups.get_tensor_model_parallel_src_rank()
@@ -117,13 +131,15 @@ def broadcast_from_first_rank(scores: Tensor) -> Tensor:
 
 
 def place_cut_parameters(module: nn.Module) -> Placements:
-    """Return the places of a tensor rank's parameters. One rank, in turn, writes those that lie whole on
-    each.
+    """Return the placements of this rank's parameters under tensor parallelism.
+
+    Parameters that are whole on each rank are written by one rank each, in turn.
 
     Raises:
-        ModelError: AutoTP does not say how it cut one of them.
+        ModelError: AutoTP does not state how it cut a parameter.
     """
-    rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    rank = groups.get_tensor_model_parallel_rank()
+    size = groups.get_tensor_model_parallel_world_size()
     places = {}
     for index, (p, whole) in enumerate(place_whole_parameters(module).items()):
         place = locate_part(whole.name, p, whole.shape, rank, size)
@@ -135,49 +151,65 @@ def place_cut_parameters(module: nn.Module) -> Placements:
 def locate_part(
     name: str, parameter: nn.Parameter, own: tuple[int, ...], rank: int, size: int
 ) -> TensorPlacement:
-    """Return which part of the whole parameter this rank's, of shape `own`, is.
+    """Return the placement of this rank's part of a parameter.
+
+    Args:
+        name: Name of the parameter.
+        parameter: Parameter with AutoTP's metadata.
+        own: Shape of this rank's part.
+        rank: This rank's number in the tensor group.
+        size: Number of ranks in the tensor group.
 
     Raises:
-        ModelError: AutoTP does not say.
+        ModelError: AutoTP does not state how it cut the parameter.
     """
-    told = getattr(parameter, DS_AUTOTP_UC_META, None)
-    if told is None or told["replicated"]:
+    metadata = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if metadata is None or metadata["replicated"]:
         return TensorPlacement.whole(name, own)
-    whole, view, dim = tuple(told["original_shape"]), told["logical_shape"], told["partition_dim"]
+    whole = tuple(metadata["original_shape"])
+    view = metadata["logical_shape"]
+    dim = metadata["partition_dim"]
     if dim is None and whole == own:
         return TensorPlacement.whole(name, own)
-    # Each of several matrices in one is cut by itself: its rows a rank.
-    widths = told["sub_param_shard_widths"] or [told["partition_sizes"]]
+    # A parameter may consist of several matrices (such as q, k and v). Each is cut by itself: its widths by
+    # rank.
+    widths = metadata["sub_param_shard_widths"] or [metadata["partition_sizes"]]
     if dim is None or widths == [None]:
         raise ModelError(
-            f"tensor_parallel: DeepSpeed does not say how it cut {name}, and a checkpoint must know; use "
-            "zero_optimization.stage 3, or say how in tensor_parallel.partition_config"
+            f"tensor_parallel: DeepSpeed does not state how it cut {name}, which checkpoints need; use "
+            "zero_optimization.stage 3, or state it in tensor_parallel.partition_config"
         )
-    taken = [each[rank] for each in widths]
-    into_own = itertools.accumulate(taken, initial=0)
-    into_whole = itertools.accumulate((sum(each) for each in widths), initial=0)
+    own_widths = [each[rank] for each in widths]
+    own_starts = itertools.accumulate(own_widths, initial=0)
+    whole_starts = itertools.accumulate((sum(each) for each in widths), initial=0)
     boxes: list[tuple[Box, Box]] = []
-    for width, here, there, each in zip(taken, into_own, into_whole, widths, strict=False):
-        first = there + sum(each[:rank])
+    for width, own_start, whole_start, each in zip(
+        own_widths, own_starts, whole_starts, widths, strict=False
+    ):
+        first = whole_start + sum(each[:rank])
         boxes += zip(
-            _boxes(own, view, dim, here, width, sum(taken)),
-            _boxes(whole, view, dim, first, width, sum(map(sum, widths))),
+            _find_boxes(own, view, dim, start=own_start, width=width, size=sum(own_widths)),
+            _find_boxes(whole, view, dim, start=first, width=width, size=sum(map(sum, widths))),
             strict=True,
         )
     return TensorPlacement(name, whole, own, tuple(boxes))
 
 
-def _boxes(
+def _find_boxes(
     shape: tuple[int, ...], view: tuple[int, ...], dim: int, start: int, width: int, size: int
 ) -> Iterator[Box]:
-    """Yield boxes of the matrix itself for `width` indices from `start` on in one dimension, `size` long, of
-    a view.
+    """Yield the boxes of a matrix that a range of indices in one dimension of a view covers.
 
     Args:
-        view: Like shape, but for a first dimension that may be several.
+        shape: Shape of the matrix.
+        view: Shape of the view: the first dimension may be split into several, the others are equal.
+        dim: Dimension of the view.
+        start: First index of the range.
+        width: Number of indices in the range.
+        size: Length of the dimension.
     """
     rest = tuple((0, n) for n in shape[1:])
-    if dim >= len(view) - len(shape) + 1:  # not in the first dimension
+    if dim >= len(view) - len(shape) + 1:  # a dimension after the matrix's first
         at = dim - (len(view) - len(shape))
         yield tuple((start, start + width) if d == at else (0, n) for d, n in enumerate(shape))
         return

@@ -1,7 +1,9 @@
-"""AutoTP while a model is made: of a matrix that it will cut, a rank keeps its own part alone.
+"""Tensor-parallel sharding while a model is made: a rank keeps only its own parts of cut matrices.
 
-DeepSpeed cuts matrices that lie whole on every rank. Here it cuts a model without values, to say which part
-is whose, and the model itself, of which this rank then puts its parts in place.
+DeepSpeed's AutoTP cuts matrices that are whole on every rank, so host memory would limit the model's size.
+Here AutoTP first cuts a copy without values, which shows every rank's part of each matrix. All weights are
+drawn or read in the same order, one module or tensor at a time, and a rank keeps its parts. At the end AutoTP
+cuts the model itself, and the rank puts its parts in place.
 """
 
 from __future__ import annotations
@@ -31,22 +33,24 @@ from pipeline.objectives import refuse_router_loss
 
 
 class _Part:
-    """What this rank keeps of one parameter: of the shape that its own has once it is cut."""
+    """Holds this rank's part of one parameter, in the shape that the parameter has after the cut."""
 
     def __init__(self, place: TensorPlacement, dtype: torch.dtype):
-        """Allocate the memory at once, so that whole parameters leave no holes between the parts."""
+        """Allocate the memory now, so that freed whole parameters leave no gaps between the parts."""
         self.place = place
         self.values = torch.empty(place.own_shape, dtype=dtype)
         self.is_there = False
 
     @torch.no_grad()
-    def take(self, whole: Tensor) -> None:
+    def copy_from(self, whole: Tensor) -> None:
+        """Copy this rank's part out of the whole parameter."""
         for own, there in self._slices():
             self.values[own] = whole[there]
         self.is_there = True
 
     @torch.no_grad()
-    def put(self, whole: Tensor) -> None:
+    def copy_into(self, whole: Tensor) -> None:
+        """Copy this rank's part into the whole parameter."""
         for own, there in self._slices():
             whole[there] = self.values[own]
 
@@ -57,14 +61,14 @@ class _Part:
 
 
 class TensorSharding:
-    """See pipeline.models.sharding.Sharding: this rank has values for its parts of cut matrices alone.
+    """Implements pipeline.models.sharding.Sharding: a rank has values only for its parts of cut matrices.
 
-    Every rank draws all weights, module by module, so that random numbers stay in step. A cut parameter is
-    whole for as long as it is drawn or filled.
+    Every rank draws all weights in the same order, module by module, so that initial weights depend on the
+    seed alone. A cut parameter is whole only while it is drawn or filled.
 
-    Where one is made whole again, this rank's part has its values and the rest is NaN. So an `_init_weights`
-    that changes a parameter drawn before it element by element does what it does to a whole model; what it
-    computes from all of its values (a norm, a mean) is NaN.
+    A parameter that is made whole again has values in this rank's part and NaN elsewhere. An `_init_weights`
+    may therefore change drawn parameters element by element, as in a whole model. A result that needs all
+    values of a parameter (a norm, a mean) is NaN.
     """
 
     loads_by_tensor = True
@@ -74,7 +78,8 @@ class TensorSharding:
         """Prepare to cut a model.
 
         Args:
-            config: The DeepSpeed JSON, filled in.
+            config: Resolved DeepSpeed JSON.
+            split: Split of the run.
         """
         self._config = {"tensor_parallel": dict(config["tensor_parallel"])}
         self._split = split
@@ -82,7 +87,7 @@ class TensorSharding:
         self._parts: dict[nn.Parameter, list[_Part]] = {}
 
     def construct(self) -> AbstractContextManager[None]:
-        """See Sharding.construct: what a module draws for itself is whole until the model is made."""
+        """See Sharding.construct. Weights that a module draws itself are whole until the model is made."""
         return contextlib.nullcontext()
 
     def construct_empty(self) -> AbstractContextManager[None]:
@@ -93,11 +98,11 @@ class TensorSharding:
         return context
 
     def divide(self, model: nn.Module) -> None:
-        """See Sharding.divide. Makes the tensor groups; the second call of a model does nothing.
+        """See Sharding.divide. Makes the tensor-parallel groups. A second call does nothing.
 
         Raises:
-            ConfigError: the model's routers are to be balanced.
-            ModelError: AutoTP cannot cut it, or does not say how it does.
+            ConfigError: the model is a mixture of experts whose routers are to be balanced.
+            ModelError: AutoTP cannot cut the model, or does not state how it does.
         """
         if self._is_made:
             return
@@ -107,17 +112,19 @@ class TensorSharding:
         build_parallel_state(self._split)
         twin = _without_values(model)
         try:
-            # What it prints, it prints again of the model itself. A new embedding draws before it is filled.
+            # AutoTP's output is hidden, since it appears again when the model itself is cut. A new embedding
+            # draws random numbers before it is filled.
             with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
                 self._partition(twin)
-        except (NotImplementedError, ValueError) as error:  # of how to cut, in DeepSpeed's words
+        except (NotImplementedError, ValueError) as error:  # DeepSpeed's errors about how to cut
             raise ModelError(f"tensor_parallel: {summarize_error(error)}") from None
         named = dict(model.named_parameters(remove_duplicate=False))
         places = list(place_cut_parameters(twin).values())
-        # What is whole under one of its names has all values, from which AutoTP itself takes the parts.
+        # A tied parameter that is whole under one of its names keeps all values; AutoTP cuts it later.
         whole = {named[place.name] for place in places if place.boxes == WHOLE_TENSOR}
         for place in places:
-            if (parameter := named[place.name]) not in whole:
+            parameter = named[place.name]
+            if parameter not in whole:
                 self._parts.setdefault(parameter, []).append(_Part(place, parameter.dtype))
         for parameter in self._parts:
             if not parameter.is_meta:
@@ -150,9 +157,14 @@ class TensorSharding:
                 self._keep_parts(parameter)
 
     def cut(self, model: nn.Module) -> None:
-        """Make the model, with all its values, this rank's part of it. Collective; before an optimizer."""
+        """Cut the model, which has all its values, to this rank's part. Collective.
+
+        Call it before an optimizer is made.
+        """
         if has_adapter(model):
-            from pipeline.engine.tensor_adapters import detach_adapters  # imports peft, which takes seconds
+            from pipeline.engine.tensor_adapters import (
+                detach_adapters,
+            )  # late: it imports peft, which takes seconds
 
             with detach_adapters(model):
                 self._cut(model)
@@ -166,12 +178,12 @@ class TensorSharding:
         kept = {part.place.name: part for parts in self._parts.values() for part in parts}
         self._parts = {}
         for name, parameter in model.named_parameters():
-            # What is cut may be a new one.
+            # AutoTP may have made new parameters, without these attributes.
             parameter.requires_grad_(before[name].requires_grad)
             parameter.is_base = is_base(before[name])  # type: ignore[attr-defined]
             if name in kept and kept[name].is_there:
                 assert parameter.shape == kept[name].values.shape, name
-                assert not parameter._backward_hooks, name  # they would stay with the empty one
+                assert not parameter._backward_hooks, name  # they would stay with the replaced parameter
                 set_values(parameter, kept[name].values)
             assert not parameter.is_meta, name
 
@@ -179,7 +191,7 @@ class TensorSharding:
         for module in model.modules():
             weight = module._parameters["weight"] if isinstance(module, nn.Embedding) else None
             if weight is not None and weight.is_meta:
-                allocate_values(weight)  # AutoTP may copy from it, whatever it holds
+                allocate_values(weight)  # AutoTP may copy from it; the values do not matter
         set_autotp_mode(training=True)
         engine = SimpleNamespace(local_rank=-1, autotp_size=lambda: self._split.tensor_parallel)
         section = get_tensor_parallel_config(self._config)
@@ -190,16 +202,16 @@ class TensorSharding:
         if parts:
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else 0)
         for part in parts:
-            part.put(parameter)
+            part.copy_into(parameter)
 
     def _keep_parts(self, parameter: nn.Parameter) -> None:
         for part in self._parts[parameter]:
-            part.take(parameter)
+            part.copy_from(parameter)
         drop_values(parameter)
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters have shapes alone."""
+    """Return a copy of the model whose parameters have no values."""
     empty: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
     }

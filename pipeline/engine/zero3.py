@@ -1,8 +1,8 @@
-"""ZeRO-3's parameters: sharded while a model is made, gathered block by block, and whole to generate.
+"""Parameters at ZeRO-3: sharded while a model is made, gathered block by block, and whole for generation.
 
-deepspeed.zero.Init as it comes draws on the device and in the run's precision, so a sharded model would
-start from other weights than a whole one. Here both start from the same: each parameter is drawn on the CPU
-in fp32, cast, and sharded at once.
+Initial weights depend on the seed alone. deepspeed.zero.Init itself draws on the device in the run's
+precision, so a sharded model would start from other weights than a whole one. Here each parameter is drawn on
+the CPU in fp32, cast, and sharded at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from pipeline.models.blocks import find_leaf_blocks
 
 
 class _GatherOnUse(TorchFunctionMode):
-    """Makes a sharded parameter whole again where the code that makes the model comes back to it.
+    """Gathers a sharded parameter when the code that makes the model uses it again.
 
-    A module that draws its children's weights (nn.MultiheadAttention, `self.apply(init)`) would draw into
-    empty tensors, in silence. On the CPU in fp32 it draws what it would draw into a whole model.
+    A module that draws its children's weights (nn.MultiheadAttention, `self.apply(init)`) would otherwise
+    draw into empty tensors, without an error. Gathered parameters are fp32 on the CPU, so it draws the same
+    values as in a whole model.
     """
 
-    # These need no values.
+    # Functions that need no values.
     HARMLESS = frozenset(
         [
             *(
@@ -48,7 +49,7 @@ class _GatherOnUse(TorchFunctionMode):
             Tensor.requires_grad_,
         ]
     )
-    # Elements held whole at a time, at most: 1 GiB.
+    # Largest number of elements that are whole at a time: 1 GiB in fp32.
     LIMIT = 2**28
 
     def __init__(self, whole: Callable[[list[nn.Parameter]], AbstractContextManager[None]]):
@@ -62,42 +63,45 @@ class _GatherOnUse(TorchFunctionMode):
         if not self.is_paused and func not in self.HARMLESS:
             used = [each for each in tree_leaves((args, kwargs)) if hasattr(each, "ds_status")]
             if self._elements + sum(each.ds_numel for each in _sharded(used)) > self.LIMIT:
-                self.close()  # then all of them have to be opened
+                self.close()  # this shards parameters of `used` too; all are gathered below
             for each in _sharded(used):
                 self._elements += each.ds_numel
                 self._opened.enter_context(self._whole([each]))
         return func(*args, **(kwargs or {}))
 
     def close(self) -> None:
-        """Shard them again. Collective."""
+        """Shard the gathered parameters again. Collective."""
         self._opened.close()
         self._elements = 0
 
 
 def _sharded(parameters: list[Any]) -> list[Any]:
-    """Return the parameters that are sharded, each once."""
+    """Return those parameters that are sharded now, each once."""
     closed = [p for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     return list({id(p): p for p in closed}.values())
 
 
 class _InitOnCpu(deepspeed.zero.Init):
-    """zero.Init without its tensor-constructor patches: what is made stays fp32 on the CPU until sharded."""
+    """Shards modules as zero.Init does, but keeps them in fp32 on the CPU until then.
 
-    def __init__(self, config: dict[str, Any], dtype: torch.dtype, revisited: _GatherOnUse):
+    zero.Init's patches of torch's tensor constructors are left out.
+    """
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, gather_on_use: _GatherOnUse):
         super().__init__(config_dict_or_path=config, dtype=dtype)
-        self.dtype = dtype  # zero.Init takes fp16 for fp32 where the device has it
-        self._revisited = revisited
+        self.dtype = dtype  # zero.Init replaces fp32 by fp16 on devices that support it
+        self._gather_on_use = gather_on_use
         self._deferred: list[nn.Module] = []
-        # Its own way to let `apply` reach sharded weights draws in the run's precision.
+        # zero.Init's own patch of `apply` for sharded weights draws in the run's precision.
         deepspeed.zero.Init.override_module_apply = False
 
     def _post_init_method(self, module: nn.Module) -> None:
         if any(p.is_meta for p in module.parameters(recurse=False)):
             self._deferred.append(module)
             return
-        self._revisited.is_paused = True
+        self._gather_on_use.is_paused = True
         super()._post_init_method(module)
-        self._revisited.is_paused = False
+        self._gather_on_use.is_paused = False
 
     def shard_deferred(self) -> None:
         """Shard modules made without values and filled later, as transformers' `from_pretrained` does."""
@@ -116,7 +120,7 @@ class _InitOnCpu(deepspeed.zero.Init):
 
 
 class Zero3Sharding:
-    """See pipeline.models.sharding.Sharding."""
+    """Implements pipeline.models.sharding.Sharding for ZeRO-3."""
 
     loads_by_tensor = False
 
@@ -139,19 +143,19 @@ class Zero3Sharding:
         """See Sharding.construct. Collective."""
         assert self.zero3_config is not None
         drop_hpz_groups()
-        revisited = _GatherOnUse(self.gather)
+        gather_on_use = _GatherOnUse(self.gather)
         with ExitStack() as failed:
             failed.callback(restore_torch_linear)
-            with (init := _InitOnCpu(self.zero3_config, self._dtype, revisited)):
-                with revisited:
+            with (init := _InitOnCpu(self.zero3_config, self._dtype, gather_on_use)):
+                with gather_on_use:
                     yield
-                revisited.close()
+                gather_on_use.close()
                 init.shard_deferred()
             failed.pop_all()
 
     @contextmanager
     def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Gather the parameters inside it, and keep rank 0's values. Collective."""
+        """Gather the parameters inside the context; rank 0's values remain. Collective."""
         unique = list(dict.fromkeys(parameters))  # tied weights appear twice
         with deepspeed.zero.GatheredParameters(unique, modifier_rank=0):
             gathered = [p.data for p in unique]
@@ -163,9 +167,10 @@ class Zero3Sharding:
 
 
 def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
-    """Have ZeRO 3 gather a block's parameters at once, and hook into nothing inside: half the host's work.
+    """Make ZeRO 3 gather each block's parameters at once, without hooks inside of the block.
 
-    Before deepspeed.initialize. Not where parameters lie on NVMe, which are read into a few buffers.
+    This halves the host's work. Call it before deepspeed.initialize. Does nothing if parameters are offloaded
+    to NVMe, since these are read into only a few buffers.
     """
     if (config["zero_optimization"].get("offload_param") or {}).get("device") == "nvme":
         return
@@ -177,10 +182,11 @@ def gather_by_block(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def measure_gathers(optimizer: Any, phases: Phases) -> None:
-    """Measure what a forward waits for its parameters as communication. Does nothing below ZeRO 3.
+    """Measure the time that a forward waits for its parameters as communication. Does nothing below ZeRO 3.
 
-    Ranks wait there for the slowest one, so that all forwards are as long as its own. On a GPU it is what the
-    device's stream waits for the one that gathers, between two events; nothing waits for these.
+    Ranks wait there for the slowest one; without this, all ranks' forwards would seem equally long. On a GPU
+    the time is between two events of the device's stream, while it waits for the gathering stream. The host
+    does not wait.
     """
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:
@@ -201,10 +207,11 @@ def measure_gathers(optimizer: Any, phases: Phases) -> None:
 def _require_input_gradient(
     block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the inputs with hidden states by position, which require a gradient; `None` if they are so.
+    """Return a block's inputs with the hidden states as a positional one that requires a gradient.
 
-    DeepSpeed takes a block's gradients away by a hook on the gradient of its inputs by position. Where that
-    is not computed (frozen embeddings below), torch calls the hook too early, before there are gradients.
+    `None` if a positional input requires one already. DeepSpeed removes a block's gradients in a hook on the
+    gradients of its positional inputs. If these need no gradient (frozen embeddings below), torch calls that
+    hook before the block has gradients, and the step fails.
 
     Raises:
         ModelError: the block's first input is no floating-point tensor.
@@ -215,8 +222,8 @@ def _require_input_gradient(
     hidden, *others = args or (named.get(first),)
     if not _is_float(hidden):
         raise ModelError(
-            f"model: the first input of {type(block).__name__} is no floating-point tensor, and ZeRO 3 waits "
-            "for its gradient; use ZeRO stage 2"
+            f"model: the first input of {type(block).__name__} is no floating-point tensor, and ZeRO 3 "
+            "needs its gradient; use ZeRO stage 2"
         )
     named = {name: each for name, each in named.items() if args or name != first}
     return (hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *others), named
@@ -228,13 +235,13 @@ def _is_float(value: Any) -> bool:
 
 @contextmanager
 def gather_if_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
-    """Gather ZeRO 3's parameters on every rank inside it, where they fit. Yields whether they do.
+    """Gather ZeRO 3's parameters on every rank inside the context if they fit, and yield whether they do.
 
-    Forwards then neither gather nor release. Where they do not fit, a forward gathers layer by layer, and all
-    ranks have to take part. Collective.
+    If so, forwards neither gather nor release. If not, forwards gather layer by layer, and all ranks have to
+    take part in each. Collective.
     """
     offload = optimizer.parameter_offload
-    # What the last forward fetched ahead would be gathered twice.
+    # Parameters that the last forward prefetched would be gathered twice.
     offload.get_param_coordinator()._clean_inflight_param_registry()
     sharded = [p for p in offload.module.parameters() if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     if not (wanted and _fit(sharded, job)):
@@ -245,7 +252,10 @@ def gather_if_it_fits(optimizer: Any, job: Job, wanted: bool) -> Iterator[bool]:
 
 
 def _fit(sharded: list[Any], job: Job) -> bool:
-    """Return whether twice their size is free on all ranks, half of it for activations and the cache."""
+    """Return whether twice the parameters' size is free on all ranks.
+
+    One half is for activations and the key-value cache.
+    """
     on_disk = any(p.ds_tensor.final_location == OffloadDeviceEnum.nvme for p in sharded)
     needed = sum(p.ds_numel * p.dtype.itemsize for p in sharded)
     if job.device.type == "cuda":

@@ -159,7 +159,7 @@ def small_op(tmp_path, monkeypatch):
     (tmp_path / "small.cpp").write_text(SMALL)
     monkeypatch.setattr(deepspeed.ops.op_builder, "SmallBuilder", SmallBuilder, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
-    monkeypatch.setattr(native_ops, "_TELL_AFTER", 0.1)
+    monkeypatch.setattr(native_ops, "_LOG_AFTER", 0.1)
     monkeypatch.delitem(SmallBuilder._loaded_ops, "small", raising=False)
     monkeypatch.delitem(sys.modules, "small", raising=False)
     versions = native_ops.cpp_extension.JIT_EXTENSION_VERSIONER.entries
@@ -202,7 +202,7 @@ def test_a_lock_of_nobody_seen_is_named_and_left_for_a_while(small_op, tmp_path,
     with heard() as lines:
         assert native_ops._build(op) is None
     told = next(line for line in lines if line.startswith("waiting for the small op: "))
-    assert f"{folder / 'lock'} is there, and no process is seen that builds it" in told
+    assert f"{folder / 'lock'} exists, but no process on this machine builds it" in told
     assert f"an earlier build of the small op was killed and left {folder / 'lock'}; removed it" in lines
 
 
@@ -260,7 +260,7 @@ def test_a_quantiser_that_cannot_be_built_is_told_before_there_is_a_model(ranks,
     for cuda, home, reason in (
         (None, None, "this torch is built without CUDA"),
         ("13.0", None, "CUDA_HOME does not exist, unable to compile CUDA op(s)"),
-        ("13.0", str(tmp_path), "nvcc is of CUDA 11.8, torch of 13.0"),
+        ("13.0", str(tmp_path), "nvcc is from CUDA 11.8, torch was built with 13.0"),
     ):
         (told,) = ranks(1).run(asked_to_quantise, cuda, home)
         assert told.startswith("zero_optimization: zero_quantized_weights, zero_quantized_gradients: ")

@@ -139,7 +139,7 @@ def test_too_little_space_is_an_error_with_both_numbers(tmp_path):
 
 
 def test_a_path_that_is_missing_or_no_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path: device nvme needs a folder"):
+    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path is missing; device nvme needs a folder"):
         SwapFolder(config(None, "offload_param"), ALONE)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"offload_optimizer\.nvme_path: .*/file/x: Not a directory"):
