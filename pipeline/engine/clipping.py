@@ -191,11 +191,11 @@ RefusalCheck = Callable[[Tensor], Tensor | None]
 def take_over_clipping(config: dict[str, Any], split: Split, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the trainer itself clips and guards the steps of a DeepSpeed engine.
 
-    If so, `config` is changed to turn DeepSpeed's clipping and guard off. DeepSpeed keeps them
-        - in fp16, where it searches for a loss scale
-        - at stage 3
-        - if the optimizer reads no flag on the device, or its state is offloaded: such a step needs the host
-        - at stage 1 in bf16 with gradients summed in fp32, which is another optimizer class of DeepSpeed
+    If so, `config` is changed to turn DeepSpeed's clipping and guard off. DeepSpeed keeps both for:
+        - fp16, where it searches for a loss scale
+        - stage 3
+        - the optimizer reads no flag on the device or is offloaded, so that a step needs the host anyway
+        - stage 1 in bf16 with gradients summed in fp32, for which DeepSpeed has another optimizer class
 
     At stage 0 DeepSpeed computes no norm in fp32. In half precision its norm is wrong for matrices that
     AutoTP has cut (19 % off): it is taken of gradients without their parameters' marks.
@@ -266,7 +266,7 @@ def clip_and_guard_partition(
     gradients = [
         gradient
         for index, parameters in enumerate(zero.params_in_partition)
-        for gradient, p in zip(_unpadded(zero.averaged_gradients[index]), parameters, strict=False)
+        for gradient, p in zip(_without_padding(zero.averaged_gradients[index]), parameters, strict=False)
         if is_counted(p)
     ]
     norm = sums(square_norm(gradients, zero.single_partition_of_fp32_groups[0].device)).sqrt().float()
@@ -290,7 +290,7 @@ def use_single_norm(zero: Any, sums: SumOverRanks) -> None:
         zero._get_norm_groups = norms
 
 
-def _unpadded(gradients: Iterable[Tensor]) -> Iterable[Tensor]:
+def _without_padding(gradients: Iterable[Tensor]) -> Iterable[Tensor]:
     return (each for each in gradients if not getattr(each, "_zero_padding", False))
 
 

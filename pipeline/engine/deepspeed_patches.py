@@ -72,8 +72,8 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def get_missing_loss_scale(optimizer: Any, precision: str) -> float:
     """Return the loss scale if DeepSpeed does not apply it to the loss itself, else 1.
 
-    At stage 0 in fp16 DeepSpeed 0.19 divides the gradients by the scale in its step, but its backward does
-    not multiply the loss by it (`engine.backward` scales for ZeRO optimizers only). The gradients would be
+    At stage 0 in fp16 DeepSpeed 0.19 divides the gradients by the scale in its step. But its backward does
+    not multiply the loss by it: `engine.backward` scales for ZeRO optimizers only. The gradients would be
     negligible beside Adam's eps.
     """
     return 1.0 if precision != "fp16" or isinstance(optimizer, ZeROOptimizer) else float(optimizer.loss_scale)

@@ -1,8 +1,8 @@
 """Interface of an engine, and the arithmetic that turns loss sums into exact means.
 
-Every token counts once. A step counts the valid tokens of all its micro-batches on the host, sums the count
-over all ranks in one all-reduce, and scales each micro-batch's loss *sum* before backward
-(`backward_scale`). No other module divides a training loss. Every rank reports its share of loss and count,
+Every token counts once. A step counts the valid tokens of all its micro-batches on the host and sums the
+count over all ranks in one all-reduce. Before backward it scales each micro-batch's loss *sum* by
+`backward_scale`. No other module divides a training loss. Every rank reports its share of loss and count,
 and the shares add up over all ranks: ranks that process the same samples never count them twice.
 """
 

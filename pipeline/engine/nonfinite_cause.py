@@ -93,7 +93,7 @@ class FirstNonFinite:
         self.found: NonFiniteValue | None = None
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def install_hooks(self) -> Iterator[None]:
         """Install the hooks inside the context. Make the step there."""
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -114,12 +114,12 @@ class FirstNonFinite:
         """Restart the count of micro-batches."""
         self._number = self._batch_number = -1
 
-    def _begin(self, _: nn.Module, given: Any, named: Any) -> None:
+    def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._number += 1
         self._order = 0
         # The first tensor is the data; the others may be masks, which contain -inf.
-        is_data_finite = _is_finite(next(iter_tensors((given, named)), None))
-        self._is_input_finite = is_data_finite and not _has_nan_or_inf((given, named))
+        is_data_finite = _is_finite(next(iter_tensors((args, kwargs)), None))
+        self._is_input_finite = is_data_finite and not _has_nan_or_inf((args, kwargs))
 
     def check_inputs(self, batch: Batch, keys: Collection[str]) -> None:
         """Check the entries of the next micro-batch that the model receives."""
@@ -139,15 +139,15 @@ class FirstNonFinite:
             if not _is_finite(value) and ("mask" not in key or _has_nan_or_inf(value)):
                 self._record_input(key, batch)
 
-    def _forward(self, name: str, layer: nn.Module, given: Any, named: Any, output: Any) -> None:
+    def _forward(self, name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._order += 1
         if self.found is not None or _is_finite(output):
             return
         layer_name = f"{name or 'the model'} ({type(layer).__name__})"
-        if not _is_finite((given, named)):
+        if not _is_finite((args, kwargs)):
             # -inf is normal in a mask, but synchronised batch normalisation receives no mask.
-            if self._is_input_finite and (_has_nan_or_inf((given, named)) or is_sync_batch_norm(layer)):
-                self._record(FORWARD, f"the input of {layer_name}", ", in forward", (given, named), turn=-1)
+            if self._is_input_finite and (_has_nan_or_inf((args, kwargs)) or is_sync_batch_norm(layer)):
+                self._record(FORWARD, f"the input of {layer_name}", ", in forward", (args, kwargs), turn=-1)
             return
         wrong = [own for own, p in layer.named_parameters(recurse=False) if not _is_finite(p)]
         where = f"the weights of {name} ({', '.join(wrong)})" if wrong else f"the output of {layer_name}"
@@ -337,7 +337,7 @@ class NonFiniteCauseSearch:
         """Return the first non-finite value of each rank in a step of these micro-batches."""
         first = FirstNonFinite(self._engine.module, micro_batches, self._job.ranks.rank)
         self._seed()
-        with first.hooked():
+        with first.install_hooks():
             self._engine.train_step(micro_batches, first.wrap_objective(self._objective), 0.0, 0, REFUSED)
         return self._job.gather_object(first.found)
 
@@ -386,18 +386,20 @@ def _repeat_rows(batch: Batch, rows: Sequence[int]) -> LoadedBatch:
     """Return a batch of the same size that repeats the given rows."""
     origin: BatchOrigin = batch.origin  # type: ignore[attr-defined] # see _get_origin_of_rows
     number = len(origin.indices)
-    taken = [rows[place % len(rows)] for place in range(number)]
+    repeated = [rows[place % len(rows)] for place in range(number)]
 
-    def of(value: Any) -> Any:
+    def repeat(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[taken] if value.dim() > 0 else value
+            return value[repeated] if value.dim() > 0 else value
         if isinstance(value, Mapping):
-            return {key: of(each) for key, each in value.items()}
+            return {key: repeat(each) for key, each in value.items()}
         if isinstance(value, (tuple, list)):
             is_listed = len(value) == number and not any(True for _ in iter_tensors(value))  # such as strings
-            return type(value)(value[row] for row in taken) if is_listed else type(value)(map(of, value))
+            return (
+                type(value)(value[row] for row in repeated) if is_listed else type(value)(map(repeat, value))
+            )
         return value
 
-    filled = LoadedBatch({key: of(value) for key, value in batch.items()}).copy_metadata_from(batch)
-    filled.origin = origin._replace(indices=[origin.indices[row] for row in taken])
+    filled = LoadedBatch({key: repeat(value) for key, value in batch.items()}).copy_metadata_from(batch)
+    filled.origin = origin._replace(indices=[origin.indices[row] for row in repeated])
     return filled

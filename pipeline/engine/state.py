@@ -574,7 +574,7 @@ class ParameterState:
         self._sharers = sharers
         self._masters = masters
 
-    def _stepped(self) -> Iterator[tuple[nn.Parameter, TensorPlacement, Tensor]]:
+    def _trained_parameters(self) -> Iterator[tuple[nn.Parameter, TensorPlacement, Tensor]]:
         for p, place in self._places.items():
             if p.requires_grad:
                 yield p, place, self._masters.get(p, p)
@@ -582,22 +582,22 @@ class ParameterState:
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
         """See RankState.shards."""
         saved = None if source is None else SavedOptimizerState(source)
-        held = get_frozen_parameters(self._places)
-        for _, place, stepped in self._stepped():
+        tensors = get_frozen_parameters(self._places)
+        for _, place, stepped in self._trained_parameters():
             if saved is not None:
                 saved.create_state(self._optimizer, stepped, [place])
-            held += [(place, WEIGHT, stepped), *place_state_tensors(self._optimizer, stepped, place)]
-        yield from split_among_ranks(held, self._sharers, to_fill=saved is not None)
+            tensors += [(place, WEIGHT, stepped), *place_state_tensors(self._optimizer, stepped, place)]
+        yield from split_among_ranks(tensors, self._sharers, to_fill=saved is not None)
         yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
 
     def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
-        held = [
+        gradients = [
             (place, GRADIENT, each.grad)
-            for _, place, each in self._stepped()
+            for _, place, each in self._trained_parameters()
             if id(each) in stepped and each.grad is not None
         ]
-        yield from split_among_ranks(held, self._sharers, to_fill=False)
+        yield from split_among_ranks(gradients, self._sharers, to_fill=False)
 
     def get_masters(self) -> Iterable[Tensor]:
         """See RankState.get_masters."""
@@ -609,7 +609,9 @@ class ParameterState:
 
     def scalars(self) -> Scalars:
         """See RankState.scalars."""
-        with_numbers = [each for each in self._stepped() if has_scalar_state(self._optimizer, each[2])]
+        with_numbers = [
+            each for each in self._trained_parameters() if has_scalar_state(self._optimizer, each[2])
+        ]
         return merge_scalars(
             {place.name: get_state_scalars(self._optimizer, tensor) for _, place, tensor in with_numbers}
         )
@@ -617,7 +619,7 @@ class ParameterState:
     @torch.no_grad()
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""
-        for p, place, stepped in self._stepped():
+        for p, place, stepped in self._trained_parameters():
             set_state_scalars(self._optimizer, stepped, scalars, place.name)
             if stepped is not p:
                 p.copy_(stepped)

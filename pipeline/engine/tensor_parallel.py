@@ -3,8 +3,8 @@
 Matrices are cut over the ranks of a tensor group by transformers' plan. An output layer, and the embedding
 tied to it, is cut by vocabulary entries. Norms and other embeddings are whole on each rank.
 
-For the loss the ranks exchange three numbers per token (largest logit, sum of exponentials, logit of the
-label) instead of gathering logits of shape (tokens, vocabulary), as DeepSpeed does.
+For the loss the ranks exchange three numbers per token: largest logit, sum of exponentials, logit of the
+label. DeepSpeed itself would gather logits of shape (tokens, vocabulary) on every rank.
 """
 
 from __future__ import annotations

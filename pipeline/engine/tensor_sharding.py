@@ -39,14 +39,14 @@ class _Part:
         """Allocate the memory now, so that freed whole parameters leave no gaps between the parts."""
         self.place = place
         self.values = torch.empty(place.own_shape, dtype=dtype)
-        self.is_there = False
+        self.has_values = False
 
     @torch.no_grad()
     def copy_from(self, whole: Tensor) -> None:
         """Copy this rank's part out of the whole parameter."""
         for own, there in self._slices():
             self.values[own] = whole[there]
-        self.is_there = True
+        self.has_values = True
 
     @torch.no_grad()
     def copy_into(self, whole: Tensor) -> None:
@@ -136,7 +136,7 @@ class TensorSharding:
             if parameter.is_meta and parameter not in self._parts:
                 allocate_values(parameter)
         for part in (part for parts in self._parts.values() for part in parts):
-            part.is_there = True
+            part.has_values = True
 
     @contextmanager
     def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -175,16 +175,16 @@ class TensorSharding:
     def _cut(self, model: nn.Module) -> None:
         before = dict(model.named_parameters(remove_duplicate=False))
         self._partition(model)
-        kept = {part.place.name: part for parts in self._parts.values() for part in parts}
+        parts = {part.place.name: part for parts in self._parts.values() for part in parts}
         self._parts = {}
         for name, parameter in model.named_parameters():
             # AutoTP may have made new parameters, without these attributes.
             parameter.requires_grad_(before[name].requires_grad)
             parameter.is_base = is_base(before[name])  # type: ignore[attr-defined]
-            if name in kept and kept[name].is_there:
-                assert parameter.shape == kept[name].values.shape, name
+            if name in parts and parts[name].has_values:
+                assert parameter.shape == parts[name].values.shape, name
                 assert not parameter._backward_hooks, name  # they would stay with the replaced parameter
-                set_values(parameter, kept[name].values)
+                set_values(parameter, parts[name].values)
             assert not parameter.is_meta, name
 
     def _partition(self, model: nn.Module) -> None:
@@ -198,7 +198,7 @@ class TensorSharding:
         DeepSpeedEngine._apply_autotp_partitioning(engine, model, section)
 
     def _put_parts(self, parameter: nn.Parameter) -> None:
-        parts = [part for part in self._parts[parameter] if part.is_there]
+        parts = [part for part in self._parts[parameter] if part.has_values]
         if parts:
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else 0)
         for part in parts:

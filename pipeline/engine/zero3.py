@@ -62,9 +62,9 @@ class _GatherOnUse(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_paused and func not in self.HARMLESS:
             used = [each for each in tree_leaves((args, kwargs)) if hasattr(each, "ds_status")]
-            if self._elements + sum(each.ds_numel for each in _sharded(used)) > self.LIMIT:
+            if self._elements + sum(each.ds_numel for each in _find_sharded(used)) > self.LIMIT:
                 self.close()  # this shards parameters of `used` too; all are gathered below
-            for each in _sharded(used):
+            for each in _find_sharded(used):
                 self._elements += each.ds_numel
                 self._opened.enter_context(self._whole([each]))
         return func(*args, **(kwargs or {}))
@@ -75,7 +75,7 @@ class _GatherOnUse(TorchFunctionMode):
         self._elements = 0
 
 
-def _sharded(parameters: list[Any]) -> list[Any]:
+def _find_sharded(parameters: list[Any]) -> list[Any]:
     """Return those parameters that are sharded now, each once."""
     closed = [p for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
     return list({id(p): p for p in closed}.values())

@@ -169,7 +169,7 @@ def _close_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -> Non
             each.destroy()
             drop_model_references(each)
     EngineProcessGroups._open.clear()
-    groups.keep()
+    groups.record()
     groups.destroy()
     gc.collect()
     gc.freeze()  # what stays, as imports do: collections look at what a function makes alone
