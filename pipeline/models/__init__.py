@@ -1,4 +1,7 @@
-"""Recipe -> nn.Module. Random weights depend on the seed alone, not on split, precision or ranks."""
+"""Builds the nn.Module that a recipe names.
+
+Initial weights depend on the seed alone, not on the split, the precision or the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from pipeline.models.sharding import ModelRequest
 
 @phase(Phase.MODEL)
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
-    """Return the model the recipe names, in fp32 on the CPU, or as `request.sharding` has it.
+    """Return the model that the recipe names, placed as `request.sharding` says (fp32 on the CPU by default).
 
     Raises:
-        ModelError: It cannot be built, does not fit the data, or its weights do not fit it.
+        ModelError: The model cannot be built or does not fit the data, or its weights do not fit the model.
     """
     torch.manual_seed(seed)
     model = MODELS.get(config.kind, build_custom)(config, request)
@@ -38,4 +41,4 @@ MODELS: dict[str, Callable[[Any, ModelRequest], nn.Module]] = {
     "causal_lm": _build_causal_lm,
     "cnn": build_cnn,
 }
-"""`model.kind` -> builder of the module. Any other kind is an import path, which `build_custom` calls."""
+"""Builder of each `model.kind`. Any other kind is an import path, which `build_custom` calls."""

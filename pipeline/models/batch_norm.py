@@ -1,6 +1,6 @@
 """Batch normalisation over the micro-batches of all data-parallel ranks, as one rank would compute it.
 
-torch.nn.SyncBatchNorm does it on a GPU and refuses CPU tensors; there a small module of our own does.
+On a GPU torch.nn.SyncBatchNorm computes it. That class refuses CPU tensors, so CPUSyncBatchNorm does it there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
-# Exactly these: a subclass may compute something else.
+# Exact types only: a subclass may compute something else.
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def count_batch_norms(model: nn.Module) -> int:
-    """Return the number of layers whose statistics depend on how the batch is divided."""
+    """Return the number of layers whose statistics depend on how the batch is divided over ranks."""
     return sum(type(layer) in KINDS for layer in model.modules())
 
 
@@ -33,44 +33,53 @@ def synchronise_batch_norm(
 ) -> nn.Module:
     """Let every BatchNorm1d, 2d and 3d of the model count the samples of all ranks of the group.
 
-    Parameters stay the same objects (also sharded by ZeRO-3), and names in the state dict stay.
+    Parameters stay the same objects, also where ZeRO-3 shards them. Names in the state dict stay the same.
 
     Args:
-        process_group: The data-parallel ranks; None: all ranks.
-        device: What the model will compute on.
-    """
-    made: dict[nn.Module, nn.Module] = {}
+        model: The model, changed in place unless it is itself a batch normalisation layer.
+        process_group: The data-parallel ranks; `None`: all ranks.
+        device: The device that the model will compute on.
 
-    def synchronised(layer: nn.Module) -> nn.Module:
-        if layer not in made:
+    Returns:
+        The model, or the layer that replaces it.
+    """
+    converted: dict[nn.Module, nn.Module] = {}
+
+    def convert(layer: nn.Module) -> nn.Module:
+        if layer not in converted:
             if device.type == "cuda":
-                made[layer] = nn.SyncBatchNorm.convert_sync_batchnorm(layer, process_group)
+                converted[layer] = nn.SyncBatchNorm.convert_sync_batchnorm(layer, process_group)
             else:
-                made[layer] = CPUSyncBatchNorm(layer, process_group)
-        return made[layer]
+                converted[layer] = CPUSyncBatchNorm(layer, process_group)
+        return converted[layer]
 
     if type(model) in KINDS:
-        model = synchronised(model)
+        model = convert(model)
     for parent in list(model.modules()):
-        for name, layer in list(parent._modules.items()):  # named_children gives a shared layer once
+        for name, layer in list(parent._modules.items()):  # named_children yields a shared layer only once
             if layer is not None and type(layer) in KINDS:
-                setattr(parent, name, synchronised(layer))
-    if made:
+                setattr(parent, name, convert(layer))
+    if converted:
         log.info(
             "batch normalisation: %d layer%s count%s the samples of all %d data-parallel ranks",
-            len(made),
-            "s" * (len(made) > 1),
-            "s" * (len(made) == 1),
+            len(converted),
+            "s" * (len(converted) > 1),
+            "s" * (len(converted) == 1),
             dist.get_world_size(process_group),
         )
     return model
 
 
 class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """A batch normalisation layer's training over all ranks' samples, however many each one has.
+    """Trains a batch normalisation layer over the samples of all ranks, which may have different numbers.
 
-    Two all-reduces forward (sum and count; squares around the mean, which do not cancel) and two backward.
-    Statistics are computed in fp32. In evaluation it is what it was made of.
+    The forward takes two all-reduces, and so does the backward: first the sum and the count, then the squared
+    distances from the mean, which do not cancel. Statistics are computed in fp32, or in fp64 of fp64 inputs.
+    In evaluation the layer computes as the one it replaces.
+
+    Args:
+        layer: The layer to replace, whose parameters and buffers this one shares.
+        process_group: The ranks to count samples over; `None`: all.
     """
 
     def __init__(self, layer: Any, process_group: dist.ProcessGroup | None):
@@ -82,15 +91,17 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             track_running_stats=layer.track_running_stats,
         )
         self.affine = layer.affine
-        self.weight, self.bias = layer.weight, layer.bias
-        self.running_mean, self.running_var = layer.running_mean, layer.running_var
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.running_mean = layer.running_mean
+        self.running_var = layer.running_var
         self.num_batches_tracked = layer.num_batches_tracked
         self.training = layer.training
         self.process_group = process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected an input of (N, C, ...), given {input.dim()} dimensions")
+            raise ValueError(f"expected an input of (N, C, ...), got one of {input.dim()} dimensions")
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input (N, C, ...)."""
@@ -98,15 +109,15 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         x = input if input.dtype == torch.float64 else input.float()
-        others = [0, *range(2, x.dim())]
+        other_dims = [0, *range(2, x.dim())]
         per_channel = [1, -1, *[1] * (x.dim() - 2)]
         count = x.new_tensor([x.numel() // x.shape[1]])
-        total = self._over_ranks(torch.cat([x.sum(others), count]))
+        total = self._sum_over_ranks(torch.cat([x.sum(other_dims), count]))
         count = total[-1].detach()
         mean = total[:-1] / count
         centred = x - mean.view(per_channel)
-        variance = self._over_ranks(centred.square().sum(others)) / count
-        self._remember(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
+        variance = self._sum_over_ranks(centred.square().sum(other_dims)) / count
+        self._update_statistics(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         y = centred * (variance + self.eps).rsqrt().view(per_channel)
         if self.weight is not None:
             y = y * self.weight.view(per_channel)
@@ -114,23 +125,23 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             y = y + self.bias.view(per_channel)
         return y.to(input.dtype)
 
-    def _over_ranks(self, tensor: Tensor) -> Tensor:
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         total: Tensor = _AllReduceSum.apply(tensor, self.process_group)
         return total
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, unbiased_variance: Tensor) -> None:
+    def _update_statistics(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        # No momentum: the mean over all batches so far.
+        # Without a momentum, the running statistics are the mean over all batches so far.
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), share)
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Every rank's loss depends on the sum, so its gradient is the sum of theirs."""
+    """Sums a tensor over ranks; its gradient is the sum of all ranks' gradients, as each loss depends on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:

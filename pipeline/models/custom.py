@@ -1,4 +1,4 @@
-"""Models by import path: a user's own, and the plain ones for images that come along."""
+"""Models by import path, and the small image model that the package ships."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pipeline.models.sharding import ModelRequest
 log = logging.getLogger(__name__)
 
 OTHER_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-NAMED = 3  # parameters that a message lists
+MAX_NAMED = 3  # parameters that a message lists
 GIVE_SIZES = "give the layer its sizes (nn.Linear in place of nn.LazyLinear)"
 
 
 def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
-    """Return the module that the function `kind` names makes of `args`.
+    """Return the module that the function named by `model.kind` builds from `model.args`.
 
     Raises:
-        ModelError: no such function, arguments that do not fit it, another return type, a module that
-            divides the work itself, or one whose parameters have no values.
+        ModelError: There is no such function, its arguments do not fit, or it returns something else than a
+            module. Also a module that divides the work itself, or that has parameters without values.
     """
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
@@ -37,7 +37,7 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         with request.sharding.construct(), exit_as_error(f"model.kind: {config.kind}", ModelError):
             model = build(**config.args)
             if isinstance(model, nn.Module):
-                _refuse_unfilled(model, config.kind)  # here: they cannot be sharded
+                _refuse_unfilled(model, config.kind)  # inside: parameters without values cannot be sharded
     except ValueError as error:
         if not is_sharded or "uninitialized parameter" not in str(error):
             raise
@@ -51,14 +51,14 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
         )
     _refuse_expert_layers(model, config.kind)
     if is_sharded:  # shards are in the run's precision already
-        _hold_statistics_in_fp32(model)
+        _cast_statistics_to_fp32(model)
     else:
-        _hold_in_fp32(model, config.kind)
+        _cast_to_fp32(model, config.kind)
     return model
 
 
 def _refuse_expert_layers(model: nn.Module, kind: str) -> None:
-    """Refuse layers of deepspeed.moe: they want groups and optimizers that DeepSpeed makes."""
+    """Refuse layers of deepspeed.moe, which need process groups and optimizers that DeepSpeed creates."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "group_name") or getattr(parameter, "allreduce", True) is False:
             raise ModelError(
@@ -72,7 +72,7 @@ def _refuse_unfilled(model: nn.Module, kind: str) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    for names, cure in (
+    for names, problem in (
         (lazy, f"are lazy; {GIVE_SIZES}, or call the model once before it is returned"),
         (
             meta,
@@ -80,31 +80,32 @@ def _refuse_unfilled(model: nn.Module, kind: str) -> None:
         ),
     ):
         if names:
-            listed = ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
-            raise ModelError(f"model.kind: {kind} returned a model without values: {listed} {cure}")
+            listed = ", ".join(names[:MAX_NAMED]) + ", ..." * (len(names) > MAX_NAMED)
+            raise ModelError(f"model.kind: {kind} returned a model without values: {listed} {problem}")
 
 
-def _hold_in_fp32(model: nn.Module, kind: str) -> None:
-    """Optimizer and checkpoints hold fp32, and the DeepSpeed JSON alone says what it is computed in.
+def _cast_to_fp32(model: nn.Module, kind: str) -> None:
+    """Cast parameters to fp32, and buffers of the same dtypes, since `.half()` casts both.
 
-    Buffers of the same type as such parameters come along: `.half()` casts both. Names and objects stay.
+    The optimizer and checkpoints keep fp32, and the DeepSpeed JSON alone decides the dtype of computation.
+    Names and objects stay the same.
     """
-    own = [p for p in model.parameters() if p.dtype in OTHER_DTYPES]
-    if not own:
+    others = [p for p in model.parameters() if p.dtype in OTHER_DTYPES]
+    if not others:
         return
-    kinds = {p.dtype for p in own}
-    for tensor in (*own, *(b for b in model.buffers() if b.dtype in kinds)):
+    dtypes = {p.dtype for p in others}
+    for tensor in (*others, *(b for b in model.buffers() if b.dtype in dtypes)):
         tensor.data = tensor.data.float()
     log.warning(
         "model.kind: %s: %d parameters are %s; trained from fp32 copies of them (the DeepSpeed JSON decides "
         "the precision: leave .half() and the like out)",
         kind,
-        sum(p.numel() for p in own),
-        " and ".join(sorted(OTHER_DTYPES[dtype] for dtype in kinds)),
+        sum(p.numel() for p in others),
+        " and ".join(sorted(OTHER_DTYPES[dtype] for dtype in dtypes)),
     )
 
 
-def _hold_statistics_in_fp32(model: nn.Module) -> None:
+def _cast_statistics_to_fp32(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._NormBase):
             for statistic in layer.buffers(recurse=False):
@@ -113,7 +114,7 @@ def _hold_statistics_in_fp32(model: nn.Module) -> None:
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions, average pooling to 2 x 2, one linear layer: (B, C, H, W) -> logits (B, K)."""
+    """A small image classifier: two convolutions, average pooling to 2 x 2, one linear layer."""
 
     def __init__(self, in_channels: int, num_classes: int, channels: int, dropout: float):
         super().__init__()
@@ -129,21 +130,26 @@ class SmallCNN(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(2)
 
     def forward(self, inputs_BCHW: Tensor) -> Tensor:
+        """Return logits (B, K) of images (B, C, H, W)."""
         x_BCHW = self.pool(self.features(inputs_BCHW))
         logits_BK: Tensor = self.classifier(self.dropout(x_BCHW.flatten(1)))
         return logits_BK
 
 
 def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
-    """Return a SmallCNN for the data's channels (grey if it does not say) and classes.
+    """Return a SmallCNN for the data's classes and channels (one channel if the data does not say).
 
     Raises:
-        ModelError: neither the recipe nor the data says how many classes, or the two differ.
+        ModelError: Neither the recipe nor the data says the number of classes, or the recipe has fewer
+            than the data.
     """
-    stated, data = config.num_classes, request.num_classes
-    if stated is not None and data is not None and stated < data:
-        raise ModelError(f"model.num_classes is {stated}, the data has {data} classes")
-    num_classes = stated or data
+    stated = config.num_classes
+    found = request.num_classes
+    if stated is not None and found is not None and stated < found:
+        raise ModelError(
+            f"model.num_classes is {stated}, and the data has {found} classes; raise it, or leave it out"
+        )
+    num_classes = stated or found
     if num_classes is None:
         raise ModelError("model.num_classes: the data does not say how many classes it has; write the number")
     with request.sharding.construct():

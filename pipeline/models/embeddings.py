@@ -1,8 +1,11 @@
-"""Embeddings: rows for the new tokens of a vocabulary that grows, and noise on those that are trained on.
+"""Embeddings: rows for new tokens of a growing vocabulary, and noise during training.
 
-NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise. A token's noise is a function of its key
-and the column alone (see data/random_numbers.py), so it is the same under every split. A batch that brings no
-keys, as in evaluation, gets none. Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
+NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise to embeddings. The noise of a token is a hash,
+not a drawn number: a function of the token's key (see data/random_numbers.py) and the column alone. No rank,
+row, micro-batch or device shows in it, at the price that equal documents of a step get equal noise. Keys come
+with training batches, so evaluation, generation and a reference model compute without noise.
+
+Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ ROWS_AT_ONCE = 4096
 
 
 def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those with a row for each token, tied ones once; none where the model does not name its embeddings."""
+    """Return the parameters with a row for each token, a tied one once.
+
+    The list is empty if the model does not name its embeddings.
+    """
     found: dict[nn.Parameter, None] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, getter, lambda: None)()
@@ -37,32 +43,39 @@ def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_vocabulary_size(model: nn.Module) -> int | None:
-    """How many words a language model, or its stage, knows by its config; None: it does not say."""
+    """Return the vocabulary size in the config of a language model or its stage; `None` without one."""
     config = getattr(model, "config", None)
-    words: int | None = getattr(config, "vocab_size", None)
-    return words
+    size: int | None = getattr(config, "vocab_size", None)
+    return size
 
 
 @torch.no_grad()
 def fill_rows(target: Tensor, values: Tensor) -> None:
-    """The first rows of `target` (R, ...) become `values` (r, ...), every further one their mean.
+    """Copy `values` (r, ...) into the first rows of `target` (R, ...), and their mean into the others.
 
-    A token that is new then changes no distribution more than an average one would
+    With the mean, a new token changes no distribution more than an average token does
     (https://nlp.stanford.edu/~johnhew/vocab-expansion.html).
     """
     rows = len(values)
     target[:rows].copy_(values)
     if len(target) > rows:
-        # In fp64 and in fixed blocks: the same value whatever the number of threads.
+        # In fp64 and in fixed blocks, the mean does not depend on the number of threads.
         total = sum(block.double().sum(0) for block in values.split(ROWS_AT_ONCE))
         target[rows:] = torch.as_tensor(total / rows)
 
 
 def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
-    """Gives a model of transformers that many rows; what has as many or more stays. Collective at ZeRO-3.
+    """Enlarge the embeddings of a transformers model to `rows` rows. Collective at ZeRO-3.
+
+    A parameter that has as many rows or more stays as it is.
+
+    Args:
+        model: The model, changed in place.
+        rows: The number of tokens.
+        sharding: The split in which the model was built.
 
     Raises:
-        ModelError: it does not say which parameters they are.
+        ModelError: The model does not name its embeddings.
     """
     parameters = find_vocabulary_parameters(model)
     if not parameters:
@@ -74,8 +87,8 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
             values = torch.empty(rows, *old.shape[1:], dtype=old.dtype)
             fill_rows(values, old.data)
         with sharding.construct():
-            new = _Holder(values, old.requires_grad).values
-        new.has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
+            new = _ParameterHolder(values, old.requires_grad).values
+        new.has_new_rows = True  # type: ignore[attr-defined] # read by adapters, which then train it
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is old:
@@ -84,52 +97,59 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
         ("get_input_embeddings", "num_embeddings"),
         ("get_output_embeddings", "out_features"),
     ):
-        if hasattr(module := getattr(model, getter)(), size):
+        module = getattr(model, getter)()
+        if hasattr(module, size):
             setattr(module, size, max(rows, getattr(module, size)))
     model.config.get_text_config().vocab_size = model.vocab_size = rows
 
 
-class _Holder(nn.Module):
-    """A module that is made only for ZeRO-3 to shard its parameter."""
+class _ParameterHolder(nn.Module):
+    """A module that exists only for ZeRO-3 to shard its parameter."""
 
     def __init__(self, values: Tensor, requires_grad: bool):
         super().__init__()
         self.values = nn.Parameter(values, requires_grad)
 
 
-NOISE_KEYS = "noise_keys"  # in a batch (B, T), and on its way through the model's forward
-_LOW, _BITS = 2**32 - 1, 24  # as many as fp32 has
-_ELEMENTS = 2**22  # worked on at a time: more in int64 would be seen in the peak of memory
+NOISE_KEYS = "noise_keys"
+"""Entry of a batch with the keys (B, T), and the keyword with which the model's forward is given them."""
+_LOW = 2**32 - 1  # mask of the lower half of an int64
+_BITS = 24  # significant bits of fp32
+_ELEMENTS = 2**22  # elements worked on at a time: more of them in int64 would raise the peak of memory
 
 
 def add_embedding_noise(model: nn.Module, alpha: float) -> None:
-    """Has the model add noise to the output of its token embedding where it is called with keys.
+    """Let the model add noise to the output of its token embedding where it is called with keys.
+
+    Args:
+        model: The model; hooks are registered on it.
+        alpha: NEFTune's alpha.
 
     Raises:
-        ModelError: it has no token embedding that can be found.
+        ModelError: The model has no token embedding that can be found.
     """
-    embedding = _embedding_of(model)
+    embedding = _find_embedding(model)
     if embedding is None:
         raise ModelError(
             f"model.neftune_alpha: a {type(model).__name__} has no token embedding to add noise to (a "
             "transformers model that takes ids has); use null"
         )
-    _listen(embedding, alpha)
-    model.register_forward_pre_hook(partial(_hand_on, alpha), with_kwargs=True)
+    _register_noise(embedding, alpha)
+    model.register_forward_pre_hook(partial(_pass_keys, alpha), with_kwargs=True)
 
 
 def set_noise_keys(embedding: nn.Module, keys_BT: Iterable[Tensor]) -> None:
-    """The next calls of the embedding are of these tokens, and those after them get no noise."""
+    """Set the keys for the next calls of the embedding, one tensor a call; later calls get no noise."""
     setattr(embedding, NOISE_KEYS, deque(keys_BT))
 
 
 def compute_noise(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
-    """(B, T, D) fp32, within alpha / sqrt(L D) of 0, L the number of tokens of a token's document.
+    """Return noise (B, T, D), fp32, within alpha / sqrt(L D) of 0; L is the length of a token's document.
 
-    In whole numbers until the last division, so that every device gives the same.
+    The computation is in integers until the last division, so every device gives the same noise.
     """
     keys_N = keys_BT.flatten()
-    columns_D = _scrambled(torch.arange(1, width + 1, device=keys_N.device))
+    columns_D = _hash_words(torch.arange(1, width + 1, device=keys_N.device))
     lengths_N = (keys_N & _LOW).clamp(min=1).double()
     largest_N1 = (alpha / (lengths_N * width).sqrt()).float()[:, None]
     noise_ND = torch.empty(len(keys_N), width, device=keys_N.device)
@@ -137,14 +157,14 @@ def compute_noise(keys_BT: Tensor, width: int, alpha: float) -> Tensor:
     for noise, keys, largest in zip(
         *(each.split(size) for each in (noise_ND, keys_N, largest_N1)), strict=True
     ):
-        bits = _scrambled((keys >> 32 & _LOW)[:, None] ^ columns_D) >> (32 - _BITS)
-        # The middle of one of 2^24 equal parts of [-1, 1]: an odd number over 2^24, which fp32 holds.
+        bits = _hash_words((keys >> 32 & _LOW)[:, None] ^ columns_D) >> (32 - _BITS)
+        # The middle of one of 2^24 equal parts of [-1, 1]: an odd number over 2^24, which fp32 represents.
         torch.mul((bits * 2 + 1 - 2**_BITS).float() / 2**_BITS, largest, out=noise)
     return noise_ND.view(*keys_BT.shape, width)
 
 
-def _scrambled(words: Tensor) -> Tensor:
-    """A bijection of 32 bits (Wellons, "lowbias32"), of each; in int64, whose upper half is left out."""
+def _hash_words(words: Tensor) -> Tensor:
+    """Apply a bijection of 32 bits (Wellons, "lowbias32") to each int64, whose upper half stays zero."""
     words = words ^ words >> 16
     words.mul_(0x7FEB352D).bitwise_and_(_LOW)
     words ^= words >> 15
@@ -153,34 +173,34 @@ def _scrambled(words: Tensor) -> Tensor:
     return words
 
 
-def _embedding_of(model: nn.Module) -> nn.Module | None:
+def _find_embedding(model: nn.Module) -> nn.Module | None:
     try:
         embedding = model.get_input_embeddings() if is_transformers_model(model) else None
     except NotImplementedError:
         return None
-    own = getattr(embedding, "base_layer", embedding)  # inside of an adapter
-    return embedding if isinstance(own, nn.Embedding) else None  # of images it is a convolution, for one
+    own = getattr(embedding, "base_layer", embedding)  # the layer inside of an adapter
+    return embedding if isinstance(own, nn.Embedding) else None  # a vision model's may be a convolution
 
 
-def _listen(embedding: nn.Module, alpha: float) -> None:
-    embedding.register_forward_hook(partial(_add, alpha))
+def _register_noise(embedding: nn.Module, alpha: float) -> None:
+    embedding.register_forward_hook(partial(_add_noise, alpha))
     set_noise_keys(embedding, ())
 
 
-def _hand_on(alpha: float, model: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Before the model's forward, which knows of no keys."""
+def _pass_keys(alpha: float, model: Any, values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Take the keys out of a forward's arguments, before the forward, and pass them to the embedding."""
     keys_BT = named.pop(NOISE_KEYS, None)
     embedding = model.get_input_embeddings()
-    if not hasattr(embedding, NOISE_KEYS):  # AutoTP has put its own in the place
-        _listen(embedding, alpha)
+    if not hasattr(embedding, NOISE_KEYS):  # AutoTP has replaced the embedding
+        _register_noise(embedding, alpha)
     set_noise_keys(embedding, () if keys_BT is None else (keys_BT,))
     return values, named
 
 
-def _add(alpha: float, embedding: Any, _: Any, embedded_BTD: Tensor) -> Tensor:
-    """After the embedding's forward."""
-    coming = getattr(embedding, NOISE_KEYS)
-    if not coming:
+def _add_noise(alpha: float, embedding: Any, _: Any, embedded_BTD: Tensor) -> Tensor:
+    """Add noise after the embedding's forward, if there are keys for this call."""
+    keys = getattr(embedding, NOISE_KEYS)
+    if not keys:
         return embedded_BTD
-    noise_BTD = compute_noise(coming.popleft(), embedded_BTD.shape[-1], alpha)
+    noise_BTD = compute_noise(keys.popleft(), embedded_BTD.shape[-1], alpha)
     return embedded_BTD + noise_BTD.to(embedded_BTD.dtype)

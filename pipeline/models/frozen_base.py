@@ -1,4 +1,4 @@
-"""Which of a model's layers an adapter's section names, and how the frozen base under it is held."""
+"""The layers that the recipe's adapter section names, and the dtype of the frozen base under the adapter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipeline.models.sharding import DevicePlacement
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether it is linear and its weight is (inputs, outputs): in GPT-2's of transformers."""
+    """Return whether the layer is linear with a weight (inputs, outputs): transformers' Conv1D, in GPT-2."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 def find_linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The linear layers, and of each (outputs, inputs)."""
+    """Return the linear layers by name, each with its sizes (outputs, inputs)."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -39,11 +39,11 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mapping[str, Any]) -> list[str]:
-    """Names of those, among the linear layers, that get an adapter.
+    """Return the names of the linear layers that get an adapter.
 
     Raises:
-        ConfigError: a name matches nothing, or the output layer.
-        ModelError: there is none.
+        ConfigError: A name in `adapter.targets` matches nothing, or it matches the output layer.
+        ModelError: The model has no linear layer that could get an adapter.
     """
     head = _output_layer(model)
     names = [name for name in layers if head is None or model.get_submodule(name) is not head]
@@ -65,10 +65,10 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
 
 
 def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of `modules_to_save`, and of what gives scores.
+    """Return the parameters of `modules_to_save` and of a reward model's score layer.
 
     Raises:
-        ConfigError: a name matches nothing.
+        ConfigError: A name in `adapter.modules_to_save` matches nothing.
     """
     names = [
         name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
@@ -81,14 +81,14 @@ def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Param
 
 
 class FrozenBasePlacement(DevicePlacement):
-    """As DevicePlacement, but the weights of frozen linear layers, which each subclass holds in its own way."""
+    """Places the weights of frozen linear layers as a subclass says, and all others as DevicePlacement does.
+
+    Args:
+        others: The placement of all other parameters.
+        adapter: The recipe's adapter section.
+    """
 
     def __init__(self, others: DevicePlacement, adapter: AdapterConfig):
-        """
-        Args:
-            others: How all other parameters are held.
-            adapter: What the recipe says of it.
-        """
         super().__init__(others._device, others.dtype)
         self.loads_by_tensor = True
         self._adapter = adapter
@@ -100,8 +100,9 @@ class FrozenBasePlacement(DevicePlacement):
             self._transposed.setdefault(layer.weight, is_transposed(layer))  # type: ignore[arg-type]
 
     def layers_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The frozen ones, by name, whether they get an adapter or not, but for the output layer: so does
-        transformers by its BitsAndBytesConfig.
+        """Return the frozen linear layers by name, with or without an adapter, but not the output layer.
+
+        transformers' BitsAndBytesConfig chooses the same layers: an exported adapter opens over this base.
         """
         kept = {
             id(p) for p in (*find_fully_trained(self._adapter, model), *find_vocabulary_parameters(model))
@@ -115,32 +116,36 @@ class FrozenBasePlacement(DevicePlacement):
 
 
 class HalfBasePlacement(FrozenBasePlacement):
-    """Under autocast: in its dtype already, in half the memory. The products are the same to the last bit, as
-    autocast would round the same weights for each of them.
+    """Holds the frozen base in autocast's dtype, in half the memory of fp32.
+
+    Autocast would round these weights for each product, and keeps no copy of a weight that needs no gradient.
+    Products are therefore the same to the last bit. Only DoRA's lengths, which are norms of the weights
+    themselves, differ, by 2e-5. Embeddings, norms and the output layer stay fp32: no product rounds the first
+    two.
+
+    Args:
+        others: The placement of all other parameters.
+        adapter: The recipe's adapter section.
+        dtype: The dtype of products under autocast.
     """
 
     def __init__(self, others: DevicePlacement, adapter: AdapterConfig, dtype: torch.dtype):
-        """See FrozenBasePlacement.
-
-        Args:
-            dtype: Of products.
-        """
         super().__init__(others, adapter)
-        self._products = dtype
+        self._product_dtype = dtype
 
-    def _kind(self, parameter: nn.Parameter) -> dict[str, Any]:
-        kind = super()._kind(parameter)
-        return kind | {"dtype": self._products} if parameter in self._transposed else kind
+    def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
+        kind = super()._tensor_options(parameter)
+        return kind | {"dtype": self._product_dtype} if parameter in self._transposed else kind
 
     def release(self, trained: Iterable[nn.Parameter]) -> None:
-        """They go back to how all others are held."""
+        """Place these parameters as all others are placed, since they are trained after all."""
         for parameter in trained:
             if self._transposed.pop(parameter, None) is not None:
-                self._place(parameter)
+                self._place_parameter(parameter)
 
 
-class _CalledAnywhere(nn.Module):
-    """A layer whose weight alone is in half precision: outside of autocast it computes as its input is."""
+class _CastingLayer(nn.Module):
+    """A layer with a weight in half precision that, outside of autocast, computes in its input's dtype."""
 
     weight: nn.Parameter
 
@@ -151,22 +156,28 @@ class _CalledAnywhere(nn.Module):
 
 
 @cache
-def _called_anywhere(kind: Any) -> Any:
-    return type(kind.__name__, (_CalledAnywhere, kind), {})
+def _build_casting_class(kind: Any) -> Any:
+    return type(kind.__name__, (_CastingLayer, kind), {})
 
 
 def accept_fp32_inputs(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: HalfBasePlacement
 ) -> None:
-    """Has the layers of a base in half precision called with fp32 as well, as by who has the model in hand.
+    """Let the layers of a half-precision base be called in fp32 too, as `Run.model` and generation do.
+
+    Outside of autocast such a layer casts its weight to its input's fp32. The model is then the one that peft
+    opens over a bf16 base, to 1e-6.
 
     Args:
-        trained: What is trained whole, also where the recipe's section alone did not say so: fp32 again.
-        sharding: In which the model was made.
+        model: The model, changed in place.
+        trained: Parameters that are trained whole, also those that only `adapter.weights` names. They become
+            fp32 again.
+        sharding: The placement in which the model was built.
     """
-    layers, trained = sharding.layers_of(model), list(trained)
+    layers = sharding.layers_of(model)
+    trained = list(trained)
     sharding.release(trained)
     whole = {id(p) for p in trained}
     for layer in layers.values():
         if id(layer.weight) not in whole:
-            layer.__class__ = _called_anywhere(type(layer))  # type: ignore[arg-type] # which has a hash
+            layer.__class__ = _build_casting_class(type(layer))  # type: ignore[arg-type] # classes have a hash

@@ -1,4 +1,4 @@
-"""Token ids that a language model writes after prompts, by transformers' own `generate`."""
+"""Generation of token ids after prompts, by transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from pipeline.models.transformers_facts import is_transformers_generator
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How each next token is chosen. All ranks give the same ones."""
+    """Settings for the choice of each next token; equal on all ranks.
+
+    Raises:
+        DataError: `max_new_tokens` is below 1, or `temperature` or `top_k` below 0.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0: always the likeliest token."""
+    """Temperature of the draws; 0 always takes the likeliest token."""
     top_k: int = 50
-    """With a temperature: drawn from this many of the likeliest tokens; 0: from all."""
+    """Number of likeliest tokens to draw from if there is a temperature; 0: all tokens."""
     seed: int = 0
-    """Of the draws. The random numbers of training stay as they are."""
+    """Seed of the draws, which leave the random numbers of training as they are."""
     gather: bool = True
-    """ZeRO 3: all parameters are gathered once where memory allows; False, or where it does not: for every
-    token again, layer by layer, by all ranks in step."""
+    """Whether ZeRO 3 gathers all parameters once, where memory allows it.
+
+    Otherwise all ranks gather them layer by layer, for every token again.
+    """
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            DataError: nothing would be written, or the temperature is below zero.
-        """
         if self.max_new_tokens < 1:
             raise DataError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more")
         if self.temperature < 0 or self.top_k < 0:
@@ -43,25 +45,26 @@ class GenerationSettings:
 
 
 class TextGenerator(Protocol):
-    """What writes text. Collective: all ranks enter `generate` together."""
+    """Generates text. Collective: all ranks enter `generate` together."""
 
     @property
     def module(self) -> nn.Module:
-        """It can write where this has a `generate`."""
+        """The model; it can generate if it has a method `generate`."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """What the model writes after each prompt, without the prompt, up to its end token and with it.
+        """Return the ids that the model generates after each prompt, up to and including its end token.
 
-        Leaves training as it is: mode, gradients, random numbers.
+        The state of training does not change: mode, gradients and random numbers.
 
         Args:
-            prompts: One or more, each of one id or more. Ranks with the same `dp_rank` give the same ones;
-                others may give others.
+            prompts: One or more prompts, each of one id or more. Ranks with equal `dp_rank` pass equal
+                prompts.
+            settings: Settings for the choice of each token.
 
         Raises:
-            DataError: no prompts, an empty one, or an id that the model has not.
-            ModelError: the model cannot generate; or a prompt and `max_new_tokens` exceed its positions.
+            DataError: There is no prompt, an empty one, or an id outside of the model's vocabulary.
+            ModelError: The model cannot generate, or a prompt and `max_new_tokens` exceed its positions.
         """
         ...
 
@@ -77,44 +80,55 @@ def generate(
     in_step: bool = False,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
-    """See TextGenerator.generate, for a module that gives whole logits on this rank.
+    """Return generated ids as TextGenerator.generate does, for a module with whole logits on this rank.
 
     Args:
-        in_step: A forward is collective: a rank that is done goes on until all are.
-        agree: Gives the ranks that compute one model's parts the same scores (B, V).
+        module: The model.
+        prompts: See TextGenerator.generate.
+        settings: Settings for the choice of each token.
+        device: The device of the model.
+        in_step: Whether a forward is collective: a rank that has finished continues until all have.
+        agree: Returns the same scores (B, V) on all ranks that compute parts of one model; `None`: not needed.
+
+    Raises:
+        DataError: See TextGenerator.generate.
+        ModelError: See TextGenerator.generate.
     """
     if not hasattr(module, "generate"):
         raise ModelError(f"a {type(module).__name__} has no `generate` to write text with")
-    _check(module, prompts, settings)
-    ids_BT, mask_BT = _left_padded(prompts, device)
-    ends, pad = _end_ids(module)
-    how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": settings.temperature > 0}
+    _refuse_misfit(module, prompts, settings)
+    ids_BT, mask_BT = _pad_left(prompts, device)
+    ends, pad = _get_end_ids(module)
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "do_sample": settings.temperature > 0,
+    }
     if settings.temperature > 0:
-        how |= {"temperature": settings.temperature, "top_k": settings.top_k}
+        options |= {"temperature": settings.temperature, "top_k": settings.top_k}
     if is_transformers_generator(module):
-        how["synced_gpus"] = in_step
+        options["synced_gpus"] = in_step
     if agree is not None:
-        how["logits_processor"] = [lambda _, scores_BV: agree(scores_BV)]
+        options["logits_processor"] = [lambda _, scores_BV: agree(scores_BV)]
     was_training = module.training
     module.eval()
     try:
-        # A prompt's lengths would each be compiled for.
-        with _seeded(settings.seed, device), torch.compiler.set_stance("force_eager"):
+        # torch.compile would compile anew for every length of the text.
+        with _seed_generators(settings.seed, device), torch.compiler.set_stance("force_eager"):
             output = module.generate(  # type: ignore[operator]
-                input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, pad_token_id=pad, **how
+                input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, pad_token_id=pad, **options
             )
     finally:
         module.train(was_training)
-    return [_until_end(row, ends) for row in output[:, ids_BT.shape[1] :].tolist()]
+    return [_cut_at_end(row, ends) for row in output[:, ids_BT.shape[1] :].tolist()]
 
 
 def get_max_positions(module: nn.Module) -> int | None:
-    """Tokens that the model has positions for; None: any number."""
+    """Return the number of tokens that the model has positions for; `None`: any number."""
     longest: int | None = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return longest
 
 
-def _check(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
+def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
     if not prompts:
         raise DataError("prompts: none is given; every rank needs one at least")
     words = getattr(getattr(module, "config", None), "vocab_size", None)
@@ -126,15 +140,16 @@ def _check(module: nn.Module, prompts: Sequence[Sequence[int]], settings: Genera
                 f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, and the model's vocabulary "
                 f"ends at {words}; encode it with the model's tokenizer"
             )
-    length, longest = max(map(len, prompts)), get_max_positions(module)
-    if longest is not None and length + settings.max_new_tokens > longest:
+    length = max(map(len, prompts))
+    positions = get_max_positions(module)
+    if positions is not None and length + settings.max_new_tokens > positions:
         raise ModelError(
             f"a prompt of {length:,} tokens and max_new_tokens {settings.max_new_tokens:,} are more than the "
-            f"{longest:,} that the model sees; shorten one of them"
+            f"{positions:,} that the model sees; shorten one of them"
         )
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, T) ids and mask, on the device."""
     rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
@@ -142,21 +157,25 @@ def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
     return ids.to(device), mask.to(device)
 
 
-def _end_ids(module: nn.Module) -> tuple[set[int], int]:
-    """The tokens that the model ends with, and what stands behind an end in a batch."""
+def _get_end_ids(module: nn.Module) -> tuple[set[int], int]:
+    """Return the ids that end a text, and the id that pads a batch after an end."""
     config = getattr(module, "generation_config", None)
     ends = getattr(config, "eos_token_id", None)
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if ends is None:
+        ends = []
+    elif isinstance(ends, int):
+        ends = [ends]
     return set(ends), ends[0] if ends else 0
 
 
-def _until_end(row: list[int], ends: set[int]) -> list[int]:
-    return row[: next((at + 1 for at, token in enumerate(row) if token in ends), len(row))]
+def _cut_at_end(row: list[int], ends: set[int]) -> list[int]:
+    length = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+    return row[:length]
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws on this device follow the seed; afterwards its generators are as they were."""
+def _seed_generators(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the random numbers of this device inside the context, and restore its generators afterwards."""
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if is_cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would set every GPU's

@@ -1,8 +1,13 @@
-"""A frozen base in 4 bits (QLoRA, Dettmers et al. 2023): linear layers that hold their weights in NF4, by
-bitsandbytes. Imported where it is asked for.
+"""A frozen base in 4 bits (QLoRA, Dettmers et al. 2023): linear layers with weights in bitsandbytes' NF4.
 
-What is quantised are the values of the files in fp32, whatever the run computes in, so that the base is the
-same one under every split and precision.
+The module is imported only where a recipe asks for it.
+
+Weights are quantised from the files' values in fp32, whatever dtype the run computes in. The base is then the
+same under every split and precision. A merge quantises the original weights again and needs no copy of the
+base in a checkpoint.
+
+ZeRO 3 does not shard a base in 4 bits: its scales lie in no parameter and would have to be gathered with each
+weight, and half a byte is what ZeRO 3 leaves of two bytes at four ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ from pipeline.errors import ConfigError, ModelError
 from pipeline.models.frozen_base import FrozenBasePlacement, is_transposed
 from pipeline.models.sharding import DevicePlacement, Sharding, drop_values
 
-BLOCK = 64  # values that share a scale: bitsandbytes' own number, and transformers'
+BLOCK = 64  # values that share a scale, the default of bitsandbytes and of transformers
 
 
 @torch.no_grad()
 def pack_nf4(weight: Tensor) -> Params4bit:
-    """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, a byte of scale a block."""
+    """Return a weight (outputs, inputs) in NF4, on its device: two values a byte, and one byte a block."""
     codes, state = quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -37,36 +42,38 @@ def pack_nf4(weight: Tensor) -> Params4bit:
 def unpack_nf4(weight: Params4bit) -> Tensor:
     """Return the values of a weight in NF4: (outputs, inputs), fp32.
 
-    Read as rows of one block: bitsandbytes (0.50.2) on a CPU with AVX-512 takes other blocks' scales where
-    rows are a multiple of 16 values but not of a block.
+    The weight is read as rows of one block. On a CPU with AVX-512, bitsandbytes 0.50.2 applies other blocks'
+    scales where a row is a multiple of 16 values but not of a block (20 % off).
     """
     state = copy.copy(weight.quant_state)
-    number, blocks = state.shape.numel(), -(-state.shape.numel() // BLOCK)
+    number = state.shape.numel()
+    blocks = -(-number // BLOCK)
     codes = nn.functional.pad(weight.data.flatten(), (0, blocks * BLOCK // 2 - weight.numel()))
-    state.dtype, state.shape = torch.float32, torch.Size((blocks, BLOCK))
+    state.dtype = torch.float32
+    state.shape = torch.Size((blocks, BLOCK))
     values: Tensor = dequantize_4bit(codes[:, None], state)
     return values.flatten()[:number].view(weight.quant_state.shape)
 
 
 class QuantisedBasePlacement(FrozenBasePlacement):
-    """In NF4, each weight as soon as it is read.
+    """Packs each weight of the frozen base into NF4 as soon as its values have been read.
 
-    It has no values of its own from then on. Where a model is drawn, which takes several looks at a weight,
-    they wait in fp32 on the CPU.
+    The parameter then has no values of its own. Where weights are drawn, which visits a weight several times,
+    the values stay in fp32 on the CPU until the adapter is added.
+
+    Args:
+        others: The placement of all other parameters.
+        adapter: The recipe's adapter section.
+        model: The recipe's model section.
     """
 
     def __init__(self, others: DevicePlacement, adapter: AdapterConfig, model: ModelSection):
-        """See FrozenBasePlacement.
-
-        Args:
-            model: What the recipe says of it.
-        """
         super().__init__(others, adapter)
         self._is_read = model.pretrained_from is not None or (model.weights is not None and model.strict)
         self._packed: dict[nn.Parameter, Params4bit] = {}
 
     def take(self, weight: nn.Parameter) -> Params4bit:
-        """Return the weight in NF4, on the device; the parameter loses its values."""
+        """Return the weight in NF4, on the device, and drop the values of the parameter."""
         if weight not in self._packed:
             self._pack(weight)
         return self._packed[weight]
@@ -76,30 +83,34 @@ class QuantisedBasePlacement(FrozenBasePlacement):
         self._packed[weight] = pack_nf4(values.T if self._transposed[weight] else values)
         drop_values(weight)
 
-    def _place(self, parameter: nn.Parameter) -> None:
+    def _place_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._transposed:
-            super()._place(parameter)
+            super()._place_parameter(parameter)
         elif self._is_read and not parameter.is_meta:
             self._pack(parameter)
 
-    def _reserve(self, parameter: nn.Parameter) -> None:
+    def _reserve_parameter(self, parameter: nn.Parameter) -> None:
         if parameter not in self._transposed:
-            super()._reserve(parameter)
+            super()._reserve_parameter(parameter)
 
 
 def quantise_base(
     model: nn.Module, trained: Iterable[nn.Parameter], sharding: Sharding, dtype: torch.dtype
 ) -> None:
-    """Put layers of bitsandbytes' in the place of the model's own.
+    """Replace the model's frozen linear layers with bitsandbytes' 4-bit layers.
+
+    All frozen linear layers are quantised, not only those with an adapter, as transformers'
+    BitsAndBytesConfig does: an exported adapter would otherwise open over another model.
 
     Args:
-        trained: What is trained whole.
-        sharding: A QuantisedBasePlacement, in which the model was made.
-        dtype: Of products.
+        model: The model, changed in place.
+        trained: Parameters that are trained whole.
+        sharding: The QuantisedBasePlacement in which the model was built.
+        dtype: The dtype of products.
 
     Raises:
-        ConfigError: one of the layers is trained whole, which the recipe's section alone did not say.
-        ModelError: the model has no such layers.
+        ConfigError: A layer is trained whole according to `adapter.weights` alone, not to the recipe.
+        ModelError: The model has no frozen linear layer, or a CPU cannot read the rows of one.
     """
     assert isinstance(sharding, QuantisedBasePlacement)
     if not (layers := sharding.layers_of(model)):
@@ -114,16 +125,18 @@ def quantise_base(
         weight = sharding.take(layer.weight)  # type: ignore[arg-type]
         weight.quant_state.dtype = dtype
         outputs, inputs = weight.quant_state.shape
-        if weight.device.type == "cpu" and inputs % BLOCK:  # see unpacked
+        if weight.device.type == "cpu" and inputs % BLOCK:  # see unpack_nf4
             raise ModelError(
-                f"adapter.quantize: {name} is {outputs} x {inputs}, and on a CPU bitsandbytes may read rows "
-                f"wrong that are no multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
+                f"adapter.quantize: {name} is {outputs} x {inputs}, and on a CPU bitsandbytes misreads rows "
+                f"that are no multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
             )
         with torch.device("meta"):
             new = Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4")
-        new.weight, new.bias = weight, layer.bias  # type: ignore[assignment]
-        new.quant_state, weight.module = weight.quant_state, new
-        # In evaluations it would turn the weight into a form that training cannot read.
+        new.weight = weight
+        new.bias = layer.bias  # type: ignore[assignment]
+        new.quant_state = weight.quant_state
+        weight.module = new
+        # In evaluation, bitsandbytes would convert the weight to a layout that training cannot read.
         new.support_avx512bf16_for_cpu = False
         new.is_transposed = is_transposed(layer)  # type: ignore[assignment]
         new.train(layer.training)
@@ -131,14 +144,14 @@ def quantise_base(
 
 
 def find_quantised_layers(model: nn.Module) -> Iterator[tuple[str, Linear4bit]]:
-    """Yield the quantised layers by the names that the model's own have."""
+    """Yield the quantised layers under the names of the layers they replaced."""
     for name, module in model.named_modules():
         if isinstance(module, Linear4bit):
             yield name.removesuffix(".base_layer"), module
 
 
 def count_nf4_bytes(weight: Any) -> int:
-    """With all that belongs to it: half a byte a value, and about 0.016 of scales."""
+    """Return the bytes of a weight in NF4 with its scales: 0.5 and about 0.016 a value."""
     state = weight.quant_state
-    kept = (weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
-    return sum(each.numel() * each.element_size() for each in kept)
+    tensors = (weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+    return sum(each.numel() * each.element_size() for each in tensors)

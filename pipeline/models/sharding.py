@@ -1,7 +1,7 @@
-"""What is asked of a builder: to fit the model to the data, and how to hold it while it is made.
+"""The request to a model builder: facts of the data, and where parameters lie while the model is built.
 
-Whole, on the host or where it will train, in shards from the first parameter on (ZeRO 3), or, of other ranks'
-parts, without values (pipeline stages, tensor parallelism).
+A model can be built whole on the host, whole on its device, or sharded from the first parameter on (ZeRO 3).
+With pipeline stages and tensor parallelism, the parts of other ranks are built without values.
 """
 
 from __future__ import annotations
@@ -20,83 +20,87 @@ if TYPE_CHECKING:
 
 
 class Sharding(Protocol):
-    """What a builder needs to know about a split without knowing DeepSpeed.
+    """The split as a model builder sees it, without DeepSpeed.
 
-    What is here does what is right where every rank holds every parameter, in fp32 on the CPU: see NoSharding.
+    The methods here serve a rank that holds every parameter in fp32 on the CPU; see NoSharding.
     """
 
     def construct(self) -> AbstractContextManager[Any]:
-        """Inside it, each module's parameters are sharded as soon as its own __init__ is done."""
+        """Return a context in which each module's parameters are sharded as soon as its __init__ ends."""
         return nullcontext()
 
     def construct_empty(self) -> AbstractContextManager[Any]:
-        """As construct, where the code that makes the model needs no values and draws none."""
+        """Return such a context for code that needs no parameter values and draws none."""
         return self.construct()
 
     def divide(self, model: nn.Module) -> None:
-        """Let go of the values that this rank does not keep; the model's structure is complete. Collective.
+        """Drop the values that this rank does not keep, once the model's structure is complete. Collective.
 
         Raises:
-            ModelError: It cannot be divided.
+            ModelError: The model cannot be divided.
         """
         return None
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Inside it the parameters are whole, on the CPU, in fp32, and may be changed; after it, sharded."""
+        """Return a context in which the parameters are whole, in fp32 on the CPU, and may be changed.
+
+        When it ends, they are sharded again.
+        """
         return nullcontext()
 
     def place(self, model: nn.Module, draws: bool) -> None:
-        """Put what this rank keeps of the built model where it stays until there is an engine.
+        """Move this rank's part of the built model to where it stays until an engine takes it.
 
         Args:
-            draws: See ModelRequest. If not, what is there now is not copied.
+            model: The model, built and divided.
+            draws: Whether the present values are kept; see ModelRequest.draws.
         """
         return None
 
     @property
     def loads_by_tensor(self) -> bool:
-        """Whether a model may be `made` before it has weights, which then come one tensor at a time."""
+        """Whether a model is divided before it has weights, which are then loaded one tensor at a time."""
         ...
 
     @property
     def zero3_config(self) -> dict[str, Any] | None:
-        """The DeepSpeed configuration under which transformers loads weights straight into shards."""
+        """DeepSpeed configuration with which transformers reads into shards; `None` without ZeRO 3."""
         ...
 
 
 class NoSharding(Sharding):
-    """Every rank holds every parameter, in fp32 on the CPU."""
+    """Keeps every parameter on every rank, in fp32 on the CPU."""
 
     loads_by_tensor = False
     zero3_config: dict[str, Any] | None = None
 
 
 class DevicePlacement(NoSharding):
-    """Every rank holds every parameter, where and in what it trains: host memory has a few of them at a time.
+    """Keeps every parameter on every rank, on the device and in the dtype that train.
 
-    A parameter is drawn or read in fp32 on the CPU, so that its values are those of any other split, and then
-    goes to the device in the run's precision. A model is made with memory that nothing has been written to
-    yet, which costs none.
+    A rank's host never holds a whole fp32 model for its device. Each parameter is drawn or read in fp32 on
+    the CPU, so its values equal those of any other split. It then goes to the device in the run's precision,
+    a module at a time. The model is constructed in memory that nobody has written to, which the system has
+    not allocated yet. Rank 0 does not draw for the others: that would take as long.
+
+    Args:
+        device: The rank's device.
+        dtype: The dtype of floating-point parameters in the engine.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
-        """Knows nothing of a model yet.
-
-        Args:
-            device: Of the rank.
-            dtype: Of floating parameters in the engine.
-        """
-        self._device, self.dtype = device, dtype
-        # Else from_pretrained has put them where they stay.
+        self._device = device
+        self.dtype = dtype
+        # In fp32 on the CPU, from_pretrained itself puts tensors where they stay.
         self.loads_by_tensor = device.type != "cpu" or dtype != torch.float32
 
     def place(self, model: nn.Module, draws: bool) -> None:
         """See Sharding.place."""
         for parameter in model.parameters():
             if draws:
-                self._place(parameter)
+                self._place_parameter(parameter)
             else:
-                self._reserve(parameter)
+                self._reserve_parameter(parameter)
 
     @contextmanager
     def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -111,48 +115,50 @@ class DevicePlacement(NoSharding):
             yield
         finally:
             for parameter in lent:
-                self._place(parameter)
+                self._place_parameter(parameter)
 
-    def _place(self, parameter: nn.Parameter) -> None:
-        _hold(parameter, parameter.detach().to(**self._kind(parameter)))
+    def _place_parameter(self, parameter: nn.Parameter) -> None:
+        _set_values_with_hooks(parameter, parameter.detach().to(**self._tensor_options(parameter)))
 
-    def _reserve(self, parameter: nn.Parameter) -> None:
-        _hold(parameter, torch.empty_like(parameter, **self._kind(parameter)))
+    def _reserve_parameter(self, parameter: nn.Parameter) -> None:
+        _set_values_with_hooks(parameter, torch.empty_like(parameter, **self._tensor_options(parameter)))
 
-    def _kind(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
         dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
         return {"device": self._device, "dtype": dtype}
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Facts a builder fits the model to."""
+    """Facts of the data and the run that a builder fits the model to."""
 
     sharding: Sharding
     vocab_size: int | None = None
-    """Entries of the tokenizer."""
+    """Number of entries of the tokenizer."""
     sequence_length: int | None = None
-    """Tokens of the longest sequence the data yields."""
+    """Number of tokens of the longest sequence that the data yields."""
     longest: int | None = None
-    """Tokens of the longest text that positions count through. `None`: those of a sequence."""
+    """Number of tokens of the longest text with consecutive positions; `None`: `sequence_length`."""
     num_classes: int | None = None
-    """Classes of the data set."""
+    """Number of classes of the data set."""
     num_channels: int | None = None
-    """Channels of the images."""
+    """Number of channels of the images."""
     end_of_document_id: int | None = None
-    """Token after each document."""
+    """Id of the token after each document."""
     gives_scores: bool = False
-    """The output layer gives one number for each token, in the place of logits."""
+    """Whether the output layer gives one score for each token instead of logits."""
     draws: bool = True
-    """False: all values are still to come, from a checkpoint or a file; what needs none draws none."""
+    """Whether initial weights are drawn; `False` if a checkpoint or a file will fill all of them."""
 
 
 def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws: bool = True) -> ModelRequest:
-    """Return what the data asks of the model.
+    """Return the request for a model that fits the run's data.
 
     Args:
-        data: A DataBundle, which models may not know.
-        draws: Whether the model's first weights are trained from.
+        config: The run's configuration.
+        data: The run's DataBundle, a class that `models/` may not import.
+        sharding: The split under which the model is built.
+        draws: Whether training starts from the model's initial weights.
     """
     return ModelRequest(
         sharding=sharding,
@@ -167,8 +173,11 @@ def build_model_request(config: RunConfig, data: Any, sharding: Sharding, draws:
     )
 
 
-def _hold(parameter: nn.Parameter, values: Tensor) -> None:
-    """Hold values as give_values does, with hooks if torch allows: if both or neither have values."""
+def _set_values_with_hooks(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let a parameter hold this tensor itself, with the parameter's autograd hooks where torch allows that.
+
+    Assigning `.data` keeps hooks, but works only if both or neither of the two are on the meta device.
+    """
     if parameter.is_meta == values.is_meta:
         parameter.data = values
     else:
@@ -176,27 +185,31 @@ def _hold(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def count_elements(parameter: Tensor) -> int:
-    """Return how many values the whole parameter has, also if it is sharded, or if two share a byte."""
+    """Return the number of values of the whole parameter, also of one that is sharded or in 4 bits."""
     state = getattr(parameter, "quant_state", None)
-    return (
-        math.prod(state.shape)
-        if state is not None
-        else int(getattr(parameter, "ds_numel", parameter.numel()))
-    )
+    if state is not None:
+        return math.prod(state.shape)
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def allocate_values(parameter: nn.Parameter) -> None:
-    """Give a parameter without values memory on the CPU, not yet filled; it stays the same object."""
+    """Allocate CPU memory for a parameter without values, and leave it unfilled.
+
+    The parameter stays the same object.
+    """
     set_values(parameter, torch.empty_like(parameter, device="cpu"))
 
 
 def drop_values(parameter: nn.Parameter) -> None:
-    """Drop the values of a parameter, and keep its shape and dtype."""
+    """Free the values of a parameter, and keep its shape and dtype."""
     set_values(parameter, parameter.detach().to("meta"))
 
 
 def set_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Let a parameter hold these values, not a copy; it stays the same object with its attributes."""
+    """Let a parameter hold this tensor itself, not a copy.
+
+    The parameter stays the same object and keeps its attributes.
+    """
     filled = nn.Parameter(values, parameter.requires_grad)
     vars(filled).update(vars(parameter))
     torch.utils.swap_tensors(parameter, filled)
