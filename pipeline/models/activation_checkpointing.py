@@ -1,4 +1,4 @@
-"""Blocks of a transformers model that recompute their activations in backward instead of keeping them."""
+"""Recomputation of activations in backward, block by block, in models of transformers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
 
-# What `selective` keeps: matrix products and attention are most of a block's time, and the rest of it is
-# most of its memory.
+# Operations whose results `selective` keeps. Matrix products and attention take most of a block's time, and the
+# rest of the block takes most of its memory.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_mm.default,  # of fp8, as torch.compile sees it
+    torch.ops.aten._scaled_mm.default,  # fp8 products, as torch.compile sees them
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    # Packed rows on a GPU.
+    # Attention of packed rows on a GPU.
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.aten._efficient_attention_forward.default,
 }
 
 
-# The transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
-OLDEST = (5, 23)
+# The first version of transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
+OLDEST_TRANSFORMERS = (5, 23)
 
 
 def enable_activation_checkpointing(
@@ -44,30 +44,34 @@ def enable_activation_checkpointing(
     mode: Literal["none", "full", "selective"] | int,
     offload: bool = False,
 ) -> None:
-    """Set up recomputation on the model's blocks. A number N: blocks 0, N, 2N, ... recompute.
+    """Let the model's blocks recompute their activations in backward.
 
     Args:
-        offload: Whether the inputs of blocks that recompute wait in host memory.
+        model: The model, changed in place.
+        mode: The recipe's `model.activation_checkpointing`. With a number N, blocks 0, N, 2N, ... recompute.
+        offload: Whether the inputs of blocks that recompute are kept in host memory.
 
     Raises:
-        ModelError: transformers cannot do this for the architecture.
+        ModelError: transformers cannot recompute this architecture, or it is too old.
     """
     if mode == "none":
         return
-    # The reentrant kind loses arguments passed by name. Where no random number is drawn, none is kept: the
-    # state of the generators is read and set again for every block.
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(model)}
+    options: dict[str, Any] = {
+        "use_reentrant": False,  # the reentrant kind loses arguments passed by name
+        # Reading and restoring the generators costs time in every block, so only where numbers are drawn.
+        "preserve_rng_state": _draws_random_numbers(model),
+    }
     if mode == "selective":
-        how["context_fn"] = _keep_expensive
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+        options["context_fn"] = _build_selective_modes
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
         raise ModelError(
             f"model.activation_checkpointing needs transformers {oldest} or newer, and "
             f"{transformers.__version__} is installed: pip install 'transformers>={oldest}'"
         )
     every = mode if isinstance(mode, int) else 1
     try:
-        model.activation_checkpointing_enable(how, every_n_layers=every, offload=offload)
+        model.activation_checkpointing_enable(options, every_n_layers=every, offload=offload)
     except ValueError:
         raise ModelError(
             f"model.activation_checkpointing: transformers cannot recompute the blocks of a "
@@ -76,36 +80,36 @@ def enable_activation_checkpointing(
 
 
 def compute_recomputed_share(model: nn.Module) -> float:
-    """Return which part recomputes of the blocks whose parameters are on this rank."""
+    """Return the share of blocks that recompute, among those whose parameters are on this rank."""
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    here = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
-    return sum(bool(block.gradient_checkpointing) for block in here) / max(1, len(here))
+    own = [block for block in blocks if not any(p.is_meta for p in block.parameters())]
+    return sum(bool(block.gradient_checkpointing) for block in own) / max(1, len(own))
 
 
-def _draws(model: PreTrainedModel) -> bool:
-    """Return whether a forward may draw random numbers: transformers' own configs say so."""
+def _draws_random_numbers(model: PreTrainedModel) -> bool:
+    """Return whether a forward may draw random numbers, according to transformers' config and the layers."""
     if not type(model).__module__.startswith("transformers."):
         return True
-    numbers = model.config.get_text_config().to_dict().items()
-    said = any(_is_positive(value) for key, value in numbers if re.search("drop|jitter|noise", key))
-    return said or any(module.p > 0 for module in model.modules() if isinstance(module, _DropoutNd))
+    fields = model.config.get_text_config().to_dict().items()
+    is_configured = any(_is_positive(value) for key, value in fields if re.search("drop|jitter|noise", key))
+    return is_configured or any(module.p > 0 for module in model.modules() if isinstance(module, _DropoutNd))
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes of a block's forward and of its second run in backward."""
-    forward, again = create_selective_checkpoint_contexts(list(EXPENSIVE))
-    return _Expensive(forward), _Expensive(again)
+def _build_selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return the dispatch modes for a block's forward and for its recomputation in backward."""
+    forward, recomputation = create_selective_checkpoint_contexts(list(EXPENSIVE))
+    return _ExpensiveOnly(forward), _ExpensiveOnly(recomputation)
 
 
-class _Expensive(TorchDispatchMode):
-    """Shows torch's mode the expensive operations alone.
+class _ExpensiveOnly(TorchDispatchMode):
+    """Passes only the expensive operations to torch's mode.
 
-    torch wants the second run to be the first one, operation by operation, and ZeRO-3's is not: parameters
-    gathered ahead in the forward are gathered elsewhere in backward.
+    torch requires the recomputation to repeat the forward operation by operation. Under ZeRO-3 it does not:
+    parameters gathered ahead in the forward are gathered at another place in backward.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -114,12 +118,12 @@ class _Expensive(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's own mode."""
+        """Return the answer of torch's own mode."""
         return True
 
     @property
     def ac_graph_id(self) -> int | None:
-        """torch.compile's number of the block; it marks every operation with it."""
+        """Number of the block, with which torch.compile marks every operation."""
         return self._mode.ac_graph_id
 
     @ac_graph_id.setter

@@ -1,6 +1,6 @@
 """Batch normalisation over the micro-batches of all data-parallel ranks, as one rank would compute it.
 
-On a GPU torch.nn.SyncBatchNorm computes it. That class refuses CPU tensors, so CPUSyncBatchNorm does it there.
+On a GPU torch.nn.SyncBatchNorm computes it. That class refuses CPU tensors: CPUSyncBatchNorm does it there.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sums a tensor over ranks; its gradient is the sum of all ranks' gradients, as each loss depends on it."""
+    """Sums a tensor over ranks. Its gradient sums all ranks' gradients, since each loss depends on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:

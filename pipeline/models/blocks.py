@@ -1,7 +1,10 @@
-"""The repeated blocks of a model, and their compilation: once for all of them; the rest stays as it is.
+"""The repeated blocks of a model, and their compilation: one compiled function for all blocks of a kind.
 
-What hangs on modules (DeepSpeed's hooks, DistributedDataParallel's buckets) stays outside of what is
-compiled and is called block by block. What cannot be compiled runs as it is written, with one line.
+Blocks are compiled, not the model. Compiled as a whole, transformers builds the dense mask and flash attention
+is lost, ZeRO's hooks break the graph into pieces, and DDP gets all gradients at the end. Hooks of DeepSpeed
+and buckets of DistributedDataParallel stay outside of the compiled functions. The recomputation of a block
+under activation checkpointing is part of its compiled function. A block that cannot be compiled runs
+uncompiled, and one line of the log says so.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ MODULE_LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield two or more modules of a list that differ in their values alone; the outermost ones.
+    """Yield each group of two or more modules of a list that differ only in their values.
 
-    They are of one class, have modules inside and parameters of the same names, shapes and dtypes.
+    The modules of a group are of one class, contain modules, and have parameters of the same names, shapes and
+    dtypes. Of nested groups the outermost is yielded.
     """
     taken: set[nn.Module] = set()
     if isinstance(model, MODULE_LISTS):
         alike: dict[Any, list[nn.Module]] = {}
         for child in dict.fromkeys(model):
             if any(True for _ in child.children()) and not isinstance(child, MODULE_LISTS):
-                alike.setdefault(_likeness(child), []).append(child)
+                alike.setdefault(_describe_structure(child), []).append(child)
         for blocks in alike.values():
             if len(blocks) > 1:
                 taken.update(blocks)
@@ -48,7 +52,7 @@ def find_repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
             yield from find_repeated_blocks(child)
 
 
-def _likeness(block: nn.Module) -> Any:
+def _describe_structure(block: nn.Module) -> Any:
     parameters = tuple(
         (name, tuple(getattr(p, "ds_shape", p.shape)), p.dtype, p.requires_grad)
         for name, p in block.named_parameters()
@@ -57,47 +61,52 @@ def _likeness(block: nn.Module) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether parameters are in ZeRO 3's shards."""
+    """Return whether the parameters are sharded by ZeRO 3."""
     return any(hasattr(p, "ds_shape") for p in model.parameters())
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return whether it is a mixture: what each expert computes on differs in size from batch to batch."""
+    """Return whether the model is a mixture of experts: their input sizes differ from batch to batch."""
     return getattr(getattr(model, "config", None), "num_experts_per_tok", None) is not None
 
 
 def find_leaf_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the repeated blocks of which ZeRO 3 can gather all parameters at once, when one is called.
+    """Yield the groups of blocks that can be leaf modules of ZeRO 3, which gathers a whole leaf at once.
 
-    transformers calls its blocks as modules, with hidden states, which others need not do. A parameter of
-    several modules is gathered with one of them. Experts make a block too large.
+    Only blocks of transformers qualify: it calls them as modules, with hidden states, which other code need
+    not do. Blocks that share a parameter with another module do not, nor do those of a mixture of experts,
+    which are too large to gather whole.
     """
     if is_transformers_model(model) and not has_experts(model):
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for blocks in find_repeated_blocks(model):
-            is_theirs = type(blocks[0]).__module__.startswith("transformers.")
-            if is_theirs and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
+            is_known = type(blocks[0]).__module__.startswith("transformers.")
+            if is_known and all(uses[id(p)] == 1 for block in blocks for p in block.parameters()):
                 yield blocks
 
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 16  # bytes, of addresses that Inductor's kernels read several values at a time from
+ALIGNMENT = 16  # bytes; Inductor's kernels read several values at a time from such addresses
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let the repeated blocks compute by one compiled function each kind, from their next call on.
+    """Compile the forward of the repeated blocks, one function for each kind, at their next call.
 
-    Blocks of a mixture of experts stay as they are: what an expert is given differs in size from batch to
-    batch. So do those whose batch normalisation asks other ranks, and those that ZeRO 3 gathers in parts.
+    Blocks of a mixture of experts are not compiled: an expert's input differs in size from batch to batch.
+    Nor are blocks with synchronised batch normalisation, and blocks that ZeRO 3 gathers in parts.
+
+    Args:
+        model: The model, whose blocks get a new `forward`.
+        backend: A backend of torch.compile.
     """
-    # DDP's buckets lie between blocks, none inside; and a backward that cannot be compiled has to be known in
-    # the forward, where the block can still run as it is written.
+    # DDP's buckets begin and end between blocks, so dynamo need not split graphs at them.
     dynamo.optimize_ddp = False
+    # A backward that cannot be compiled must be found in the forward, where the block can still run uncompiled.
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
-    wholes = find_leaf_blocks(model) if is_sharded(model) else find_repeated_blocks(model)
-    kinds = [blocks for blocks in wholes if _is_compilable(model, blocks)]
+    candidates = find_leaf_blocks(model) if is_sharded(model) else find_repeated_blocks(model)
+    kinds = [blocks for blocks in candidates if _is_compilable(model, blocks)]
     for blocks in kinds:
         forward = _CompiledForward(blocks, backend).forward
         for block in blocks:
@@ -107,7 +116,11 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def reset_compilation(model: nn.Module) -> None:
-    """Forget what was compiled, so that the next shapes get kernels of their own, and not for any shape."""
+    """Discard all compiled code, so that the next shapes are compiled for themselves, not as dynamic shapes.
+
+    Otherwise a run would keep kernels for changing shapes after trials of micro-batch sizes, and its numbers
+    would differ in the last digits.
+    """
     torch._dynamo.reset()
     for block in model.modules():
         shared = getattr(getattr(vars(block).get("forward"), "__func__", None), "of_blocks", None)
@@ -117,12 +130,12 @@ def reset_compilation(model: nn.Module) -> None:
 
 def _is_compilable(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     is_wrapped = any("forward" in vars(block) for block in blocks)
-    talks = any(is_sync_batch_norm(layer) for layer in blocks[0].modules())
-    return not (is_wrapped or talks or has_experts(model))
+    is_collective = any(is_sync_batch_norm(layer) for layer in blocks[0].modules())
+    return not (is_wrapped or is_collective or has_experts(model))
 
 
 class _CompiledForward:
-    """The forward of blocks that differ in their values alone."""
+    """The compiled forward of a group of blocks that differ only in their values."""
 
     def __init__(self, blocks: Sequence[nn.Module], backend: str | Callable[..., Any]):
         kind = type(blocks[0])
@@ -132,7 +145,7 @@ class _CompiledForward:
         self._as_written: Callable[..., Any] = kind.forward
         self._compiled = self._compile()
         self._is_aligned = True
-        # By (training, with gradients): the blocks that were called, and may cause no compilation any more.
+        # Ids of the blocks called in each mode (training, with gradients); they should not compile again.
         self._called: dict[tuple[bool, bool], set[int]] = {}
 
         @functools.wraps(self._as_written)
@@ -143,23 +156,23 @@ class _CompiledForward:
         self.forward = forward
 
     def _compile(self, options: dict[str, Any] | None = None) -> dict[bool, Callable[..., Any]]:
-        """Return the function for training and the one for evaluation.
+        """Return the function for training (`True`) and the one for evaluation (`False`).
 
-        They are two, so that what evaluation brings (a last, smaller batch) changes nothing for training.
+        With two functions, a smaller last batch of an evaluation causes no compilation for training.
         """
         return {
             is_training: torch.compile(
-                _copied(self._as_written, f"{self._kind}_{word}"), backend=self._backend, options=options
+                _copy_function(self._as_written, f"{self._kind}_{word}"), backend=self._backend, options=options
             )
             for is_training, word in ((True, "training"), (False, "evaluation"))
         }
 
     def _assume_no_alignment(self) -> None:
-        """Compile anew for parameters at any address.
+        """Compile again, for parameters at any address.
 
-        Inductor looks at the addresses of the parameters once, when it compiles: a kernel for aligned ones
-        fails at another block's ("misaligned address"). ZeRO 3 on one GPU has parameters in one piece of
-        memory, one behind the other.
+        Inductor checks the addresses of parameters once, when it compiles. A kernel for aligned parameters
+        fails with "misaligned address" on a block with others. ZeRO 3 on one GPU places parameters one behind
+        the other in one piece of memory.
         """
         self._is_aligned = False
         self.forget()
@@ -177,13 +190,15 @@ class _CompiledForward:
     def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._compiled:
             return self._as_written(block, *args, **named)
-        mode = (block.training, torch.is_grad_enabled())
+        with_gradients = torch.is_grad_enabled()
+        mode = (block.training, with_gradients)
         if self._is_aligned and id(block) not in self._called.get(mode, ()) and not is_aligned(block):
             self._assume_no_alignment()
         called = self._called.setdefault(mode, set())
-        if not mode[1]:  # transformers makes the first block's input require a gradient even here
+        if not with_gradients:  # even here transformers makes the first block's input require a gradient
             args = tuple(each.detach() if isinstance(each, Tensor) else each for each in args)
-        frames, start = counters["frames"]["total"], time.perf_counter()
+        frames = counters["frames"]["total"]
+        start = time.perf_counter()
         try:
             result = self._compiled[block.training](block, *args, **named)
         except TorchDynamoException as error:
@@ -192,11 +207,11 @@ class _CompiledForward:
             return self._as_written(block, *args, **named)
         if counters["frames"]["total"] != frames:
             word = "training" if block.training else "evaluation"
-            how = f"for {word} ({time.perf_counter() - start:.0f} s)"
+            purpose = f"for {word} ({time.perf_counter() - start:.0f} s)"
             if id(block) in called:
-                log.warning("compile: %s are compiled again %s: %s", self._name, how, _cause())
+                log.warning("compile: %s are compiled again %s: %s", self._name, purpose, _read_cause())
             elif not called:
-                log.info("compile: %s are compiled once %s", self._name, how)
+                log.info("compile: %s are compiled once %s", self._name, purpose)
         called.add(id(block))
         return result
 
@@ -206,8 +221,8 @@ def is_aligned(block: nn.Module) -> bool:
     return all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in block.parameters())
 
 
-def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `forward` with code of its own: torch keeps, and limits, what it compiled by code object."""
+def _copy_function(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return `forward` with its own code object: torch stores and limits compiled code by code object."""
 
     def run(block: nn.Module, *args: Any, **named: Any) -> Any:
         return forward(block, *args, **named)
@@ -215,13 +230,13 @@ def _copied(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return types.FunctionType(run.__code__.replace(co_name=name), globals(), name, None, run.__closure__)
 
 
-def _cause() -> str:
-    """Return what the last compilation found changed."""
-    told = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
-    return " ".join(told[-1].partition(": ")[2].split())[:200] if told else "torch does not say why"
+def _read_cause() -> str:
+    """Return the change that caused the last compilation."""
+    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    return " ".join(reasons[-1].partition(": ")[2].split())[:200] if reasons else "torch does not say why"
 
 
 def describe_compile_error(error: TorchDynamoException) -> str:
-    """Return why something could not be compiled, in one line."""
+    """Return the reason for a failed compilation, in one line."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     return f"{type(inner).__name__}: {summarize_error(inner)}"

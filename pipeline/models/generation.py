@@ -88,7 +88,7 @@ def generate(
         settings: Settings for the choice of each token.
         device: The device of the model.
         in_step: Whether a forward is collective: a rank that has finished continues until all have.
-        agree: Returns the same scores (B, V) on all ranks that compute parts of one model; `None`: not needed.
+        agree: Returns equal scores (B, V) on all ranks that compute parts of one model; `None`: not needed.
 
     Raises:
         DataError: See TextGenerator.generate.
@@ -124,8 +124,8 @@ def generate(
 
 def get_max_positions(module: nn.Module) -> int | None:
     """Return the number of tokens that the model has positions for; `None`: any number."""
-    longest: int | None = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return longest
+    positions: int | None = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return positions
 
 
 def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
@@ -150,7 +150,7 @@ def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, T) ids and mask, on the device."""
+    """Return ids and mask (B, T), on the device."""
     rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")

@@ -95,7 +95,7 @@ def test_classes_come_from_the_recipe_or_the_data():
     assert outputs(None, 7) == 7
     assert outputs(12, 7) == 12
     assert outputs(12, None) == 12
-    with pytest.raises(ModelError, match=r"model\.num_classes is 6, the data has 7 classes"):
+    with pytest.raises(ModelError, match=r"model\.num_classes is 6, and the data has 7 classes"):
         outputs(6, 7)
     with pytest.raises(ModelError, match=r"model\.num_classes: the data does not say .* write the number"):
         outputs(None, None)
