@@ -18,8 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.errors import ModelError
 
-# Operations whose results `selective` keeps. Matrix products and attention take most of a block's time, and the
-# rest of the block takes most of its memory.
+# Operations whose results `selective` keeps. Matrix products and attention take most of a block's time, and
+# the rest of the block takes most of its memory.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -35,7 +35,8 @@ EXPENSIVE = {
 }
 
 
-# The first version of transformers whose activation_checkpointing_enable takes `every_n_layers` and `offload`.
+# The first version of transformers whose activation_checkpointing_enable takes `every_n_layers` and
+# `offload`.
 OLDEST_TRANSFORMERS = (5, 23)
 
 

@@ -1,9 +1,9 @@
 """The repeated blocks of a model, and their compilation: one compiled function for all blocks of a kind.
 
-Blocks are compiled, not the model. Compiled as a whole, transformers builds the dense mask and flash attention
-is lost, ZeRO's hooks break the graph into pieces, and DDP gets all gradients at the end. Hooks of DeepSpeed
-and buckets of DistributedDataParallel stay outside of the compiled functions. The recomputation of a block
-under activation checkpointing is part of its compiled function. A block that cannot be compiled runs
+Blocks are compiled, not the model. Compiled as a whole, transformers builds the dense mask and flash
+attention is lost, ZeRO's hooks break the graph into pieces, and DDP gets all gradients at the end. Hooks of
+DeepSpeed and buckets of DistributedDataParallel stay outside of the compiled functions. The recomputation of
+a block under activation checkpointing is part of its compiled function. A block that cannot be compiled runs
 uncompiled, and one line of the log says so.
 """
 
@@ -34,8 +34,8 @@ MODULE_LISTS = (nn.ModuleList, nn.Sequential)
 def find_repeated_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Yield each group of two or more modules of a list that differ only in their values.
 
-    The modules of a group are of one class, contain modules, and have parameters of the same names, shapes and
-    dtypes. Of nested groups the outermost is yielded.
+    The modules of a group are of one class, contain modules, and have parameters of the same names, shapes
+    and dtypes. Of nested groups the outermost is yielded.
     """
     taken: set[nn.Module] = set()
     if isinstance(model, MODULE_LISTS):
@@ -102,7 +102,8 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     """
     # DDP's buckets begin and end between blocks, so dynamo need not split graphs at them.
     dynamo.optimize_ddp = False
-    # A backward that cannot be compiled must be found in the forward, where the block can still run uncompiled.
+    # A backward that cannot be compiled must be found in the forward, where the block can still run
+    # uncompiled.
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
     candidates = find_leaf_blocks(model) if is_sharded(model) else find_repeated_blocks(model)
@@ -162,7 +163,9 @@ class _CompiledForward:
         """
         return {
             is_training: torch.compile(
-                _copy_function(self._as_written, f"{self._kind}_{word}"), backend=self._backend, options=options
+                _copy_function(self._as_written, f"{self._kind}_{word}"),
+                backend=self._backend,
+                options=options,
             )
             for is_training, word in ((True, "training"), (False, "evaluation"))
         }
