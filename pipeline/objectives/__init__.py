@@ -1,4 +1,4 @@
-"""What is minimised: the objective that a recipe names, and all there is to choose from."""
+"""The registry of objectives, and the function that builds the one that a recipe names."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     """Build the objective that the recipe names; `auto` follows the model's kind.
 
     Args:
-        compiled: Whether the run compiles: then the loss over a vocabulary is two kernels.
+        config: The run's configuration.
+        compiled: Whether the run compiles; the loss of logits is then two compiled kernels.
 
     Raises:
-        ConfigError: `auto` with a model of one's own, or an import path that leads nowhere.
+        ConfigError: The kind is `auto` and the model is the user's own, or an import path names nothing.
     """
     section = config.objective
     kind = config.model.default_objective if section.kind == "auto" else section.kind
@@ -78,7 +79,7 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
 
 
 Inputs = Sequence[str] | None
-"""`model.inputs`; see ModelCall."""
+"""Type of the recipe's `model.inputs`; see ModelCall."""
 
 
 def _custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
@@ -111,7 +112,7 @@ OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] =
     "kto": _kto,
     "reward": _reward,
 }
-"""`objective.kind` -> builder, of its section, `model.inputs` and the kernels of a run that compiles.
+"""Builder of each `objective.kind`, called with its section, `model.inputs` and the kernels of a compiling run.
 
-Any other kind is the import path of a user's function, as `_custom` takes.
+Any other kind is the import path of a user's function; see CustomLoss.
 """

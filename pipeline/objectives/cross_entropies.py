@@ -30,18 +30,18 @@ from pipeline.objectives.model_call import (
 
 @dataclass(frozen=True)
 class Router:
-    """What a model's config says of its routers."""
+    """The settings of a model's routers for their load-balancing loss."""
 
     coefficient: float
-    """What the loss is multiplied by before it is added to the cross entropy."""
+    """Weight of the load-balancing loss beside the cross entropy."""
     experts_per_token: int
 
 
 def get_router(model: Any) -> Router | None:
-    """Return the router section of a mixture whose config asks for `output_router_logits`, else `None`.
+    """Return the router settings of a model whose config asks for `output_router_logits`, else `None`.
 
     Raises:
-        ModelError: it asks for them, and does not say how they are weighed.
+        ModelError: The config asks for them, but lacks the coefficient or the experts for each token.
     """
     config = getattr(unwrap_model(model), "config", None)
     if not getattr(config, "output_router_logits", False):
@@ -57,7 +57,7 @@ def get_router(model: Any) -> Router | None:
 
 
 def refuse_router_loss(model: Any, split: str) -> None:
-    """Raise a ConfigError if the model's routers are to be balanced, which this split does not do."""
+    """Raise a ConfigError if the model has a load-balancing loss, which this split does not compute."""
     router = get_router(model)
     if router is not None and router.coefficient:
         raise ConfigError(
@@ -67,7 +67,7 @@ def refuse_router_loss(model: Any, split: str) -> None:
 
 
 def tokens_per_expert(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router) -> Tensor:
-    """Return (E,), fp64: the counted tokens of each expert, summed over the layers."""
+    """Return the number of counted tokens of each expert (E,), fp64, summed over the layers."""
     counted_N = counted_BT.flatten().double()
     total_E = torch.zeros(logits_NE[0].shape[-1], dtype=torch.float64, device=counted_N.device)
     for layer_NE in logits_NE:
@@ -77,12 +77,15 @@ def tokens_per_expert(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: R
 
 
 def balance_sum(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router, tokens_E: Tensor) -> Tensor:
-    """Return the micro-batch's part of the loss, times the number of counted tokens of the global batch.
+    """Return the micro-batch's part of the load-balancing loss, times the global batch's counted tokens.
 
-    Gradients go through the probabilities.
+    Gradients flow through the probabilities, not through the choice of experts.
 
     Args:
-        tokens_E: (E,) tokens_per_expert of the global batch.
+        logits_NE: The router logits of each layer, (N, E).
+        counted_BT: Whether a token counts, (B, T).
+        router: The settings of the routers.
+        tokens_E: The result of tokens_per_expert for the global batch, (E,).
     """
     counted_N1 = counted_BT.flatten().float()[:, None]
     probability_E = torch.stack(
@@ -94,7 +97,7 @@ def balance_sum(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router,
 
 
 def router_logits_of(output: Any) -> tuple[Tensor, ...]:
-    """Return (N, E) of each layer that has experts; none if the model gives none."""
+    """Return the router logits (N, E) of each layer with experts; empty if the model returns none."""
     found = (
         output.get("router_logits") if isinstance(output, dict) else getattr(output, "router_logits", None)
     )
@@ -106,10 +109,13 @@ LABELS = ("labels", "label", "targets", "target")
 
 
 class VocabularyObjective(BaseObjective):
-    """The cross entropy of a language model's labels: what its objectives have in common.
+    """Base of the objectives on the cross entropy of a language model's labels.
 
     Args:
-        kernels: Compute the loss, of logits and without them; None: in blocks. See logits_cross_entropy.py.
+        call: The call of the model.
+        kernels: Compiled kernels for the loss, with or without logits; `None`: the loss is computed in
+        blocks.
+            See logits_cross_entropy.py.
     """
 
     name = "causal_lm"
@@ -120,7 +126,7 @@ class VocabularyObjective(BaseObjective):
         self._heads = OutputHeads()
 
     def losses(self, model: Callable[..., Any], batch: Batch, of_tokens: bool = False) -> tuple[Tensor, Any]:
-        """Sum over the labels, or the loss of each token (B, T), in fp32; and what the model returned."""
+        """Return the sum over the labels, or each token's loss (B, T), in fp32, and the model's output."""
         labels_BT = self._labels(batch)
         head = self._heads.of(model)
         if head is not None:
@@ -163,15 +169,16 @@ class VocabularyObjective(BaseObjective):
 
 
 class CausalLM(VocabularyObjective):
-    """Next-token cross entropy over the labels that are not -100.
+    """The next-token cross entropy over the labels that are not -100.
 
     A batch holds `input_ids` (B, T) and either `shift_labels` (B, T), where position t holds the token after
     t, or `labels` (B, T) aligned with the inputs, as transformers has them.
 
-    Where the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
-    over the counted tokens of the global batch is minimised too; see Router.
+    If the config of a mixture of experts asks for `output_router_logits`, the routers' load-balancing loss
+    over the counted tokens of the global batch is minimised too. That loss multiplies two sums over the
+    global batch, so the tokens of each expert are counted before the first backward; see `prepare_step`.
 
-    Where the model's logits are the outputs of its last layer as they are, none are made: see
+    If the model's logits are the unchanged outputs of its last layer, no logits are computed: see
     linear_cross_entropy.py. `kernels` compute the loss either way; see logits_cross_entropy.py.
     """
 
@@ -203,10 +210,11 @@ class CausalLM(VocabularyObjective):
         return LossSum(loss_sum, count, extras, router.coefficient * balance)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective.prepare_step: where a mixture's tokens go.
+        """Count the tokens of each expert over the global batch.
 
-        With several micro-batches it takes one more forward of each, with the same random numbers, since all
-        of them must be known before the first backward.
+        With several micro-batches this takes one more forward of each, with the same random numbers, since
+        the counts must be known before the first backward. A single micro-batch is counted in its own
+        forward, with one all-reduce.
         """
         self._of_global_batch = batch.all_reduce_sum
         router = get_router(batch.model)
@@ -230,10 +238,10 @@ class CausalLM(VocabularyObjective):
 
 
 def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
-    """Return the first of these entries that the batch has.
+    """Return the first of these names that is an entry of the batch.
 
     Raises:
-        DataError: It has none of them, or they are no class numbers.
+        DataError: The batch has none of them, or the entry is no tensor of class numbers.
     """
     name = next((name for name in names if name in batch), None)
     if name is None:
@@ -257,10 +265,10 @@ def check_labels(batch: Batch, name: str, classes: int) -> None:
 
 
 class Classification(BaseObjective):
-    """Cross entropy over classes, with optional class weights, over the labels that are not -100.
+    """The cross entropy over classes, with optional class weights, over the labels that are not -100.
 
-    Logits (..., C), labels (...) in one of the entries LABELS. With weights the mean is over the weights of
-    the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 whatever the precision.
+    Logits are (..., C), and labels (...) are one of the entries LABELS. With weights, the mean is over the
+    weights of the labels, as in torch.nn.CrossEntropyLoss. The weights are fp32 in every precision.
     """
 
     unit = "samples"
@@ -279,7 +287,7 @@ class Classification(BaseObjective):
 
     def _weights(self, device: torch.device) -> Tensor | None:
         if self.weights_C is not None and self.weights_C.device != device:
-            self.weights_C = self.weights_C.to(device)  # once: the run has one device
+            self.weights_C = self.weights_C.to(device)  # happens once, since a run has one device
         return self.weights_C
 
     def count(self, batch: Batch) -> Tensor:

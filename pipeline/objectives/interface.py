@@ -1,6 +1,11 @@
-"""(model, batch) -> LossSum: a sum and a count, never a mean. engine/interface.py alone divides.
+"""The interface of objectives: (model, batch) -> LossSum, which is a sum and a count, never a mean.
 
-An engine measures the forward of an objective; an objective measures nothing itself.
+Every token counts once. engine/interface.py is the only place that divides: a step sums the counts of all its
+micro-batches over all ranks before the first backward, and scales each loss sum by that global count. Ranks
+that see the same samples (a tensor or pipeline group) each report their share of the loss and the count, and
+shares add up over all ranks.
+
+An engine times the forward of an objective; an objective measures nothing itself.
 """
 
 from __future__ import annotations
@@ -16,42 +21,42 @@ from torch import Tensor, nn
 
 Batch = Mapping[str, Any]
 
-# What a batch holds for the loss, also where the model's forward has an argument of that name.
+# Entries of a batch that belong to the loss, also where the model's forward has an argument of that name.
 TARGET_KEYS = ("labels", "shift_labels", "targets", "label", "target")
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """What one micro-batch adds to the loss. All 0-dim tensors on the device."""
+    """The loss of one micro-batch as sums, each a 0-dim tensor on the device."""
 
     loss_sum: Tensor
     count: Tensor
-    """Tokens or samples (or their weights) the loss is the sum over."""
+    """Number of tokens or samples (or the sum of their weights) that the loss is a sum over."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """Further sums, such as `correct`, that Objective.means names. 0 where one is missing."""
+    """Further sums, such as `correct`, that Objective.means names; a missing one counts as 0."""
     penalty_sum: Tensor | None = None
-    """What is minimised besides, divided by the same count; no part of the loss that is logged."""
+    """Sum that is minimised in addition, divided by the same count, but is not part of the logged loss."""
 
     @property
     def minimised(self) -> Tensor:
-        """The loss that backward starts from."""
+        """Loss that backward starts from, with the penalty."""
         return self.loss_sum if self.penalty_sum is None else self.loss_sum + self.penalty_sum
 
     def detached(self) -> LossSum:
-        """Return the sums without their graph."""
+        """Return the sums without their autograd graph, and without the penalty."""
         extras = {key: value.detach() for key, value in self.extras.items()}
         return LossSum(self.loss_sum.detach(), self.count, extras)
 
 
 def list_extra_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the names of the sums that these means are made of: the keys of LossSum.extras."""
+    """Return the names of the sums that these means are computed from: the keys of LossSum.extras."""
     return list(dict.fromkeys(chain.from_iterable(means.values())))
 
 
 def sum_losses(
     losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device
 ) -> LossSum:
-    """Return the sums over micro-batches; 0 for what none of them reports. Penalties are left out."""
+    """Return the sums over micro-batches, 0 for an extra that none of them reports; penalties are left out."""
     none = torch.zeros((), device=device)
     extras: dict[str, Tensor] = {}
     for loss in losses:
@@ -66,32 +71,35 @@ def sum_losses(
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a training step is made of: this rank's part of its batch, and the way to the others' parts."""
+    """This rank's part of a training step's batch, and a collective over the parts of the other ranks."""
 
     model: Callable[..., Any]
     micro_batches: Sequence[Batch]
     to_device: Callable[[Batch], Batch]
-    """Brings a micro-batch to the model's device."""
+    """Function that moves a micro-batch to the model's device."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """The sum over the ranks that the batch is divided among, of a tensor on `device`."""
+    """Function that returns the sum of a tensor on `device` over the ranks that divide the batch."""
     device: torch.device
 
 
 class Objective(Protocol):
-    """What is minimised: the sum of `loss_sum` over the sum of `count`, both over the global batch."""
+    """Minimises the sum of `loss_sum` divided by the sum of `count`, both over the global batch."""
 
     unit: str
-    """What is counted: `tokens`, `samples`, `pairs` or `examples`."""
+    """Unit of the count: `tokens`, `samples`, `pairs` or `examples`."""
     means: Mapping[str, tuple[str, str]]
-    """Metric -> which of LossSum.extras is divided by which, both over the global batch."""
+    """Keys of LossSum.extras for each metric: the dividend and the divisor, both over the global batch."""
     targets: Sequence[str]
-    """Entries of a batch that it reads and no model does."""
+    """Entries of a batch that the objective reads and no model is given."""
     weighted: Mapping[str, float]
-    """Metric -> what its mean is multiplied by before it is added to an evaluation's loss: terms with a count
-    of their own. In training they are part of `loss_sum`, as `prepare_step` tells the global counts."""
+    """Weights of metrics whose means are added to an evaluation's loss: terms with a count of their own.
+
+    A training step knows the global counts of both terms (see `prepare_step`), so there such a term is part
+    of `loss_sum`. An evaluation knows its counts only at its end.
+    """
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the micro-batch's count (0-dim), from the batch alone: the first backward needs it."""
+        """Return the micro-batch's count (0-dim), from the batch alone, since the first backward needs it."""
         ...
 
     def inputs(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
@@ -99,14 +107,14 @@ class Objective(Protocol):
         ...
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """Learn what the loss needs of the global batch, before a training step's first forward.
+        """Compute the facts of the global batch that the loss needs, before a step's first forward.
 
-        Collective if it needs something.
+        Collective if the loss needs any.
         """
         ...
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
-        """Return the loss of the model on a batch that is on its device."""
+        """Return the loss of the model on a batch that is on the model's device."""
         ...
 
 
@@ -116,11 +124,11 @@ class TwoPassObjective(ABC):
     @property
     @abstractmethod
     def first_pass(self) -> Objective:
-        """The objective whose mean over all held-out data is needed."""
+        """Objective whose mean over all held-out data is needed."""
 
     @abstractmethod
     def set_first_pass_mean(self, mean: float) -> None:
-        """Take that mean for the evaluation that follows."""
+        """Set the mean of `first_pass` for the evaluation that follows."""
 
 
 _PART_ATTRIBUTE = "vocabulary_part"
@@ -128,24 +136,24 @@ _PART_ATTRIBUTE = "vocabulary_part"
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which rows, and how the ranks that hold the others are heard."""
+    """The rows of an output layer that this rank holds, and the collectives over the ranks with the others."""
 
     start: int
-    """The word of the first row."""
+    """Token id of the first row."""
     largest: int
-    """Rows of the largest part: all ranks work on as many tokens at a time."""
+    """Number of rows of the largest part, by which all ranks choose the same number of tokens a chunk."""
     gather: Callable[[Tensor], Tensor]
-    """One tensor a rank -> all of them, in a new first dimension. Collective."""
+    """Collective that stacks one tensor of each rank in a new first dimension."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """In place. Collective."""
+    """Collective that sums a tensor over the ranks, in place."""
 
 
 def get_vocabulary_part(layer: nn.Module | None) -> VocabularyPart | None:
-    """Return which part of the vocabulary a layer holds; `None`: all of it."""
+    """Return the part of the vocabulary that a layer holds; `None`: all of it."""
     part: VocabularyPart | None = getattr(layer, _PART_ATTRIBUTE, None)
     return part
 
 
 def set_vocabulary_part(layer: nn.Module, part: VocabularyPart) -> None:
-    """Record that the weight of `layer` is `part` of the vocabulary; its outputs are those of all ranks."""
+    """Record that the weight of `layer` holds `part` of the vocabulary, while its outputs cover all words."""
     setattr(layer, _PART_ATTRIBUTE, part)
