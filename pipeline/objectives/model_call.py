@@ -1,9 +1,10 @@
-"""Calls a model with its part of a batch, and finds logits or a loss in what it returns.
+"""The call of a model with its part of a batch, and the search for logits or a loss in its output.
 
-The recipe's list `model.inputs` says which entries go to the model, or else its forward's signature.
+The recipe's list `model.inputs` says which entries go to the model; without it, the forward's signature does.
 
-Layers and losses are looked at in the first call of training and of evaluation. What an entry of the batch
-indexes there is checked in each later batch, on the host: on a GPU such an error would end the process.
+In the first call of training and of evaluation the inputs of layers and losses are checked. Entries of a
+batch that index something, such as token ids, are then checked in each later batch, on the host: on a GPU an
+index out of range would end the process.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 def get_logits(output: Any) -> Tensor:
-    """Return the logits of what a model returned: a tensor, `.logits`, `["logits"]`, or first in a tuple.
+    """Return the logits of a model's output: a tensor, `.logits`, `["logits"]`, or the first of a tuple.
 
     Raises:
-        ModelError: There are none.
+        ModelError: The output has no logits.
     """
     logits = _found(output, "logits")
     if logits is not None and logits.dim() > 0:
@@ -49,22 +50,22 @@ def get_logits(output: Any) -> Tensor:
             "objective.kind: model_loss"
         )
     raise ModelError(
-        f"the model returned {describe_output(output)}; expected logits: a tensor, .logits, ['logits'], or the "
-        "first of a tuple"
+        f"the model returned {describe_output(output)}; expected logits: a tensor, .logits, ['logits'], or "
+        "the first of a tuple"
     )
 
 
 def get_loss(output: Any) -> Tensor:
-    """Return the loss of what a model returned: a tensor, `.loss`, `["loss"]`, or first in a tuple.
+    """Return the loss of a model's output: a tensor, `.loss`, `["loss"]`, or the first of a tuple.
 
     Raises:
-        ModelError: There is none, or it is no mean (it has more than one dimension).
+        ModelError: The output has no loss, or the loss has more than one dimension, so it is no mean.
     """
     loss = _found(output, "loss")
     if loss is None or loss.dim() > 1:
         raise ModelError(
-            f"objective.kind is model_loss, and the model returned {describe_output(output)}; expected the mean "
-            "loss of its samples: a 0-dim tensor, .loss, ['loss'], or the first of a tuple"
+            f"objective.kind is model_loss, and the model returned {describe_output(output)}; expected the "
+            "mean loss of its samples: a 0-dim tensor, .loss, ['loss'], or the first of a tuple"
         )
     return loss
 
@@ -80,7 +81,7 @@ def _found(output: Any, name: str) -> Tensor | None:
 
 
 def describe_output(output: Any) -> str:
-    """Describe what a model or a function returned, for a message."""
+    """Describe the output of a model or a function, for a message."""
     if isinstance(output, Tensor):
         return f"a tensor of shape {tuple(output.shape)}"
     if isinstance(output, Mapping):
@@ -94,33 +95,33 @@ BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How a batch is handed to a model."""
+    """A plan that assigns entries of a batch to arguments of a model's forward."""
 
     positional: tuple[str, ...]
-    """Entries that go in by position."""
+    """Entries that are passed by position."""
     named: tuple[tuple[str, str], ...]
-    """(argument, entry) of those that go in by name."""
+    """Pairs (argument, entry) of entries that are passed by name."""
     is_spread: bool = False
-    """Whether the first entry, a tuple, goes in as several arguments."""
+    """Whether the first positional entry, a tuple, is passed as several arguments."""
 
     @cached_property
     def entries(self) -> frozenset[str]:
-        """The entries that go to the model."""
+        """Entries that go to the model."""
         return frozenset(self.positional) | {entry for _, entry in self.named}
 
 
 class ModelCall:
     """Calls a model with its part of a batch.
 
-    Without a list: tensors that the forward has an argument for go in by name, `inputs` (or the only tensor
-    that is no target) in the place of the first argument that is left. Targets are kept from it.
+    Without a list, tensors that the forward has an argument for are passed by name. `inputs`, or the only
+    tensor that is no target, becomes the first argument that is left. Targets are not passed.
 
     Args:
-        stated: The recipe's list `model.inputs`: by name where the forward has an argument of that name, the
-            others by position, in this order.
-        with_targets: Whether the model computes its own loss: targets go in as well, under a name of the
-            forward's that means the same, or behind the inputs.
-        kept: Further entries that no model is given.
+        stated: The recipe's list `model.inputs`. Entries are passed by name where the forward has an argument
+            of that name, and the others by position, in this order.
+        with_targets: Whether the model computes its own loss. Targets are then passed too, under a name of
+            the forward's that means the same, or behind the inputs.
+        kept: Further entries that are not passed to any model.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class ModelCall:
 
         Raises:
             ModelError: The model's forward cannot be called with the batch, or one of its layers.
-            DataError: See FirstCallChecks.around.
+            DataError: A label or an index is out of range; see FirstCallChecks.
         """
         call = self._planned(model, batch)
         values = [batch[entry] for entry in call.positional]
@@ -206,10 +207,11 @@ class ModelCall:
 
 
 class _Plan:
-    """One forward's signature against the entries of one kind of batch.
+    """Plans calls by matching one forward's signature with the entries of one kind of batch.
 
     Args:
-        widths: See _width, of each entry.
+        signature: The signature of the model's forward.
+        widths: The result of _width for each entry.
     """
 
     def __init__(self, signature: inspect.Signature, widths: dict[str, int]) -> None:
@@ -227,7 +229,7 @@ class _Plan:
             rest = [key for key in rest if key not in TARGET_KEYS]
         named = {key: key for key in rest if key in self._names}
         rest = [key for key in rest if key not in named]
-        for key in [key for key in rest if key in TARGET_KEYS]:  # labels for label, as transformers has it
+        for key in [key for key in rest if key in TARGET_KEYS]:  # such as `label` for transformers' `labels`
             alike = [name for name in TARGET_KEYS if name in self._names and name not in named]
             if alike:
                 named[alike[0]] = key
@@ -239,7 +241,7 @@ class _Plan:
         inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FIELD_PREFIX)]
         if "inputs" in inputs:
             given = ["inputs"]
-        else:  # a lone one where the forward still wants one: nothing else it could be
+        else:  # a single tensor must be the argument that the forward still needs
             given = inputs if len(inputs) == 1 and (wanted or not named) else []
         if with_targets and (given or not inputs):
             given = given + [key for key in rest if key not in inputs]
@@ -260,7 +262,7 @@ class _Plan:
         return self._placed(rest, named)
 
     def _placed(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
-        """Put entries in the places that are left: by position where these come first, else by name."""
+        """Assign entries to the arguments that are left: by position if these come first, else by name."""
         free = [p.name for p in self._places if p.name not in named]
         width = self._widths[entries[0]] if entries else 0
         is_spread = width > 1 and (self._takes_any_number or len(free) >= width)
@@ -271,7 +273,7 @@ class _Plan:
 
 
 def _width(value: Any) -> int:
-    """Return 0 of what holds no tensor, n of a tuple or list of n > 1 that holds some, else 1."""
+    """Return 0 for a value without tensors, n for a tuple or list of n > 1 with tensors, else 1."""
     if isinstance(value, Tensor):
         return 1
     if not any(True for _ in iter_tensors(value)):
@@ -280,7 +282,7 @@ def _width(value: Any) -> int:
 
 
 class BaseObjective:
-    """What all objectives have: the way to the model."""
+    """Base of the objectives: calls the model, with defaults for the rest of the interface."""
 
     means: Mapping[str, tuple[str, str]] = {}
     targets: Sequence[str] = TARGET_KEYS
@@ -295,10 +297,10 @@ class BaseObjective:
         return self._call.entries(model, batch)
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective.prepare_step: nothing."""
+        """Do nothing: most losses need no facts of the global batch."""
 
     def _warn_of_none(self, count: Tensor, name: str) -> None:
-        """Warn if the first count is 0: of labels that are all left out nothing is learned."""
+        """Warn if the first count is 0, since nothing is learned if no label ever counts."""
         self._is_first_count = False
         if not count:
             log.warning(
@@ -323,29 +325,32 @@ def _takes_anything(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class IndexRange:
-    """What indices point into: the rows of an embedding, or the classes of a loss."""
+    """The range of valid indices into the rows of an embedding or the classes of a loss."""
 
     size: int
     owner: str
-    """In words: `embed, Embedding(...), has 3 rows`."""
+    """Description of the indexed object, such as `embed, Embedding(...), has 3 rows`."""
     ignored: int | None = None
-    """Number that is allowed besides."""
+    """Number that is valid in addition, such as -100."""
 
     @property
     def expected(self) -> str:
-        """The owner, and the numbers that it takes."""
+        """Description of the owner and the valid indices, for a message."""
         return f"{self.owner}: expected 0 to {self.size - 1}"
 
 
 def are_probabilities(scores: Tensor) -> bool | None:
-    """Return whether scores (..., C) look like probabilities; `None` of too few. Waits for the device."""
+    """Return whether scores (..., C) look like probabilities; `None` if one row is too few to tell.
+
+    The host waits for the device.
+    """
     if scores.shape[-1] < 2 or not scores.numel():
         return False
     scores = scores.detach()
     has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
     if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
         return False
-    return True if scores[..., 0].numel() > 1 else None  # logits of one row do once in 400 times
+    return True if scores[..., 0].numel() > 1 else None  # one row of logits looks so once in 400 times
 
 
 PROBABILITIES = (
@@ -355,16 +360,18 @@ PROBABILITIES = (
 
 
 class IndexChecks:
-    """The ranges that entries of a batch index, learned in a first call."""
+    """Checks entries of a batch against index ranges that were recorded in a first call."""
 
     def __init__(self) -> None:
         self._by_entry: dict[str, IndexRange] = {}
 
     def note(self, batch: Batch, indices: Tensor, found: IndexRange) -> None:
-        """Check indices, and remember which entry of the batch they are; the smallest range counts.
+        """Check indices, and record their range for the entry of the batch that they are.
+
+        Of several ranges for one entry the smallest is used.
 
         Raises:
-            DataError: One is out of range.
+            DataError: An index is out of range.
         """
         names = [
             name
@@ -383,33 +390,34 @@ class IndexChecks:
             raise DataError(f"indices are {lowest} to {highest}, and {found.expected}")
 
     def check(self, batch: Batch) -> None:
-        """Raise a DataError if an entry that is known has a number out of its range."""
+        """Raise a DataError if an entry has a number outside of its recorded range."""
         for name, known in self._by_entry.items():
             if (wrong := find_bad_value(batch, name, known.size, known.ignored)) is not None:
                 raise DataError(f"{name!r} has {wrong.value}, and {known.expected}{wrong.sample}")
 
 
 class FirstCallChecks:
-    """Checks of the first call of a model (or a loss) in training, and of the first in evaluation."""
+    """Checks the first call of a model or a loss in training, and the first one in evaluation."""
 
     def __init__(self) -> None:
         self._by_mode: dict[bool, IndexChecks] = {}
 
     @contextmanager
     def around(self, model: Any, batch: Batch) -> Iterator[LossChecks | None]:
-        """Inside, what does not fit is an error that names it. Waits for the device in first calls alone.
+        """Check the inputs of layers and losses that are called inside the context.
 
-        Only torch's own layers are checked: a subclass may take something else. Compiled blocks are left
-        out: a hook would be compiled in.
+        Only torch's own layers are checked, since a subclass may take something else. Compiled blocks are
+        not, since a hook would be compiled in. The host waits for the device in first calls only.
 
         Args:
             model: The user's own module, without wrappers.
+            batch: The batch that the model is called with.
 
         Yields:
-            The checks of the losses inside; `None` if this is no first call.
+            The checks of the losses inside; `None` if this is not a first call.
 
         Raises:
-            ModelError: A layer's input is not what it takes.
+            ModelError: A layer cannot take its input.
             DataError: A label or an index is out of range.
         """
         if not isinstance(model, nn.Module):
@@ -424,7 +432,7 @@ class FirstCallChecks:
         if any(layer._compiled_call_impl is not None for layer in layers.values()):
             yield None
             return
-        blocks = [layer for layer in layers.values() if "forward" in vars(layer)]  # compiled, each as one
+        blocks = [layer for layer in layers.values() if "forward" in vars(layer)]  # compiled blocks
         inside = {id(layer) for block in blocks for layer in block.modules()}
         hooks = [
             layer.register_forward_pre_hook(partial(_check_layer, name, batch, indices))
@@ -432,7 +440,7 @@ class FirstCallChecks:
             if id(layer) not in inside
         ]
         losses = LossChecks(batch, indices)
-        for block in blocks:  # what is compiled under a mode would be compiled once more without it
+        for block in blocks:  # leave the mode: a block compiled under it would be compiled again without it
             hooks.append(block.register_forward_pre_hook(lambda *_: losses.__exit__(None, None, None)))
             hooks.append(block.register_forward_hook(lambda *_: _enter(losses), always_call=True))
         try:
@@ -447,7 +455,7 @@ def _enter(mode: TorchFunctionMode) -> None:
     mode.__enter__()
 
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # a synchronised one has more values
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not SyncBatchNorm: it has all ranks' values
 INPUT_WIDTHS = {
     nn.Linear: ("in_features", -1),
     nn.LSTM: ("input_size", -1),
@@ -457,7 +465,7 @@ INPUT_WIDTHS = {
     nn.Conv2d: ("in_channels", -3),
     nn.Conv3d: ("in_channels", -4),
 }
-"""Layer -> its attribute with the width that it takes, and the dimension of the input that has it."""
+"""Attribute of each layer with the width that it takes, and the dimension of the input with that width."""
 
 
 def _check_layer(
@@ -469,7 +477,7 @@ def _check_layer(
     if (problem := _misfit(layer, x)) is not None:
         dtype = str(x.dtype).removeprefix("torch.")
         raise ModelError(f"model: {named} is given {dtype} of shape {tuple(x.shape)}; {problem}")
-    # An embedding of which a rank has some words finds nothing for the others.
+    # An embedding with a part of the vocabulary returns zeros for the other words.
     is_table = type(layer) is nn.Embedding or get_vocabulary_part(layer) is not None
     rows = getattr(layer, "num_embeddings", None) if is_table else None
     if rows is not None:
@@ -477,13 +485,11 @@ def _check_layer(
 
 
 def _misfit(layer: Any, x: Tensor) -> str | None:
-    """Return what a layer of torch's expects if it cannot take its input."""
+    """Return the expectation of a layer of torch that its input does not meet, in words; `None`: it fits."""
     if type(layer) is nn.Embedding:
-        return (
-            "expected integers: make them such in the data set, as x.long()"
-            if x.is_floating_point()
-            else None
-        )
+        if x.is_floating_point():
+            return "expected integers: convert them in the data set, as with x.long()"
+        return None
     if type(layer) in BATCH_NORMS:
         takes_statistics = layer.training or layer.running_mean is None
         if takes_statistics and x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features:
@@ -492,7 +498,7 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
     if type(layer) not in INPUT_WIDTHS:
         return None
     if not x.is_floating_point() and not x.is_complex():
-        return "expected floating-point numbers: make them such in the data set, as x.float()"
+        return "expected floating-point numbers: convert them in the data set, as with x.float()"
     attribute, dimension = INPUT_WIDTHS[type(layer)]
     width = getattr(layer, attribute)
     if x.dim() >= -dimension and x.shape[dimension] == width:
@@ -501,7 +507,7 @@ def _misfit(layer: Any, x: Tensor) -> str | None:
 
 
 class LossChecks(TorchFunctionMode):
-    """Looks at what losses are called with, wherever they are called."""
+    """Checks the arguments of torch's losses wherever they are called inside the context."""
 
     def __init__(self, batch: Batch, indices: IndexChecks) -> None:
         super().__init__()
@@ -510,7 +516,7 @@ class LossChecks(TorchFunctionMode):
         self._means: list[tuple[Tensor, float]] = []
 
     def mean_over(self, loss: Tensor) -> float | None:
-        """Return what was divided by if this very tensor is a mean, of a loss or a plain one."""
+        """Return the number of elements that this very tensor is a mean over; `None` if it is no mean."""
         return next((divisor for mean, divisor in self._means if loss is mean), None)
 
     def __torch_function__(
@@ -540,7 +546,7 @@ def _classes_last(scores: Tensor) -> Tensor:
 
 
 def _divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
-    """Return the number of elements that a mean is over: of a cross entropy its targets, NaN with weights."""
+    """Return the number of elements of a mean: for a cross entropy its targets, or NaN with class weights."""
     if function not in (F.cross_entropy, F.nll_loss):
         return float(args[0].numel() if args else 1)
     scores, targets = args[:2]
