@@ -112,7 +112,7 @@ OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] =
     "kto": _kto,
     "reward": _reward,
 }
-"""Builder of each `objective.kind`, called with its section, `model.inputs` and the kernels of a compiling run.
+"""Builder of each `objective.kind`, called with its section, `model.inputs` and the kernels of the run.
 
 Any other kind is the import path of a user's function; see CustomLoss.
 """

@@ -250,7 +250,7 @@ def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         raise DataError(
             f"objective {objective} reads class numbers (integers from 0) from {name!r}, and the batch has "
-            f"{format_batch({name: labels})}; make them such in the data set, or use an objective of your own"
+            f"{format_batch({name: labels})}; convert them in the data set, or use an objective of your own"
         )
     return name
 

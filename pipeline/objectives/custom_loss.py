@@ -1,4 +1,4 @@
-"""Losses of the user's own: a function of theirs, or what the model computes itself."""
+"""Losses of the user's own: a function by import path, or the loss that the model computes itself."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ BUILT_IN = {
     "epoch", "grad_norm", "learning_rate", "loss", "loss_scale", "perplexity", "samples_seen",
     "skipped_in_a_row", "skipped_steps", "targets", "tokens_seen",
 }  # fmt: skip
-"""Columns `train/...` and `eval/...` that rows have anyway."""
+"""Names of built-in columns `train/...` and `eval/...`, which metrics of a user may not take."""
 
 
 class CustomLoss(BaseObjective):
-    """A user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
+    """Minimises a user's function: `function(outputs, batch) -> loss`, a sum over the micro-batch's samples.
 
-    It may return `(loss, metrics)`: an attribute `function.metrics` names them, and each is a sum and its
-    count. Outputs reach it in fp32: not all of torch's losses exist in half precision. The mean is over
-    samples, or over `function.count(batch)` if the function has such an attribute.
+    The function may return `(loss, metrics)`. Its attribute `metrics` then names the metrics, each of which
+    is a sum and its count. Outputs are passed in fp32, since not all of torch's losses exist in half
+    precision. The logged loss is the mean over samples, or over `function.count(batch)` if the function has
+    that attribute.
 
     Args:
-        reduction: What the function returns. A `mean` is multiplied by the number of targets, which is then
-            what the loss is the mean over. `None`: a sum, unless the first call shows a mean.
+        function: The user's function.
+        call: The call of the model.
+        reduction: The reduction of the returned loss. A `mean` is multiplied by the number of targets, and
+        the
+            logged loss is the mean over these. `None`: a sum; the first call raises an error if it is a mean.
 
     Raises:
-        ConfigError: It cannot be called so.
+        ConfigError: The function cannot be called with (outputs, batch), or its attributes do not fit.
     """
 
     unit = "samples"
@@ -91,8 +95,8 @@ class CustomLoss(BaseObjective):
             counted = own(batch)
         if not _is_number(counted):
             raise ConfigError(
-                f"objective.kind: the function's count returned {describe_output(counted)}; expected one number: "
-                "what the loss is a sum over"
+                f"objective.kind: the function's count returned {describe_output(counted)}; expected one "
+                "number: what the loss is a sum over"
             )
         return torch.as_tensor(counted)
 
@@ -120,10 +124,10 @@ class CustomLoss(BaseObjective):
         return LossSum(loss, count, extras)
 
     def _sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
-        """Return the sums and counts of the metrics under their names in `means`, fp64. Waits for nothing.
+        """Return the sums and counts of the metrics under their names in `means`, fp64, without a host sync.
 
         Raises:
-            ConfigError: these are not the metrics that the function's attribute names.
+            ConfigError: The metrics are not those that the function's attribute names.
         """
         if not isinstance(metrics, dict) or metrics.keys() != self.means.keys():
             returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else describe_output(metrics)
@@ -137,15 +141,15 @@ class CustomLoss(BaseObjective):
         for name, pair in metrics.items():
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
                 raise ConfigError(
-                    f"objective.kind: the function returned {describe_output(pair)} as metric {name!r}; expected "
-                    "(sum, count), two numbers over the micro-batch: their quotient is the metric"
+                    f"objective.kind: the function returned {describe_output(pair)} as metric {name!r}; "
+                    "expected (sum, count), two numbers over the micro-batch: their quotient is the metric"
                 )
             for key, value in zip(self.means[name], pair, strict=True):
                 extras[key] = _on_device(value, device)
         return extras
 
     def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
-        """Refuse a mean that the recipe does not state, or that is over something else than the targets."""
+        """Refuse a mean that the recipe does not state, or a mean over something else than the targets."""
         if self._reduction is None and samples > 1:
             raise ConfigError(
                 f"objective.kind: the function returned a mean; expected the sum over the micro-batch's "
@@ -165,7 +169,7 @@ def _means(names: Any, function: str) -> dict[str, tuple[str, str]]:
     """Return the metrics that a function names, with the names of their sums; see Objective.means.
 
     Raises:
-        ConfigError: a name cannot be one of a column of a row, or is a built-in column's.
+        ConfigError: A name cannot be the name of a column, or it is a built-in column's.
     """
     names = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     for name in names:
@@ -188,13 +192,12 @@ def _is_number(value: Any) -> bool:
 def _on_device(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
-    return torch.full(
-        (), float(torch.as_tensor(value)), dtype=torch.float64, device=device
-    )  # a copy would wait
+    # Filled on the device, since a copy from the host would wait for it.
+    return torch.full((), float(torch.as_tensor(value)), dtype=torch.float64, device=device)
 
 
 def _num_targets(batch: Batch) -> int | Tensor:
-    """Return how many targets torch's losses count by default; samples if no tensor of targets is there."""
+    """Return the number of targets that torch's losses count by default; of samples if there are no targets."""
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
         return count_samples(batch)
@@ -202,7 +205,7 @@ def _num_targets(batch: Batch) -> int | Tensor:
 
 
 def _refuse_torchs_own(function: Any, name: str) -> None:
-    """Refuse a loss of torch's as it is: it knows nothing of batches, and returns a mean."""
+    """Refuse a plain loss of torch, which takes no batch and returns a mean."""
     inner = getattr(function, "func", function)  # of functools.partial
     kind = inner if isinstance(inner, (type, FunctionType)) else type(inner)
     if kind.__module__ == "torch.nn.functional":
@@ -224,7 +227,7 @@ def _in_fp32(value: Any) -> Any:
 
 
 class ModelLoss(BaseObjective):
-    """The loss the model computes itself, from inputs and targets: its mean over the batch's samples."""
+    """Minimises the loss that the model computes from inputs and targets: a mean over the batch's samples."""
 
     unit = "samples"
 
@@ -240,8 +243,8 @@ class ModelLoss(BaseObjective):
         loss, samples = get_loss(self._call(model, batch)).float(), self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
-        # nn.DataParallel gathers one mean a GPU, of the parts that torch.chunk makes. A loss for each sample
-        # is the same with parts of one.
+        # nn.DataParallel gathers one mean for each GPU, over the parts that torch.chunk makes. A loss for
+        # each sample is the same case with parts of one.
         parts = torch.empty(int(samples)).chunk(len(loss))
         sizes = torch.tensor([len(part) for part in parts], device=loss.device)
         return LossSum((loss * sizes).sum(), samples.to(loss.device))

@@ -56,7 +56,7 @@ def list_extra_sums(means: Mapping[str, tuple[str, str]]) -> list[str]:
 def sum_losses(
     losses: Sequence[LossSum], means: Mapping[str, tuple[str, str]], device: torch.device
 ) -> LossSum:
-    """Return the sums over micro-batches, 0 for an extra that none of them reports; penalties are left out."""
+    """Return the sums over micro-batches, 0 for an extra that none reports; penalties are left out."""
     none = torch.zeros((), device=device)
     extras: dict[str, Tensor] = {}
     for loss in losses:
@@ -136,7 +136,7 @@ _PART_ATTRIBUTE = "vocabulary_part"
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The rows of an output layer that this rank holds, and the collectives over the ranks with the others."""
+    """The rows of an output layer that this rank holds, and collectives over the ranks of the others."""
 
     start: int
     """Token id of the first row."""

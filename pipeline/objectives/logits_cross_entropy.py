@@ -1,8 +1,12 @@
-"""Cross entropy of logits that are there: fp32 without an fp32 tensor of (N, V), of which
-`F.cross_entropy(logits.float(), ...)` makes three.
+"""The cross entropy of given logits, computed in fp32 without an fp32 tensor of (N, V).
 
-In blocks that stay in the cache of a CPU, or as kernels that torch.compile makes: on a GPU blocks move 42
-bytes a logit in bf16, where 6 have to be.
+`F.cross_entropy(logits.float(), ...)` makes three such tensors. Here the loss is computed in blocks that stay
+in the cache of a CPU, or by two compiled kernels in a run that compiles. One kernel reads the logits and
+keeps two numbers a token; the other reads them and writes the gradient. On a GPU, blocks move 42 bytes a
+logit in bf16, and the kernels move 6.
+
+The kernels are formulas for torch.compile, not Triton, so the same ones run and are tested on a CPU. Their
+backward is our own, since autograd's may keep fp32 logits.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -30,11 +34,14 @@ log = logging.getLogger(__name__)
 class FusedKernels:
     """Compiles the loss of logits and its gradient to one kernel each, for any number of tokens.
 
-    Where they cannot be compiled, one line says so, and the caller computes in blocks.
+    If they cannot be compiled, one line of the log says so, and callers compute in blocks.
+
+    Args:
+        backend: A backend of torch.compile.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor"):
-        # In one piece, or not at all: a part that ran as it is written would make tensors of (N, V).
+        # fullgraph: a part that ran uncompiled would make tensors of (N, V).
         self._compiled = {
             each: torch.compile(each, backend=backend, fullgraph=True)
             for each in (_loss, _gradient, _replace_by_gradient)
@@ -42,25 +49,34 @@ class FusedKernels:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the kernels run: they are compiled at their first call."""
+        """Whether the kernels run; they are compiled at their first call."""
         return bool(self._compiled)
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
-        """Return each row's loss, largest logit and sum of exponentials; empty: compute in blocks."""
+        """Return each row's loss, largest logit and sum of exponentials; empty if they cannot be compiled."""
         return self._call(_loss, logits_NV, labels_N) or ()
 
     def gradient(self, *of_loss: Tensor) -> Tensor | None:
-        """Return the gradient, of logits, labels, what `loss` returned besides, and the incoming gradient."""
+        """Return the gradient of the logits; `None` if the kernel cannot be compiled.
+
+        Args:
+            *of_loss: Logits, labels, the second and third result of `loss`, and the incoming gradient.
+        """
         return self._call(_gradient, *of_loss)
 
     def replace_by_gradient(self, logits_CV: Tensor, *of_loss: Tensor) -> bool:
-        """Write the gradient over the logits. False: it could not be compiled. Arguments: see `gradient`."""
+        """Write the gradient over the logits, and return `False` if the kernel cannot be compiled.
+
+        Args:
+            logits_CV: The logits of a chunk of tokens, overwritten.
+            *of_loss: The other arguments of `gradient`.
+        """
         return self._call(_replace_by_gradient, logits_CV, *of_loss) is not None
 
     def _call(self, function: Callable[..., Any], *given: Tensor) -> Any:
         if not self._compiled:
             return None
-        # Detached, since what requires a gradient is compiled for by itself.
+        # Detached, since torch.compile would compile again for tensors that require a gradient.
         tensors = [each.detach() for each in given]
         for each in tensors:
             if each.dim():
@@ -92,7 +108,7 @@ def cross_entropy_per_token(
     Args:
         logits_NV: (tokens, vocabulary), any floating dtype.
         labels_N: (tokens,), int64.
-        kernels: None: in blocks.
+        kernels: Compiled kernels; `None`: the loss is computed in blocks.
 
     Returns:
         (N,), as `F.cross_entropy(logits.float(), labels, reduction="none")` gives.
@@ -114,13 +130,13 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, labels_N, *of_rows = ctx.saved_tensors
-        grad_N = grad_N.contiguous()  # a sum's is one number, which would be compiled for by itself
+        grad_N = grad_N.contiguous()  # the gradient of a sum is one expanded number, another shape to compile
         grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad_N)
         return _gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV, None, None
 
 
 def _widened(logits_NV: Tensor) -> Tensor:
-    """Return the logits in fp32, fp64 ones as they are."""
+    """Return the logits in fp32, or in fp64 if they are fp64."""
     return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
@@ -155,7 +171,7 @@ def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> Tensor:
-    """d loss / d logit = (softmax - one-hot of the label) x the incoming gradient; 0 in ignored rows."""
+    """Return the gradient of the logits: (softmax - one-hot) x the incoming gradient; 0 in ignored rows."""
     grad_NV = torch.empty_like(logits_NV)
     scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)[:, None]
     target_N1 = labels_N.clamp(min=0)[:, None]
@@ -168,7 +184,7 @@ def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> 
 
 
 def iterate_blocks(logits_NV: Tensor) -> Iterator[slice]:
-    """Yield the rows that are worked on in fp32 at once."""
+    """Yield the slices of rows that are computed in fp32 at once."""
     rows = choose_block_rows(logits_NV.shape[1], logits_NV.device.type == "cpu")
     for start in range(0, logits_NV.shape[0], rows):
         yield slice(start, start + rows)

@@ -1,15 +1,18 @@
 """Objectives on answers: pairs (DPO, ORPO, SimPO, CPO), answers without pairs (KTO), scores (reward models).
 
-An answer is a segment of a row. A batch of preferences is checked on the host, and log-probabilities are
-summed by segment, over the ranks that share a row where a sequence is cut.
+An answer is a segment of a row. A preference loss is one forward of rows: both answers of a pair are in one
+row, separated by the document mask, so only sequence parallelism divides a pair over ranks. Its ranks add up
+the sums of their answers and then compute the same loss, of which each reports a share. The gradient of that
+sum is the incoming gradient times the number of ranks, without a collective. Log-probabilities are summed by
+segment in fp64, so the order of the sum does not show. A batch of preferences is checked on the host.
 
-A pair is two segments of a row next to each other, the chosen one first. KTO (Ethayarajh et al. 2024,
-equations 7 and 8) holds answers against how far the model is from its reference on answers to other prompts,
-over the global batch, so that it does not depend on how that is divided. The score of an answer is what a
-reward model gives at its last token: Bradley-Terry, as TRL 1.16 has it, with a margin (Touvron et al. 2023,
-equation 2) and scores centred at 0 (Eisenstein et al. 2023).
+A pair is two neighbouring segments of a row, the chosen one first. KTO (Ethayarajh et al. 2024, equations 7
+and 8) compares answers with a baseline: the divergence of the model from its reference on answers to other
+prompts. The baseline is taken over the global batch, so it does not depend on how that is divided. The score
+of an answer is the output of a reward model at its last token. Its loss is Bradley-Terry as in TRL 1.16, with
+a margin (Touvron et al. 2023, equation 2) and scores centred at 0 (Eisenstein et al. 2023).
 
-Shapes: B rows, T tokens, S segments of a row at the most, P = S / 2 places for pairs.
+Shapes: B rows, T tokens, S the largest number of segments of a row, P = S / 2 places for pairs.
 """
 
 from __future__ import annotations
@@ -50,16 +53,17 @@ _GROUP_ATTRIBUTE = "sequence_group"
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """How many ranks share a row, and how they are heard."""
+    """The ranks that share a row under sequence parallelism, with their collective."""
 
     size: int = 1
     all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """In place. Collective."""
+    """Collective that sums a tensor over the group's ranks, in place."""
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the group's ranks, of which each reports its share, a `size`-th. Collective.
+        """Return the sum over the group's ranks. Collective.
 
-        Its gradient is that of all ranks, without a collective.
+        Each rank then reports a `size`-th of the loss. The gradient is the incoming one times `size`, without
+        a collective.
         """
         if self.size == 1:
             return values
@@ -82,12 +86,12 @@ UNDIVIDED_SEQUENCE = SequenceGroup()
 
 
 def set_sequence_group(model: nn.Module, group: SequenceGroup) -> None:
-    """Record that the model is given a part of each row."""
+    """Record that the model is given a part of each row, and the group that shares the row."""
     setattr(model, _GROUP_ATTRIBUTE, group)
 
 
 def get_sequence_group(model: Any) -> SequenceGroup:
-    """Return the group of a model, wrapped or not; one of a single rank if rows are whole."""
+    """Return the sequence group of a model, wrapped or not; a group of one rank if rows are whole."""
     group: SequenceGroup = getattr(unwrap_model(model), _GROUP_ATTRIBUTE, UNDIVIDED_SEQUENCE)
     return group
 
@@ -98,38 +102,38 @@ SEGMENT_KEYS = (SEGMENTS, KINDS, MARGINS, REFERENCE)
 
 @dataclass(frozen=True)
 class Segments:
-    """What a model says of the segments of a micro-batch."""
+    """The log-probabilities that a model gives to the segments of a micro-batch."""
 
     logps_BS: Tensor
-    """Log-probabilities of their labels summed, fp64; 0 where there are none."""
+    """Sum of the log-probabilities of a segment's labels, fp64; 0 for a segment without labels."""
     tokens_BS: Tensor
-    """How many labels, fp64."""
+    """Number of labels of a segment, fp64."""
     kinds_BS: Tensor
     group: SequenceGroup
-    """Ranks that compute the same of them."""
+    """Ranks that compute the same numbers."""
 
 
 class SegmentObjective(VocabularyObjective):
-    """What objectives on the log-probabilities of answers have in common.
+    """Base of the objectives on the log-probabilities of answers.
 
-    A batch holds, besides a language model's entries, `segments` (B, T) int64: which of its row's segments a
-    token belongs to, -1 in padding; `segment_kinds` (B, S) int64; and `reference_logps` (B, S) where the loss
-    has a reference. Labels are -100 but for the answers'.
+    Besides a language model's entries, a batch holds `segments` (B, T) int64, the number of each token's
+    segment in its row, -1 in padding. It holds `segment_kinds` (B, S) int64, and `reference_logps` (B, S) if
+    the loss has a reference. Labels outside of answers are -100.
     """
 
     unit: str
     has_reference = False
-    """Whether it reads `reference_logps`."""
+    """Whether the objective reads `reference_logps`."""
     targets: Sequence[str] = (*TARGET_KEYS, *SEGMENT_KEYS)
 
     def check_answers(self, answers: Mapping[int, int]) -> None:
-        """Check that the objective can learn from the training data: any answers will do.
+        """Check that the objective can learn from the training data; this one accepts any answers.
 
         Args:
-            answers: Their number by kind; empty: not known.
+            answers: The number of answers of each kind; empty if it is not known.
 
         Raises:
-            DataError: It cannot.
+            DataError: The objective cannot learn from them.
         """
 
     @abstractmethod
@@ -141,7 +145,7 @@ class SegmentObjective(VocabularyObjective):
         """See Objective."""
 
     def segments(self, model: Callable[..., Any], batch: Batch) -> Segments:
-        """Return what the model says of the segments. Collective if rows are cut."""
+        """Return the log-probabilities of the segments. Collective if rows are divided over ranks."""
         router = get_router(model)
         if router is not None and router.coefficient:
             raise ConfigError(
@@ -153,7 +157,7 @@ class SegmentObjective(VocabularyObjective):
         in_one = (self._labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_N = (row_B1 + segments_BT.clamp(min=0)).flatten()
-        # In fp64 neither the order of the sum nor how many answers share a row shows.
+        # In fp64, neither the order of the sum nor the number of answers in a row changes the result.
         found_N2 = torch.stack([-losses_BT.double() * in_one, in_one.double()], -1).view(-1, 2)
         sums = found_N2.new_zeros(kinds_BS.numel(), 2).index_add(0, index_N, found_N2)
         group = get_sequence_group(model)
@@ -164,7 +168,7 @@ class SegmentObjective(VocabularyObjective):
         """Return `segment_kinds` (B, S) of a batch, checked on the host.
 
         Raises:
-            DataError: it is no batch of preferences.
+            DataError: The batch has no entries of preferences, or they have other shapes.
         """
         host = get_host_batch(batch)
         if absent := [key for key in (SEGMENTS, KINDS) if not isinstance(host.get(key), Tensor)]:
@@ -190,7 +194,7 @@ class SegmentObjective(VocabularyObjective):
         """Return `reference_logps` (B, S), fp64.
 
         Raises:
-            DataError: the batch has none.
+            DataError: The batch has none, or of another shape.
         """
         found = batch.get(REFERENCE)
         if not isinstance(found, Tensor) or found.shape != batch[KINDS].shape:
@@ -202,7 +206,11 @@ class SegmentObjective(VocabularyObjective):
 
 
 class LogprobRecorder(SegmentObjective):
-    """Of the last micro-batch; calls the model as another objective does."""
+    """Records the log-probabilities of the last micro-batch, calling the model as another objective does.
+
+    Args:
+        other: The objective to call the model for.
+    """
 
     unit = "samples"
 
@@ -210,7 +218,7 @@ class LogprobRecorder(SegmentObjective):
         super().__init__(other._call, other._kernels)
         self.name = other.name
         self.logps_BS: Tensor | None = None
-        """On every rank that was given the rows, but for pipeline stages before the last."""
+        """Log-probabilities of the segments, on every rank with the rows except pipeline stages before the last."""
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
@@ -225,9 +233,9 @@ class LogprobRecorder(SegmentObjective):
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Which loss of a pair: numbers of the recipe.
+    """The loss of a pair of answers, with the recipe's numbers.
 
-    Sources, as TRL 1.16 has them: DPO (Rafailov et al. 2023, equation 7), cDPO (Mitchell 2023) for `sigmoid`
+    Sources, as in TRL 1.16: DPO (Rafailov et al. 2023, equation 7), cDPO (Mitchell 2023) for `sigmoid`
     with smoothing, `robust` (Chowdhury et al. 2024, equation 10), `hinge` (SLiC, Zhao et al. 2023), `ipo`
     (Azar et al. 2023, equation 17, of means over tokens), `odds` (ORPO, Hong et al. 2024, equations 4 to 7,
     likewise). SimPO (Meng et al. 2024, equation 6) is `sigmoid` of means over tokens with a margin, CPO (Xu
@@ -238,14 +246,15 @@ class PairLoss:
     beta: float
     label_smoothing: float = 0.0
     gamma: float = 0.0
-    """What beta times the difference has to exceed."""
+    """Margin that beta times the difference of scores has to exceed."""
 
     def __call__(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-        """Return (P,), to be divided by the number of pairs.
+        """Return the loss of each pair (P,), whose sum is to be divided by the number of pairs.
 
         Args:
-            chosen_P, rejected_P: Scores: log-probabilities, their sums or means over tokens, less a
-            reference's.
+            chosen_P: Scores of chosen answers: sums of log-probabilities, or means over tokens, minus the
+                reference's if there is one.
+            rejected_P: Scores of rejected answers.
         """
         beta, smoothing = self.beta, self.label_smoothing
         if self.link == "odds":
@@ -277,15 +286,15 @@ ROUNDING = 1e-6  # of log-probabilities in fp32, relative
 
 @dataclass(frozen=True)
 class PairTerms:
-    """What is minimised of a pair."""
+    """The terms of an objective on pairs."""
 
     name: str
     loss: PairLoss
     has_reference: bool = False
     by_token: bool = False
-    """Scores are means over an answer's tokens, else sums."""
+    """Whether scores are means over an answer's tokens instead of sums."""
     sft_weight: float = 0.0
-    """Of the cross entropy of the chosen answers, a mean over their tokens."""
+    """Weight of the cross entropy of the chosen answers, a mean over their tokens."""
 
 
 def build_pair_terms(
@@ -308,7 +317,7 @@ def build_pair_terms(
 
 
 class PairObjective(SegmentObjective):
-    """What objectives on pairs have in common."""
+    """Base of the objectives on pairs."""
 
     unit = "pairs"
 
@@ -316,7 +325,7 @@ class PairObjective(SegmentObjective):
         """See Objective.count.
 
         Raises:
-            DataError: see SegmentObjective.kinds; or segments are no pairs.
+            DataError: The segments are not pairs, or see SegmentObjective.kinds.
         """
         kinds_BS = self.kinds(batch)
         wrong_BS = kinds_BS
@@ -333,11 +342,14 @@ class PairObjective(SegmentObjective):
 
 
 class PairwisePreference(PairObjective):
-    """The loss of pairs, divided by the pairs of the global batch; a term on the chosen answers, if there is
-    one, by the tokens of these.
+    """The loss of pairs, divided by the number of pairs of the global batch.
 
-    `rewards/...` are beta times the log-probability, less the reference's where there is one: a sum over
-    tokens then, else what the loss compares.
+    A term on the chosen answers, if there is one, is divided by the number of their tokens. Both terms share
+    one count: `prepare_step` sums both counts over the global batch, and the second term is multiplied by
+    their ratio.
+
+    `rewards/...` are beta times a log-probability: with a reference, the sum over tokens minus the
+    reference's; without one, the score that the loss compares.
     """
 
     def __init__(self, terms: PairTerms, call: ModelCall | None = None, kernels: FusedKernels | None = None):
@@ -356,8 +368,7 @@ class PairwisePreference(PairObjective):
         self._pairs_a_token: Tensor | None = None  # of the global batch
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective.prepare_step: how many tokens the chosen answers have for a pair, where that is
-        needed."""
+        """Compute the ratio of pairs to tokens of chosen answers, if there is a term on the chosen answers."""
         if not self._terms.sft_weight:
             return
         counts = torch.stack([self._pairs_and_tokens(each) for each in batch.micro_batches]).sum(0)
@@ -365,7 +376,7 @@ class PairwisePreference(PairObjective):
         self._pairs_a_token = pairs / tokens.clamp(min=1)
 
     def _pairs_and_tokens(self, batch: Batch) -> Tensor:
-        """Return (2,), fp64, on the host if the batch is known there."""
+        """Return the numbers of pairs and of chosen tokens (2,), fp64, on the host if the batch is there."""
         host = get_host_batch(batch)
         kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
         of_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
@@ -379,7 +390,7 @@ class PairwisePreference(PairObjective):
         logps_BS = found.logps_BS
         beyond_BS = logps_BS - self.reference(batch) if terms.has_reference else logps_BS
         scores_BS = beyond_BS / found.tokens_BS.clamp(min=1) if terms.by_token else beyond_BS
-        # Where there is no pair, numbers that every loss takes.
+        # Places without a pair get -1, a score that every loss is finite for.
         chosen, rejected = (torch.where(is_pair_BP, scores_BS[:, side::2], -1.0) for side in (0, 1))
         loss_BP = torch.where(is_pair_BP, terms.loss(chosen, rejected), 0.0)
         pairs = is_pair_BP.sum().double()
@@ -404,7 +415,7 @@ class PairwisePreference(PairObjective):
             return torch.where(is_pair_BP, values_BP, 0.0).sum()
 
         margin_BP = rewards_BS[:, ::2] - rewards_BS[:, 1::2]
-        # At first there is none, but for rounding, which is every split's own.
+        # Before training there is no margin but for rounding, which differs from split to split.
         least_BP = ROUNDING * (logps_BS[:, ::2] + logps_BS[:, 1::2]).abs()
         by_side = {f"{side} rewards": total(rewards_BS[:, at::2]) for at, side in enumerate(SIDES)}
         by_side |= {f"{side} logps": total(logps_BS[:, at::2]) for at, side in enumerate(SIDES)}
@@ -415,8 +426,9 @@ class PairwisePreference(PairObjective):
 
 
 class MismatchedDivergence(SegmentObjective):
-    """By how much more likely than to the reference answers are to the model behind prompts of others: the
-    sum over these segments, divided by their number.
+    """The mean over mismatched answers of the log-probability minus the reference's, for KTO's baseline.
+
+    A mismatched answer follows the prompt of another example.
     """
 
     name = "kto"
@@ -432,7 +444,7 @@ class MismatchedDivergence(SegmentObjective):
         return LossSum(divergence, segments)
 
     def divergence(self, batch: Batch, found: Segments) -> Tensor:
-        """Return (2,), fp64: that sum and that number, of this rank's share."""
+        """Return the sum of the differences and the number of mismatched answers (2,), fp64: this rank's share."""
         of_others_BS = found.kinds_BS == MISMATCHED
         beyond_BS = found.logps_BS.detach() - self.reference(batch)
         sums = torch.stack([torch.where(of_others_BS, beyond_BS, 0.0).sum(), of_others_BS.sum().double()])
@@ -440,11 +452,13 @@ class MismatchedDivergence(SegmentObjective):
 
 
 class KTO(SegmentObjective, TwoPassObjective):
-    """1 - sigmoid of beta times an answer's reward over the baseline (desirable), or of the baseline over it,
-    weighted; divided by the examples of the global batch.
+    """The KTO loss, divided by the number of examples of the global batch.
 
-    A training step of several micro-batches takes one more forward of each, with the same random numbers: the
-    baseline must be known before the first backward. An evaluation goes through its data twice.
+    The loss of an answer is 1 - sigmoid(beta * d), times the weight of its kind. For a desirable answer, d is
+    its reward minus the baseline; for an undesirable one, the baseline minus its reward.
+
+    The baseline must be known before the first backward. A training step of several micro-batches therefore
+    takes one more forward of each, with the same random numbers. An evaluation reads its data twice.
     """
 
     name = "kto"
@@ -500,7 +514,7 @@ class KTO(SegmentObjective, TwoPassObjective):
         """See Objective.count.
 
         Raises:
-            DataError: see SegmentObjective.kinds; or there is no mismatched answer.
+            DataError: There is no mismatched answer, or see SegmentObjective.kinds.
         """
         kinds_BS = self.kinds(batch)
         if kinds_BS.device.type == "cpu" and not bool((kinds_BS == MISMATCHED).any()):
@@ -511,7 +525,7 @@ class KTO(SegmentObjective, TwoPassObjective):
         return ((kinds_BS == CHOSEN) | (kinds_BS == REJECTED)).sum()
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """See Objective.prepare_step: the baseline; of a lone micro-batch its own forward tells."""
+        """Compute the baseline of the global batch; a single micro-batch does so in its own forward."""
         self._of_global_batch = batch.all_reduce_sum
         if len(batch.micro_batches) == 1:
             return
@@ -554,12 +568,14 @@ POSITIONS = "position_ids"
 
 
 class RewardRanking(PairObjective):
-    """-log sigmoid of by how much the chosen answer's score is higher, divided by the pairs of the global
-    batch.
+    """The loss of a reward model, divided by the number of pairs of the global batch.
+
+    The loss of a pair is -log sigmoid(chosen score - rejected score - margin).
 
     Args:
-        margin_weight: What a pair's margin is multiplied by, which is taken off the difference.
-        center_weight: Of the square of both scores' sum, which is added.
+        margin_weight: The factor on a pair's margin.
+        center_weight: The weight of the squared sum of both scores, which is added to the loss.
+        call: The call of the model.
     """
 
     name = "reward"
@@ -600,7 +616,10 @@ class RewardRanking(PairObjective):
         return LossSum(total(loss_BP).float(), pairs, extras | {"pairs": pairs})
 
     def _scores(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return (B, S), fp64: the score of each segment's last token, else 0. Collective if rows are cut."""
+        """Return the score (B, S), fp64, of each segment's last token; 0 for places without a segment.
+
+        Collective if rows are divided over ranks.
+        """
         kinds_BS, segments_BT = batch[KINDS], batch[SEGMENTS]
         if POSITIONS not in batch:
             raise DataError(f"objective {self.name} reads {POSITIONS!r}, which count from 0 in each segment")
