@@ -197,7 +197,7 @@ def _on_device(value: Any, device: torch.device) -> Tensor:
 
 
 def _num_targets(batch: Batch) -> int | Tensor:
-    """Return the number of targets that torch's losses count by default; of samples if there are no targets."""
+    """Return the number of targets that torch's losses count by default; without targets, of samples."""
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
         return count_samples(batch)

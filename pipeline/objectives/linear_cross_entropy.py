@@ -1,16 +1,22 @@
-"""Cross entropy of a linear layer's outputs without the outputs: no tensor of (tokens, vocabulary).
+"""The cross entropy of a linear layer's outputs without a tensor of (tokens, vocabulary).
 
-torch's F.linear_cross_entropy adds losses up in bf16 (1 % off over 1,024 tokens) and takes 2.5 to 5 times as
-long on a CPU; DeepSpeed's computes logits twice (twice as long) and has the host read labels of the device.
-Where ranks hold a part of the words each, they exchange three numbers a token.
+Labels are given to a model's output layer for one call, and its forward returns the loss in place of logits.
+Engines see one module with one output and one gradient for its weight: ZeRO 3 gathers the weight for as long
+as before, and autograd sums the gradients of a tied weight. The loss is computed in chunks of tokens, each a
+product, its softmax in blocks that fit a cache, and the two products of the gradients.
 
-The loss of each token is for losses that are no sum over tokens, such as those of preferences. Their
-gradients are known in the backward alone, where the chunks' logits are made a second time: four products in
-place of three.
+Gradients are computed in the forward, for an incoming gradient of 1 that scales them later: three products in
+place of the four of recomputation. With 8k words this takes 0.8 of the blockwise loss's processor time on a
+CPU, with 50k words 0.88, with 1k words the same. torch's F.linear_cross_entropy adds losses up in bf16 (1 %
+off over 1,024 tokens) and takes 2.5 to 5 times as long on a CPU. DeepSpeed's computes logits twice, takes
+twice as long, and has the host read labels from the device.
 
-A model's output layer returns the loss in place of logits, inside its own forward. There its weight is whole
-(ZeRO 3 gathers it for that long), and hooks of engines on its output and its parameters do what they always
-do.
+Under tensor parallelism a rank computes the logits of its own words only. The ranks exchange three numbers a
+token (largest logit, sum of exponentials, the label's logit) with one collective a chunk.
+
+The loss of each token serves losses that are no sum over tokens, such as those of preferences. Their
+gradients are known only in the backward, where the logits of a chunk are computed a second time: four
+products.
 
 Shapes: N tokens, D width of the hidden states, V words (of this rank), C tokens of a chunk, R of a block.
 """
@@ -43,7 +49,7 @@ from pipeline.planner.model import (
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, added up in the total's dtype, fp32 or more."""
+    """Add the product a @ b to `total`, in the dtype of `total`, fp32 or fp64."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda" and torch.version.hip is None:
@@ -59,21 +65,22 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# What gradients are multiplied by in fp16 until the incoming one is known: probabilities down to 2^-22 keep
-# all their bits, and a hidden state's gradient, at most 512 times a weight, stays below the largest number.
+# Factor on gradients in fp16 until the incoming gradient is known. Probabilities down to 2^-22 keep all their
+# bits, and the gradient of a hidden state, at most 512 times a weight, stays below fp16's largest number. The
+# gradients are those of a sum over tokens, so neither the loss scale nor the count is needed here.
 FP16_SCALE = 256.0
 
 
 @dataclass(frozen=True)
 class LossComputation:
-    """How a layer's outputs and their losses are computed."""
+    """The dtype, the part of the vocabulary and the kernels of a loss computation."""
 
     dtype: torch.dtype
-    """Data type of products: fp64, fp32, bf16 or fp16."""
+    """Dtype of products: fp64, fp32, bf16 or fp16."""
     part: VocabularyPart | None = None
-    """Words that weight and bias are of; `None`: all."""
+    """Part of the vocabulary that weight and bias hold; `None`: all words."""
     kernels: FusedKernels | None = None
-    """Kernels for a chunk's losses and gradients, where all words are here; `None`: in blocks."""
+    """Compiled kernels for a chunk's losses and gradients if all words are on this rank; `None`: blocks."""
 
 
 def linear_cross_entropy_sum(
@@ -85,19 +92,20 @@ def linear_cross_entropy_sum(
     part: VocabularyPart | None = None,
     kernels: FusedKernels | None = None,
 ) -> Tensor:
-    """Sum over the labels that are not -100.
+    """Return the loss summed over the labels that are not -100.
 
-    Gradients are worked out in the forward, for an incoming gradient of 1: three products, as the layer
-    and its backward take, in place of four. In fp16 they are FP16_SCALE times that, whatever the loss scale,
-    and what the loss scale makes too large for fp16 is infinite in the backward, as it is for logits.
+    In fp16 the gradients computed in the forward are FP16_SCALE times as large, whatever the loss scale. A
+    gradient that the loss scale makes too large for fp16 is infinite in the backward, as it is with logits.
 
     Args:
-        hidden_ND: What goes into the layer.
-        labels_N: int64.
-        dtype: What products are computed in: fp64, fp32, bf16 or fp16.
-        part: Which words weight and bias are of; None: all. With one it is collective, and so is its
-            backward: each of the ranks has the same hidden states, labels and result.
-        kernels: Compute a chunk's losses and gradients, where all words are here; None: in blocks.
+        hidden_ND: The inputs of the layer.
+        weight_VD: The weight of the layer.
+        bias_V: The bias of the layer, or `None`.
+        labels_N: The labels, int64.
+        dtype: The dtype of products: fp64, fp32, bf16 or fp16.
+        part: The part of the vocabulary that weight and bias hold; `None`: all words. With a part, forward
+            and backward are collective, and all ranks have the same hidden states, labels and result.
+        kernels: Compiled kernels for a chunk's losses and gradients if all words are here; `None`: blocks.
 
     Returns:
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
@@ -129,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Multiplied in fp32, into the sums themselves: a second backward is torch's error.
+        # Multiplied in fp32 and in place, which is safe: torch refuses a second backward.
         grad = grad if ctx.scale == 1.0 else grad / ctx.scale
         found = [
             None if each is None else (each.mul_(grad) if each.dtype == grad.dtype else each * grad[None])
@@ -153,11 +161,16 @@ def compute_chunked_loss(
     needs: list[bool],
     incoming_N: Tensor | None = None,
 ) -> tuple[ChunkedLoss, Tensor | None]:
-    """Return losses and needed gradients of the tokens that count, and the rows of these; `None`: all.
+    """Return the losses and needed gradients of the tokens that count, and their rows (`None`: all rows).
 
     Args:
-        needs: Which gradients of the first three arguments, which see linear_cross_entropy_sum.
-        incoming_N: Gradient of each loss; None: FP16_SCALE in fp16, else 1.
+        hidden_ND: The inputs of the layer.
+        weight_VD: The weight of the layer.
+        bias_V: The bias of the layer, or `None`.
+        labels_N: The labels, int64.
+        how: The settings of the computation.
+        needs: Whether the gradient of each of the first three arguments is needed.
+        incoming_N: The incoming gradient of each loss; `None`: FP16_SCALE in fp16, else 1.
     """
     rows = _counted(labels_N)
     x_ND = hidden_ND.to(how.dtype)
@@ -178,14 +191,17 @@ def compute_chunked_loss(
 
 
 def scatter_rows(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
-    """Return values of the tokens that count at their places among all tokens; 0 elsewhere."""
+    """Return the values of counted tokens, placed in their rows among all tokens, with 0 elsewhere."""
     if rows is None:
         return values_N
     return values_N.new_zeros(tokens, *values_N.shape[1:]).index_copy_(0, rows, values_N)
 
 
 def _counted(labels_N: Tensor) -> Tensor | None:
-    """Return the rows that count if some do not. On a GPU all stay: the host would wait for the number."""
+    """Return the rows that count if some do not, else `None`.
+
+    On a GPU all rows are computed: the host would have to wait for their number.
+    """
     if labels_N.device.type != "cpu":
         return None
     is_counted = labels_N != IGNORE_INDEX
@@ -193,13 +209,27 @@ def _counted(labels_N: Tensor) -> Tensor | None:
 
 
 def _filled_up(of_words: Tensor) -> Tensor:
-    """Append rows of zeros up to a width that products are fast at; no label is one of them."""
+    """Append rows of zeros up to a width at which products are fast on a GPU: a multiple of 64.
+
+    No label is one of these rows. The vocabulary is padded inside the loss only, so the model, its
+    checkpoints and its exports have the tokenizer's words, and one loss curve holds on every device.
+    """
     further = pad_vocabulary(len(of_words), of_words.device.type) - len(of_words)
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 
 class ChunkedLoss:
-    """Losses, and their gradients added up chunk by chunk: fp32 where products are in half precision."""
+    """Computes losses, and adds gradients up chunk by chunk, in fp32 if products are in half precision.
+
+    Args:
+        x_ND: The inputs of the layer in the dtype of products.
+        weight_VD: The weight, with padding rows.
+        bias_V: The bias, with padding, or `None`.
+        words: The number of words without padding.
+        needs: Whether the gradients of inputs, weight and bias are needed.
+        incoming_N: The incoming gradient of each loss, or `None`.
+        how: The settings of the computation.
+    """
 
     def __init__(
         self,
@@ -212,10 +242,11 @@ class ChunkedLoss:
         incoming_N: Tensor | None,
         how: LossComputation,
     ):
-        """Words: those that there are; rows behind them only fill up."""
         self._kernels = how.kernels
         self._words = words
-        self._x_ND, self._weight_VD, self._bias_V = x_ND, weight_VD, bias_V
+        self._x_ND = x_ND
+        self._weight_VD = weight_VD
+        self._bias_V = bias_V
         self._dtype = torch.promote_types(x_ND.dtype, torch.float32)
         self._needs = any(needs)
         self.scale = FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
@@ -226,13 +257,16 @@ class ChunkedLoss:
         self.bias_V = torch.zeros_like(weight_VD[:, 0], dtype=self._dtype) if needs[2] else None
 
     def add(self, labels_N: Tensor) -> None:
-        tokens, words = len(labels_N), len(self._weight_VD)
+        """Compute the losses of all tokens, and add their gradients up."""
+        tokens = len(labels_N)
+        words = len(self._weight_VD)
         on_cpu = labels_N.device.type == "cpu"
         size = choose_chunk_tokens(tokens, self._most_words(), self._x_ND.element_size(), on_cpu)
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
-            x_CD, labels_C = self._x_ND[chunk], labels_N[chunk]
+            x_CD = self._x_ND[chunk]
+            labels_C = labels_N[chunk]
             grad_CV = logits_CV[: len(labels_C)]
             if self._bias_V is None:
                 torch.mm(x_CD, self._weight_VD.t(), out=grad_CV)
@@ -252,7 +286,7 @@ class ChunkedLoss:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
 
     def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
-        """Return those of the hidden states (see spread), the weight and the bias; `None`: not needed."""
+        """Return the gradients of the hidden states (see scatter_rows), weight and bias; `None`: not needed."""
         hidden_ND = None if self.hidden_ND is None else scatter_rows(self.hidden_ND, rows, tokens)
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer
@@ -261,7 +295,7 @@ class ChunkedLoss:
         return self._words
 
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
-        """Return the chunk's losses (C, 1). Logits become their gradients, if these are needed."""
+        """Return the chunk's losses (C, 1), and overwrite logits with their gradients if these are needed."""
         fused_C1 = (
             None if self._kernels is None else self._fused(self._kernels, logits_CV, labels_C, incoming_C1)
         )
@@ -286,23 +320,23 @@ class ChunkedLoss:
                     p_RV.mul_(by)
                 owns.append(p_RV.gather(1, label_R1))
                 block_RV.copy_(p_RV)
-        # The largest logit's probability is 1 / V or more, so its logarithm is exact.
+        # The probability of the largest logit is 1 / V or more, so its logarithm is accurate.
         lost_C1 = torch.cat(tops) - torch.cat(largest).log() - own_C1
         if self._needs:
-            # Not scatter_: of half precision it makes an fp32 copy of all logits, on a CPU.
+            # Not scatter_, which makes an fp32 copy of all half-precision logits on a CPU.
             row_C1 = torch.arange(len(labels_C), device=labels_C.device)[:, None]
             logits_CV[row_C1, label_C1] = (torch.cat(owns) - factor).to(logits_CV.dtype)
-            if not on_cpu:  # there all of them count
+            if not on_cpu:  # on a CPU all given tokens count
                 logits_CV.mul_(is_counted_C1)
         return torch.where(is_counted_C1, lost_C1, 0.0)
 
     def _fused(
         self, kernels: FusedKernels, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None
     ) -> Tensor | None:
-        """Do the same by compiled kernels: 8 bytes a logit move in bf16, where blocks move 32 on a GPU.
+        """Compute losses and gradients by compiled kernels: they move 8 bytes a logit in bf16, blocks 32.
 
         Returns:
-            The losses (C, 1); None: the kernels could not be compiled, and the logits are as they were.
+            The losses (C, 1); `None` if the kernels cannot be compiled, with the logits unchanged.
         """
         of_rows = kernels.loss(logits_CV, labels_C)
         if not of_rows:
@@ -319,13 +353,16 @@ class ChunkedLoss:
 
 
 class _SumsOverRanks(ChunkedLoss):
-    """The loss over the words of all ranks; gradients of this rank's, and its share of the hidden states'."""
+    """Computes the loss over all ranks' words, with gradients of this rank's words.
+
+    The gradient of the hidden states is this rank's share, to be summed over the ranks.
+    """
 
     def __init__(self, *layer: Any, how: LossComputation, **given: Any):
         super().__init__(*layer, how=how, **given)
         assert how.part is not None
         self._part = how.part
-        if self.hidden_ND is not None:  # a sum over ranks, which is rounded once
+        if self.hidden_ND is not None:  # in fp32, so that the sum over ranks is rounded once
             self.hidden_ND = torch.zeros_like(self.hidden_ND, dtype=self._dtype)
 
     def _most_words(self) -> int:
@@ -333,7 +370,7 @@ class _SumsOverRanks(ChunkedLoss):
 
     def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
         own_C = labels_C - self._part.start
-        is_own_C1 = ((own_C >= 0) & (own_C < self._words))[:, None]  # -100 is nobody's
+        is_own_C1 = ((own_C >= 0) & (own_C < self._words))[:, None]  # -100 belongs to no rank
         own_C1 = own_C.clamp(0, self._words - 1)[:, None]
         # A token's largest logit, the sum of exponentials over that, and its label's logit.
         found_C3 = logits_CV.new_empty(len(labels_C), 3, dtype=self._dtype)
@@ -354,7 +391,7 @@ class _SumsOverRanks(ChunkedLoss):
         for block in iterate_blocks(logits_CV):
             p_RV = logits_CV[block].to(self._dtype).sub_(top_C1[block]).exp_().div_(sum_C1[block])
             p_RV.scatter_add_(1, own_C1[block], minus_one_C1[block])
-            if p_RV.device.type != "cpu":  # there all of them count
+            if p_RV.device.type != "cpu":  # on a CPU all given tokens count
                 p_RV.mul_(is_counted_C1[block])
             if incoming_C1 is not None or self.scale != 1.0:
                 p_RV.mul_(self.scale if incoming_C1 is None else incoming_C1[block])
@@ -371,12 +408,10 @@ def linear_token_losses(
     part: VocabularyPart | None = None,
     kernels: FusedKernels | None = None,
 ) -> Tensor:
-    """Return minus the log-probability of each token's label; 0 where that is -100.
+    """Return minus the log-probability of each token's label; 0 where the label is -100.
 
-    Args:
-        hidden_ND, weight_VD, bias_V, labels_N, dtype, part, kernels: See linear_cross_entropy_sum. With a
-            part both the forward and the backward are collective, and all ranks' incoming gradients are the
-            same.
+    The arguments are those of linear_cross_entropy_sum. With a part, forward and backward are collective, and
+    all ranks have equal incoming gradients.
 
     Returns:
         (N,), fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="none")`.
@@ -419,15 +454,15 @@ class _LinearTokenLosses(torch.autograd.Function):
 
 
 class OutputHeads:
-    """The output layers of the models that an objective is called with."""
+    """Finds the output layer of each model that an objective is called with, once."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
 
     def of(self, model: Callable[..., Any]) -> nn.Linear | None:
-        """Return a language model's output layer, if its logits are this layer's outputs as they are.
+        """Return a language model's output layer if the logits are its unchanged outputs, else `None`.
 
-        None for any other model, for one that is compiled whole, and for replicas on several devices.
+        The result is also `None` for a model that is compiled whole, and for replicas on several devices.
         """
         if not isinstance(model, nn.Module):
             return None
@@ -439,10 +474,11 @@ class OutputHeads:
 
 
 class HeadOnlyModel(nn.Module):
-    """An output layer in the place of the model, on a pipeline's last stage, where hidden states are there.
+    """Stands in for the model on the last pipeline stage: an output layer over given hidden states.
 
     Args:
-        output: Makes of logits what the whole model returns.
+        head: The output layer.
+        output: Wraps logits as the whole model's output.
     """
 
     def __init__(self, head: nn.Linear, output: Callable[[Tensor], Any]):
@@ -453,7 +489,7 @@ class HeadOnlyModel(nn.Module):
 
     @contextmanager
     def given(self, hidden_BTD: Tensor) -> Iterator[None]:
-        """Inside, these are the hidden states of whatever it is called with."""
+        """Use these hidden states for all calls inside the context."""
         self._hidden_BTD = hidden_BTD
         try:
             yield
@@ -461,11 +497,12 @@ class HeadOnlyModel(nn.Module):
             self._hidden_BTD = None
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the model's output of the given hidden states, whatever the arguments."""
         return self._output(self.head(self._hidden_BTD))
 
 
 class HeadLossState:
-    """Whether the layer used the labels that it was handed."""
+    """Tells whether an output layer computed the loss of the labels that it was given."""
 
     is_taken = False
     """Whether the model's logits are the loss."""
@@ -478,18 +515,25 @@ def compute_loss_in_head(
     of_tokens: bool = False,
     kernels: FusedKernels | None = None,
 ) -> Iterator[HeadLossState]:
-    """Inside, the layer returns the loss sum, (1,), of hidden states that fit the labels, and else logits.
+    """Let the output layer return the loss sum (1,) inside the context, if hidden states fit the labels.
+
+    Hidden states of another shape give logits as before.
 
     Args:
-        of_tokens: The losses of all tokens, (B, T), in place of their sum.
+        head: The output layer; `None`: nothing changes.
+        labels_BT: The labels, aligned with the outputs.
+        of_tokens: Whether to return the losses of all tokens (B, T) in place of their sum.
         kernels: See linear_cross_entropy_sum.
+
+    Yields:
+        Whether the layer computed the loss, once the model has been called.
     """
-    told = HeadLossState()
+    state = HeadLossState()
     if head is None:
-        yield told
+        yield state
         return
 
-    plain = head.forward  # ranks of a cut layer put their logits together
+    plain = head.forward  # under tensor parallelism, gathers the logits of all ranks
 
     def forward(input: Tensor) -> Tensor:  # as nn.Linear names it
         hidden_BTD = input
@@ -497,7 +541,7 @@ def compute_loss_in_head(
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
         if hidden_BTD.shape[:-1] != labels_BT.shape:
             return plain(hidden_BTD)
-        told.is_taken = True
+        state.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
         labels_N, part = labels_BT.flatten(), get_vocabulary_part(head)
         given = (hidden_ND, weight_VD, head.bias, labels_N, dtype, part, kernels)
@@ -507,7 +551,7 @@ def compute_loss_in_head(
 
     head.forward = forward  # type: ignore[method-assign]
     try:
-        yield told
+        yield state
     finally:
         del head.forward
 
@@ -527,7 +571,11 @@ def _head(model: Any) -> nn.Linear | None:
 
 @torch.no_grad()
 def _returns_outputs(model: nn.Module, head: nn.Linear, head_name: str, decoder_name: str) -> bool:
-    """Return whether the logits are the very tensor that the layer returns, tried with stand-ins."""
+    """Return whether the logits are the very tensor that the layer returns.
+
+    The model's forward is tried with stand-ins for the layer and the decoder. A scale or a bound behind the
+    layer makes another tensor.
+    """
     weight = head.weight
     hidden_BTD = torch.empty(1, 2, head.in_features, dtype=weight.dtype, device=weight.device)
     stand_in = _StandIn(torch.empty(1, 2, 1, dtype=weight.dtype, device=weight.device), weight)
@@ -537,14 +585,14 @@ def _returns_outputs(model: nn.Module, head: nn.Linear, head_name: str, decoder_
         output = model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=weight.device))
         is_whole = len(stand_in.given) == 1 and stand_in.given[0].shape == hidden_BTD.shape
         return is_whole and output.logits is stand_in.result
-    except Exception:  # whatever a forward raises that looks for more than there is
+    except Exception:  # a forward may raise anything if it reads more than the stand-ins return
         return False
     finally:
         model._modules |= parts
 
 
 class _StandIn(nn.Module):
-    """Returns one result, and keeps its first arguments."""
+    """Returns a fixed result, and records its first arguments."""
 
     def __init__(self, result: Any, weight: Tensor | None = None):
         super().__init__()
@@ -557,7 +605,7 @@ class _StandIn(nn.Module):
 
 
 class _Output(tuple[Tensor]):
-    """The hidden states, first and by name; there is nothing else."""
+    """A decoder's output with nothing but hidden states, as the first element and as `last_hidden_state`."""
 
     def __new__(cls, hidden_BTD: Tensor) -> _Output:
         return super().__new__(cls, (hidden_BTD,))

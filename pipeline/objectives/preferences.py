@@ -218,7 +218,8 @@ class LogprobRecorder(SegmentObjective):
         super().__init__(other._call, other._kernels)
         self.name = other.name
         self.logps_BS: Tensor | None = None
-        """Log-probabilities of the segments, on every rank with the rows except pipeline stages before the last."""
+
+    """Log-probabilities of the segments, on every rank but those of pipeline stages before the last."""
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
@@ -368,7 +369,7 @@ class PairwisePreference(PairObjective):
         self._pairs_a_token: Tensor | None = None  # of the global batch
 
     def prepare_step(self, batch: GlobalBatch) -> None:
-        """Compute the ratio of pairs to tokens of chosen answers, if there is a term on the chosen answers."""
+        """Compute the ratio of pairs to tokens of chosen answers, if a term on these is asked for."""
         if not self._terms.sft_weight:
             return
         counts = torch.stack([self._pairs_and_tokens(each) for each in batch.micro_batches]).sum(0)
@@ -444,7 +445,7 @@ class MismatchedDivergence(SegmentObjective):
         return LossSum(divergence, segments)
 
     def divergence(self, batch: Batch, found: Segments) -> Tensor:
-        """Return the sum of the differences and the number of mismatched answers (2,), fp64: this rank's share."""
+        """Return the sum of the differences and their number (2,), fp64, of this rank's share."""
         of_others_BS = found.kinds_BS == MISMATCHED
         beyond_BS = found.logps_BS.detach() - self.reference(batch)
         sums = torch.stack([torch.where(of_others_BS, beyond_BS, 0.0).sum(), of_others_BS.sum().double()])
