@@ -286,7 +286,7 @@ class ChunkedLoss:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
 
     def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the hidden states (see scatter_rows), weight and bias; `None`: not needed."""
+        """Return the gradients of the hidden states , the weight and the bias; `None`: not needed."""
         hidden_ND = None if self.hidden_ND is None else scatter_rows(self.hidden_ND, rows, tokens)
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer

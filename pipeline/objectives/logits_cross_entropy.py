@@ -92,7 +92,7 @@ class FusedKernels:
 
 
 def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None = None) -> Tensor:
-    """Sum over the labels that are not -100: see token_losses.
+    """Return the loss summed over the labels that are not -100; see cross_entropy_per_token.
 
     Returns:
         A 0-dim fp32 tensor, as `F.cross_entropy(logits.float(), labels, reduction="sum")` gives.
