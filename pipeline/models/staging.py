@@ -1,7 +1,7 @@
-"""A decoder language model of transformers, cut into the layers that pipeline stages are made of.
+"""The division of a decoder language model of transformers into layers, of which pipeline stages consist.
 
-The cut is proven: before it is used, a small model of the same class is cut the same way, and its layers in a
-row must give its logits.
+The division is tested before it is used: a small model of the same class is divided the same way, and its
+layers one after another must give its logits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pipeline.models.attention import build_small_model
 from pipeline.models.document_attention import WholeRowBounds, build_bounds_arguments
 from pipeline.planner.rank import FINAL_NORM_NAMES
 
-# Between layers: hidden states (B, T, D), with the position ids (B, T) beside them where the batch has any,
+# The value passed between layers: hidden states (B, T, D), with the position ids (B, T) if the batch has any,
 # and the bounds of documents (see document_attention).
 Carried = Tensor | tuple[Tensor, ...]
 
-# Names under which decoders keep their rotary embeddings.
+# Attributes of decoders with their rotary embeddings.
 ROTARY = ("rotary_emb",)
 
 PROOF_TOKENS = 16
 
 
 class StageLayer(nn.Module):
-    """One step of the forward pass, around the part of the whole model that has this name there."""
+    """One step of the forward pass: a part of the whole model, under its name there."""
 
     def __init__(self, name: str, part: nn.Module):
         super().__init__()
@@ -45,15 +45,16 @@ class StageLayer(nn.Module):
         self.part = part
 
     def weights(self) -> dict[str, Tensor]:
-        """Its weights under the names they have in the whole model, without those of an adapter's base."""
+        """Return the weights under their names in the whole model, without those of an adapter's base."""
         weights = self.part.state_dict(keep_vars=True)
         return {f"{self.name}.{key}": value for key, value in weights.items() if not is_base(value)}
 
 
 class SingleInputLayer(StageLayer):
-    """The token embedding, of ids; a norm or dropout, of hidden states."""
+    """A layer of one input: the token embedding of ids, or a norm or dropout of hidden states."""
 
     def forward(self, inputs: Carried) -> Carried:
+        """Return the part's output, with positions and bounds unchanged."""
         given, *beside = _unpack(inputs)
         return _pack(self.part(given), *beside)
 
@@ -62,22 +63,25 @@ class PositionLayer(StageLayer):
     """Adds learned positions."""
 
     def forward(self, inputs: Carried) -> Carried:
+        """Return the hidden states plus their positions' embeddings."""
         hidden, *beside = _unpack(inputs)
         return _pack(hidden + self.part(_or_counted(beside[0], hidden)), *beside)
 
 
 class HeadLayer(StageLayer):
-    """Hidden states -> logits (B, T, V)."""
+    """The output layer."""
 
     def forward(self, inputs: Carried) -> Tensor:
+        """Return the logits (B, T, V) of hidden states."""
         logits: Tensor = self.part(_unpack(inputs)[0])
         return logits
 
 
 class BlockArguments:
-    """What every block gets besides hidden states: masks, rotary embeddings, position ids.
+    """The arguments of blocks besides hidden states: masks, rotary embeddings, position ids.
 
-    Worked out once for all blocks of a stage, and without position ids once for all batches of a shape.
+    They are computed once for all blocks of a stage, and without position ids once for all batches of a
+    shape.
     """
 
     def __init__(self, config: Any, rotary: nn.Module | None):
@@ -89,12 +93,13 @@ class BlockArguments:
         self._whole_rows = WholeRowBounds()
 
     def arguments(self, hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> dict[str, Any]:
+        """Return the arguments by name, all that any block takes."""
         name = self.config.get_text_config()._attn_implementation
         key = (hidden.shape, hidden.dtype, hidden.device, name)
         if key != self._key or positions is not self._positions:
             self._key, self._positions = key, positions
             position_ids = _or_counted(positions, hidden)
-            # Counted positions hold one sequence each: transformers need not look, a host sync on a GPU.
+            # Without position ids a row is one sequence. With them transformers looks: a host sync on a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
             whole_rows = self._whole_rows if positions is None else None
@@ -116,6 +121,7 @@ class BlockLayer(StageLayer):
         self._takes = set(parameters)
 
     def forward(self, inputs: Carried) -> Carried:
+        """Return the block's hidden states, with positions and bounds unchanged."""
         hidden, positions, bounds = _unpack(inputs)
         given = dict(self.around.arguments(hidden, positions, bounds))
         if isinstance(given["attention_mask"], dict):
@@ -126,33 +132,39 @@ class BlockLayer(StageLayer):
 
 @dataclass(frozen=True)
 class LayeredModel:
-    """A whole model as a row of layers. The blocks stand together in it."""
+    """A whole model as a sequence of layers, in which the blocks follow each other."""
 
     layers: list[StageLayer]
     first_block: int
     num_blocks: int
     is_tied: bool
-    """The last layer, the head, has the weight of the first, the token embedding."""
+    """Whether the last layer, the head, shares the weight of the first, the token embedding."""
     num_parameters: int
     config: Any
     generation_config: Any
 
     @property
     def head(self) -> nn.Linear:
-        """The output layer."""
+        """Output layer of the model."""
         head = self.layers[-1].part
         assert isinstance(head, nn.Linear)
         return head
 
     def names(self) -> list[str]:
-        """Of the whole model's weights; a tied one once."""
+        """Return the names of the whole model's weights, a tied one once."""
         layers = self.layers[: len(self.layers) - self.is_tied]
         return [name for layer in layers for name in layer.weights()]
 
 
 class UncachedGenerator(PreTrainedModel, GenerationMixin):
-    """Has transformers generate by a function that gives logits and keeps no cache: a token costs a forward
-    of all before it.
+    """Lets transformers generate with a function that returns logits and keeps no cache.
+
+    Each token costs a forward of all tokens before it.
+
+    Args:
+        given: An object with the model's `generation_config`.
+        device: The device of the ids.
+        last_logits: Function of ids (B, T) and mask (B, T) that returns the last position's logits (B, 1, V).
     """
 
     config_class = PreTrainedConfig
@@ -160,11 +172,6 @@ class UncachedGenerator(PreTrainedModel, GenerationMixin):
     def __init__(
         self, given: Any, device: torch.device, last_logits: Callable[[Tensor, Tensor | None], Tensor]
     ):
-        """
-        Args:
-            given: Has the model's `generation_config`.
-            last_logits: Ids (B, T), mask (B, T) -> logits of the last position (B, 1, V).
-        """
         super().__init__(PreTrainedConfig())
         self.generation_config = given.generation_config or GenerationConfig()
         self._place = device
@@ -172,22 +179,24 @@ class UncachedGenerator(PreTrainedModel, GenerationMixin):
 
     @property
     def device(self) -> torch.device:
+        """Device of the ids."""
         return self._place
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutput:
+        """Return the logits of the last position."""
         return CausalLMOutput(logits=self._last_logits(input_ids, attention_mask))
 
 
 def wrap_logits(logits: Tensor) -> CausalLMOutput:
-    """What the whole model returns, for objectives."""
+    """Return the logits as the whole model's output, for objectives."""
     return CausalLMOutput(logits=logits)
 
 
 def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -> nn.Module:
-    """A model of transformers like this one, made in `empty`; buffers have values.
+    """Return a copy of a transformers model without parameter values, built in `empty`; buffers have values.
 
     Raises:
-        ModelError: it is another's model.
+        ModelError: The model is not one of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise _uncuttable(type(model).__name__, "it is no model of transformers")
@@ -198,10 +207,10 @@ def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -
 
 
 def cut_into_layers(model: nn.Module) -> LayeredModel:
-    """Return the model as a row of layers, on the very parameters of the model.
+    """Return the model as a sequence of layers that share the model's parameters.
 
     Raises:
-        ModelError: Its architecture is none that can be cut; says which part is in the way.
+        ModelError: The architecture cannot be divided; the message names the part that prevents it.
     """
     if not isinstance(model, PreTrainedModel):
         raise _uncuttable(type(model).__name__, "it is no model of transformers")
@@ -215,7 +224,7 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
     if model.config.get_text_config() is not model.config:
         raise _uncuttable(kind, "it is more than a language model")
     if getattr(model.config, "final_logit_softcapping", None):
-        raise _uncuttable(kind, "it bounds its logits after the head")  # the proof's are too small to show it
+        raise _uncuttable(kind, "it bounds its logits after the head")  # the test's logits are too small
     words, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
     before: list[StageLayer] = [SingleInputLayer(names[words], words)]
@@ -259,7 +268,7 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
 
 @torch.no_grad()
 def _prove(model: PreTrainedModel) -> None:
-    """Compare the layers of a small model of the class with its own logits, on a few random tokens."""
+    """Compare the logits of a small model of the class with those of its layers, on a few random tokens."""
     kind = model.config.model_type
     trial = build_small_model(model)
     if trial is None:
@@ -287,7 +296,7 @@ def _uncuttable(kind: str, why: str) -> ModelError:
 
 
 def _unpack(inputs: Carried) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(what the layer computes on, positions, bounds)."""
+    """Return the layer's input, the positions and the bounds."""
     if isinstance(inputs, Tensor):
         return inputs, None, None
     return inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
@@ -300,7 +309,7 @@ def _pack(hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> Ca
 
 
 def _or_counted(positions: Tensor | None, hidden: Tensor) -> Tensor:
-    """The positions given, or 0, 1, 2, ... (1, T)."""
+    """Return the given positions, or 0, 1, 2, ... (1, T)."""
     if positions is not None:
         return positions
     return torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -1,7 +1,7 @@
-"""What is transformers', without importing it: that takes longer than torch, and not every model needs it.
+"""Facts about models, configs and folders of transformers, without importing it.
 
-A transformers folder: what it says of a model beside its weights, and whether one that somebody else made
-holds what a library may read.
+The import takes longer than torch's, and not every model needs it. A folder of transformers describes a model
+beside its weights. One from elsewhere is checked before a library reads it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 
 def is_transformers_model(value: object) -> TypeGuard[PreTrainedModel]:
-    """Who has one has imported its class."""
+    """Return whether the value is a model of transformers; if transformers is not imported, it is not."""
     return _is(value, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_transformers_generator(value: object) -> bool:
-    """Has transformers' own `generate`, or one of its own on top."""
+    """Return whether the value has transformers' `generate`, or overrides it."""
     return _is(value, "transformers.generation.utils", "GenerationMixin")
 
 
 def is_transformers_config(value: object) -> TypeGuard[PreTrainedConfig]:
+    """Return whether the value is a config of transformers."""
     return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
-    """Whether attention bounds its scores, as in Gemma 2."""
+    """Return whether attention caps its scores, as in Gemma 2."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
@@ -50,15 +51,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Writes config, generation config and tokenizer into `folder`; nothing, where the model is none of
-    transformers.
+    """Write config, generation config and tokenizer into `folder`, if the model is one of transformers.
 
     Args:
-        model: Whole, or a stage of it that has the whole model's `config`.
-        tokenizer: None: there is none.
+        model: The whole model, or a stage that has the whole model's `config`.
+        tokenizer: The tokenizer, or `None`.
+        folder: The folder to write, created if missing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: A file cannot be written.
     """
     config = getattr(model, "config", None)
     if not is_transformers_config(config):
@@ -66,7 +67,7 @@ def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
     config.use_cache = True
-    config._attn_implementation = None  # of the run, not of who opens the folder
+    config._attn_implementation = None  # the run's choice, not that of programs that open the folder
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -76,19 +77,17 @@ def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> N
 
 
 def choose_auto_class(config: Mapping[str, Any]) -> str:
-    """The class of transformers that opens a folder with this config.json: a reward model's, or a language
-    model's.
-    """
+    """Return the name of transformers' auto class for this config.json: a reward or a language model's."""
     names = config.get("architectures") or [""]
     is_reward = str(names[0]).endswith("ForSequenceClassification")
     return f"AutoModelFor{'SequenceClassification' if is_reward else 'CausalLM'}"
 
 
 def resolve_pretrained(given: str) -> str:
-    """What transformers is to load, of what the recipe says.
+    """Return the folder or hub name that transformers loads for the recipe's `model.pretrained`.
 
     Raises:
-        ModelError: see `check_folder`; it is a path, and there is no folder.
+        ModelError: It is a path without a folder, or see `check_folder`.
     """
     path = Path(given).expanduser()
     if path.is_dir():
@@ -100,14 +99,15 @@ def resolve_pretrained(given: str) -> str:
 
 
 def check_folder(folder: Path, given: str) -> None:
-    """Whether everything that would be read is a plain file in the folder.
+    """Raise a ModelError unless everything that would be read is a plain file in the folder.
 
     Args:
-        given: The recipe's word for the folder.
+        folder: The folder to check.
+        given: The recipe's text for the folder.
 
     Raises:
-        ModelError: it has no config.json, it is in a run's directory and without weights, its index names
-            no plain file of the folder, or a file in it is a pipe or a device.
+        ModelError: The folder has no config.json, or it is in a run's directory and without weights. Also if
+            its index names no plain file of the folder, or a file in it is a pipe or a device.
     """
     start = f"model.pretrained: {given!r}:"
     if problem := next(find_unsafe_files(folder), None):

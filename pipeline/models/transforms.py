@@ -1,8 +1,9 @@
-"""What is done to every model between its weights and compilation: an ordered list of steps.
+"""The transforms that every model goes through after it has weights and before it is compiled, in order.
 
-A step takes the model with the whole model's names and gives it back, changed or wrapped. Under ZeRO 3 its
-parameters lie in shards; AutoTP cuts it later. Pipeline stages have taken their layers from it already, so a
-model that they train is changed in place. To add a step, write it and put it into TRANSFORMS.
+A transform takes the model and returns it, changed or wrapped; parameters have the whole model's names. Under
+ZeRO 3 the parameters are sharded; AutoTP divides the model later. Pipeline stages have already taken their
+layers from it, so a transform changes such a model in place. To add a transform, write it and put it into
+TRANSFORMS.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from pipeline.models.embeddings import add_embedding_noise
 from pipeline.models.sharding import Sharding
 from pipeline.models.transformers_facts import is_transformers_model
 
-# Given parameters in fp32 they compute their statistics so, from inputs of any precision. The last computes a
-# weight from others (weight_norm, spectral_norm).
+# With parameters in fp32, these layers compute their statistics in fp32 from inputs of any precision. The
+# last computes a weight from others (weight_norm, spectral_norm).
 IN_FP32 = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -40,9 +41,9 @@ IN_FP32 = (
 
 
 def prepare_for_half_precision(model: nn.Module, device: torch.device) -> None:
-    """Let the model be computed under torch.autocast with parameters in half precision.
+    """Let the model compute under torch.autocast with parameters in half precision.
 
-    Normalisation layers (subclasses too) see their own parameters in fp32. Objects and names stay.
+    Normalisation layers and their subclasses see their own parameters in fp32. Objects and names stay.
     """
     for layer in model.modules():
         if isinstance(layer, IN_FP32):
@@ -52,7 +53,7 @@ def prepare_for_half_precision(model: nn.Module, device: torch.device) -> None:
         elif isinstance(layer, nn.RNNBase):
             layer.forward = partial(_with_inputs_cast, layer, device.type)
         for key, hook in layer._forward_pre_hooks.items():
-            if isinstance(hook, SpectralNorm):  # the older one computes its weight in a hook
+            if isinstance(hook, SpectralNorm):  # torch's older spectral_norm computes its weight in a hook
                 layer._forward_pre_hooks[key] = partial(_before_forward, hook)
 
 
@@ -61,10 +62,10 @@ def _before_forward(hook: SpectralNorm, layer: nn.Module, inputs: Any) -> None:
 
 
 def _with_fp32_parameters(layer: nn.Module, compute: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    # ZeRO-3 gathers what is looked up by name, where it has not done so before (for a hook).
+    # Looking a parameter up by name makes ZeRO-3 gather it, if it has not done so yet (as for a hook).
     own = {name: layer._parameters[name] for name in tuple(layer._parameters)}
     copies = {name: p.float() for name, p in own.items() if p is not None}
-    # An attribute hides the parameter of its name, and ZeRO-3's own dictionary of parameters is left alone.
+    # An attribute hides the parameter of its name, and ZeRO-3's own dictionary of parameters stays unchanged.
     vars(layer).update(copies)
     try:
         return compute(layer, *args, **named)
@@ -73,7 +74,8 @@ def _with_fp32_parameters(layer: nn.Module, compute: Callable[..., Any], *args: 
             del vars(layer)[name]
 
 
-# Autocast's recurrent kernels do not take every mixture, and on a GPU copy the weights each forward.
+# Autocast's recurrent kernels do not take every mix of dtypes, and on a GPU they copy the weights each
+# forward.
 def _with_inputs_cast(layer: nn.Module, device_type: str, *args: Any, **named: Any) -> Any:
     dtype = next(layer.parameters(recurse=False)).dtype
 
@@ -90,7 +92,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """An adapter, and what it takes to put it in."""
+    """The recipe's adapter section, and the context to add the adapter in."""
 
     config: AdapterConfig
     seed: int
@@ -100,19 +102,19 @@ class AdapterRequest:
 
 @dataclass(frozen=True)
 class TransformContext:
-    """What a step may know of the run besides the recipe's model section."""
+    """Facts of the run for transforms, besides the recipe's model section."""
 
     device: torch.device
-    """What the model will compute on."""
+    """Device that the model will compute on."""
     dp_world_size: int = 1
     is_autocast: bool = False
-    """Parameters in half precision, of a module written for fp32."""
+    """Whether parameters are in half precision in a module written for fp32."""
     separate_documents: bool = False
-    """Rows hold several documents, told apart by `position_ids` that start again."""
+    """Whether rows hold several documents, separated by `position_ids` that start again."""
     dtype: torch.dtype = torch.float32
-    """Of products."""
+    """Dtype of products."""
     adapter: AdapterRequest | None = None
-    """What is trained in place of the model."""
+    """Adapter to train in place of the model; `None`: none."""
 
 
 Transform = Callable[[nn.Module, ModelConfig, TransformContext], nn.Module]
@@ -122,8 +124,8 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
     """Freeze the parameters that `model.freeze` matches, so that no optimizer takes them.
 
     Raises:
-        ConfigError: a pattern matches nothing.
-        ModelError: nothing is left to train.
+        ConfigError: A pattern matches nothing.
+        ModelError: No parameter is left to train.
     """
     if not config.freeze:
         return model
@@ -168,7 +170,7 @@ def add_noise_to_embeddings(model: nn.Module, config: ModelConfig, _: TransformC
 
 
 def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: TransformContext) -> nn.Module:
-    """GPT-2's GELU, which transformers writes out in eight operations, is torch's one: the same function."""
+    """Replace GPT-2's GELU, eight operations in transformers, with torch's single one: the same function."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "NewGELUActivation":
@@ -189,15 +191,15 @@ def recompute_activations(model: nn.Module, config: ModelConfig, placement: Tran
     return model
 
 
-def choose_who_attends(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def set_attention(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
     """Set up `model.attention`."""
     if (section := config.language_model) is not None and is_transformers_model(model):
         choose_attention(model, section.attention == "auto", placement.device)
     return model
 
 
-def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
-    """Refuse a language model that sees the tokens it predicts; one that gives scores may see them all."""
+def refuse_noncausal_model(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+    """Refuse a language model that sees the tokens it predicts; a reward model may see all tokens."""
     if config.language_model is not None and is_transformers_model(model):
         from pipeline.models.huggingface import is_reward_config  # imports transformers
 
@@ -206,8 +208,8 @@ def keep_later_tokens_unseen(model: nn.Module, config: ModelConfig, placement: T
     return model
 
 
-def keep_documents_apart(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
-    """Refuse a model whose attention looks past position ids, if rows hold several documents."""
+def refuse_mixed_documents(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
+    """Refuse a model whose attention crosses the documents of a row, if rows hold several documents."""
     if placement.separate_documents:
         refuse_document_leaks(model, placement.device, placement.dtype)
     return model
@@ -243,9 +245,9 @@ TRANSFORMS: tuple[Transform, ...] = (
     add_noise_to_embeddings,
     compute_gelu_at_once,
     recompute_activations,
-    choose_who_attends,
-    keep_later_tokens_unseen,
-    keep_documents_apart,
+    set_attention,
+    refuse_noncausal_model,
+    refuse_mixed_documents,
     multiply_in_fp8,
     synchronise_statistics,
     prepare_precision,
@@ -253,10 +255,11 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 def apply_transforms(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
-    """Return the model after all steps.
+    """Return the model after all transforms.
 
     Raises:
-        ModelError: a step cannot be done to this model.
+        ConfigError: A pattern of the recipe matches nothing.
+        ModelError: A transform cannot be applied to this model.
     """
     for step in TRANSFORMS:
         model = step(model, config, placement)
