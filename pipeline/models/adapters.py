@@ -236,7 +236,8 @@ def add_adapter(
     """Give the model its adapters, and freeze all else of it but `modules_to_save`. Collective.
 
     Args:
-        sharding: What the model was made in: with `config.quantize` a QuantisedBasePlacement; in a HalfBasePlacement, or in that,
+        sharding: What the model was made in: with `config.quantize` a QuantisedBasePlacement; in a
+        HalfBasePlacement, or in that,
             what is trained is fp32.
         job: Rank 0 reads `config.weights`.
         dtype: Of products.

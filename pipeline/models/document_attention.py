@@ -338,8 +338,8 @@ class DocumentAttention:
         """Return (output (B, T, heads, width), None).
 
         Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing; `sliding_window`, `softcap`
-        and `s_aux` are what transformers' models hand on (see ScoreOptions). With a mask, or keys of tokens before
-        the first query, transformers' sdpa computes.
+        and `s_aux` are what transformers' models hand on (see ScoreOptions). With a mask, or keys of tokens
+        before the first query, transformers' sdpa computes.
 
         Raises:
             ModelError: The model asks for more.

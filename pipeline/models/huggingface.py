@@ -1,14 +1,14 @@
-"""Causal language models from transformers: new ones from a config, or with weights from safetensors.
+"""Causal language models of transformers: new ones from a config, or with weights from safetensors.
 
-First weights are drawn by transformers' own code, in one order, a few modules at a time: the random stream
-is the same for a whole and for a divided model, on every rank and device.
+Initial weights depend on the seed alone. transformers' own code draws them in one order, a few modules at a
+time, so the random stream is the same for a whole and for a divided model, on every rank and device.
 
-Pretrained weights go into a model of which a rank keeps parts one tensor at a time: transformers'
-from_pretrained puts each tensor that it has read, converted and cast in the place of one without values,
-and the sharding takes it from there.
+Into a divided model, pretrained weights are loaded one tensor at a time. transformers' from_pretrained
+registers each parameter that it has read, converted and cast in the place of one without values; hooks of
+torch on that registration pass the values to the sharding.
 
-A reward model's output layer gives one number, a score, in the place of logits. Its weights have the names
-of transformers' sequence classification, which opens what is exported.
+The output layer of a reward model gives one number, a score, in the place of logits. Its weights have the
+names of transformers' sequence classification, which opens an export.
 """
 
 from __future__ import annotations
@@ -60,50 +60,56 @@ from pipeline.models.weights import draw_parameter, get_quantisation_method
 
 @torch.no_grad()
 def initialise_weights(model: PreTrainedModel, sharding: Sharding, draws: bool) -> None:
-    """transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
+    """Run transformers' own initialisation, children before parents, each on whole fp32 CPU parameters.
 
     Args:
-        draws: False: only modules with buffers are initialised, since no checkpoint has all buffers.
+        model: The model, divided and without weights.
+        sharding: The split in which the model was built.
+        draws: Whether weights are drawn. If not, only modules with buffers are initialised, since no
+            checkpoint has all buffers.
     """
     torch.manual_seed(torch.initial_seed())
 
     def is_due(module: nn.Module) -> bool:
         return draws or next(module.buffers(recurse=False), None) is not None
 
-    def visit(module: nn.Module, how: Any) -> None:
+    def visit(module: nn.Module, initialise: Any) -> None:
         children = [
-            (child, child._init_weights if isinstance(child, PreTrainedModel) else how)
+            (child, child._init_weights if isinstance(child, PreTrainedModel) else initialise)
             for child in module.children()
         ]
-        # A module may change what its children have drawn. Where these are leaves, all are whole once.
+        # A module may change what its children have drawn. If these are leaves, all are gathered at once.
         together = all(next(child.children(), None) is None for child, _ in children)
         if not together:
-            for child, its in children:
-                visit(child, its)
-        due = [(each, its) for each, its in [*(children if together else ()), (module, how)] if is_due(each)]
+            for child, child_initialise in children:
+                visit(child, child_initialise)
+        candidates = [*(children if together else ()), (module, initialise)]
+        due = [(each, function) for each, function in candidates if is_due(each)]
         own = [p for m in (module, *module.children()) for p in m.parameters(recurse=False)]
         with sharding.gather(own) if own and due else nullcontext():
-            for each, its in due:
-                its(each)
+            for each, function in due:
+                function(each)
 
     visit(model, model._init_weights)
     model.tie_weights()
 
 
-# transformers reads ahead in threads, as many tensors as they get done.
+# Environment variable against transformers' threads, which read ahead as many tensors as they can.
 NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-# What it marks those parameters with that it is not to draw.
+# Attribute of parameters that transformers must not draw since they have been read.
 READ = "_is_hf_initialized"
 
 
 @contextmanager
-def filled_tensorwise(sharding: Sharding) -> Iterator[None]:
-    """Inside it `from_pretrained` may be called once; the model is `made` before its first values come.
+def load_by_tensor(sharding: Sharding) -> Iterator[None]:
+    """Let one call of `from_pretrained` inside the context load its weights one tensor at a time.
+
+    The model is divided before its first values are loaded.
 
     Raises:
-        ModelError: see Sharding.divide; the files have two tensors for one that the model ties.
+        ModelError: The files have two different tensors for one that the model ties, or see Sharding.divide.
     """
-    filling = _Filling(sharding)
+    filling = _TensorLoader(sharding)
     before = os.environ.get(NO_THREADS)
     os.environ[NO_THREADS] = "1"
     hooks = (
@@ -120,14 +126,14 @@ def filled_tensorwise(sharding: Sharding) -> Iterator[None]:
             os.environ[NO_THREADS] = before
 
 
-class _Filling:
-    """What torch calls where a module gets a part."""
+class _TensorLoader:
+    """Hooks of torch on the registration of modules and parameters, which divide a model and fill it."""
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
         self._parents: dict[nn.Module, nn.Module] = {}
         self._tied: dict[nn.Parameter, str | None] | None = None
-        """Those with several names, and the checksum of what they were filled with; None: nothing was yet."""
+        """Checksums of the values of tied parameters, `None` before they have any; `None` before division."""
 
     def note_parent(self, module: nn.Module, _: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -135,14 +141,14 @@ class _Filling:
 
     @torch.no_grad()
     def fill(self, module: nn.Module, name: str, values: nn.Parameter | None) -> nn.Parameter | None:
-        """What is registered in the place of `values`; None: they are."""
+        """Return the parameter to register in the place of `values`; `None`: the values themselves."""
         if values is None or values.is_meta or not hasattr(values, READ):
             return None
         if module._parameters.get(name) is None:
             return None
         if self._tied is None:
-            self._tied = self._make(module)
-        parameter = module._parameters[name]  # what it was tied to just now, if it was
+            self._tied = self._divide(module)
+        parameter = module._parameters[name]  # read again: dividing the model may have tied it
         assert parameter is not None
         if parameter is values:
             return None
@@ -153,11 +159,11 @@ class _Filling:
         setattr(parameter, READ, True)
         return parameter
 
-    def _make(self, model: nn.Module) -> dict[nn.Parameter, str | None]:
+    def _divide(self, model: nn.Module) -> dict[nn.Parameter, str | None]:
         while model in self._parents:
             model = self._parents[model]
         assert isinstance(model, PreTrainedModel)
-        model.tie_weights(recompute_mapping=False)  # transformers does so after it has read them
+        model.tie_weights(recompute_mapping=False)  # transformers ties only after all weights are read
         self._sharding.divide(model)
         times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         return {parameter: None for parameter, number in times.items() if number > 1}
@@ -177,22 +183,26 @@ SCORE = "score.weight"
 
 
 def is_reward_config(config: PretrainedConfig) -> bool:
-    """Whether a folder's configuration is that of a model that scores."""
+    """Return whether a config describes a reward model."""
     names = getattr(config, "architectures", None) or [""]
     return str(names[0]).endswith("ForSequenceClassification") and config.num_labels == 1
 
 
 def get_model_class(config: PretrainedConfig) -> Any:
-    """Of a configuration that says what the model is: has `from_config` and `from_pretrained`."""
+    """Return the class for a config, a reward model's or AutoModelForCausalLM.
+
+    It has `from_config` and `from_pretrained`.
+    """
     return get_reward_model_class(config) if is_reward_config(config) else AutoModelForCausalLM
 
 
 def get_reward_model_class(config: PretrainedConfig) -> Any:
-    """The class for this configuration, which is made one of a model that scores; it has the auto classes'
-    `from_config` and `from_pretrained`.
+    """Return the reward model class for a config, which is changed to that of a reward model.
+
+    The class has `from_config` and `from_pretrained`, as the auto classes do.
 
     Raises:
-        ModelError: transformers has none.
+        ModelError: transformers has no sequence classification for this type of model.
     """
     causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -203,15 +213,15 @@ def get_reward_model_class(config: PretrainedConfig) -> Any:
         )
     config.num_labels = 1
     config.tie_word_embeddings = False
-    return _scoring(causal, named.__name__)
+    return _build_scoring_class(causal, named.__name__)
 
 
 @cache
-def _scoring(causal: Any, name: str) -> Any:
+def _build_scoring_class(causal: Any, name: str) -> Any:
     ignored = list(getattr(causal, "_keys_to_ignore_on_load_unexpected", None) or ())
 
     class Scoring(causal):
-        # The output layer is neither tied nor cut.
+        # The score layer is neither tied nor divided by tensor parallelism.
         _tied_weights_keys: ClassVar[dict[str, str]] = {}
         _tp_plan: ClassVar[dict[str, str]] = {}
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*ignored, r"^(lm_head|embed_out)\."]
@@ -230,7 +240,7 @@ def _scoring(causal: Any, name: str) -> Any:
 
         @classmethod
         def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
-            """As AutoModelForCausalLM has it. The class is there, so no code is fetched."""
+            """Return a model as AutoModelForCausalLM does; the class exists, so no code is fetched."""
             return cls._from_config(config, **how)
 
         def __getattr__(self, name: str) -> Any:
@@ -243,19 +253,19 @@ def _scoring(causal: Any, name: str) -> Any:
 
 log = logging.getLogger(__name__)
 
-# What transformers raises for values of a config that cannot be.
-IMPOSSIBLE = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
+# Exceptions that transformers raises for invalid values in a config.
+CONFIG_ERRORS = (StrictDataclassError, ImportError, KeyError, RecursionError, TypeError, ValueError)
 
-# Older architectures have words of their own for the width of the MLP.
-OWN_WORDS = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
+# Other names of a field in older architectures.
+FIELD_ALIASES = {"intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size")}
 
 
 def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
-    """The model, with its context and vocabulary checked against the data.
+    """Return the model, with its context and vocabulary checked against the data.
 
     Raises:
-        ModelError: unknown architecture or field, weights that are missing or do not fit, a vocabulary
-            smaller than the tokenizer's, sequences longer than the model takes.
+        ModelError: The architecture or a field is unknown, weights are missing or do not fit, the vocabulary
+            is smaller than the tokenizer's, or sequences are longer than the model takes.
     """
     if (config.architecture is None) == (config.pretrained is None):
         raise ModelError(
@@ -264,19 +274,19 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
     if config.pretrained is not None and config.weights is not None:
         raise ModelError("model: give pretrained or weights, not both; a pretrained model brings its weights")
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
-    model.config.use_cache = False  # keys and values are kept for generation only
-    model.config.architectures = [type(model).__name__]  # a new config has none, and other tools look for it
+    model.config.use_cache = False  # keys and values are cached for generation only
+    model.config.architectures = [type(model).__name__]  # a new config has none, and other tools read it
     return model
 
 
 def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     hf_config = _new_config(config, request)
     _check_fit(hf_config, config, request)
-    # The architecture's module comes in here: zero.Init would take the __init__ of classes that are made
-    # inside it for their own, and lose what decorators (of experts) add to it.
+    # Import the architecture's module before the context below. zero.Init wraps the __init__ of classes that
+    # are defined inside of it, and would lose what decorators (of experts) add to that.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
-        # Weights are drawn below, module by module: the same ones whatever the split.
+        # Weights are drawn below, module by module, so they are the same under every split.
         attention = resolve_attention_name(config.attention, hf_config)
         with request.sharding.construct_empty(), no_init_weights():
             model = _class_of(hf_config, request.gives_scores).from_config(
@@ -287,7 +297,7 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
             raise
         extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
         raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
-    model.tie_weights()  # what is made without values is not tied yet
+    model.tie_weights()  # a model built without values is not tied yet
     request.sharding.divide(model)
     initialise_weights(model, request.sharding, request.draws)
     return model
@@ -306,13 +316,13 @@ def _new_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConf
         fields.setdefault("max_position_embeddings", request.sequence_length)
     heads, groups = fields.get("num_attention_heads"), getattr(default, "num_key_value_heads", None)
     if heads is not None and groups and heads % groups:
-        # The architecture's own number is for its own number of heads.
+        # The architecture's default number of groups fits only its default number of heads.
         fields.setdefault("num_key_value_heads", heads)
     ends = {"bos_token_id": request.end_of_document_id, "eos_token_id": request.end_of_document_id}
     try:
-        # Defaults that follow from another field (head_dim, key-value heads) follow from the stated one.
+        # Built from all fields at once, so defaults such as head_dim follow from the recipe's fields.
         return AutoConfig.for_model(architecture, **(ends | fields))
-    except IMPOSSIBLE as error:
+    except CONFIG_ERRORS as error:
         raise ModelError(f"model: {architecture}: {_reason(error)}") from None
 
 
@@ -322,14 +332,14 @@ def _near(architecture: str | None) -> str:
 
 
 def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
-    """What the recipe says, in transformers' words; every one of them a field of `known`."""
+    """Return the recipe's fields under transformers' names, each of which is a field of `known`."""
     fields = dict(config.extra)
     for ours, theirs in TRANSFORMERS_FIELDS.items():
         if theirs in fields:
             raise ModelError(f"model.extra.{theirs}: the recipe calls this model.{ours}; write it there")
-        words = (theirs, *OWN_WORDS.get(theirs, ()))
+        names = (theirs, *FIELD_ALIASES.get(theirs, ()))
         if (value := getattr(config, ours)) is not None:
-            fields[next((word for word in words if hasattr(known, word)), theirs)] = value
+            fields[next((name for name in names if hasattr(known, name)), theirs)] = value
     for name in fields:
         if not hasattr(known, name):
             near = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
@@ -343,7 +353,7 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     name, hf_config = read_model_config(config)
     for key, value in _stated_fields(config, hf_config).items():
-        if key in CAUSAL_FIELDS:  # which no weight depends on
+        if key in CAUSAL_FIELDS:  # no weight depends on these
             setattr(hf_config, key, value)
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
         if getattr(hf_config, key) != value and not may_differ:
@@ -355,8 +365,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     rows = max(request.vocab_size or 0, config.vocab_size or 0)
     grows = config.grow_vocabulary and rows > hf_config.get_text_config().vocab_size
     sharding = request.sharding
-    tensorwise = sharding.loads_by_tensor and not grows  # whose new rows are the mean of all others
-    with filled_tensorwise(sharding) if tensorwise else nullcontext():
+    tensorwise = sharding.loads_by_tensor and not grows  # new rows are the mean of all others
+    with load_by_tensor(sharding) if tensorwise else nullcontext():
         model = _read_pretrained(name, hf_config, config, request)
     if grows:
         grow_vocabulary(model, rows, sharding)
@@ -364,17 +374,17 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
 
 
 def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
-    """Folder or hub name of `config.pretrained`, and what it says of its model.
+    """Return the folder or hub name of `config.pretrained`, and the config of its model.
 
     Raises:
-        ModelError: there is none, or its weights are quantised.
+        ModelError: There is no such model, or its weights are quantised.
     """
     given, name = f"model.pretrained: {config.pretrained!r}", resolve_pretrained(config.pretrained or "")
     trust = config.trust_remote_code
     try:
         with use_hub_or_cache("model.pretrained", name, ModelError):
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, *IMPOSSIBLE) as error:
+    except (OSError, *CONFIG_ERRORS) as error:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
         raise ModelError(f"{given}: {_reason(error)}{nor}") from None
@@ -398,9 +408,9 @@ def _read_pretrained(
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
 
-        keep_alive = HfDeepSpeedConfig(zero3_config)  # read while weights are loaded
+        keep_alive = HfDeepSpeedConfig(zero3_config)  # transformers reads it while it loads weights
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its report says that weights which do not fit can be ignored
+    transformers_logging.set_verbosity_error()  # its report says that misfitting weights can be ignored
     try:
         with phase(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
             model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
@@ -411,18 +421,18 @@ def _read_pretrained(
                 use_safetensors=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they come back in `info`, by name
+                ignore_mismatched_sizes=True,  # `info` returns them by name
             )
     except SafetensorError as error:
         raise ModelError(f"{given}: its weights are no safetensors: {_reason(error)}") from None
-    except (OSError, RuntimeError, *IMPOSSIBLE) as error:
+    except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
         raise ModelError(f"{given}: {_reason(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
         del keep_alive
     drawn = set(info["missing_keys"]) & set(getattr(model, "drawn_beside_weights", ()))
     info["missing_keys"] = set(info["missing_keys"]) - drawn
-    _refuse_what_does_not_fit(info, given)
+    _refuse_misfits(info, given)
     for key in drawn:
         draw_parameter(model, key, request.sharding)
     loaded: PreTrainedModel = model
@@ -445,26 +455,26 @@ def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedMo
                 attn_implementation=resolve_attention_name(config.attention, hf_config),
                 trust_remote_code=trust,
             )
-    except (OSError, *IMPOSSIBLE) as error:
+    except (OSError, *CONFIG_ERRORS) as error:
         raise ModelError(
             f"{folder} does not say what the model is: {_reason(error)}; bring it back"
         ) from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.config.use_cache = False  # with a cache transformers lets the documents of a row see each other
+    model.config.use_cache = False  # with a cache, transformers lets the documents of a row see each other
     model.tie_weights()
     return model
 
 
-def _refuse_what_does_not_fit(info: dict[str, Any], given: str) -> None:
-    told = []
+def _refuse_misfits(info: dict[str, Any], given: str) -> None:
+    problems = []
     for kind in ("missing", "unexpected", "mismatched"):
-        # A mismatched one comes as (name, shape in the file, shape in the model).
+        # A mismatched key is (name, shape in the file, shape in the model).
         keys = sorted(key if isinstance(key, str) else key[0] for key in info.get(f"{kind}_keys", ()))
         if keys:
-            told.append(f"{kind}: {', '.join(keys[:5])}{' ...' * (len(keys) > 5)}")
-    if told:
-        raise ModelError(f"{given}: the weights do not fit the model; {'; '.join(told)}")
+            problems.append(f"{kind}: {', '.join(keys[:5])}{' ...' * (len(keys) > 5)}")
+    if problems:
+        raise ModelError(f"{given}: the weights do not fit the model; {'; '.join(problems)}")
 
 
 def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest) -> None:
@@ -491,16 +501,16 @@ def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: Mod
 def check_positions(
     hf_config: PretrainedConfig, sequence_length: int | None, longest: int | None, cure: str = ""
 ) -> None:
-    """Refuse data that the model has too few positions for.
+    """Raise a ModelError if the model has too few positions for the data.
 
     Args:
-        hf_config: What the model says of itself.
-        sequence_length: Tokens of a sequence. `None`: the data are no text.
+        hf_config: The model's config.
+        sequence_length: Tokens of a sequence; `None`: the data are no text.
         longest: See DataBundle.
-        cure: What helps besides shorter data.
+        cure: Further advice for the message.
 
     Raises:
-        ModelError: a text of the data is longer.
+        ModelError: A text of the data has more tokens than the model has positions.
     """
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     needed = sequence_length if longest is None else longest
@@ -515,7 +525,7 @@ def check_positions(
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of what transformers says, without its frame around the cause."""
+    """Return the first sentence of an error of transformers, without its text around the cause."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
     if isinstance(error, KeyError):

@@ -1,4 +1,4 @@
-"""Sizes of a module for the planner and perf/mfu: names and shapes, operations."""
+"""Sizes of a model for the planner and for perf/mfu: names and shapes of parameters, and operations."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
 def measure_module(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> ModelSpec:
-    """Return the sizes of a model, whole if ZeRO 3 holds it in shards; of a part that was cut, that part.
+    """Return the sizes of a model; under ZeRO 3 those of the whole model, of a part that was cut the part's.
 
     Args:
-        named: Its parameters, where the module's own names are not those of the whole model.
+        module: The model or a part of it.
+        named: The parameters by their names in the whole model, if the module's own names differ.
     """
     parameters = module.named_parameters() if named is None else named
     config = getattr(module, "config", None)
@@ -59,7 +60,7 @@ def _layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
 
 
 def _dimensions(config: Any) -> DecoderDimensions | None:
-    """Return the dimensions of a language model of transformers."""
+    """Return the dimensions of a language model of transformers; `None` for any other model."""
     if not is_transformers_config(config):
         return None
     text: Any = config.get_text_config()
@@ -69,7 +70,7 @@ def _dimensions(config: Any) -> DecoderDimensions | None:
     if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)):
         return None
     experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
-    given = (getattr(text, key, None) for key in ("intermediate_size", "n_inner"))  # the latter GPT-2's
+    given = (getattr(text, key, None) for key in ("intermediate_size", "n_inner"))  # n_inner is GPT-2's
     intermediate = next(filter(None, given), 4 * hidden)
     if experts:
         intermediate = getattr(text, "moe_intermediate_size", None) or intermediate
@@ -90,28 +91,29 @@ def _dimensions(config: Any) -> DecoderDimensions | None:
 
 log = logging.getLogger(__name__)
 
-CLASSES = {"digits": 10}  # of data that say so themselves; of others as many as ImageNet's
+CLASSES = {"digits": 10}  # by data kind; for other kinds as many as ImageNet has
 
 
 class Unfilled(NoSharding):
-    """A model without values."""
+    """Builds a model without values."""
 
     def construct(self) -> Any:
+        """Return the meta device as a context."""
         return torch.device("meta")
 
 
 def measure_recipe(config: RunConfig) -> ModelSpec:
-    """Return names and shapes of the parameters of what a recipe trains.
+    """Return names and shapes of the parameters of the model that a recipe trains.
 
     Raises:
-        ModelError: it cannot be made, or not without values.
+        ModelError: The model cannot be built, or not without values.
     """
     asked = config.model
     try:
         module = _make(config)
     except PipelineError:
         raise
-    except Exception as error:  # of a stranger's code, or of a library that it needs values for
+    except Exception as error:  # from the user's code, or from a library that needs values
         log.debug("%s is not made without values", asked.kind, exc_info=True)
         raise ModelError(
             f"model: it cannot be counted without values ({type(error).__name__}: {summarize_error(error)}); "
@@ -163,19 +165,19 @@ def flops_per_token(
 ) -> float | None:
     """Return FLOPs of forward and backward a token: 6N + 12 L d T (Kaplan et al. 2020; PaLM, appendix B).
 
-    N counts the elements of every matrix that a token is multiplied by: a head once, tied or not, no table
-    that is looked up in, and of a mixture of experts those that the router chooses. d is heads times their
-    width, whatever the keys' heads are. Attention is over the row, of several documents or one, or over a
-    layer's window where that is shorter. Recomputation under activation checkpointing is left out.
+    N counts the elements of every matrix that a token is multiplied by: the head once, tied or not, no lookup
+    table, and of a mixture of experts those that the router chooses. d is the number of query heads times
+    their width. Attention covers the whole row, packed or not, as in published figures, or a layer's window
+    if that is shorter. Recomputation under activation checkpointing is not counted.
 
     Args:
-        model: Any part of it, under any split: only its transformers config is read.
-        sequence_length: T, tokens in a row; None: rows are no text.
-        causal: Count the keys that a token sees, half of the row on average, in place of the whole row.
-        frozen: The matrices are not trained, as under an adapter, whose own are left out: 4N.
+        model: Any part of the model, under any split: only its transformers config is read.
+        sequence_length: T, tokens in a row; `None`: rows are no text.
+        causal: Whether to count the keys that a token sees, half of the row on average, not the whole row.
+        frozen: Whether the matrices are not trained, as under an adapter (4N); the adapter is not counted.
 
     Returns:
-        None where the model has no such config.
+        The FLOPs; `None` if the model has no config of a transformers language model.
     """
     if sequence_length is None:
         return None
@@ -186,21 +188,24 @@ def flops_per_token(
 
 
 def block_flops_per_token(model: nn.Module, sequence_length: int) -> float:
-    """What of it is the forward of the repeated blocks, which activation checkpointing makes again: a bound,
-    since torch leaves out a block's last product, whose result nobody keeps. 0 where it is not known.
+    """Return the FLOPs a token of the blocks' forward, which activation checkpointing repeats; 0 if unknown.
+
+    This is an upper bound: torch skips a block's last product in the recomputation, since no gradient needs
+    its result.
     """
     products = _products(model, sequence_length, causal=False)
     return 0.0 if products is None else 2.0 * (products.blocks + products.attention)
 
 
 class Products(NamedTuple):
-    """Multiplications and additions of a token's forward."""
+    """Numbers of multiply-add operations in the forward of one token."""
 
     blocks: float
-    """By the matrices of the blocks."""
+    """Number of products with the matrices of blocks."""
     head: float
-    """By other matrices."""
+    """Number of products with other matrices."""
     attention: float
+    """Number of products in attention."""
 
 
 def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products | None:
@@ -221,11 +226,12 @@ def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products 
 
 
 def compute_fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
-    """Return which part of those FLOPs is in fp8: the three products of its layers, or two of them.
+    """Return the share of a token's FLOPs that is in fp8: three products of each fp8 layer, or two.
 
     Args:
-        recipe: `model.fp8`.
-        cost: What `flops_per_token` gives.
+        model: The model, of which the config is read.
+        recipe: The recipe's `model.fp8`.
+        cost: The result of `flops_per_token`.
     """
     if recipe == "none" or cost is None:
         return 0.0
@@ -245,10 +251,10 @@ def _without_values(config: Any) -> Any:
 
 
 def _windows(text: Any) -> list[float]:
-    """Return how far back each layer looks: infinity, a window, or 0 if it keeps a state in place of keys."""
+    """Return the number of keys back that each layer attends to: infinity, a window, or 0 without keys."""
     window = getattr(text, "sliding_window", None) or float("inf")
     kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # a window without kinds of layers is every layer's
+    if kinds is None:  # a window without layer types is that of every layer
         return [window] * text.num_hidden_layers
     chunk = getattr(text, "attention_chunk_size", None) or float("inf")
     of_kind = {"full_attention": float("inf"), "sliding_attention": window, "chunked_attention": chunk}
@@ -256,14 +262,16 @@ def _windows(text: Any) -> list[float]:
 
 
 def _keys(window: float, length: int, causal: bool) -> float:
-    """Return the keys a token meets: of the row or the window; `causal`: the mean over the row."""
+    """Return the number of keys of a token: of the row or the window, or their causal mean over the row."""
     most = min(window, length)
     return most - most**2 / (2 * length) if causal else most
 
 
 def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]:
-    """Of what a token is multiplied by, in the blocks and outside of them, from the shapes of the whole
-    model: a split holds parts of them."""
+    """Return the numbers of matrix elements that a token is multiplied by: in blocks, and outside of them.
+
+    They are counted in a whole model without values, since under a split a rank holds parts of it.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     whole = _without_values(config)

@@ -1,8 +1,8 @@
-"""A new run's weights from elsewhere: the files, found behind a path, and which tensor goes where.
+"""Initial weights from files: the search for files behind a path, and the match of tensors by name.
 
-Rank 0 reads, one tensor at a time; every rank ends up with its values, whole or in ZeRO-3's shards. Nothing
-in the files is run: pickles are read by torch's restricted reader. What lies outside the folder that was
-named is not read.
+Rank 0 reads one tensor at a time, and every rank gets its values, whole or in ZeRO-3's shards. Nothing in the
+files is executed: pickles are read by torch's restricted reader. Files outside of the named folder are not
+read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pipeline.files import DESCRIPTION_LIMIT, path_inside, read_regular_file, re
 from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
-# In this order: as transformers looks for them.
+# Files of a folder in the order in which transformers looks for them.
 IN_FOLDERS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -44,38 +44,45 @@ IN_FOLDERS = (
 )
 DEEPSPEED = "*_model_states.pt"
 PICKLES = (".pt", ".pth", ".bin")
-# Under these a training program keeps the model beside its optimizer.
+# Keys under which training programs save the model beside its optimizer.
 ENVELOPES = ("state_dict", "model_state_dict", "model", "module")
 
 
 class TensorEntry(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """The shape and dtype of a tensor in a file, known before its values are read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    """In words where it is none that a model here could have."""
+    """Data type; a description if no model here could have such a tensor."""
 
 
 class WeightFile(Protocol):
-    """Weights by name."""
+    """An open source of weights by name."""
 
     entries: Mapping[str, TensorEntry]
     files: Sequence[Path]
-    """Those whose content decides all values; empty where that is not known."""
+    """Files whose content decides all values; empty if they are not known."""
 
     def read(self, name: str) -> Tensor:
         """Return the values, on the CPU, in the file's shape and dtype."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the files."""
+        ...
 
 
 def weights_error(path: Path, what: str, key: str = "model.weights") -> ModelError:
+    """Return an error about a path that a recipe's key names."""
     return ModelError(f"{key}: {path} {what}")
 
 
 def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
-    """Return the names to take from a file: those its index says, else all."""
+    """Return the names to read from a file: those that the index gives it, or all without an index.
+
+    Raises:
+        ModelError: The file lacks a name of the index.
+    """
     for name in expected or ():
         if name not in there:
             raise weights_error(path, f"lacks {name!r}, which its index says it holds")
@@ -83,7 +90,7 @@ def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[s
 
 
 class SafetensorsFiles:
-    """One file or several; values are mapped or read when asked for."""
+    """One or several safetensors files, whose values are mapped or read one tensor at a time."""
 
     def __init__(self, files: dict[Path, list[str] | None], key: str = "model.weights"):
         self.files: Sequence[Path] = list(files)
@@ -105,6 +112,7 @@ class SafetensorsFiles:
         self.entries: Mapping[str, TensorEntry] = entries
 
     def read(self, name: str) -> Tensor:
+        """See WeightFile.read."""
         path, file = self._places[name]
         try:
             values: Tensor = file.get_tensor(name)
@@ -115,11 +123,12 @@ class SafetensorsFiles:
         return values
 
     def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
 
 class PickledFiles:
-    """Mapped, not read, where the file is of the kind that torch writes since 1.6."""
+    """Files of torch.save, mapped instead of read if torch 1.6 or newer has written them."""
 
     def __init__(self, files: dict[Path, list[str] | None]):
         self.files: Sequence[Path] = list(files)
@@ -132,9 +141,11 @@ class PickledFiles:
         }
 
     def read(self, name: str) -> Tensor:
+        """See WeightFile.read."""
         return self._tensors[name]
 
     def close(self) -> None:
+        """Drop the mapped tensors."""
         self._tensors.clear()
 
 
@@ -146,9 +157,9 @@ def _dtype(tensor: Tensor) -> torch.dtype | str:
 def _unpickled(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of formats that the restricted reader may not know
+            warnings.simplefilter("ignore")  # warnings about formats that the restricted reader may not know
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a file from elsewhere may make its reader raise anything
+    except Exception as error:  # torch's reader may raise anything for an untrusted file
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
             raise weights_error(
                 path,
@@ -169,7 +180,7 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (where, tensors by name): those in envelopes; only if there are none, the tensors here."""
+    """Yield (keys to it, state dict) for those in envelopes, or if there are none, for the tensors here."""
     if not isinstance(content, dict) or depth < 0:
         return
     inner = [
@@ -185,19 +196,19 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence that says something of the file."""
+    """Return the first sentence of an error that describes the file."""
     return summarize_error(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
 
 OpenCheckpoint = Callable[[Path], WeightFile | None]
-"""Opens a folder that holds a checkpoint of ours; None: it is none."""
+"""Function that opens a folder with a checkpoint of this trainer; it returns `None` for other folders."""
 
 
 def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
-    """Open a file, a folder of them, a run directory (its newest whole checkpoint) or a checkpoint.
+    """Open a file, a folder of files, a run directory (its newest whole checkpoint) or a checkpoint.
 
     Raises:
-        ModelError: there is none, it cannot be read, or something in it would have to be run.
+        ModelError: There is no such path, it cannot be read, or it contains code that would have to be run.
     """
     if path.is_dir():
         return open_checkpoint(path) or _open_folder(path)
@@ -209,28 +220,28 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
 
 
 def open_hub(name: str) -> WeightFile:
-    """Open the safetensors of a hub repository that this machine has fetched.
+    """Open the safetensors of a hub repository in this machine's cache.
 
     Raises:
-        ModelError: it has not.
+        ModelError: The repository is not in the cache, or has no safetensors or quantised ones there.
     """
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
-    except Exception as error:  # of the hub's client, a dozen kinds
+    except Exception as error:  # the hub's client raises a dozen kinds
         raise ModelError(f"{name} is not in the hub's cache here: {_first_sentence(error)}") from None
     _refuse_quantised(folder)
-    files = sorted(folder.glob("*.safetensors"))  # links into the cache's own folder of blobs
+    files = sorted(folder.glob("*.safetensors"))  # links into the cache's folder of blobs
     if not files:
         raise ModelError(f"{name} has no safetensors in the hub's cache here")
     return SafetensorsFiles(dict.fromkeys(files))
 
 
 def tokenizer_beside(path: Path) -> Path | None:
-    """Return the tokenizer.json of these weights: in their folder, or in their run; `None`: in neither."""
+    """Return the tokenizer.json in the weights' folder or run; `None` if there is none."""
     folder = path if path.is_dir() else path.parent
-    places = (folder, folder / "model", folder.parent.parent / "model")  # the last of a checkpoint
+    places = (folder, folder / "model", folder.parent.parent / "model")  # the last one for a checkpoint
     files = (place / "tokenizer.json" for place in places)
     return next((file for file in files if file.is_file()), None)
 
@@ -262,12 +273,13 @@ def _refuse_quantised(folder: Path) -> None:
     if given:
         raise weights_error(
             folder,
-            f"holds weights that are quantised already ({get_quantisation_method(given)}); take the original ones",
+            f"holds weights that are quantised already ({get_quantisation_method(given)}); "
+            "take the original ones",
         )
 
 
 def get_quantisation_method(given: Any) -> str:
-    """Return the method of a quantization_config, in a word."""
+    """Return the name of the method in a quantization_config."""
     return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 
 
@@ -281,7 +293,11 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the file of that name, which must be in the folder: names and links may lead anywhere."""
+    """Return the path of a file by its name, which must lie inside the folder after links are followed.
+
+    Raises:
+        ModelError: The name leads out of the folder, or there is no such file.
+    """
     path = path_inside(folder, name)
     if path is None:
         raise weights_error(folder, f"points outside of itself: {name[:100]!r}")
@@ -295,7 +311,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
-    """file -> the names of its tensors, of an index of several files."""
+    """Return the files of an index, each with the names of its tensors."""
     try:
         places = read_weight_map(_inside(folder, index))
     except (OSError, ValueError):
@@ -321,29 +337,34 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
 
 log = logging.getLogger(__name__)
 
-# What DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing put between names.
+# Parts of names that DistributedDataParallel, torch.compile, DeepSpeed, FSDP and activation checkpointing
+# insert.
 WRAPPERS = {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
 class LoadPlan:
-    """What is loaded, and what does not fit."""
+    """The tensors to load, and those that do not fit."""
 
     moves: list[tuple[str, str]] = field(default_factory=list)
-    """(name in the model, name in the files); of tied weights one."""
+    """Pairs (name in the model, name in the files), one pair for tied weights."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
-    """With both shapes, in words."""
+    """Descriptions with name and both shapes."""
     grown: list[str] = field(default_factory=list)
-    """Names in the model of what gets rows that the files lack."""
+    """Names in the model of parameters with more rows than the files have."""
     drawn: list[str] = field(default_factory=list)
-    """Those of what such files need not have."""
+    """Names in the model of parameters to draw, which such files need not have."""
 
     def remarks(self) -> str:
-        """Return what does not fit, in one line; empty: everything fits."""
-        kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
+        """Return a line about the tensors that do not fit; empty if all fit."""
+        kinds = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("mismatched", self.mismatched),
+        )
         return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds if names)
 
 
@@ -358,23 +379,27 @@ def load_weights(
 ) -> None:
     """Fill the model, whole or in shards, from `config.weights`. Collective.
 
-    Host memory beside the model: the largest tensor, on rank 0 also in the dtype of the file.
+    Besides the model, host memory holds the largest tensor, on rank 0 also in the dtype of the file.
 
     Args:
-        open_checkpoint: pipeline.checkpoint.initial_weights has it.
-        new_ids: Token -> id of a tokenizer that was trained for this run, in which nobody named one.
+        model: The model to fill.
+        config: The recipe's model section.
+        sharding: The split in which the model was built.
+        job: The ranks, of which rank 0 reads.
+        open_checkpoint: Opens checkpoints of this trainer; see pipeline.checkpoint.initial_weights.
+        new_ids: Id of each token, if the tokenizer was trained for this run and not named by the recipe.
 
     Raises:
-        ModelError: nothing can be read from there, or it does not fit and `config.strict` is set; the weights
-            were trained with other ids.
+        ModelError: The weights cannot be read, they do not fit and `config.strict` is set, or they were
+            trained with another tokenizer.
     """
     assert config.weights is not None
     targets = collect_tensors(model)
     path = Path(os.path.expanduser(config.weights))
     with ExitStack() as opened:
-        sources: list[WeightFile] = []  # of rank 0
+        sources: list[WeightFile] = []  # filled on rank 0 only
 
-        def planned() -> LoadPlan:
+        def open_and_plan() -> LoadPlan:
             sources.append(opened.enter_context(closing(open_weights(path, open_checkpoint))))
             if new_ids is not None:
                 _refuse_other_ids(path, new_ids)
@@ -382,7 +407,7 @@ def load_weights(
             _refuse(found, path, config)
             return found
 
-        answer = job.on_main(planned)
+        answer = job.on_main(open_and_plan)
         for name, key in answer.moves:
             fill_tensor(targets[name], sources[0].read(key) if sources else None, sharding, job)
         for name in answer.drawn:
@@ -396,7 +421,7 @@ def load_weights(
 
 
 def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
-    """Refuse weights of another tokenizer: rows of their embedding are those of other words."""
+    """Refuse weights that were trained with another tokenizer, whose rows belong to other tokens."""
     file = tokenizer_beside(path)
     if file is None:
         log.warning(
@@ -426,7 +451,7 @@ def _refuse(found: LoadPlan, path: Path, config: ModelSection) -> None:
 
 
 def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """name -> parameter or buffer, as a state dict names them; tied ones under each of their names."""
+    """Return parameters and buffers by their names in a state dict, tied ones under each of their names."""
     state = model.state_dict(keep_vars=True)
     return {name: target for name, target in state.items() if isinstance(target, Tensor)}
 
@@ -434,7 +459,7 @@ def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plan_load(
     model: nn.Module, targets: Mapping[str, Tensor], source: WeightFile, config: ModelSection
 ) -> LoadPlan:
-    """Return which tensor of the files goes where, and what does not fit."""
+    """Return a plan of the tensors to load into each parameter and buffer, and of those that do not fit."""
     base = str(getattr(model, "base_model_prefix", ""))
     keys = match_names(list(source.entries), targets, base)
     vocabulary = {id(p) for p in find_vocabulary_parameters(model)}
@@ -471,8 +496,8 @@ def plan_load(
 
 
 def _mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
-    """Return why a tensor of the files cannot become this one; `None`: it can."""
-    shape = tuple(getattr(target, "ds_shape", target.shape))  # of a whole one, where it is sharded
+    """Return the reason why a tensor of the files cannot fill this one; `None` if it can."""
+    shape = tuple(getattr(target, "ds_shape", target.shape))  # ds_shape is the whole shape of a shard
     if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
         there = str(entry.dtype).removeprefix("torch.")
         return f"{there} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
@@ -487,7 +512,7 @@ def _mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bo
 
 
 def _differ(source: WeightFile, keys: list[str]) -> bool:
-    """Return whether what the model ties is two things in the files."""
+    """Return whether the files have different values for one parameter that the model ties."""
     return any(
         source.entries[key].shape != source.entries[keys[0]].shape
         or not torch.equal(source.read(keys[0]), source.read(key))
@@ -496,14 +521,17 @@ def _differ(source: WeightFile, keys: list[str]) -> bool:
 
 
 def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[str, str]:
-    """Return name in the model -> key in the files, of all keys that become a name without their wrappers.
+    """Return the key in the files for each name in the model that has one.
 
-    The model's own names decide. If all keys begin with one wrapper, it is taken from all of them where more
-    of them are names then. A key that is a name stands for it. Any other key stands for the longest name that
-    is left when some of its wrappers are taken away, if no other key does.
+    Keys may have wrappers such as `module.` in them; the model's names decide which are removed. If all keys
+    begin with one wrapper, it is removed from all of them if more keys are names of the model then. A key
+    that is a name matches it. Any other key matches the longest name that remains after removing some of its
+    wrappers, unless another key has matched that name.
 
     Args:
-        base: Prefix in a head model of transformers of what its base model has without.
+        keys: The names in the files.
+        names: The names in the model.
+        base: The prefix that a head model of transformers adds to the names of its base model.
     """
     known = dict.fromkeys(names)
     shortened, uniform = dict(zip(keys, keys, strict=True)), keys
@@ -527,19 +555,19 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
 
 
 def _bare(name: str) -> str:
-    """Return the name without any wrappers."""
+    """Return the name without any wrapper in it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _contains(key: str, name: str) -> bool:
-    """Return whether the parts of the name are in the key, in this order."""
+    """Return whether the key contains the parts of the name in their order."""
     parts = iter(key.split("."))
     return all(part in parts for part in name.split("."))
 
 
 @torch.no_grad()
 def draw_parameter(model: Any, name: str, sharding: Sharding) -> None:
-    """Draw first values of a parameter: the same ones under every split, by the process's seed."""
+    """Draw the initial values of a parameter from the process's seed, equal under every split."""
     parameter = model.get_parameter(name)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{torch.initial_seed()} {name}".encode()))
     values = torch.empty(getattr(parameter, "ds_shape", parameter.shape))
@@ -550,9 +578,9 @@ def draw_parameter(model: Any, name: str, sharding: Sharding) -> None:
 
 @torch.no_grad()
 def fill_tensor(target: Tensor, values: Tensor | None, sharding: Sharding, job: Job) -> None:
-    """Fill this parameter or buffer of all ranks with rank 0's values, which the others do not have."""
+    """Fill a parameter or buffer on all ranks with rank 0's values; other ranks pass `None`."""
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
-        with sharding.gather([target]):  # which keeps rank 0's
+        with sharding.gather([target]):  # at its end ZeRO 3 distributes rank 0's values
             if values is not None:
                 _put(target.data, values)
         return
