@@ -1,10 +1,12 @@
-"""Adapters by peft: which linear layers get one, its first values, and what of the model is trained.
+"""Adapters of peft: the layers that get one, its initial values, and the parameters that are trained.
 
-The model itself, the base, is frozen, and no checkpoint holds it. First values depend on the seed and a
-parameter's name alone, so that they are the same under every split.
+peft's layers are put into the model; peft's wrapper around a model is not used, so the model stays
+transformers' own for attention, blocks, stages and the loss. `modules_to_save` are trained in place, without
+peft's second copy. The base is frozen and marked (`is_base`), and no checkpoint has it. Initial values depend
+on the seed and a parameter's name alone, since no rank draws for all under pipeline stages.
 
-An adapter's folder is as peft has it: adapter_config.json, and safetensors under peft's names. Rank 0 reads
-it for all, and a pickle (adapter_model.bin) is refused.
+The folder of an adapter is as peft writes it: adapter_config.json, and safetensors under peft's names. Rank 0
+reads it for all ranks, and a pickle (adapter_model.bin) is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ from pipeline.models.weights import SafetensorsFiles, fill_tensor
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-# What changes what an adapter computes, and is not built here: the value under which it does nothing.
-UNBUILT = {
+# Keys of adapter_config.json that change the computation and are not supported here, with their neutral
+# values.
+UNSUPPORTED = {
     "bias": "none",
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -57,41 +60,44 @@ UNBUILT = {
 
 
 def to_peft_name(name: str, adapter: str = "default") -> str:
-    """Return the name of a model's parameter in a file of peft's."""
+    """Return the name of a model's parameter in a file of peft."""
     parts = name.split(".")
     kept = [part for part in parts if part != adapter]
     if len(kept) < len(parts) and "lora_magnitude_vector" in kept:
-        kept = kept[:-1]  # it has no `.weight` there
+        kept = kept[:-1]  # peft's file leaves `.weight` out here
     return PREFIX + ".".join(kept)
 
 
 @dataclass
 class PeftFolder:
-    """What is in it."""
+    """The content of an adapter's folder."""
 
     path: Path
-    described: dict[str, Any]
-    """adapter_config.json."""
+    config: dict[str, Any]
+    """Content of adapter_config.json."""
     tensors: dict[str, Tensor]
-    """By peft's names."""
+    """Tensors by peft's names."""
 
     @staticmethod
-    def shared(given: str, job: Job) -> PeftFolder:
-        """Rank 0's reading, on every rank. Collective.
+    def read_on_main(given: str, job: Job) -> PeftFolder:
+        """Return the folder on every rank, as rank 0 reads it. Collective.
 
         Raises:
-            ModelError: it cannot be read, or holds what is not built here.
+            ModelError: The folder cannot be read, or it asks for something that is not supported here.
         """
-        return job.on_main(lambda: _read(Path(os.path.expanduser(given))))
+        return job.on_main(lambda: _read_folder(Path(os.path.expanduser(given))))
 
-    def completed(self, config: AdapterConfig) -> AdapterConfig:
-        """Return the recipe's section, with what only the folder says.
+    def complete_config(self, config: AdapterConfig) -> AdapterConfig:
+        """Return the recipe's adapter section, completed from the folder.
 
         Raises:
-            ConfigError: both say it, and not the same.
+            ConfigError: The recipe and the folder differ.
         """
-        own = self.described
-        kind = "dora" if own.get("use_dora") else "rslora" if own.get("use_rslora") else "lora"
+        own = self.config
+        if own.get("use_dora"):
+            kind = "dora"
+        else:
+            kind = "rslora" if own.get("use_rslora") else "lora"
         said = {"kind": kind, "rank": own.get("r"), "alpha": float(own.get("lora_alpha") or 0)}
         for key, theirs in said.items():
             ours = getattr(config, key)
@@ -109,11 +115,11 @@ class PeftFolder:
             )
         return config.model_copy(update=said)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get_values(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the values of the model's parameter of this name.
 
         Raises:
-            ModelError: there are none, or of another shape.
+            ModelError: The folder has no such values, or they have another shape.
         """
         values = self.tensors.get(to_peft_name(name))
         if values is None:
@@ -128,7 +134,7 @@ class PeftFolder:
         return values
 
     def whole_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of modules that were trained whole, by the model's names."""
+        """Return the tensors of modules that were trained whole, by their names in the model."""
         return {
             name: self.tensors[PREFIX + name]
             for name in self._names()
@@ -136,11 +142,11 @@ class PeftFolder:
         }
 
     def refuse_missing(self, layers: Iterable[str]) -> None:
-        """Raise a ModelError if the file lacks layers of the model that its config lists by name."""
-        own = self.described
+        """Raise a ModelError if the folder lacks layers of the model that its config lists by name."""
+        own = self.config
         names = own.get("target_modules")
         if not isinstance(names, list) or own.get("layers_to_transform") or own.get("exclude_modules"):
-            return  # a pattern, or one with exceptions
+            return  # a pattern, or names with exceptions, whose layers are not known here
         ends = tuple(f".{name}" for name in names)
         asked = [layer for layer in layers if f".{layer}".endswith(ends)]
         if missing := [name for name in asked if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
@@ -150,7 +156,7 @@ class PeftFolder:
             )
 
     def refuse_others(self, taken: set[str]) -> None:
-        """Raise a ModelError if the folder has adapters of layers that the model gives none."""
+        """Raise a ModelError if the folder has adapters of layers that get none in this model."""
         there = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
         if others := sorted(there - {to_peft_name(name) for name in taken}):
             raise ModelError(
@@ -162,15 +168,15 @@ class PeftFolder:
         return (name.removeprefix(PREFIX) for name in self.tensors)
 
 
-def _read(path: Path) -> PeftFolder:
+def _read_folder(path: Path) -> PeftFolder:
     start = f"adapter.weights: {path}"
     if not path.is_dir():
         raise ModelError(f"{start}: there is no such folder")
     if problem := next(find_unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
-        described = json.loads(read_regular_file(path / CONFIG, CONFIGURATION_LIMIT))
-        kind = str(described["peft_type"])
+        config = json.loads(read_regular_file(path / CONFIG, CONFIGURATION_LIMIT))
+        kind = str(config["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{start} is no adapter of peft's: it has no {CONFIG} that can be read") from None
     if not (path / WEIGHTS).is_file():
@@ -183,8 +189,8 @@ def _read(path: Path) -> PeftFolder:
         )
     if kind != "LORA":
         raise ModelError(f"{start} is a {kind}; what can be taken: LORA")
-    for key, nothing in UNBUILT.items():
-        if (value := described.get(key)) and value != nothing:
+    for key, neutral in UNSUPPORTED.items():
+        if (value := config.get(key)) and value != neutral:
             raise ModelError(f"{start}: {CONFIG} has {key} {value!r}, which is not built here")
     file = SafetensorsFiles({path / WEIGHTS: None}, "adapter.weights")
     try:
@@ -197,27 +203,27 @@ def _read(path: Path) -> PeftFolder:
                 f"{start}/{WEIGHTS}: {name} holds values that are not finite (NaN or infinite); "
                 "give an adapter from before the loss diverged"
             )
-    return PeftFolder(path, described, tensors)
+    return PeftFolder(path, config, tensors)
 
 
 log = logging.getLogger(__name__)
 
-# peft imports it where it is installed, and on some CPUs it misses a kernel of the hub's, for inference.
+# peft imports bitsandbytes if it is installed. On some CPUs that warns of a missing kernel for inference.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 ADAPTER_NAME = "default"  # peft's, of the only adapter of a model
 
 
 def is_base(parameter: Tensor) -> bool:
-    """Return whether a parameter is the base's under an adapter: frozen, and in no checkpoint."""
-    # peft's DoRA puts a copy without the mark in the place of a weight in 4 bits, on a CPU in each forward.
+    """Return whether a parameter belongs to the base under an adapter: frozen, and in no checkpoint."""
+    # On a CPU, peft's DoRA replaces a weight in 4 bits with a copy without the mark in each forward.
     return getattr(parameter, "is_base", False) or hasattr(parameter, "quant_state")
 
 
 def suggest_learning_rate(model: nn.Module) -> float:
-    """Return Thinking Machines' fit of the best rate for adapters on 27 models (tinker-cookbook, 2025).
+    """Return a good learning rate for an adapter, by Thinking Machines' fit on 27 models.
 
-    It depends on the width of the model and its family, and not on the rank.
+    The fit (tinker-cookbook, 2025) depends on the width of the model and its family, not on the rank.
     """
     config = getattr(model, "config", None)
     width = getattr(config, "hidden_size", None) or 2000
@@ -246,8 +252,8 @@ def add_adapter(
         ConfigError: a name matches nothing.
         ModelError: `config.weights` cannot be read, or is of another model.
     """
-    given = PeftFolder.shared(config.weights, job) if config.weights is not None else None
-    config = config if given is None else given.completed(config)
+    given = PeftFolder.read_on_main(config.weights, job) if config.weights is not None else None
+    config = config if given is None else given.complete_config(config)
     layers = find_linear_layers(model)
     if given is not None:
         given.refuse_missing(layers)
@@ -290,9 +296,10 @@ def add_adapter(
 
 
 def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
-    """peft's LoraConfig.
+    """Return peft's LoraConfig for the recipe's adapter section.
 
     Args:
+        config: The recipe's adapter section.
         targets: Full names of the layers.
     """
     from peft import LoraConfig
@@ -308,21 +315,21 @@ def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any
 
 
 def find_adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """peft's layers in the model, by the names that the model's own have."""
+    """Yield peft's layers in the model under the names of the layers that they wrap."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             yield name, module
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether an adapter was added."""
+    """Return whether the model has an adapter."""
     return any(True for _ in find_adapter_layers(model))
 
 
 def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
-    """Return number and bytes of the base's weights in another dtype than what is trained.
+    """Return the number and the bytes of the base's weights in another dtype than the trained parameters.
 
-    They are in 4 bits, or rounded to the dtype of products.
+    Such weights are in 4 bits, or rounded to the dtype of products.
     """
     trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
@@ -338,20 +345,20 @@ def _bytes_of(weight: Tensor) -> int:
 
 
 def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
-    """Let peft put its layers in, without values: what it would draw depends on what this rank holds."""
+    """Let peft add its layers without values, since its draws would depend on the part that this rank holds."""
     from peft import inject_adapter_in_model
 
-    config.use_dora = False  # peft would read whole weights, which this rank may not have
+    config.use_dora = False  # peft would read whole weights, of which this rank may hold a part
     config.fan_in_fan_out = all(is_transposed(model.get_submodule(name)) for name in config.target_modules)
     if in_4_bits:
-        model.is_loaded_in_4bit = True  # type: ignore[assignment] # so peft looks for bitsandbytes' layers
+        model.is_loaded_in_4bit = True  # type: ignore[assignment] # makes peft accept bitsandbytes' layers
     inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     if in_4_bits:
-        del model.is_loaded_in_4bit  # by which transformers would count parameters otherwise
+        del model.is_loaded_in_4bit  # with it, transformers would count parameters in another way
 
 
 def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
-    """DoRA's: of each output the length of its row of weights. Collective."""
+    """Add DoRA's magnitudes: the norm of each output's row of weights. Collective."""
     from peft.tuners.lora.dora import DoraLinearLayer
     from peft.tuners.lora.variants import DoraLinearVariant
 
@@ -380,10 +387,14 @@ def _values(weight: Tensor) -> Tensor:
 def _fill(
     model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None, dtype: torch.dtype | None
 ) -> None:
-    """Set first values of what is trained beside the model, on the device of the layers' own weights.
+    """Set the initial values of the adapter's parameters, on the devices of the layers' weights.
 
     Args:
-        dtype: None: the precision of the layer's own weight.
+        model: The model with peft's layers.
+        config: The completed adapter section.
+        seed: The seed of the initial values.
+        given: The folder of `adapter.weights`, or `None`.
+        dtype: The dtype of the parameters; `None`: that of the layer's own weight.
     """
     taken: set[str] = set()
     for name, layer in find_adapter_layers(model):
@@ -393,7 +404,7 @@ def _fill(
             if part.startswith("base_layer."):
                 continue
             if given is not None:
-                values = given.take(f"{name}.{part}", tuple(parameter.shape))
+                values = given.get_values(f"{name}.{part}", tuple(parameter.shape))
                 taken.add(f"{name}.{part}")
             elif parameter.is_meta:
                 values = draw_adapter_values(f"{name}.{part}", parameter.shape, config, seed)
@@ -406,10 +417,10 @@ def _fill(
 
 
 def draw_adapter_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:
-    """Return first values as peft has them: of A uniform within 1 / sqrt(inputs), or normal; of B 0."""
+    """Return initial values as peft draws them: A uniform within 1 / sqrt(inputs) or normal, and B zero."""
     if ".lora_B." in f".{name}":
         return torch.zeros(shape)
-    # Of a seed torch takes 32 bits.
+    # A checksum of 32 bits, as torch uses 32 bits of a seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     values = torch.empty(shape)
     if config.init == "gaussian":

@@ -1,7 +1,10 @@
-"""Who computes a model's attention, and whether that keeps packed documents apart.
+"""The choice of a model's attention function, and the test that it keeps packed documents apart.
 
-Both are tried on a small model of the same class. Imports transformers where a function needs it: see
-transformers_facts.
+Both are tried, not looked up: a model of the same class with two layers and few words must give the same
+logits under DocumentAttention as under transformers' own attention, for whole rows and for a document behind
+another. Otherwise transformers' attention computes, and one line of the log says so.
+
+transformers is imported only in the functions that need it; see transformers_facts.
 """
 
 from __future__ import annotations
@@ -35,21 +38,24 @@ log = logging.getLogger(__name__)
 TWIN_LAYERS = 2
 TWIN_WORDS = 64
 TWIN_WINDOW = 3  # so that it shows in the trial's documents of four tokens
-TWIN_WIDTH = 64  # of what is wide beside attention: an 8B twin has 0.1 B parameters, not 0.4 B
+TWIN_WIDTH = 64  # of MLPs, so the twin of an 8B model has 0.1 B parameters, not 0.4 B
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
 CAUSAL_FIELDS = ("is_decoder", "causal")
-"""Fields of configurations that make a decoder of an encoder."""
+"""Fields of configs that turn an encoder into a decoder."""
 
 AttentionFunction = Callable[..., tuple[Any, Any]]
-"""(module, query, key, value, mask, **rest) -> (output (B, T, heads, width), weights or None)."""
+"""Function of (module, query, key, value, mask, **rest) that returns the output and weights or `None`.
+
+The output is (B, T, heads, width).
+"""
 
 
 def resolve_attention_name(attention: str, config: PreTrainedConfig) -> str | None:
-    """Return what transformers builds a model with for `model.attention`; `None`: what it would choose.
+    """Return transformers' name for the recipe's `model.attention`; `None`: transformers chooses.
 
     Raises:
-        ModelError: sdpa was asked for where scores are capped, which it leaves out.
+        ModelError: The recipe asks for sdpa, which ignores the cap on scores of this model.
     """
     if caps_scores(config):
         if attention == "sdpa":
@@ -76,11 +82,12 @@ def register_attention(name: str, function: AttentionFunction) -> None:
 
 
 def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device) -> None:
-    """Let the model attend by DocumentAttention if that gives what transformers' attention gives it.
+    """Set DocumentAttention as the model's attention if it gives the logits of transformers' attention.
 
     Args:
-        is_auto: Nobody asked for one of transformers'.
-        device: What will compute.
+        model: The model, changed in place.
+        is_auto: Whether the recipe leaves the choice open.
+        device: The device that trains.
     """
     given = str(model.config.get_text_config()._attn_implementation)
     if device.type == "cuda":
@@ -99,7 +106,7 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
 
 @torch.no_grad()
 def find_unsupported_feature(model: PreTrainedModel) -> str | None:
-    """Return what of a model DocumentAttention does not do; `None`: it serves."""
+    """Return the feature of a model that DocumentAttention lacks, in words; `None` if it lacks none."""
     register_attention(ATTENTION_NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
@@ -121,7 +128,7 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
             trial(ids, **{BOUNDS_KEY: empty_bounds(ids.device)}, **how).logits,
             trial(**rows).logits[:, 4:],
         )
-    except Exception as error:  # whatever a model raises that calls its attention otherwise
+    except Exception as error:  # a model that calls its attention differently may raise anything
         return f"the model's attention is not called as transformers' others are ({str(error)[:80]})"
     if any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True)):
         return "the model asks more of its attention than products within documents"
@@ -129,12 +136,12 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
 
 
 def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return an evaluating model of the same class with two layers and few words, if one can be made."""
+    """Return a model of the same class with two layers and few words, in evaluation; `None` if it fails."""
     config: Any = copy.deepcopy(model.config)
     text = config.get_text_config()
     try:
         text.num_hidden_layers = min(TWIN_LAYERS, text.num_hidden_layers)
-        if getattr(text, "layer_types", None):  # a layer of each kind first
+        if getattr(text, "layer_types", None):  # begin with one layer of each kind
             kinds = list(dict.fromkeys(text.layer_types)) + text.layer_types
             text.layer_types = kinds[: text.num_hidden_layers]
         if getattr(text, "sliding_window", None):
@@ -143,14 +150,14 @@ def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
             if isinstance(width := getattr(text, name, None), int):
                 setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # by the last some count positions
-            if getattr(text, name, None) is not None:  # not all have each, and some refuse None
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some count positions from the pad
+            if getattr(text, name, None) is not None:  # not all configs have each, and some refuse None
                 setattr(text, name, 0)
         config._attn_implementation = None
-        with torch.random.fork_rng(devices=[]):  # the run's own random numbers stay as they are
+        with torch.random.fork_rng(devices=[]):  # leaves the run's random numbers as they are
             torch.manual_seed(0)
             twin: PreTrainedModel = type(model)(config)
-    except Exception:  # a configuration that does not let itself be cut
+    except Exception:  # the class may not accept the reduced config
         return None
     twin.config._attn_implementation = model.config._attn_implementation
     return twin.eval()
@@ -167,6 +174,7 @@ def build_trial_rows(device: torch.device) -> dict[str, Any]:
 
 
 def register_bounds_hooks(model: PreTrainedModel, given: str) -> None:
+    """Let the model's forward pass the bounds of documents on to its attention; see BoundsHook."""
     hook = BoundsHook(given)
     model.register_forward_pre_hook(hook.before, with_kwargs=True)
     model.register_forward_hook(hook.after, always_call=True)
@@ -174,24 +182,29 @@ def register_bounds_hooks(model: PreTrainedModel, given: str) -> None:
 
 @torch.no_grad()
 def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a language model whose logits at a token change with the tokens behind it, as an encoder's do.
+    """Refuse a language model whose logits at a token change with later tokens, as an encoder's do.
 
-    Tried on a small model of the class with the attention that the model has, on the device that will train.
-    DocumentAttention looks at no later token.
+    This is tried on a small model of the class with the model's attention, on the device that trains. With
+    DocumentAttention it need not be tried, since that never attends to later tokens.
+
+    Args:
+        model: The model.
+        device: The device that trains.
+        dtype: The dtype that the model computes in.
 
     Raises:
-        ModelError: The logits change; names the field of the configuration that prevents it.
+        ModelError: The logits change; the message names the config field that prevents it, if there is one.
     """
     config: Any = model.config
     attention = config.get_text_config()._attn_implementation
     trial = None if attention == ATTENTION_NAME else build_small_model(model)
     if trial is None:
         return
-    dtype = dtype if "flash" in str(attention) else torch.float32  # in which small effects show
+    dtype = dtype if "flash" in str(attention) else torch.float32  # small effects show in fp32
     ids_BT = build_trial_rows(device)["input_ids"].flip(1)  # the two rows differ in their second half
     try:
         one_TV, other_TV = trial.to(device, dtype)(input_ids=ids_BT, use_cache=False).logits[:, :4].float()
-    except Exception:  # whatever a model raises that wants more than ids
+    except Exception:  # a model that needs more than ids may raise anything
         log.debug("no trial with later tokens", exc_info=True)
         return
     if _differ(one_TV, other_TV, dtype):
@@ -209,36 +222,42 @@ def refuse_document_leaks(
 ) -> None:
     """Refuse a model in which `position_ids` that start again do not keep documents of a row apart.
 
-    Tried with the attention that the model has, on the device and in the precision that will train.
+    This is tried with the model's attention, on the device and in the precision that train.
+
+    Args:
+        model: The model.
+        device: The device that trains; `None`: the CPU.
+        dtype: The dtype that the model computes in.
 
     Raises:
-        ModelError: they do not.
+        ModelError: Documents of a row see each other, or this cannot be tried.
     """
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
-        raise _leaks(name, "takes no position_ids")
+        raise _leak_error(name, "takes no position_ids")
     if not is_transformers_model(model):
         return
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
-        raise _leaks(name, "passes a state on from token to token")
-    trial, device = build_small_model(model), device or torch.device("cpu")
+        raise _leak_error(name, "passes a state on from token to token")
+    trial = build_small_model(model)
+    device = device or torch.device("cpu")
     if trial is None:
-        raise _leaks(name, "cannot be tried on a small copy")
+        raise _leak_error(name, "cannot be tried on a small copy")
     register_bounds_hooks(trial.to(device, dtype), str(trial.config._attn_implementation))
     one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, 4:].float()
     if _differ(one_TV, other_TV, dtype):
-        raise _leaks(name, "looks past the position_ids")
+        raise _leak_error(name, "looks past the position_ids")
 
 
 def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits differ by more than rounding: experts compute a token in another group."""
+    """Return whether logits differ by more than rounding, which changes with the group an expert computes."""
     allowed = 1e-4 if dtype == torch.float32 else 2e-2
     return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
 
 
-def _leaks(name: str, why: str) -> ModelError:
+def _leak_error(name: str, why: str) -> ModelError:
     return ModelError(
         f"model: a {name} {why}, so documents in one row would see each other; write "
         "data.separate_documents=false to accept that"

@@ -1,7 +1,17 @@
-"""Attention of each token to those before it in its document, without a (T, T) mask on any device.
+"""Causal attention within the documents of a row, without a (T, T) mask on any device.
 
-One function for transformers' table. Shapes: B rows of T tokens, query (B, heads, T, width), key and value
-(B, groups, T, width), bounds (N + 1,) int32: where documents begin in the B * T tokens, filled up with B * T.
+It is one function in transformers' table of attention functions. transformers itself makes a (B, T, T) mask
+of rows with several documents, which costs a multiple of attention, and reads the positions on the device.
+Here each engine computes the bounds of documents on the host (engine/interface.py), and they reach attention
+as transformers' `cu_seq_lens_q`.
+
+No fused kernel computes sliding windows on a CPU or in fp32, capped scores (Gemma 2) or sinks (gpt-oss).
+These are computed in blocks of queries, and so are, on a CPU, dropout and values of another width than keys,
+for which torch makes T x T scores. The scores of a block are computed again in backward, which costs less
+than keeping them (dropout at T 4,096: half the time).
+
+Shapes: B rows of T tokens, query (B, heads, T, width), key and value (B, groups, T, width), bounds (N + 1,)
+int32: the index of each document's first token among the B * T tokens, padded with B * T.
 """
 
 from __future__ import annotations
@@ -28,37 +38,40 @@ log = logging.getLogger(__name__)
 
 
 Heads = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value of a layer."""
+"""Type of the query, key and value of a layer."""
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What a layer asks of its scores."""
+    """A layer's options for its attention scores."""
 
     scaling: float | None = None
-    """None: 1 / sqrt(width)."""
+    """Factor on scores; `None`: 1 / sqrt(width)."""
     window: int | None = None
-    """Tokens that one attends to, itself included."""
+    """Number of tokens that one attends to, itself included; `None`: all before it."""
     softcap: float | None = None
-    """c of c * tanh(scores / c)."""
+    """Cap c of scores, as c * tanh(scores / c)."""
     dropout: float = 0.0
     sinks: Tensor | None = None
-    """(heads,): scores of one more key, whose value is 0, for every query (gpt-oss)."""
+    """Scores (heads,) of an additional key with value 0, for every query (gpt-oss)."""
 
     @property
     def is_bounded(self) -> bool:
-        """Whether scores are capped or have sinks, which no kernel of torch's knows."""
+        """Whether scores are capped or have sinks, which no kernel of torch supports."""
         return self.softcap is not None or self.sinks is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: ScoreOptions) -> Tensor:
-    """Return (B, T, heads, width of value): a token attends to those before it in its document and window.
+    """Return attention (B, T, heads, width of value), computed in blocks of queries.
 
-    The host looks at bounds on a CPU alone, where it leaves out keys that a block has no use for.
+    A token attends to those before it in its document and window. Only on a CPU does the host read the
+    bounds, to leave out keys that no query of a block attends to.
 
     Args:
-        bounds: Of the documents. `None`: each row is one.
+        heads: Query, key and value.
+        bounds: The bounds of documents; `None`: each row is one document.
+        scores: The layer's options for its scores.
     """
     query, key, value = _autocast(heads)
     rows, _, length, _ = query.shape
@@ -78,7 +91,7 @@ def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: ScoreOptions) 
 
 
 def _autocast(heads: Heads) -> Heads:
-    """Cast as autocast does, which knows scaled_dot_product_attention alone."""
+    """Cast as autocast does for scaled_dot_product_attention, the only attention that it knows."""
     kind = _kind(heads[0])
     if not torch.is_autocast_enabled(kind):
         return heads
@@ -90,7 +103,7 @@ def _autocast(heads: Heads) -> Heads:
 def _first_keys(
     bounds: Tensor | None, rows: int, length: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """Return (B or 1, T): the first token of its row that each token attends to."""
+    """Return the index in its row of the first token that each token attends to, (B or 1, T)."""
     tokens = torch.arange(length, device=device)
     first = torch.zeros_like(tokens)[None]
     if bounds is not None:
@@ -102,7 +115,7 @@ def _first_keys(
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries start to end of all rows, and their keys: from begin to end."""
+    """A block of queries from start to end of all rows, with keys from begin to end."""
 
     start: int
     end: int
@@ -113,7 +126,7 @@ class _Block:
         return query[:, :, self.start : self.end], key[:, :, keys], value[:, :, keys]
 
     def is_seen(self, first: Tensor) -> Tensor:
-        """Return (B or 1, 1, Q, K): which keys each query attends to."""
+        """Return a mask (B or 1, 1, Q, K) of the keys that each query attends to."""
         keys = torch.arange(self.begin, self.end, device=first.device)
         queries = torch.arange(self.start, self.end, device=first.device)[:, None]
         return ((keys >= first[:, self.start : self.end, None]) & (keys <= queries))[:, None]
@@ -146,7 +159,7 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, first = ctx.saved_tensors
         scores: ScoreOptions = ctx.scores
-        # Blocks add to the gradients of a key: in fp32, as a kernel does.
+        # Several blocks add to a key's gradient, in fp32 as a kernel does.
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros_like(t, dtype=_wide(t.dtype)) for t in (key, value))
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks.dtype))
@@ -173,18 +186,18 @@ class _InBlocks(torch.autograd.Function):
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: ScoreOptions
 ) -> Tensor:
-    """Return (B, heads, Q, width of value)."""
+    """Return the attention of a block (B, heads, Q, width of value)."""
     heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
     if dtype == torch.bfloat16 and not query.is_cuda:  # see cpu_attention
         query, key, value = (t.to(_wide(dtype)) for t in (query, key, value))
-    with torch.autocast(_kind(query), enabled=False):  # backward computes as forward did
+    with torch.autocast(_kind(query), enabled=False):  # so that backward computes as forward did
         if not scores.is_bounded and sinks is None and not scores.dropout:
-            if query.is_cuda and heads != groups:  # its kernel that takes a mask knows no groups
+            if query.is_cuda and heads != groups:  # the kernel that takes a mask does not take groups
                 key, value = (t.repeat_interleave(heads // groups, 1) for t in (key, value))
             return F.scaled_dot_product_attention(
                 query, key, value, is_seen, scale=scaling, enable_gqa=key.shape[1] != heads
             ).to(dtype)
-        # The heads of a group are more queries of it: keys are not repeated.
+        # The heads of a group become further queries of one head, so keys are not repeated.
         together = query.unflatten(1, (groups, -1)).flatten(2, 3) @ key.mT
         found = together.to(_wide(together.dtype)).unflatten(2, (heads // groups, -1))
         found = found * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -219,7 +232,7 @@ def _set_random_states(device: torch.device, states: list[Tensor]) -> None:
 
 
 def is_served(heads: Heads, longest: int, scores: ScoreOptions) -> bool:
-    """Return whether torch's kernel on a CPU takes documents of `longest` tokens without T x T scores."""
+    """Return whether torch's CPU kernel computes documents of `longest` tokens without T x T scores."""
     query, _, value = heads
     if scores.is_bounded or longest > (scores.window or longest):
         return False
@@ -235,7 +248,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _InFp32(torch.autograd.Function):
-    """Keeps what came, and no copy of it: these are made again in backward."""
+    """Computes bf16 attention in fp32 on a CPU; casts are repeated in backward, so only bf16 is kept.
+
+    torch's kernel is 1.6 to 2.2 times as fast in fp32 as in bf16, its backward most of all, also on CPUs with
+    instructions for bf16 (AVX-512).
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -255,26 +272,29 @@ class _InFp32(torch.autograd.Function):
 
 
 ATTENTION_NAME = "documents"
-BOUNDS_KEY = "cu_seq_lens_q"  # as transformers' models hand it on to attention
-# torch 2.11's varlen_attn takes fewer key heads than query heads as it is; later releases want this flag.
+BOUNDS_KEY = "cu_seq_lens_q"  # the name under which transformers' models pass bounds on to attention
+# torch 2.11's varlen_attn takes fewer key heads than query heads; later releases need this flag for it.
 HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# cuDNN's kernels are the fastest ones on Hopper and Blackwell for rows without a mask.
+# cuDNN's kernels are the fastest on Hopper and Blackwell for rows without a mask.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# What a model may ask besides that nothing here computes; sinks are `s_aux`. The others want our own mask.
+# Arguments that a model may pass and that nothing here computes.
 UNSERVED = ("position_bias",)
+# Arguments on scores, of which `s_aux` are sinks; transformers' sdpa, which computes with a mask, ignores
+# them.
 OF_SCORES = ("softcap", "s_aux")
 
 
 def find_document_bounds(positions_BT: Tensor) -> Tensor:
-    """Return the bounds of documents: one begins wherever positions do not go on counting.
+    """Return the bounds of documents, which begin wherever positions do not continue by one.
 
-    A host read where the positions are on a device. N depends on B and T alone while documents have 256
-    tokens on average, and doubles otherwise: little is compiled again for another number of documents.
+    The host reads the positions, which waits if they are on a device. N depends on B and T alone while
+    documents have 256 tokens or more on average, and doubles otherwise, so few numbers of documents cause a
+    compilation.
     """
     rows, length = positions_BT.shape
     begins = torch.ones_like(positions_BT, dtype=torch.bool)
@@ -285,7 +305,7 @@ def find_document_bounds(positions_BT: Tensor) -> Tensor:
 
 
 def empty_bounds(device: torch.device) -> Tensor:
-    """Return empty bounds, for rows that are one document each: positions need not be read."""
+    """Return empty bounds, which mean that each row is one document and positions need not be read."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
@@ -315,12 +335,12 @@ class WholeRowBounds:
 
 
 class DocumentAttention:
-    """See AttentionFunction. Keeps what it found out of the last bounds: every layer is given the same."""
+    """The AttentionFunction; it caches facts about the last bounds, which every layer is given."""
 
     def __init__(self) -> None:
-        # Asked here and not in a call, which torch.compile reads.
+        # Read here and not in a call, which torch.compile traces.
         self._generation = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        # AMD's cards are numbered so, too.
+        # AMD's GPUs have the same numbers.
         self._prefers_cudnn = self._generation in (9, 10) and torch.version.hip is None
         self._last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
@@ -388,7 +408,7 @@ class DocumentAttention:
     def _on_cpu(
         self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
-        """Memory grows with T: where torch's kernel would make all scores of a document, in blocks."""
+        """Return attention on a CPU in memory that grows with T, in blocks if torch would make all scores."""
         if bounds is not None or positions is not None:
             return self._document_by_document(heads, bounds, positions, scores)
         if is_served(heads, heads[0].shape[2], scores):
@@ -427,7 +447,7 @@ class DocumentAttention:
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not key.shape[-1] == value.shape[-1] <= 256:
             key, value = _repeated(query, key), _repeated(query, value)
-            is_grouped = False  # no fused kernel takes groups so wide
+            is_grouped = False  # no fused kernel takes groups of such widths
         kernels: AbstractContextManager[None] = nullcontext()
         if self._prefers_cudnn:
             kernels = sdpa_kernel(CUDNN_FIRST, set_priority=True)
@@ -444,10 +464,11 @@ class DocumentAttention:
         return output.transpose(1, 2).contiguous()
 
     def _by_kernel(self, heads: Heads, bounds: Tensor, scores: ScoreOptions) -> Tensor:
-        """On CUDA, without a look at the bounds: flash attention where it takes the heads.
+        """Return attention on CUDA by a variable-length kernel; the host does not read the bounds.
 
-        xFormers' kernel takes what that refuses: fp32, dropout, cards before Ampere, widths that are no
-        multiple of 8. Blocks are for windows and for widths of no multiple of 16 bytes, which it refuses.
+        Flash attention computes if it takes the heads. xFormers' kernel takes what flash attention refuses:
+        fp32, dropout, GPUs before Ampere, widths that are no multiple of 8. Windows and widths that are no
+        multiple of 16 bytes, which xFormers' refuses, are computed in blocks.
         """
         query, key, value = _autocast(heads)
         rows, _, length, width = query.shape
@@ -487,7 +508,7 @@ class DocumentAttention:
         return apart
 
     def _of(self, given: Tensor, form: Any, find: Any) -> Any:
-        """Return what `find` finds of a tensor, once for all layers that are given it."""
+        """Return the result of `find` for a tensor, computed once for all layers that are given it."""
         version = None if given.is_inference() else given._version
         if self._last is not None and self._last[0]() is given and self._last[1] == (version, form):
             return self._last[2]
@@ -497,10 +518,10 @@ class DocumentAttention:
 
 
 def disable_cudnn_attention() -> None:
-    """Leave cuDNN out of torch's choice of attention kernels in this process.
+    """Exclude cuDNN from torch's choice of attention kernels in this process.
 
-    DocumentAttention still asks for it, for rows without a mask. With torch 2.11 and later on Hopper, cuDNN
-    gives NaN gradients where a mask is passed and T % 128 == 64 (pytorch issue 196678).
+    DocumentAttention still uses it for rows without a mask. With torch 2.11 and later on Hopper, cuDNN gives
+    NaN gradients if a mask is passed and T % 128 == 64 (pytorch issue 196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -519,28 +540,33 @@ def _with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
 def build_bounds_arguments(
     name: str, bounds: Tensor | None, whole_rows: WholeRowBounds | None, like: Tensor
 ) -> dict[str, Any]:
-    """Return what `attn_implementation: <name>` is to be given besides positions.
+    """Return the arguments for `attn_implementation: <name>` besides positions.
 
     Args:
-        bounds: See document_attention; None: unknown.
-        whole_rows: Chooses the bounds of rows that are one document each; None: positions were given.
-        like: (B, T, ...), on the device of the rows.
+        name: The name of the attention function.
+        bounds: The bounds of documents; `None`: unknown.
+        whole_rows: Chooses the bounds of rows that are one document each; `None`: positions were given.
+        like: A tensor (B, T, ...) on the device of the rows.
     """
     if name == ATTENTION_NAME and bounds is None and whole_rows is not None:
         return {BOUNDS_KEY: whole_rows.bounds(like)}
     if bounds is None:
         return {}
-    if "flash" in name:  # else it looks for documents in positions, and only where a batch is one row
+    if "flash" in name:  # without bounds it looks for documents in positions, only for batches of one row
         lengths = {"max_length_q": like.shape[1], "max_length_k": like.shape[1]}
         return {BOUNDS_KEY: bounds, "cu_seq_lens_k": bounds, **lengths}
     return {BOUNDS_KEY: bounds}
 
 
 class BoundsHook:
-    """Around a model's forward: what attention needs to know of documents, and a mask where one is needed.
+    """Hooks around a model's forward that pass bounds of documents on, or switch to transformers' attention.
 
-    A batch with an attention_mask, or a cache of keys as `generate` has it, goes through what transformers
-    would take itself. In training that stays so: what backward computes again must find what forward found.
+    A batch with an attention_mask, or with a cache of keys as in `generate`, is computed by the attention
+    that transformers would choose. In training the switch is permanent, since the recomputation in backward
+    must find the attention of the forward.
+
+    Args:
+        given: The name of transformers' attention for this model.
     """
 
     def __init__(self, given: str) -> None:
@@ -549,6 +575,7 @@ class BoundsHook:
         self._whole_rows = WholeRowBounds()
 
     def before(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the forward's arguments with those for attention; a forward pre-hook."""
         name = model.config.get_text_config()._attn_implementation
         has_mask = any(kwargs.get(key) is not None for key in ("attention_mask", "past_key_values"))
         if name == ATTENTION_NAME and (has_mask or kwargs.get("use_cache")):
@@ -567,6 +594,7 @@ class BoundsHook:
         return args, kwargs | build_bounds_arguments(name, bounds, whole_rows, like)
 
     def after(self, model: Any, *_: Any) -> None:
+        """Switch back to DocumentAttention after the forward, if it was switched; a forward hook."""
         if self.is_switched:
             model.config._attn_implementation = ATTENTION_NAME
             self.is_switched = False
