@@ -10,8 +10,14 @@ from pathlib import Path
 
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.settings import load_settings
-from pipeline.distributed.doctor.examination import Wanted, examine, examine_step, in_step, this_machine
-from pipeline.distributed.doctor.rows import Row, is_red, show
+from pipeline.distributed.doctor.examination import (
+    ExaminationSettings,
+    examine,
+    examine_step,
+    is_slurm_task,
+    restrict_to_this_machine,
+)
+from pipeline.distributed.doctor.rows import CheckRow, has_failure, print_rows
 from pipeline.distributed.launch.hostfile import Selection, choose_devices, read_hostfile
 from pipeline.distributed.op_builds import needed_ops
 from pipeline.errors import LaunchError
@@ -54,13 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
     rows = _rows(arguments)
     if rows is None:
         return 0
-    show(rows, time.monotonic() - started)
-    return 2 if is_red(rows) else 0
+    print_rows(rows, time.monotonic() - started)
+    return 2 if has_failure(rows) else 0
 
 
-def _wanted(arguments: argparse.Namespace) -> Wanted:
+def _wanted(arguments: argparse.Namespace) -> ExaminationSettings:
     """Return what to examine, for no machine yet: of a run that is given its folders and native ops."""
-    wanted = Wanted(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
+    wanted = ExaminationSettings(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
     if not (arguments.deepspeed or arguments.config or arguments.overrides):
         return wanted
     settings = load_settings(
@@ -75,7 +81,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     return replace(wanted, folders=(str(settings.config.runs_dir), cache), ops=ops)
 
 
-def _rows(arguments: argparse.Namespace) -> list[Row] | None:
+def _rows(arguments: argparse.Namespace) -> list[CheckRow] | None:
     """Return the rows; None if another task of srun shows the table."""
     wanted = _wanted(arguments)
     selection = Selection(
@@ -92,10 +98,10 @@ def _rows(arguments: argparse.Namespace) -> list[Row] | None:
         raise LaunchError(
             "--include, --exclude, --num_nodes and --num_gpus choose from a hostfile; give --hostfile FILE"
         )
-    if in_step(os.environ):
+    if is_slurm_task(os.environ):
         return examine_step(os.environ, wanted)
     if "SLURM_JOB_ID" in os.environ:
         print(
             f"only this machine; all of the job: srun --ntasks-per-node=1 {format_pipeline_command('doctor')}"
         )
-    return examine(this_machine(wanted))
+    return examine(restrict_to_this_machine(wanted))

@@ -20,9 +20,9 @@ from pipeline.config.schema import LogLevel
 from pipeline.config.settings import ResolvedSettings, Settings, load_settings, recipe_yaml
 from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.config.split import Device
-from pipeline.distributed.launch.environment import take_up
+from pipeline.distributed.launch.environment import load_sent_environment
 from pipeline.distributed.ranks import Ranks, read_ranks, write_exit_code
-from pipeline.distributed.signals import reports_own_exit, stop_with_launcher, terminable
+from pipeline.distributed.signals import raise_on_stop_signals, reports_own_exit, stop_with_launcher
 from pipeline.engine.schedule import describe_missed_peak
 from pipeline.errors import (
     INTERRUPTS,
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     hide_secrets_in_tracebacks()
     ranks = Ranks(0, 0, 1, 1)
     try:
-        handed_over = take_up(os.environ)
+        handed_over = load_sent_environment(os.environ)
         ranks = read_ranks(os.environ)
     except PipelineError as error:
         return _refuse(error, ranks)
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 
 
 def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
-    with terminable():
+    with raise_on_stop_signals():
         try:
             from pipeline.training.run_rank import run_rank  # torch comes in here
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from pipeline.config.command_lines import format_pipeline_command
-from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
-from pipeline.distributed.machine import Torch, idle_card
+from pipeline.distributed.diagnosis import RankProcess, format_ranks
+from pipeline.distributed.machine import TorchBuild, explain_idle_gpu
 from pipeline.distributed.ranks import Ranks, check_accelerator
 from pipeline.errors import LaunchError
 
@@ -34,8 +34,8 @@ def choose_accelerator(*, tells: bool = False) -> str:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if "DS_ACCELERATOR" not in os.environ:
         sees_one = torch.cuda.is_available()
-        built = Torch(torch.__version__, torch.version.cuda, torch.version.hip)
-        if tells and not sees_one and (reason := idle_card(built, os.environ)) is not None:
+        built = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+        if tells and not sees_one and (reason := explain_idle_gpu(built, os.environ)) is not None:
             log.warning("computing on the CPU, beside a GPU: %s", reason)
         os.environ["DS_ACCELERATOR"] = "cuda" if sees_one else "cpu"
     return os.environ["DS_ACCELERATOR"]
@@ -108,7 +108,7 @@ def check_own_devices(store: Store, everyone: Sequence[RankProcess], rank: int, 
         holders.setdefault((each.machine, value.decode()), []).append(each)
     for (_, device), sharing in holders.items():
         if len(sharing) > 1:
-            ranks = ranks_in_words([each.rank for each in sharing])
+            ranks = format_ranks([each.rank for each in sharing])
             raise LaunchError(
                 f"{ranks} on {sharing[0].host} have one GPU between them ({device}); give each its own: as "
                 "many ranks as GPUs, or srun --gpus-per-task=1"

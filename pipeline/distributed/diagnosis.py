@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeline.distributed.machine import Memory
+from pipeline.distributed.machine import MemoryUsage
 from pipeline.files import format_bytes
 
 Item = TypeVar("Item")
@@ -55,7 +55,7 @@ class LostRank:
     step: int | None
     state: str | None
     """State of its process on its own machine: `gone`, `stopped`, `there`; None if nobody looked."""
-    memory: Memory | None
+    memory: MemoryUsage | None
     num_kills: int = 0
     """Processes that the kernel killed for memory in its cgroup since its last heartbeat."""
     ranks_there: int = 1
@@ -169,7 +169,7 @@ def _place(report: RankReport) -> str:
 
 
 def _ranks_of(party: Iterable[RankReport] | Iterable[LostRank]) -> str:
-    return ranks_in_words([each.process.rank for each in party])
+    return format_ranks([each.process.rank for each in party])
 
 
 def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -179,7 +179,7 @@ def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Ite
     return parties
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, `ranks 0, 1` or `ranks 0-6, 8`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -71,7 +71,7 @@ def process_state(pid: int) -> str:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUsage:
     """Memory of this process and of its machine or cgroup, in bytes."""
 
     resident: int
@@ -108,7 +108,7 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
 
 
-def memory_now(root: Path = ROOT) -> Memory:
+def read_memory_usage(root: Path = ROOT) -> MemoryUsage:
     """Return the memory as it is now, from a few small files below `root`."""
     machine = psutil.virtual_memory()
     tightest = _Limit(machine.total, machine.total - machine.available)
@@ -117,10 +117,10 @@ def memory_now(root: Path = ROOT) -> Memory:
         if group.limit < tightest.limit:
             tightest, by_cgroup = group, True
     resident = psutil.Process().memory_info().rss
-    return Memory(resident, tightest.used, tightest.limit, by_cgroup, kills(root))
+    return MemoryUsage(resident, tightest.used, tightest.limit, by_cgroup, count_kills(root))
 
 
-def own_limit() -> str | None:
+def describe_process_limit() -> str | None:
     """Return the limit of this process alone, if its shell or its launcher set one (`ulimit`)."""
     flags = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
     limits = {flag: resource.getrlimit(each)[0] for flag, each in flags.items()}
@@ -142,7 +142,7 @@ def available_memory(root: Path = ROOT) -> int:
     return min(free)
 
 
-def kills(root: Path = ROOT) -> int:
+def count_kills(root: Path = ROOT) -> int:
     """Return how many processes were killed for memory in this process's cgroup so far."""
     for folder, names in _cgroups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -206,7 +206,7 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
         )
 
 
-def killed_for_memory(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
+def read_kernel_kills(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
     """Return process id -> resident bytes of what the kernel killed. A container may have other ids.
 
     Empty if nothing was killed, or the log cannot be read (another user's, most containers).
@@ -248,7 +248,7 @@ OLDEST = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 GIVE_A_CARD = "docker run --gpus all, srun --gpus; under WSL2, NVIDIA's driver in Windows"
 
 
-class Torch(NamedTuple):
+class TorchBuild(NamedTuple):
     """Versions that torch was built with."""
 
     version: str
@@ -301,14 +301,14 @@ def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
     return len(list((root / "proc/driver/nvidia/gpus").glob("*")))
 
 
-def too_old(driver: str, cuda: str) -> str | None:
+def find_missing_driver(driver: str, cuda: str) -> str | None:
     """Return the oldest driver that this CUDA runs on; None if the driver is new enough."""
     oldest = OLDEST.get(int(cuda.partition(".")[0]))
     numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
     return None if oldest is None or numbers >= oldest else str(oldest[0])
 
 
-def find_card_fault(torch: Torch, root: Path = ROOT, newest_cuda: str | None = None) -> CardFault | None:
+def find_card_fault(torch: TorchBuild, root: Path = ROOT, newest_cuda: str | None = None) -> CardFault | None:
     """Find why this torch cannot compute on the cards of this machine.
 
     Args:
@@ -320,7 +320,11 @@ def find_card_fault(torch: Torch, root: Path = ROOT, newest_cuda: str | None = N
         if torch.cuda is None:
             return _wrong_build(torch, "CUDA")
         knows_it = newest_cuda is not None and int(newest_cuda.split(".")[0]) >= int(torch.cuda.split(".")[0])
-        if driver is not None and not knows_it and (oldest := too_old(driver, torch.cuda)) is not None:
+        if (
+            driver is not None
+            and not knows_it
+            and (oldest := find_missing_driver(driver, torch.cuda)) is not None
+        ):
             found = f"the driver {driver} is too old for torch's CUDA {torch.cuda}"
             fix = f"install driver {oldest} or newer, or torch's build of an earlier CUDA"
             return CardFault(found, fix, True)
@@ -342,7 +346,7 @@ def find_card_fault(torch: Torch, root: Path = ROOT, newest_cuda: str | None = N
     return None
 
 
-def _wrong_build(torch: Torch, kind: str) -> CardFault:
+def _wrong_build(torch: TorchBuild, kind: str) -> CardFault:
     plain = torch.version.partition("+")[0]
     built = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {kind}"
     fix = f"install torch {plain} as built for {kind} (torch's own index of wheels has it)"
@@ -352,7 +356,7 @@ def _wrong_build(torch: Torch, kind: str) -> CardFault:
     return CardFault(f"this torch ({torch.version}) is {built}", fix, is_fatal=kind == "CUDA")
 
 
-def idle_card(torch: Torch, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
+def explain_idle_gpu(torch: TorchBuild, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
     """Return what to say if torch sees no GPU although there is one; None if the user wanted that."""
     hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in hiding):

@@ -59,7 +59,7 @@ def seconds_between(earlier: Moment, later: Moment) -> float:
     return float(earlier.elapsed_time(later) / 1000)
 
 
-class Spent:
+class TimelineSegment:
     """A stretch of the timeline."""
 
     def __init__(self, totals: dict[str, float], on_gpu: bool):
@@ -108,14 +108,14 @@ class Phases:
         self._clock = clock
         self._on_gpu = device.type == "cuda"
         self._totals: dict[str, float] = defaultdict(float)
-        self._unread: list[Spent] = []
+        self._unread: list[TimelineSegment] = []
         self._phase = OTHER
         self._listen: Callable[[str], None] | None = None
         self._start()
 
     def _start(self) -> None:
         self.began = self.now() if self._on_gpu else self._clock()
-        self._now = Spent(self._totals, self._on_gpu)
+        self._now = TimelineSegment(self._totals, self._on_gpu)
         self._now.marks.append((self._phase, self.began))
 
     def now(self) -> Moment:
@@ -157,7 +157,7 @@ class Phases:
         if len(marks) > MOST_MARKS:
             self._now.settle(waits=False)
 
-    def take(self) -> Spent:
+    def take(self) -> TimelineSegment:
         """Return the stretch since the last call, and begin the next."""
         taken = self._now
         self._start()
@@ -182,7 +182,7 @@ class Phases:
         return self._totals
 
 
-def columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[str, float]:
+def format_columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[str, float]:
     """Return the seconds by the names of the rows' columns.
 
     Args:

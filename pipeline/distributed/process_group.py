@@ -27,12 +27,19 @@ from pipeline.config.schema import DistributedConfig
 from pipeline.config.shipped import LAUNCH
 from pipeline.config.split import Device
 from pipeline.distributed.accelerator import check_own_devices, device_id, find_device
-from pipeline.distributed.diagnosis import RankProcess, ranks_in_words
+from pipeline.distributed.diagnosis import RankProcess, format_ranks
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
 from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
-from pipeline.distributed.watchdog import FAILURE, NOBODY, Failure, Watchdog, claim, present
+from pipeline.distributed.watchdog import (
+    FAILURE_KEY,
+    NO_FAILURE,
+    Failure,
+    Watchdog,
+    claim_failure,
+    read_by_rank,
+)
 from pipeline.errors import LaunchError, PipelineError
 
 
@@ -72,7 +79,7 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         own_store = PrefixStore(f"pipeline/{store.get(_answer_to(token)).decode()}", store)
         process = [platform.node(), os.getpid(), machine_id()]
         own_store.set(f"pipeline/process/{ranks.rank}", json.dumps(process))
-        own_store.compare_set(FAILURE, "", NOBODY)
+        own_store.compare_set(FAILURE_KEY, "", NO_FAILURE)
         if ranks.is_main_process:
             _wait_for_all(store, own_store, ranks.world_size, token, Wait(timeout.total_seconds()))
         # Waits until each has registered.
@@ -87,16 +94,16 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
 
 
 def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str, wait: Wait) -> None:
-    while len(there := present(own_store, "process", range(world_size))) < world_size:
+    while len(there := read_by_rank(own_store, "process", range(world_size))) < world_size:
         _answer_arrivals(store, world_size, attempt)
         hosts: dict[str, list[int]] = {}
         for rank, process in there.items():
             hosts.setdefault(json.loads(process)[0], []).append(rank)
-        here = ", ".join(f"{ranks_in_words(ranks)} on {host}" for host, ranks in hosts.items())
+        here = ", ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in hosts.items())
         missing = [rank for rank in range(world_size) if rank not in there]
         verb = "are" if len(missing) > 1 else "is"
         wait(
-            f"{ranks_in_words(missing)} of {world_size} {verb} not there ({here}: there)",
+            f"{format_ranks(missing)} of {world_size} {verb} not there ({here}: there)",
             f"did each start, and does it reach this machine? {DOCTOR}",
         )
 
@@ -106,7 +113,7 @@ def _answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
 
     In a store that outlives attempts (torchrun's) some may be of an earlier one: that answer is never read.
     """
-    for token in present(store, "arrived", range(world_size)).values():
+    for token in read_by_rank(store, "arrived", range(world_size)).values():
         store.compare_set(_answer_to(token.decode()), "", attempt)
 
 
@@ -134,14 +141,14 @@ def count_cores() -> int:
     return len({leaders.get(cpu, cpu) for cpu in allowed_cpus()})
 
 
-def settle_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound: bool | None) -> None:
+def assign_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound: bool | None) -> None:
     """Give this rank its threads, and its cores. Collective.
 
     Args:
         bound: Whether to bind it to its part of the cores; None for where ranks share them and OpenMP has no
             setting of its own.
     """
-    beside = sharers(store, everyone, rank)
+    beside = find_core_sharers(store, everyone, rank)
     torch.set_num_threads(cpu_threads(count_cores(), len(beside), os.environ))
     if bound is None:
         bound = len(beside) > 1 and not any(os.environ.get(name) for name in BINDINGS)
@@ -149,7 +156,7 @@ def settle_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound
         bind_cores(beside.index(rank), len(beside))
 
 
-def sharers(store: Store, everyone: Sequence[RankProcess], rank: int) -> list[int]:
+def find_core_sharers(store: Store, everyone: Sequence[RankProcess], rank: int) -> list[int]:
     """Return the ranks that may run on the same cores as this one, itself among them. Collective.
 
     Slurm and mpirun give each task cores of its own: those are not to be divided again.
@@ -170,7 +177,9 @@ def bind_cores(index: int, count: int) -> None:
         return
     allowed = os.sched_getaffinity(0)
     nodes = {number: cores & allowed for number, cores in numa_nodes().items() if cores & allowed}
-    mine = share(allowed, nodes, near=gpu_nodes(count), index=index, count=count, leaders=hyper_threads())
+    mine = choose_cores(
+        allowed, nodes, near=gpu_nodes(count), index=index, count=count, leaders=hyper_threads()
+    )
     if not mine:
         return
     for task in Path("/proc/self/task").iterdir():  # threads that are made later inherit it
@@ -178,7 +187,7 @@ def bind_cores(index: int, count: int) -> None:
             os.sched_setaffinity(int(task.name), mine)
 
 
-def share(
+def choose_cores(
     allowed: set[int],
     nodes: Mapping[int, set[int]],
     near: Sequence[int | None],
@@ -341,7 +350,7 @@ class Job:
             return True
         own = Failure(self.ranks.rank, "raised", code)
         try:
-            return claim(self.store, own) == own
+            return claim_failure(self.store, own) == own
         except RuntimeError:  # the store died with its rank, which therefore failed first
             return False
 
@@ -373,7 +382,7 @@ def start_job(
 
     Args:
         timeout: Timeout of every process group: this one, and those that others make later.
-        bound: See settle_cores.
+        bound: See assign_cores.
 
     Raises:
         LaunchError: There are more ranks on this machine than GPUs, or two with one; or not all ranks came.
@@ -390,7 +399,7 @@ def start_job(
     store, everyone = rendezvous(ranks, timeout)
     if device.type == "cuda":
         check_own_devices(store, everyone, ranks.rank, device_id(device))
-    settle_cores(store, everyone, ranks.rank, bound)
+    assign_cores(store, everyone, ranks.rank, bound)
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def note_phase(error: BaseException, left: Phase) -> None:
     error.__dict__.setdefault(_PHASE, left)
 
 
-def phase_of(raised: Sequence[BaseException]) -> Phase | None:
+def find_phase(raised: Sequence[BaseException]) -> Phase | None:
     """Return the phase that an exception left; None if that has no name.
 
     Args:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_stop_signals() -> Iterator[None]:
     """Have the stop signals raise Terminated; by default they would end the process without a word.
 
     A signal that is ignored (SIGHUP under nohup), or has another handler, stays so.

@@ -111,7 +111,7 @@ def _counted(flags: Tensor) -> Flags:
     return Flags(save=saves > 0, stop=stops > 0, evaluate=of_rank_0 % 2 > 0, end=of_rank_0 > 1)
 
 
-class Alarm:
+class PeriodicTimer:
     """Due once every so many seconds.
 
     Args:

@@ -40,7 +40,7 @@ from pipeline.distributed.diagnosis import (
     describe_hang,
     describe_lost,
 )
-from pipeline.distributed.machine import Memory, kills, memory_now, process_state
+from pipeline.distributed.machine import MemoryUsage, count_kills, process_state, read_memory_usage
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import write_exit_code
 from pipeline.distributed.signals import STDERR, reports_own_exit
@@ -159,8 +159,8 @@ def _recorded(only_active: bool) -> dict[str, Any]:
 
 HANG_EXIT_CODE = 124
 """Exit code of every rank of a job that hung or lost a rank, as of `timeout`."""
-FAILURE = "pipeline/failure"
-NOBODY = "-"
+FAILURE_KEY = "pipeline/failure"
+NO_FAILURE = "-"
 
 # Seconds.
 PERIOD = 1.0  # between two heartbeats
@@ -196,18 +196,18 @@ class Heartbeat:
 
     count: int
     step: int
-    memory: Memory
+    memory: MemoryUsage
 
 
-def claim(store: Store, failure: Failure) -> Failure:
+def claim_failure(store: Store, failure: Failure) -> Failure:
     """Return the job's failure: this one, or the one that was claimed before.
 
     Raises:
         RuntimeError: The store is gone.
     """
     # Where the key is not there yet, the first call makes it; two that do so at once still agree below.
-    store.compare_set(FAILURE, "", NOBODY)
-    return _failure(store.compare_set(FAILURE, NOBODY, json.dumps(asdict(failure))))
+    store.compare_set(FAILURE_KEY, "", NO_FAILURE)
+    return _failure(store.compare_set(FAILURE_KEY, NO_FAILURE, json.dumps(asdict(failure))))
 
 
 class WatchdogStore:
@@ -229,16 +229,18 @@ class WatchdogStore:
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """Return the newest heartbeat of each rank that sent any."""
-        return {rank: _heartbeat(value) for rank, value in present(self._store, "heartbeat", ranks).items()}
+        return {
+            rank: _heartbeat(value) for rank, value in read_by_rank(self._store, "heartbeat", ranks).items()
+        }
 
     def failure(self) -> Failure | None:
         """Return why the job ends, if it does."""
-        value = self._store.get(FAILURE).decode()
-        return None if value == NOBODY else _failure(value.encode())
+        value = self._store.get(FAILURE_KEY).decode()
+        return None if value == NO_FAILURE else _failure(value.encode())
 
     def claim(self, failure: Failure) -> Failure:
         """Claim a failure: see `claim`."""
-        return claim(self._store, failure)
+        return claim_failure(self._store, failure)
 
     def send_report(self, report: RankReport) -> None:
         """Send where this rank is."""
@@ -246,7 +248,7 @@ class WatchdogStore:
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
         """Return the reports that were sent."""
-        found = [json.loads(value) for value in present(self._store, "report", ranks).values()]
+        found = [json.loads(value) for value in read_by_rank(self._store, "report", ranks).values()]
         return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
 
     def publish_diagnosis(self, sentence: str) -> None:
@@ -267,7 +269,7 @@ class WatchdogStore:
         return int(self._store.add(f"pipeline/{what}", 0))
 
 
-def present(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
+def read_by_rank(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
     """Return by rank what was written, of those ranks that wrote anything."""
     keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
     if keys and not store.check(list(keys.values())):
@@ -281,7 +283,7 @@ def _failure(value: bytes) -> Failure:
 
 def _heartbeat(value: bytes) -> Heartbeat:
     values: dict[str, Any] = json.loads(value)
-    return Heartbeat(values["count"], values["step"], Memory(**values["memory"]))
+    return Heartbeat(values["count"], values["step"], MemoryUsage(**values["memory"]))
 
 
 @dataclass
@@ -352,7 +354,7 @@ class Heartbeats:
             step=None if heartbeat is None else heartbeat.step,
             state=process_state(process.pid) if is_near else None,
             memory=None if heartbeat is None else heartbeat.memory,
-            num_kills=max(0, kills() - heartbeat.memory.num_kills)
+            num_kills=max(0, count_kills() - heartbeat.memory.num_kills)
             if is_near and heartbeat is not None
             else 0,
             ranks_there=sum(each.machine == process.machine for each in self._everyone),
@@ -642,12 +644,12 @@ class Watchdog:
                 self._shutdown.alone(self._quiet)
 
     def _talk(self) -> None:
-        count, last, memory = 0, time.monotonic(), memory_now()
+        count, last, memory = 0, time.monotonic(), read_memory_usage()
         while not self._stopped.is_set():
             try:
                 count += 1
                 with suppress(OSError):  # no more files may be opened: what was known last will do
-                    memory = memory_now()
+                    memory = read_memory_usage()
                 self._store.send_heartbeat(Heartbeat(count, self._progress.activity.step, memory))
                 failure = self._store.failure()
                 now = time.monotonic()

@@ -21,7 +21,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from pipeline.distributed.phases import ASIDE, NO_STEP, Moment, Phases, Spent, columns, seconds_between
+from pipeline.distributed.phases import (
+    ASIDE,
+    NO_STEP,
+    Moment,
+    Phases,
+    TimelineSegment,
+    format_columns,
+    seconds_between,
+)
 from pipeline.distributed.process_group import Job
 from pipeline.engine.interface import StepResult, compute_extra_means, mean_loss
 from pipeline.files import GIB, format_duration
@@ -170,7 +178,7 @@ class WallTime:
         Args:
             spent: Seconds by phase of the row's steps.
         """
-        told = columns(spent, communicates=self._communicates)
+        told = format_columns(spent, communicates=self._communicates)
         row = {f"time/{phase}_seconds": seconds for phase, seconds in told.items()}
         if not self._told_of_first and (first := self._first_step_seconds()) is not None:
             self._told_of_first = True
@@ -204,7 +212,7 @@ class WallTime:
 
     def build_time_event(self) -> Event:
         """Return where the time of this process went, to its last moment. Waits for the device."""
-        phases = columns(self.phases.totals(waits=True), communicates=self._communicates)
+        phases = format_columns(self.phases.totals(waits=True), communicates=self._communicates)
         process = max(1e-9, self._clock() - self.start_time)
         row = self.elapsed_columns()
         fields = {"startup_seconds": self._startup}
@@ -245,7 +253,7 @@ class RowInterval:
 
     last: StepResult
     steps: int
-    spent: Spent
+    spent: TimelineSegment
     measured: dict[str, float] = field(default_factory=dict)
     """Columns of the row: saves, memory, the run's time so far."""
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeline.config.split import Device
-from pipeline.distributed.machine import memory_now
+from pipeline.distributed.machine import read_memory_usage
 from pipeline.errors import ConfigError
 from pipeline.files import GIB, MIB
 
@@ -251,7 +251,7 @@ def detect_hardware(
     per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None
 ) -> PlannedHardware:
     """Return this machine's GPUs, or its processors, shared among the ranks."""
-    device, limit = Device.probe(), host or memory_now().limit
+    device, limit = Device.probe(), host or read_memory_usage().limit
     if device.kind == "cuda" and (found := _driver_says()) is not None:
         return build_gpu_hardware(*found, device, per_node=per_node, nodes=nodes, network=network, host=limit)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -278,7 +278,7 @@ def build_gpu_hardware(
         per_node=per_node,
         nodes=nodes,
         network=choose_network_rate(network, gpu, per_node),
-        host_memory=host or memory_now().limit,
+        host_memory=host or read_memory_usage().limit,
     )
 
 

@@ -30,7 +30,7 @@ from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
 from pipeline.data.digest import check_same_data
 from pipeline.distributed.accelerator import choose_accelerator
-from pipeline.distributed.machine import memory_now, process_age, raise_open_files_limit
+from pipeline.distributed.machine import process_age, raise_open_files_limit, read_memory_usage
 from pipeline.distributed.process_group import Job, describe_device, start_job
 from pipeline.distributed.progress import Phase, phase
 from pipeline.distributed.ranks import Ranks, read_ranks
@@ -169,7 +169,7 @@ class Run:
                 stack.push(partial(_leave, joined.job))
             self._settings, self._job, self._data = settings, joined.job, joined.data
             self._explained = partial(explain_failures, self._job.device)
-            self._advice = TrainingAdvice(settings, self._job, memory_now().resident)
+            self._advice = TrainingAdvice(settings, self._job, read_memory_usage().resident)
             stack.enter_context(self._explained(self._advice))
             self._advice.plan = partial(forecast_on_this_machine, self._job, self._data)
             config = settings.config

@@ -13,7 +13,7 @@ from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data.loader import TrainLoader
-from pipeline.distributed.machine import available_memory, memory_now
+from pipeline.distributed.machine import available_memory, read_memory_usage
 from pipeline.distributed.process_group import Job, describe_device
 from pipeline.engine.interface import Engine
 from pipeline.engine.schedule import describe_missed_peak
@@ -79,7 +79,7 @@ def format_device_memory(device: torch.device) -> str:
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)  # the model is there already
         return f"the GPU has {format_bytes(total)}, of which {format_bytes(free + own)} are free for it"
-    now = memory_now()
+    now = read_memory_usage()
     whose = "its cgroup allows" if now.by_cgroup else "the machine has"
     return f"{whose} {format_bytes(now.limit)}, of which {format_bytes(available_memory())} are free"
 

@@ -19,9 +19,9 @@ import torch
 from pipeline.config.loading import get_dotted
 from pipeline.config.settings import Settings
 from pipeline.distributed.diagnosis import advise
-from pipeline.distributed.machine import memory_now, own_limit
+from pipeline.distributed.machine import describe_process_limit, read_memory_usage
 from pipeline.distributed.process_group import Job, describe_device
-from pipeline.distributed.progress import LOADING, Phase, phase_of
+from pipeline.distributed.progress import LOADING, Phase, find_phase
 from pipeline.distributed.watchdog import thread_position
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, PipelineError, summarize_error
 from pipeline.files import GIB, format_bytes
@@ -158,7 +158,7 @@ class TrainingAdvice:
             return None
         total, before = shortage.allocated, 0
         if shortage.kind == "cpu":
-            total, before = memory_now().resident, self.before
+            total, before = read_memory_usage().resident, self.before
         elif total is None:
             total = torch.cuda.memory_allocated()
         with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
@@ -244,7 +244,7 @@ def explain_failure(
             return each
         if _is_of_memory(each):
             return DeviceMemoryError(
-                _of_memory(each, phase_of(raised), device or torch.device("cpu"), advise)
+                _of_memory(each, find_phase(raised), device or torch.device("cpu"), advise)
             )
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
             return DeviceFailedError(_of_device(each, device))
@@ -287,7 +287,7 @@ def _of_memory(
         if len(numbers) < 3:  # another's message than the allocator's
             numbers += _peaks(device)
     else:
-        numbers += [str(memory_now()), *filter(None, [own_limit()])]
+        numbers += [str(read_memory_usage()), *filter(None, [describe_process_limit()])]
     frames = traceback.extract_tb(error.__traceback__)
     asked, free, allocated = (_in_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
     missing = max(0, (asked or 0) - (free or 0))

@@ -24,7 +24,7 @@ from pipeline.config.settings import ResolvedSettings
 from pipeline.data.loader import BatchSource, EvalLoader
 from pipeline.data.random_numbers import seed_step
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.stopping import Alarm, Flags, StopOnSignal
+from pipeline.distributed.stopping import Flags, PeriodicTimer, StopOnSignal
 from pipeline.engine.interface import Engine, StepResult
 from pipeline.engine.schedule import LearningRate
 from pipeline.errors import CheckpointError
@@ -220,7 +220,7 @@ class TrainLoop:
         self._parts = parts
         self._schedule = parts.schedule
         self._long_lived = long_lived
-        self._alarm: Alarm | None = None
+        self._alarm: PeriodicTimer | None = None
         self._stop = StopOnSignal()
         self._recovery = Recovery(
             job=parts.job,
@@ -427,7 +427,7 @@ class TrainLoop:
         self._has_begun = True
         parts = self._parts
         if self._schedule.save_minutes and parts.job.ranks.is_main_process:  # one clock for all ranks
-            self._alarm = Alarm(60 * self._schedule.save_minutes)
+            self._alarm = PeriodicTimer(60 * self._schedule.save_minutes)
         self._signals.enter_context(self._stop)
         parts.meters.begin()
         if parts.callbacks is not None:

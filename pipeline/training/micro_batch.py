@@ -28,7 +28,7 @@ from pipeline.config.settings import ResolvedSettings
 from pipeline.data.batches import Batch, describe_value, iter_tensors
 from pipeline.data.loader import TrainLoader
 from pipeline.data.random_numbers import seed_step
-from pipeline.distributed.machine import available_memory, memory_now
+from pipeline.distributed.machine import available_memory, read_memory_usage
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, StepLimits
@@ -433,7 +433,7 @@ class MicroBatchSearch:
             replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
         )
         (row,) = smallest.read_again(0)
-        name, memory = "cpu", memory_now().limit
+        name, memory = "cpu", read_memory_usage().limit
         if device.type == "cuda":
             card = torch.cuda.get_device_properties(device)
             name, memory = card.name, card.total_memory

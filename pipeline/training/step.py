@@ -14,9 +14,9 @@ from pipeline.distributed.stopping import (
     EVALUATE_FLAG,
     SAVE_FLAG,
     STOP_FLAG,
-    Alarm,
     FlagReader,
     Flags,
+    PeriodicTimer,
     StopOnSignal,
 )
 from pipeline.engine.interface import Engine, StepResult
@@ -71,7 +71,7 @@ class TrainStep:
         )
         self._flag_reader = FlagReader(self.engine.device)
 
-    def run(self, global_step: int, alarm: Alarm | None) -> StepOutcome:
+    def run(self, global_step: int, alarm: PeriodicTimer | None) -> StepOutcome:
         """Make the next step that counts: the first one, unless the safeguard leaves samples out.
 
         Args:

@@ -113,7 +113,7 @@ def test_ranks_that_share_a_device_are_named_by_each():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch computes on it")
 def test_a_gpu_that_torch_leaves_idle_is_told_once(monkeypatch):
-    monkeypatch.setattr(accelerator, "idle_card", lambda *_: "this torch is a CPU build")
+    monkeypatch.setattr(accelerator, "explain_idle_gpu", lambda *_: "this torch is a CPU build")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with heard() as lines:
         assert [accelerator.choose_accelerator(tells=True) for _ in range(2)] == ["cpu", "cpu"]

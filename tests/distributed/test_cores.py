@@ -12,12 +12,12 @@ from torch.distributed import PrefixStore
 
 from pipeline.distributed.process_group import (
     Job,
+    assign_cores,
     bind_cores,
+    choose_cores,
     count_cores,
     hyper_threads,
     parse_cores,
-    settle_cores,
-    share,
 )
 
 NODES = {0: set(range(8)), 1: set(range(8, 16))}
@@ -25,7 +25,7 @@ ALL = set(range(16))
 
 
 def shares(count, near=(), nodes=NODES, allowed=ALL, leaders=None):
-    return [share(allowed, nodes, near, rank, count, leaders or {}) for rank in range(count)]
+    return [choose_cores(allowed, nodes, near, rank, count, leaders or {}) for rank in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
@@ -101,7 +101,7 @@ def settled(
     os.sched_setaffinity(0, cpus[job.ranks.rank])
     name = f"{cpus} {bound} {environment}"
     try:
-        settle_cores(PrefixStore(name, job.store), job.everyone, job.ranks.rank, bound)
+        assign_cores(PrefixStore(name, job.store), job.everyone, job.ranks.rank, bound)
         return torch.get_num_threads(), os.sched_getaffinity(0)
     finally:
         for name in environment:

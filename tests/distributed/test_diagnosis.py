@@ -10,9 +10,9 @@ from pipeline.distributed.diagnosis import (
     RankReport,
     describe_hang,
     describe_lost,
-    ranks_in_words,
+    format_ranks,
 )
-from pipeline.distributed.machine import Memory
+from pipeline.distributed.machine import MemoryUsage
 from pipeline.files import GIB
 
 LINE = "pipeline/engine/torch_engine.py:81 in train_step"
@@ -32,7 +32,7 @@ def busy(rank, step=41, doing="step", place="my_model.py:88 in forward (time.sle
 
 
 def lost(rank, state=None, **changes):
-    fields = {"silent": 1.2, "step": 40, "memory": Memory(2 * GIB, 3 * GIB, 16 * GIB, True, 0)}
+    fields = {"silent": 1.2, "step": 40, "memory": MemoryUsage(2 * GIB, 3 * GIB, 16 * GIB, True, 0)}
     return LostRank(who(rank), state=state, **fields | changes)
 
 
@@ -101,7 +101,7 @@ HEARD = "last heartbeat 1.2 s ago at step 40; "
         ("gone", {"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
         (
             "gone",
-            {"memory": Memory(15 * GIB, 15 * GIB, 16 * GIB, False, 0)},
+            {"memory": MemoryUsage(15 * GIB, 15 * GIB, 16 * GIB, False, 0)},
             "it held 15.00 GiB, and 15.00 GiB of the 16.00 GiB the machine has were in use: most likely",
         ),
     ],
@@ -120,5 +120,5 @@ def test_a_machine_takes_its_ranks_with_it():
 
 
 def test_ranks_in_words():
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([8, 0, 1, 2, 3, 5, 6]) == "ranks 0-3, 5, 6, 8"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([8, 0, 1, 2, 3, 5, 6]) == "ranks 0-3, 5, 6, 8"

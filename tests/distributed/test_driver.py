@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.distributed.machine import AMD, NVIDIA, Torch, count_cards, idle_card, too_old
+from pipeline.distributed.machine import (
+    AMD,
+    NVIDIA,
+    TorchBuild,
+    count_cards,
+    explain_idle_gpu,
+    find_missing_driver,
+)
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (x)\n"
-CPU = Torch("2.13.0+cpu", None, None)
-CUDA = Torch("2.11.0+cu130", "13.0", None)
+CPU = TorchBuild("2.13.0+cpu", None, None)
+CUDA = TorchBuild("2.11.0+cu130", "13.0", None)
 
 
 def system(root, files):
@@ -36,7 +43,7 @@ WSL = {
     ],
 )
 def test_a_driver_that_is_too_old_for_a_cuda(driver, cuda, oldest):
-    assert too_old(driver, cuda) == oldest
+    assert find_missing_driver(driver, cuda) == oldest
 
 
 def test_cards_on_the_bus(tmp_path):
@@ -53,22 +60,22 @@ def test_cards_on_the_bus(tmp_path):
         (NATIVE, CPU, "(2.13.0+cpu) is a CPU build: pip install --force-reinstall torch==2.13.0"),
         (NATIVE, CUDA, "the driver 570.86.15 is too old for torch's CUDA 13.0: install driver 580 or newer"),
         (NATIVE, CUDA._replace(cuda="12.8"), "sees none; what is found here: "),
-        (NATIVE, Torch("2.11+rocm", None, "7.0"), "(2.11+rocm) is built without CUDA"),
+        (NATIVE, TorchBuild("2.11+rocm", None, "7.0"), "(2.11+rocm) is built without CUDA"),
         (WSL, CPU, "is a CPU build"),
         ({"dev/kfd": ""}, CPU, "is a CPU build: install torch 2.13.0 as built for ROCm"),
     ],
 )
 def test_a_card_that_lies_idle(tmp_path, files, torch, said):
     root = system(tmp_path, files)
-    told = idle_card(torch, {}, root)
+    told = explain_idle_gpu(torch, {}, root)
     assert said in told
     assert "://" not in told
-    assert idle_card(torch, {"DS_ACCELERATOR": "cpu"}, root) is None
-    assert idle_card(torch, {"CUDA_VISIBLE_DEVICES": ""}, root) is None
+    assert explain_idle_gpu(torch, {"DS_ACCELERATOR": "cpu"}, root) is None
+    assert explain_idle_gpu(torch, {"CUDA_VISIBLE_DEVICES": ""}, root) is None
 
 
 @pytest.mark.parametrize(
     "files", [{}, {"proc/driver/nvidia/version": OPEN}], ids=["no card", "no device given"]
 )
 def test_nothing_is_said_where_this_process_was_given_none(tmp_path, files):
-    assert idle_card(CPU, {}, system(tmp_path, files)) is None
+    assert explain_idle_gpu(CPU, {}, system(tmp_path, files)) is None

@@ -16,7 +16,7 @@ from support.tiny import recipe, resolve
 from torch.distributed import HashStore
 
 from pipeline.distributed.diagnosis import RankProcess, RankReport
-from pipeline.distributed.machine import Memory, kills
+from pipeline.distributed.machine import MemoryUsage, count_kills
 from pipeline.distributed.progress import Progress
 from pipeline.distributed.watchdog import (
     HANG_EXIT_CODE,
@@ -58,7 +58,7 @@ def test_the_watchdogs_settings_make_no_other_run(tmp_path):
     assert opened[0] == opened[1]
 
 
-MEMORY = Memory(1, 2, 3, False, 0)
+MEMORY = MemoryUsage(1, 2, 3, False, 0)
 
 
 def heartbeat(count):
@@ -104,7 +104,7 @@ def test_a_process_that_is_gone_is_seen_before_its_silence():
     assert watched.lost(15.0, [1]) == []  # once may be the moment in which it ends as it should
     watched.check_processes()
     (lost,) = watched.lost(15.0, [1])
-    assert (lost.state, lost.num_kills) == ("gone", kills() - MEMORY.num_kills)
+    assert (lost.state, lost.num_kills) == ("gone", count_kills() - MEMORY.num_kills)
 
 
 RANKS = [RankProcess(0, "a", 1, "here"), RankProcess(1, "b", 2, "elsewhere")]
@@ -139,7 +139,7 @@ def test_a_rank_that_answers_late_is_not_lost(seconds, told):
     """A rank sends no heartbeat while it writes its stacks, which takes seconds on a busy machine."""
     shared = HashStore()
     stores = [WatchdogStore(shared, rank, 15.0) for rank in range(2)]
-    stores[1].send_heartbeat(Heartbeat(1, 5, Memory(1, 2, 3, False, 0)))
+    stores[1].send_heartbeat(Heartbeat(1, 5, MemoryUsage(1, 2, 3, False, 0)))
     shutdown = Shutdown(stores[0], Heartbeats(RANKS, 0), RANKS, 0, Progress())
     try:
         with patch("pipeline.distributed.watchdog.time", Time(stores[1], seconds)):

@@ -10,7 +10,13 @@ import time
 import psutil
 import pytest
 
-from pipeline.distributed.machine import available_memory, kills, machine_id, memory_now, process_state
+from pipeline.distributed.machine import (
+    available_memory,
+    count_kills,
+    machine_id,
+    process_state,
+    read_memory_usage,
+)
 
 UNLIMITED = "9223372036854771712"  # version 1 has a number for it
 
@@ -49,7 +55,7 @@ def test_a_process_knows_how_old_it_is():
 
 
 def test_memory_of_this_machine_has_a_limit():
-    now = memory_now()
+    now = read_memory_usage()
     assert 0 < now.resident < now.limit
     assert 0 < now.used <= now.limit
     assert 0 < available_memory() <= psutil.virtual_memory().total
@@ -117,14 +123,14 @@ def test_the_limits_of_cgroups(tmp_path, own, groups, seen):
     (tmp_path / "proc/self/cgroup").write_text(own)
     for write, group, values in groups:
         write(tmp_path / "sys/fs/cgroup" / group, **values)
-    now = memory_now(tmp_path)
+    now = read_memory_usage(tmp_path)
     assert now.by_cgroup
-    assert (now.limit, now.used, available_memory(tmp_path), kills(tmp_path)) == seen
+    assert (now.limit, now.used, available_memory(tmp_path), count_kills(tmp_path)) == seen
     assert "KiB its cgroup allows were in use" in str(now)
 
 
 def test_without_a_cgroup_it_is_the_machines(tmp_path):
-    assert not memory_now(tmp_path).by_cgroup
-    assert memory_now(tmp_path).limit == psutil.virtual_memory().total
+    assert not read_memory_usage(tmp_path).by_cgroup
+    assert read_memory_usage(tmp_path).limit == psutil.virtual_memory().total
     assert available_memory(tmp_path) > 0
-    assert kills(tmp_path) == 0
+    assert count_kills(tmp_path) == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.clock import Clock, Gpu
 
-from pipeline.distributed.phases import ASIDE, MOST_MARKS, PHASES, Phases, columns
+from pipeline.distributed.phases import ASIDE, MOST_MARKS, PHASES, Phases, format_columns
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -63,15 +63,17 @@ def test_whatever_happens_they_add_up():
         taken_at = clock.now
     for seconds, passed in rows:
         assert sum(seconds.values()) == pytest.approx(passed)
-        assert sum(columns(seconds, communicates=False).values()) == pytest.approx(passed)
+        assert sum(format_columns(seconds, communicates=False).values()) == pytest.approx(passed)
     assert sum(phases.totals().values()) == pytest.approx(clock.now)
 
 
 def test_every_column_is_there_and_communication_where_there_are_ranks():
-    told = columns({"routing": 1.0, "forward": 2.0, ASIDE: 4.0, "communication": 8.0}, communicates=True)
+    told = format_columns(
+        {"routing": 1.0, "forward": 2.0, ASIDE: 4.0, "communication": 8.0}, communicates=True
+    )
     assert list(told) == list(PHASES)
     assert (told["forward"], told["other"], told["communication"]) == (3.0, 4.0, 8.0)
-    alone = columns({"communication": 8.0}, communicates=False)
+    alone = format_columns({"communication": 8.0}, communicates=False)
     assert "communication" not in alone
     assert alone["other"] == 8.0
 

@@ -10,7 +10,7 @@ from support.clock import Clock
 
 from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.phases import Phases
-from pipeline.distributed.progress import Phase, Progress, phase, phase_of
+from pipeline.distributed.progress import Phase, Progress, find_phase, phase
 
 
 def stepped(seconds, steps=5):
@@ -75,9 +75,9 @@ def test_an_exception_carries_the_innermost_phase_that_it_left():
 
     with pytest.raises(MemoryError) as caught:
         build()
-    assert phase_of([caught.value]) == "while the optimizer is made"
-    assert phase_of([MemoryError(), caught.value]) == Phase.OPTIMIZER, "by what was raised because of it"
-    assert phase_of([MemoryError()]) is None
+    assert find_phase([caught.value]) == "while the optimizer is made"
+    assert find_phase([MemoryError(), caught.value]) == Phase.OPTIMIZER, "by what was raised because of it"
+    assert find_phase([MemoryError()]) is None
 
 
 def test_a_phase_of_a_step_is_that_of_its_timeline():
@@ -89,4 +89,4 @@ def test_a_phase_of_a_step_is_that_of_its_timeline():
 
     with pytest.raises(MemoryError) as caught:
         step()
-    assert phase_of([caught.value]) is Phase.BACKWARD
+    assert find_phase([caught.value]) is Phase.BACKWARD

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from pipeline.distributed.process_group import rendezvous
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.watchdog import Failure, claim
+from pipeline.distributed.watchdog import Failure, claim_failure
 from pipeline.errors import LaunchError
 
 HERE = platform.node()
@@ -90,8 +90,8 @@ def test_attempts_that_share_a_store_share_nothing_in_it(port, monkeypatch):
             futures = [threads.submit(arrive, rank, world_size, 20, late[rank]) for rank in range(world_size)]
             stores = [future.result()[0] for future in futures]
         own = Failure(attempt, "raised", attempt)
-        assert claim(stores[-1], own) == own
-        assert claim(stores[0], Failure(0, "lost", 124)) == own
+        assert claim_failure(stores[-1], own) == own
+        assert claim_failure(stores[0], Failure(0, "lost", 124)) == own
         stores[0].set("default_pg/0/address", str(attempt))
         assert {store.get("default_pg/0/address") for store in stores} == {str(attempt).encode()}
     assert not server.check(["default_pg/0/address"])

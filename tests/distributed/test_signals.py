@@ -15,7 +15,7 @@ import pytest
 from support.launch import ROOT, TRAIN, environment, start, write_recipe
 from support.ranks import free_port
 
-from pipeline.distributed.signals import STOP_SIGNALS, terminable
+from pipeline.distributed.signals import STOP_SIGNALS, raise_on_stop_signals
 from pipeline.errors import Terminated
 
 PATIENCE = 200
@@ -26,7 +26,7 @@ def test_a_signal_before_training_is_told(number):
     signal.signal(number, signal.SIG_DFL)  # SIGHUP is ignored where the tests run under nohup
 
     def receive():
-        with terminable():
+        with raise_on_stop_signals():
             os.kill(os.getpid(), number)
 
     with pytest.raises(Terminated) as caught:
@@ -38,7 +38,7 @@ def test_a_signal_before_training_is_told(number):
 def test_what_is_ignored_stays_ignored_and_children_end_as_ever():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminable():
+        with raise_on_stop_signals():
             os.kill(os.getpid(), signal.SIGHUP)
             child = os.fork()
             if child == 0:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.doctor.node import Tell, own_streams, serve
-from pipeline.distributed.doctor.rows import Row
+from pipeline.distributed.doctor.rows import CheckRow
 from pipeline.errors import summarize_error
 from pipeline.files import MIB
 
@@ -38,7 +38,7 @@ Rounds = list[list[list[int]]]
 
 
 @dataclass
-class Measured:
+class RankMeasurements:
     """Measurements of a rank, as far as it came. Speeds are bytes a second."""
 
     rank: int
@@ -52,7 +52,7 @@ class Measured:
     size: int = 0
 
 
-def ring(num_hosts: int) -> Rounds:
+def plan_ring_transfers(num_hosts: int) -> Rounds:
     """Return transfers from each host to the next, in rounds in which no host takes part twice."""
     if num_hosts < 2:
         return []
@@ -69,7 +69,7 @@ def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     Args:
         part: The arguments of `_measure` that say where the ranks meet.
     """
-    measured = Measured(part["rank"])
+    measured = RankMeasurements(part["rank"])
 
     def enter(step: str) -> None:
         measured.step = step
@@ -90,7 +90,7 @@ def _measure(
     address: str,
     port: int,
     rounds: Rounds,
-    measured: Measured,
+    measured: RankMeasurements,
     enter: Tell,
 ) -> None:
     enter("loading torch")
@@ -171,8 +171,8 @@ def _now(device: torch.device) -> float:
 
 
 def check_all_reduce(
-    places: Sequence[str], results: Sequence[Measured], problem: str, has_gpus: bool
-) -> list[Row]:
+    places: Sequence[str], results: Sequence[RankMeasurements], problem: str, has_gpus: bool
+) -> list[CheckRow]:
     """Return the rows of the all-reduce and of the links.
 
     Args:
@@ -182,22 +182,22 @@ def check_all_reduce(
     more = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"
     fix = f"look at the rows above; {more} in front of this command shows more"
     if problem:
-        return [Row("all-reduce", "fail", problem, fix)]
+        return [CheckRow("all-reduce", "fail", problem, fix)]
     wrong = [each for each in results if each.problem]
     if wrong:
         # The others wait for the one that is furthest behind.
         first = min(wrong, key=lambda each: STEPS.index(each.step))
         behind = [each for each in wrong if each.step == first.step]
         hosts = tuple(dict.fromkeys(places[each.rank] for each in behind))
-        return [Row("all-reduce", "fail", f"stopped at {first.step}: {first.problem}", fix, hosts)]
+        return [CheckRow("all-reduce", "fail", f"stopped at {first.step}: {first.problem}", fix, hosts)]
     ranks = f"{len(results)} rank{'s' * (len(results) > 1)}"
     slowest = min(each.bandwidth for each in results)
     over = f", {_speed(slowest)} a rank" if len(results) > 1 else ""
     found = f"{min(each.size for each in results) / MIB:.0f} MiB over {ranks}{over}"
-    return [Row("all-reduce", "ok", found), *_check_links(places, results)]
+    return [CheckRow("all-reduce", "ok", found), *_check_links(places, results)]
 
 
-def _check_links(places: Sequence[str], results: Sequence[Measured]) -> list[Row]:
+def _check_links(places: Sequence[str], results: Sequence[RankMeasurements]) -> list[CheckRow]:
     speeds = {
         (places[int(source)], places[int(target)]): speed
         for each in results
@@ -211,14 +211,14 @@ def _check_links(places: Sequence[str], results: Sequence[Measured]) -> list[Row
     (source, target), least = min(speeds.items(), key=lambda item: item[1])
     found = f"slowest {source} -> {target} {_speed(least)}; usual {_speed(usual)}"
     if not slow:
-        return [Row("links", "ok", found)]
+        return [CheckRow("links", "ok", found)]
     # If all links of a host are slow, the host is.
     guilty = [host for host in (source, target) if len({pair for pair in slow if host in pair}) > 1]
     hosts = tuple(guilty or (source, target))
     fix = f"on {', '.join(hosts)}: what else runs (top), the link's speed and errors (ip -s link; ethtool)"
     if len(guilty) == 1:
         found = f"{guilty[0]} is slow: {found}"
-    return [Row("links", "warning", found, fix, hosts)]
+    return [CheckRow("links", "warning", found, fix, hosts)]
 
 
 def _speed(bytes_a_second: float) -> str:

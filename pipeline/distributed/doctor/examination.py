@@ -21,22 +21,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pipeline.distributed.doctor.all_reduce import Measured, check_all_reduce, ring
-from pipeline.distributed.doctor.machine_checks import CHECKS, Finding, Question, read_here
+from pipeline.distributed.doctor.all_reduce import RankMeasurements, check_all_reduce, plan_ring_transfers
+from pipeline.distributed.doctor.machine_checks import CHECKS, CheckResult, MachineQuestion, read_here
 from pipeline.distributed.doctor.network import (
     Link,
     Network,
-    address_of,
     check_interfaces,
     check_names,
     check_ports,
     check_sharing,
-    peers_of,
+    choose_address,
+    list_peers,
     read_network,
 )
 from pipeline.distributed.doctor.node import SilentError, ask, ask_all, clock_offset
 from pipeline.distributed.doctor.probe import answer
-from pipeline.distributed.doctor.rows import HOST, Fault, Row, merge_fine, rows_of
+from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, merge_texts
 from pipeline.distributed.launch.ssh import (
     LONGEST_LINE,
     NO_FOLDER,
@@ -45,7 +45,7 @@ from pipeline.distributed.launch.ssh import (
     local_command,
     ssh_command,
     start_process,
-    wait_aloud,
+    wait_and_report,
 )
 from pipeline.distributed.op_builds import NativeOp
 from pipeline.distributed.ranks import first_host, tasks_per_node
@@ -66,7 +66,7 @@ TASKS_LIMIT = 120.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExaminationSettings:
     """Hosts and settings to examine."""
 
     devices: Mapping[str, list[int] | None]
@@ -83,7 +83,7 @@ class Wanted:
     """Whether the hosts are reached as the launcher would; False for this machine alone."""
 
 
-def examine(wanted: Wanted) -> list[Row]:
+def examine(wanted: ExaminationSettings) -> list[CheckRow]:
     """Examine every host of the job, all at the same time.
 
     Returns:
@@ -92,25 +92,25 @@ def examine(wanted: Wanted) -> list[Row]:
     return asyncio.run(_examine(wanted))
 
 
-async def _examine(wanted: Wanted) -> list[Row]:
+async def _examine(wanted: ExaminationSettings) -> list[CheckRow]:
     nodes = []
     for host in wanted.devices:
         command = ssh_command(host, PROBE, Path.cwd()) if wanted.is_remote else local_command(PROBE)
         nodes.append(await start_process(host, command))
     rows = await _examine_nodes(wanted, nodes)
     if wanted.is_remote and not any(row.check in REACHING for row in rows):
-        rows.insert(0, Row("ssh", "ok", "every host, without a question"))
+        rows.insert(0, CheckRow("ssh", "ok", "every host, without a question"))
     return rows
 
 
-async def _examine_nodes(wanted: Wanted, nodes: Sequence[NodeProcess]) -> list[Row]:
+async def _examine_nodes(wanted: ExaminationSettings, nodes: Sequence[NodeProcess]) -> list[CheckRow]:
     try:
         return await _Examination(wanted, {node.name: node for node in nodes}).run()
     finally:
         await asyncio.gather(*(node.close() for node in nodes))
 
 
-def this_machine(wanted: Wanted) -> Wanted:
+def restrict_to_this_machine(wanted: ExaminationSettings) -> ExaminationSettings:
     """Return the same for this machine alone and all its devices."""
     return replace(wanted, devices={platform.node(): None}, is_remote=False)
 
@@ -119,17 +119,17 @@ def this_machine(wanted: Wanted) -> Wanted:
 class _Examination:
     """Answers so far. Keys are hosts in the job's order, without those that did not answer."""
 
-    wanted: Wanted
+    wanted: ExaminationSettings
     nodes: Mapping[str, NodeProcess]
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     networks: dict[str, Network] = field(default_factory=dict)
 
-    async def run(self) -> list[Row]:
+    async def run(self) -> list[CheckRow]:
         """Ask, phase after phase, and return the rows."""
         wanted = self.wanted
         questions = self._questions()
         self.answers, silent = await self._ask("examine", {h: asdict(q) for h, q in questions.items()})
-        rows = [silence(host, error) for host, error in silent.items()]
+        rows = [explain_silence(host, error) for host, error in silent.items()]
         for host, told in self.answers.items():
             if told["network"] is not None:
                 self.networks[host] = Network(**told["network"])
@@ -151,9 +151,9 @@ class _Examination:
         nodes = [self.nodes[host] for host in values]
         return await ask_all(nodes, lambda node: ask(node, method, values[node.name]))
 
-    def _questions(self) -> dict[str, Question]:
+    def _questions(self) -> dict[str, MachineQuestion]:
         wanted = self.wanted
-        common = Question(
+        common = MachineQuestion(
             token=secrets.token_hex(8),
             name="",
             names=list(wanted.devices),
@@ -165,7 +165,7 @@ class _Examination:
         )
         return {host: replace(common, name=host, devices=devices) for host, devices in wanted.devices.items()}
 
-    def _check_machines(self) -> list[Row]:
+    def _check_machines(self) -> list[CheckRow]:
         rows = []
         has_gpus = any(told["num_gpus"] for told in self.answers.values())
         for check in (*CHECKS, "network"):
@@ -173,17 +173,17 @@ class _Examination:
             for host, told in self.answers.items():
                 if check not in told["findings"]:
                     continue  # a network that is known has checks of its own
-                finding = Finding(**told["findings"][check])
+                finding = CheckResult(**told["findings"][check])
                 faults += [(host, Fault(**fault)) for fault in finding.faults]  # type: ignore[arg-type]
                 fine[host] = finding.fine
                 if check == "devices" and has_gpus and not told["num_gpus"]:
                     fix = f"ssh {HOST} nvidia-smi says why; or leave the host out (--exclude)"
                     faults.append((host, Fault("fail", "no GPU, where other hosts have some", fix)))
             if fine:
-                rows += rows_of(check, faults, merge_fine(fine))
+                rows += group_faults(check, faults, merge_texts(fine))
         return rows
 
-    def _check_one_remote_host(self) -> list[Row]:
+    def _check_one_remote_host(self) -> list[CheckRow]:
         """Warn of deepspeed's trap: of a single host it takes this machine for it."""
         if len(self.wanted.devices) != 1 or self.wanted.force_multi:
             return []
@@ -191,14 +191,14 @@ class _Examination:
         for host, network in self.networks.items():
             if network.is_same_machine != here.is_same_machine:
                 found = f"{host} alone is chosen and is not this machine: deepspeed would run its ranks here"
-                return [Row("hosts", "fail", found, f"add --force_multi, or start on {host}", (host,))]
+                return [CheckRow("hosts", "fail", found, f"add --force_multi, or start on {host}", (host,))]
         return []
 
-    async def _connect(self) -> list[Row]:
-        peers = {host: peers_of(host, self.networks) for host in self.networks}
+    async def _connect(self) -> list[CheckRow]:
+        peers = {host: list_peers(host, self.networks) for host in self.networks}
         answers, silent = await self._ask("connect", peers)
         rows = [
-            Row("ports", "fail", error.said, f"is {host} still up?", (host,))
+            CheckRow("ports", "fail", error.said, f"is {host} still up?", (host,))
             for host, error in silent.items()
         ]
         if len(answers) < 2:
@@ -212,19 +212,19 @@ class _Examination:
         rows += check_ports(self.networks, links) + check_interfaces(self.networks, links)
         return rows + check_sharing(sees, self.wanted.folders[0])
 
-    async def _all_reduce(self, rows: Sequence[Row]) -> list[Row]:
+    async def _all_reduce(self, rows: Sequence[CheckRow]) -> list[CheckRow]:
         blocking = sorted({row.check for row in rows if row.status == "fail" and row.check in BLOCKING})
         if blocking:
-            return [Row("all-reduce", "warning", "not tried", f"first: {', '.join(blocking)}")]
+            return [CheckRow("all-reduce", "warning", "not tried", f"first: {', '.join(blocking)}")]
         devices = {host: self._devices(host) for host in self.answers}
         places = [host for host, of_host in devices.items() for _ in of_host]
         first_ranks = [places.index(host) for host in devices]
         rounds = [
             [[first_ranks[source], first_ranks[target]] for source, target in pairs]
-            for pairs in ring(len(devices))
+            for pairs in plan_ring_transfers(len(devices))
         ]
         master = places[0]
-        address = (address_of(master, self.networks) if len(devices) > 1 else None) or "127.0.0.1"
+        address = (choose_address(master, self.networks) if len(devices) > 1 else None) or "127.0.0.1"
         has_gpus = devices[master] != [None]
         try:
             port = await ask(self.nodes[master], "free port")
@@ -237,7 +237,7 @@ class _Examination:
             for host, of_host in devices.items()
         }
         answers, silent = await self._ask("reduce", parts)
-        results = [Measured(**each) for told in answers.values() for each in told]
+        results = [RankMeasurements(**each) for told in answers.values() for each in told]
         problem = "; ".join(f"{host}: {error.said}" for host, error in silent.items())
         return check_all_reduce(places, results, problem, has_gpus)
 
@@ -264,7 +264,7 @@ KNOWN = {
 """Words of ssh -> what is wrong, and what to do."""
 
 
-def silence(host: str, error: SilentError) -> Row:
+def explain_silence(host: str, error: SilentError) -> CheckRow:
     """Return why a host did not answer, by what ssh said."""
     said, folder, python = error.said, Path.cwd(), sys.executable
     check = "ssh" if error.code in (None, 255) else "python"
@@ -282,10 +282,10 @@ def silence(host: str, error: SilentError) -> Row:
         package = said.rpartition("named ")[2].splitlines()[0]
         found = f"{python} lacks a package of the project: {package}"
         fix = f"ssh {host} 'cd {folder} && {python} -m pip install -e .'"
-    return Row(check, "fail", found, fix, (host,))
+    return CheckRow(check, "fail", found, fix, (host,))
 
 
-def check_clocks(offsets: Mapping[str, float]) -> list[Row]:
+def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
     """Compare the clocks with the one here.
 
     Args:
@@ -298,15 +298,15 @@ def check_clocks(offsets: Mapping[str, float]) -> list[Row]:
             fix = f"ssh {HOST} timedatectl set-ntp true (or chronyc makestep)"
             faults.append((host, Fault("fail" if abs(offset) > CLOCK[0] else "warning", found, fix)))
     most = max(map(abs, offsets.values()), default=0.0)
-    return rows_of("clock", faults, f"within {max(most, 0.001):.3f} s")
+    return group_faults("clock", faults, f"within {max(most, 0.001):.3f} s")
 
 
-def in_step(environment: Mapping[str, str]) -> bool:
+def is_slurm_task(environment: Mapping[str, str]) -> bool:
     """Return whether this process is a task of srun. A batch script is none, though it runs in a job."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
 
 
-def examine_step(environment: Mapping[str, str], wanted: Wanted) -> list[Row] | None:
+def examine_step(environment: Mapping[str, str], wanted: ExaminationSettings) -> list[CheckRow] | None:
     """Return the rows on task 0; None on the others, when they are no longer needed.
 
     Raises:
@@ -318,7 +318,7 @@ def examine_step(environment: Mapping[str, str], wanted: Wanted) -> list[Row] | 
     num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     port = 20_000 + int(environment["SLURM_JOB_ID"]) % 10_000
     key = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
-    slots = slots_of(environment)
+    slots = read_slots(environment)
     if environment["SLURM_PROCID"] != "0":
         greeting = {"key": key, "number": int(environment["SLURM_NODEID"]), "name": name, "slots": slots}
         _answer_task_0(first_host(environment["SLURM_STEP_NODELIST"]), port, greeting)
@@ -330,8 +330,8 @@ def examine_step(environment: Mapping[str, str], wanted: Wanted) -> list[Row] | 
 
 
 async def _examine_tasks(
-    wanted: Wanted, *, name: str, slots: list[int] | None, num_nodes: int, port: int, key: str
-) -> list[Row]:
+    wanted: ExaminationSettings, *, name: str, slots: list[int] | None, num_nodes: int, port: int, key: str
+) -> list[CheckRow]:
     found = {0: (await start_process(name, local_command(PROBE)), slots)}
     all_came = asyncio.Event()
 
@@ -348,7 +348,7 @@ async def _examine_tasks(
     if num_nodes > 1:
         server = await asyncio.start_server(greet, port=port, limit=LONGEST_LINE)
         waiting = asyncio.create_task(asyncio.wait_for(all_came.wait(), TASKS_LIMIT))
-        await wait_aloud({"": waiting}, lambda _: f"{num_nodes - len(found)} of {num_nodes} hosts")
+        await wait_and_report({"": waiting}, lambda _: f"{num_nodes - len(found)} of {num_nodes} hosts")
         waiting.exception()  # a row names those that did not come
         server.close()
     tasks = [task for _, task in sorted(found.items())]
@@ -357,7 +357,7 @@ async def _examine_tasks(
     if missing := num_nodes - len(tasks):
         what = f"{missing} of the {num_nodes} hosts of the step did not come to {name}:{port}"
         fix = f"let TCP between the hosts through; these came: {', '.join(devices)}"
-        rows.insert(0, Row("hosts", "fail", what, fix))
+        rows.insert(0, CheckRow("hosts", "fail", what, fix))
     return rows
 
 
@@ -379,7 +379,7 @@ def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
     answer(connection.makefile("rb"), connection.makefile("wb"))
 
 
-def slots_of(environment: Mapping[str, str]) -> list[int] | None:
+def read_slots(environment: Mapping[str, str]) -> list[int] | None:
     """Return the devices of this machine's ranks, one a task; None if one task will start the others itself.
 
     None also where Slurm gives each task devices of its own: this one sees no other's.

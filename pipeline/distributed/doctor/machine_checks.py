@@ -26,7 +26,7 @@ from pipeline.distributed.machine import (
     AMD,
     NVIDIA,
     ROOT,
-    Torch,
+    TorchBuild,
     available_memory,
     count_gpus,
     driver_version,
@@ -50,7 +50,7 @@ OPS = {op.label: op for op in (CPU_ADAM, ASYNC_IO, QUANTIZER)}
 
 
 @dataclass(frozen=True)
-class Question:
+class MachineQuestion:
     """The doctor's question to one machine."""
 
     token: str
@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of one check on this machine."""
 
     fine: str
@@ -135,7 +135,7 @@ def read_versions() -> dict[str, str | None]:
     return found
 
 
-def check_project(question: Question) -> Finding:
+def check_project(question: MachineQuestion) -> CheckResult:
     """Compare this machine's source with that of the machine that the job is started on."""
     own, here = read_here(), question.here
     commit, wanted = own["commit"], here["commit"]
@@ -145,10 +145,10 @@ def check_project(question: Question) -> Finding:
         faults.append(Fault("fail", f"commit {str(commit)[:10]}, here {str(wanted)[:10]}", fix))
     elif own["digest"] != here["digest"]:
         faults.append(Fault("fail", "other source files than here, at the same commit", fix))
-    return Finding(f"commit {wanted[:10]}" if wanted else "the same files", faults)
+    return CheckResult(f"commit {wanted[:10]}" if wanted else "the same files", faults)
 
 
-def check_versions(question: Question) -> Finding:
+def check_versions(question: MachineQuestion) -> CheckResult:
     """Compare the packages with those of the machine that the job is started on."""
     own = read_versions()
     faults = []
@@ -166,7 +166,7 @@ def check_versions(question: Question) -> Finding:
             elif name in ("CUDA", "ROCm", "NCCL"):
                 fix = f"install the same torch on {HOST}, with what it depends on"
             faults.append(Fault("fail" if is_serious else "warning", f"{name} {version}, here {wanted}", fix))
-    return Finding(", ".join(f"{name} {version}" for name, version in own.items() if version), faults)
+    return CheckResult(", ".join(f"{name} {version}" for name, version in own.items() if version), faults)
 
 
 def read_gpus() -> list[dict[str, str]]:
@@ -195,7 +195,7 @@ def read_gpus() -> list[dict[str, str]]:
     return found
 
 
-def check_devices(question: Question) -> Finding:
+def check_devices(question: MachineQuestion) -> CheckResult:
     """Check that the devices of the job are there, healthy and not in use."""
     gpus, wanted = read_gpus(), question.devices
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -204,7 +204,7 @@ def check_devices(question: Question) -> Finding:
         if wanted and len(wanted) > cores:
             fix = f"write {HOST} slots={cores} in the hostfile"
             faults.append(Fault("warning", f"{len(wanted)} slots on {cores} cores: they share", fix))
-        return Finding(f"{cores} cores", faults)
+        return CheckResult(f"{cores} cores", faults)
     faults = []
     if wanted and max(wanted) >= len(gpus):
         found = f"device {max(wanted)} is asked for and there are {len(gpus)} GPUs"
@@ -212,10 +212,10 @@ def check_devices(question: Question) -> Finding:
     for position in range(len(gpus)) if wanted is None else wanted:
         if position < len(gpus):
             faults += _faults_of_gpu(question, gpus[position])
-    return Finding(f"{len(gpus)} x {gpus[0]['name']}", faults)
+    return CheckResult(f"{len(gpus)} x {gpus[0]['name']}", faults)
 
 
-def _faults_of_gpu(question: Question, gpu: dict[str, str]) -> list[Fault]:
+def _faults_of_gpu(question: MachineQuestion, gpu: dict[str, str]) -> list[Fault]:
     faults = []
     # A GPU that shares the processor's memory has `[N/A]`.
     used, total = (int(gpu[name]) << 20 if gpu[name].isdigit() else 0 for name in ("used", "total"))
@@ -231,7 +231,7 @@ def _faults_of_gpu(question: Question, gpu: dict[str, str]) -> list[Fault]:
     return faults
 
 
-def check_driver(question: Question, root: Path = ROOT) -> Finding:
+def check_driver(question: MachineQuestion, root: Path = ROOT) -> CheckResult:
     """Check that torch can use the cards of this machine, and that the kernel has not logged their faults."""
     code, said = run_tool("nvidia-smi")
     newest = re.search(r"CUDA Version\s*:\s*([\d.]+)", said)
@@ -243,7 +243,7 @@ def check_driver(question: Question, root: Path = ROOT) -> Finding:
         faults.append(Fault("fail", f"nvidia-smi fails: {problem[:150]}", fix))
     versions = read_versions()
     if versions["torch"] is not None:  # else check_versions has said so
-        torch = Torch(versions["torch"], versions["CUDA"], versions["ROCm"])
+        torch = TorchBuild(versions["torch"], versions["CUDA"], versions["ROCm"])
         fault = find_card_fault(torch, root, newest[1] if newest else None)
         if fault is not None:
             where = f"on {HOST}: " if question.is_remote else ""
@@ -256,14 +256,14 @@ def check_driver(question: Question, root: Path = ROOT) -> Finding:
         fine = "AMD" if is_reachable(AMD, root) else "NVIDIA" if code == 0 else "no card, no driver"
     else:
         fine = f"NVIDIA {version}"
-    return Finding(f"{fine}, up to CUDA {newest[1]}" if newest else fine, faults)
+    return CheckResult(f"{fine}, up to CUDA {newest[1]}" if newest else fine, faults)
 
 
 def _judge(value: float, limits: tuple[float, float]) -> Status:
     return "fail" if value < limits[0] else "warning" if value < limits[1] else "ok"
 
 
-def check_memory(question: Question) -> Finding:
+def check_memory(question: MachineQuestion) -> CheckResult:
     """Check that each rank of this machine has enough memory."""
     free = available_memory()
     ranks = len(question.devices) if question.devices is not None else count_gpus(os.environ) or 1
@@ -272,10 +272,10 @@ def check_memory(question: Question) -> Finding:
         found = f"{format_bytes(free)} free for {ranks} rank{'s' * (ranks > 1)}"
         fix = question.on_host("ps -eo rss,user,comm --sort=-rss") + " | head; or raise the job's limit"
         faults.append(Fault(status, found, fix))
-    return Finding(f"at least {format_bytes(MEMORY_A_RANK[1])} free for each rank", faults)
+    return CheckResult(f"at least {format_bytes(MEMORY_A_RANK[1])} free for each rank", faults)
 
 
-def existing(folder: str) -> Path:
+def find_existing_folder(folder: str) -> Path:
     """Return the folder, or the one above it that is there: where it would be made."""
     path = Path(folder).expanduser().absolute()
     while not path.exists() and path != path.parent:
@@ -283,13 +283,13 @@ def existing(folder: str) -> Path:
     return path
 
 
-def check_disk(question: Question) -> Finding:
+def check_disk(question: MachineQuestion) -> CheckResult:
     """Check the free space of the run's folders, of /tmp and of /dev/shm."""
     paths = [*question.folders, "/tmp", "/dev/shm"]
     faults = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            state = os.statvfs(existing(path))
+            state = os.statvfs(find_existing_folder(path))
             free = state.f_bavail * state.f_frsize
             fix = question.on_host(f"df -h {path}") + "; make room, or name another folder"
             if path == "/dev/shm":
@@ -298,31 +298,31 @@ def check_disk(question: Question) -> Finding:
                 faults.append(Fault(status, f"{path}: {format_bytes(free)} free", fix))
             elif state.f_files and state.f_favail < 1000:
                 faults.append(Fault("fail", f"{path}: room for {state.f_favail} more files", fix))
-    return Finding(f"enough free in {', '.join(paths)}", faults)
+    return CheckResult(f"enough free in {', '.join(paths)}", faults)
 
 
-def marker(question: Question, name: str) -> str:
+def format_marker(question: MachineQuestion, name: str) -> str:
     """Return the name of the file that a host leaves in the folder of runs, for the others to see."""
     return f".doctor-{question.token}-{name}"
 
 
-def check_folders(question: Question) -> Finding:
+def check_folders(question: MachineQuestion) -> CheckResult:
     """Check that the run's folders can be written. The marker stays in the first one."""
     faults = []
     for number, path in enumerate(question.folders):
-        name = marker(question, question.name) + (f".{number}" if number else "")
+        name = format_marker(question, question.name) + (f".{number}" if number else "")
         try:
-            file = existing(path) / name
+            file = find_existing_folder(path) / name
             file.write_text("made by deepspeed-pipeline, doctor; may be deleted\n")
             if number:
                 file.unlink()
         except OSError as error:
             fix = question.on_host(f"ls -ld {path}") + "; give this user the right to write, or free the disk"
             faults.append(Fault("fail", f"{path} cannot be written: {error.strerror or error}", fix))
-    return Finding("can be written", faults)
+    return CheckResult("can be written", faults)
 
 
-def check_native_ops(question: Question) -> Finding:
+def check_native_ops(question: MachineQuestion) -> CheckResult:
     """Check what compiles the native ops that the run needs; of no known run, what compiles CPU Adam."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
@@ -349,10 +349,10 @@ def check_native_ops(question: Question) -> Finding:
         faults += [
             Fault(status, f"no {what} for {label}", question.on_host(fix)) for what, fix in missing[:1]
         ]
-    return Finding("the run needs none" if question.ops == [] else "built, or built when needed", faults)
+    return CheckResult("the run needs none" if question.ops == [] else "built, or built when needed", faults)
 
 
-CHECKS: dict[str, Callable[[Question], Finding]] = {
+CHECKS: dict[str, Callable[[MachineQuestion], CheckResult]] = {
     "project": check_project,
     "versions": check_versions,
     "devices": check_devices,

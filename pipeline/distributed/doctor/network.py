@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.distributed.doctor.rows import HOST, Fault, Row, Status, rows_of
+from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults
 from pipeline.distributed.waiting import own_address
 
 CONNECT_LIMIT = 10.0
@@ -122,7 +122,7 @@ def resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
-def listen(token: str, name: str) -> int:
+def open_greeting_port(token: str, name: str) -> int:
     """Open a port that says who answers, until the process ends. Returns its number."""
     greeting = f"{token} {name}\n".encode()
     dual = socket.has_dualstack_ipv6()
@@ -171,7 +171,7 @@ def connect_to(
         return list(pool.map(attempt, peers))
 
 
-def address_of(host: str, networks: Networks) -> str | None:
+def choose_address(host: str, networks: Networks) -> str | None:
     """Return where others find a host: as most resolve its name, else where ssh found it, else its first."""
     own = networks[host].addresses
     seen = (each.names.get(host, [])[:1] for other, each in networks.items() if other != host)
@@ -207,28 +207,30 @@ def _nccl_takes(name: str, rule: str) -> bool:
     return fits != exclude
 
 
-def peers_of(host: str, networks: Networks) -> list[tuple[str, str, int]]:
+def list_peers(host: str, networks: Networks) -> list[tuple[str, str, int]]:
     """Return name, address and port of all that a host should reach: also what gloo and NCCL would offer."""
     found = []
     for name, network in networks.items():
         offered = [address for _, address in chosen_interfaces(network).values()]
-        usable = dict.fromkeys(a for a in (address_of(name, networks), *offered) if a in network.addresses)
+        usable = dict.fromkeys(
+            a for a in (choose_address(name, networks), *offered) if a in network.addresses
+        )
         found += [(name, address, network.port) for address in usable if name != host and address is not None]
     return found
 
 
-def check_names(networks: Networks) -> list[Row]:
+def check_names(networks: Networks) -> list[CheckRow]:
     """Check what each host takes the others' names for, and that no two names are one machine."""
     machines: dict[tuple[str, str], list[str]] = {}
     for host, network in networks.items():
         machines.setdefault(network.is_same_machine, []).append(host)
     fix = "leave one line, with all slots"
     rows = [
-        Row("hosts", "fail", f"{' and '.join(names)} are one machine", fix, tuple(names))
+        CheckRow("hosts", "fail", f"{' and '.join(names)} are one machine", fix, tuple(names))
         for names in machines.values()
         if len(names) > 1
     ]
-    return rows + rows_of("names", _wrong_names(networks), "every host knows every other's")
+    return rows + group_faults("names", _wrong_names(networks), "every host knows every other's")
 
 
 def _wrong_names(networks: Networks) -> Iterator[tuple[str, Fault]]:
@@ -237,7 +239,7 @@ def _wrong_names(networks: Networks) -> Iterator[tuple[str, Fault]]:
         for name, named in networks.items():
             status: Status = "fail" if name == master else "warning"  # all ranks meet on the master
             known = network.names.get(name, [])
-            fix = f'put "{address_of(name, networks)} {name}" into /etc/hosts of {HOST}'
+            fix = f'put "{choose_address(name, networks)} {name}" into /etc/hosts of {HOST}'
             if not known:
                 yield host, Fault(status, f"{name} is unknown", fix)
             elif host != name and is_loopback(known[0]):
@@ -246,11 +248,11 @@ def _wrong_names(networks: Networks) -> Iterator[tuple[str, Fault]]:
                 yield host, Fault(status, f"{name} is {known[0]}, an address that {name} does not have", fix)
 
 
-def check_ports(networks: Networks, links: Links) -> list[Row]:
+def check_ports(networks: Networks, links: Links) -> list[CheckRow]:
     """Check that each host can open a connection to each other."""
     rows = []
     for target in links:
-        address = address_of(target, networks)
+        address = choose_address(target, networks)
         failed = {
             source: link.problem
             for source, tried in links.items()
@@ -263,18 +265,18 @@ def check_ports(networks: Networks, links: Links) -> list[Row]:
         fix = f"let TCP from {', '.join(failed)} to {address} through, ports 1024 and up"
         fix += f": ssh {target} iptables -S, and the network's own rules"
         reason = next(iter(failed.values()))
-        rows.append(Row("ports", "fail", f"{whom} -> {target}: {reason}", fix, (*failed, target)))
-    return rows or [Row("ports", "ok", f"all {len(links) * (len(links) - 1)} ways are open")]
+        rows.append(CheckRow("ports", "fail", f"{whom} -> {target}: {reason}", fix, (*failed, target)))
+    return rows or [CheckRow("ports", "ok", f"all {len(links) * (len(links) - 1)} ways are open")]
 
 
-def check_interfaces(networks: Networks, links: Links) -> list[Row]:
+def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
     """Check that gloo and NCCL would take the interface that leads to the first host."""
     faults = []
     ways = set()
     master = next(iter(links), "")
     for host, tried in links.items():
         sources = [link.source for link in tried if link.name == master and link.problem is None]
-        own = address_of(host, networks) if host == master else next(iter(sources), None)
+        own = choose_address(host, networks) if host == master else next(iter(sources), None)
         way = networks[host].interface_with(own)
         if way is None:
             continue  # check_ports says so
@@ -297,16 +299,16 @@ def check_interfaces(networks: Networks, links: Links) -> list[Row]:
             elif address is None or is_loopback(address):
                 # gloo falls back to loopback if the host's own name is no address of it.
                 found = f"{library} would offer {address or '127.0.0.1'} ({name or 'lo'}) to the others"
-                own_name = f"{fix}, or in its /etc/hosts give its own name {address_of(host, networks)}"
+                own_name = f"{fix}, or in its /etc/hosts give its own name {choose_address(host, networks)}"
                 fault = Fault("fail", found, own_name)
             else:
                 found = f"{library} would use {name} ({address}); the first host is reached by {way}"
                 fault = Fault("warning" if is_reached else "fail", found, fix)
             faults.append((host, fault))
-    return rows_of("interface", faults, ", ".join(sorted(ways)) or "unknown")
+    return group_faults("interface", faults, ", ".join(sorted(ways)) or "unknown")
 
 
-def check_sharing(sees: Mapping[str, Sequence[str]], folder: str) -> list[Row]:
+def check_sharing(sees: Mapping[str, Sequence[str]], folder: str) -> list[CheckRow]:
     """Check for one folder of runs for all hosts, or one for each, and not a mount that some lack.
 
     Args:
@@ -316,10 +318,10 @@ def check_sharing(sees: Mapping[str, Sequence[str]], folder: str) -> list[Row]:
     if len(sees) < 2:
         return []
     if len(groups) == 1:
-        return [Row("run folder", "ok", "one for all hosts")]
+        return [CheckRow("run folder", "ok", "one for all hosts")]
     if all(len(group) == 1 for group in groups):
-        return [Row("run folder", "ok", "each host has its own: each keeps its part of a checkpoint")]
+        return [CheckRow("run folder", "ok", "each host has its own: each keeps its part of a checkpoint")]
     largest = max(groups, key=len)
     apart = tuple(host for host in sees if host not in largest)
     found = f"{', '.join(sorted(largest))} share {folder}; the rest does not see it"
-    return [Row("run folder", "warning", found, f"mount it on {', '.join(apart)} too", apart)]
+    return [CheckRow("run folder", "warning", found, f"mount it on {', '.join(apart)} too", apart)]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from pipeline.distributed.launch.ssh import NodeProcess, pack, unpack, wait_aloud
+from pipeline.distributed.launch.ssh import NodeProcess, decode_message, encode_message, wait_and_report
 
 ANSWER_LIMIT = 300.0
 """Seconds that a node has for an answer. ssh itself gives up a machine that is gone within 20."""
@@ -71,7 +71,7 @@ async def ask_all(
     by_name = {node.name: node for node in nodes}
     tasks = {name: asyncio.create_task(attempt(node)) for name, node in by_name.items()}
     if tasks:
-        await wait_aloud(tasks, lambda name: f"{name} ({by_name[name].step})")
+        await wait_and_report(tasks, lambda name: f"{name} ({by_name[name].step})")
     results = {name: task.result() for name, task in tasks.items()}
     answers = {name: each for name, each in results.items() if not isinstance(each, SilentError)}
     return answers, {name: each for name, each in results.items() if isinstance(each, SilentError)}
@@ -122,12 +122,12 @@ def serve(
 
     def send(message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever asked is gone: `read` finds out
-            answers.write(pack(message))
+            answers.write(encode_message(message))
             answers.flush()
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        question = unpack(waiting.get())
+        question = decode_message(waiting.get())
         if question is not None:
             method = methods[question["ask"]]
             send({"answer": method(question["with"], lambda step: send({"step": step}))})

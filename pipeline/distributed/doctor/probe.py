@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from pipeline.distributed.doctor import network
-from pipeline.distributed.doctor.all_reduce import LIMIT, MODULE, Measured
+from pipeline.distributed.doctor.all_reduce import LIMIT, MODULE, RankMeasurements
 from pipeline.distributed.doctor.machine_checks import (
     CHECKS,
-    Finding,
-    Question,
-    existing,
-    marker,
+    CheckResult,
+    MachineQuestion,
+    find_existing_folder,
+    format_marker,
     read_gpus,
 )
 from pipeline.distributed.doctor.node import Method, SilentError, Tell, ask, own_streams, serve
@@ -40,15 +40,15 @@ class Probe:
     """Answers the questions of one examination."""
 
     def __init__(self) -> None:
-        self._question: Question | None = None
+        self._question: MachineQuestion | None = None
         self._sees_markers = False
 
     def examine(self, values: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Return the findings of every check, the network, and the number of GPUs."""
-        question = Question(**values)
+        question = MachineQuestion(**values)
         self._question = question
         os.environ.update(question.environment)
-        port = network.listen(question.token, question.name)
+        port = network.open_greeting_port(question.token, question.name)
         checks: dict[str, Callable[[], Any]] = {
             name: partial(check, question) for name, check in CHECKS.items()
         }
@@ -88,7 +88,7 @@ class Probe:
                 problem = f"still at {rank.step} after {LIMIT:.0f} s"
                 if error.code is not None:
                     problem = f"ended with code {error.code} at {rank.step}: {error.said.splitlines()[-1]}"
-                measured = asdict(Measured(part["rank"], rank.step, problem))
+                measured = asdict(RankMeasurements(part["rank"], rank.step, problem))
             await rank.close(patience=0.5)  # one that hangs is not waited for
             return measured
 
@@ -105,7 +105,7 @@ class Probe:
 
     def _marker(self, name: str) -> Path:
         assert self._question is not None
-        return existing(self._question.folders[0]) / marker(self._question, name)
+        return find_existing_folder(self._question.folders[0]) / format_marker(self._question, name)
 
 
 def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell)
             error = future.exception()
             found_out, look = f"{type(error).__name__}: {error}", "the machine"
         fault = Fault("fail", f"could not be found out: {found_out}", f"look for {look} on {HOST}")
-        found[name] = Finding("", [fault])
+        found[name] = CheckResult("", [fault])
     return found
 
 

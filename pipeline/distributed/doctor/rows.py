@@ -24,7 +24,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One line of the table."""
 
     check: str
@@ -35,7 +35,7 @@ class Row:
     """Hosts that the row is about; empty if it is about all of them."""
 
 
-def rows_of(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> list[Row]:
+def group_faults(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> list[CheckRow]:
     """Return a row for each distinct fault, with all hosts that have it; without faults a row with `fine`.
 
     Args:
@@ -49,11 +49,11 @@ def rows_of(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> list[
         first, *others = hosts
         more = f" (the same for {', '.join(others)})" if others else ""
         fix = fault.fix.replace(HOST, first) + more
-        rows.append(Row(check, fault.status, fault.found, fix, tuple(hosts)))
-    return rows or [Row(check, "ok", fine)]
+        rows.append(CheckRow(check, fault.status, fault.found, fix, tuple(hosts)))
+    return rows or [CheckRow(check, "ok", fine)]
 
 
-def merge_fine(fine: Mapping[str, str]) -> str:
+def merge_texts(fine: Mapping[str, str]) -> str:
     """Return what hosts without a fault say of themselves, as one text.
 
     Args:
@@ -67,12 +67,12 @@ def merge_fine(fine: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(hosts)}: {text}" for text, hosts in together.items())
 
 
-def is_red(rows: list[Row]) -> bool:
+def has_failure(rows: list[CheckRow]) -> bool:
     """Return whether a launch would fail."""
     return any(row.status == "fail" for row in rows)
 
 
-def show(rows: Sequence[Row], seconds: float) -> None:
+def print_rows(rows: Sequence[CheckRow], seconds: float) -> None:
     """Print a line for each row, the fix below what is wrong, and a last line with the counts."""
     from rich.console import Console  # slow to load
     from rich.table import Table

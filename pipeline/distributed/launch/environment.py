@@ -96,7 +96,7 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
         json.dump(document, file)  # ASCII: bytes that are not UTF-8 come through as what they are
 
 
-def take_up(environment: MutableMapping[str, str]) -> list[str]:
+def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables that a launch script sent, if one did, and return the arguments that it sent.
 
     The venv's programs come first in PATH, as they do where the launch script was started.

@@ -20,7 +20,7 @@ from pipeline.config.shipped import LAUNCH
 from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import Selection, choose_devices
-from pipeline.distributed.launch.multi_node import TRAIN, program
+from pipeline.distributed.launch.multi_node import TRAIN, find_program
 from pipeline.distributed.launch.ssh import local_command
 from pipeline.distributed.launch.supervise import Supervisor
 from pipeline.distributed.ranks import ENVIRONMENT_FILE, is_port
@@ -39,17 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def start(master: Mapping[str, Any]) -> list[str]:
         # The user's own of these come later, and are taken.
         given = [f"--master_port={master['port']}", "--log_level=warning"]
-        return [program("deepspeed"), *given, *options, str(TRAIN)]
+        return [find_program("deepspeed"), *given, *options, str(TRAIN)]
 
     def run() -> int:
-        check(options, os.environ)
+        check_options(options, os.environ)
         environment = os.environ | {ENVIRONMENT_FILE: str(folder / "environment.json")}
         return asyncio.run(Supervisor(guards, document, {}).run(start, environment))
 
     return report_errors(run)
 
 
-def check(options: Sequence[str], environment: Mapping[str, str]) -> None:
+def check_options(options: Sequence[str], environment: Mapping[str, str]) -> None:
     """Refuse what deepspeed would take for something else, or answer with a traceback.
 
     Raises:

@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class Launch:
+class MultiNodeLaunch:
     """One run over several machines, checked: nothing in it means anything to a shell."""
 
     options: argparse.Namespace
@@ -116,10 +116,10 @@ class Launch:
         # With an equals sign: a value may begin with a dash.
         given = [f"{name}={value}" for name, value in words.items() if value != ""]
         flags = ["--force_multi", "--no_ssh_check"]
-        return [program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
+        return [find_program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
 
 
-def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
+def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNodeLaunch:
     """Return what the command line means.
 
     Raises:
@@ -153,7 +153,7 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
         "environment": choose_environment(environment, options.export),
         "arguments": [] if is_safe else arguments,
     }
-    launch = Launch(options, devices, folder, document, arguments if is_safe else [])
+    launch = MultiNodeLaunch(options, devices, folder, document, arguments if is_safe else [])
     if launch.over_mpi and launch.chooses:
         raise LaunchError(
             "--launcher openmpi: mpirun takes the first devices of each node; choose others by pdsh"
@@ -161,7 +161,7 @@ def plan(argv: Sequence[str], environment: Mapping[str, str]) -> Launch:
     return launch
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     """Return the path of a program: beside Python, else in PATH.
 
     Raises:
@@ -174,7 +174,7 @@ def program(name: str) -> str:
     return found
 
 
-def run(launch: Launch, environment: Mapping[str, str]) -> int:
+def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
     """Start the run, wait for it and return its exit code."""
     child = launcher_environment(environment)
     append = f"{child.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
@@ -206,7 +206,7 @@ def run(launch: Launch, environment: Mapping[str, str]) -> int:
         return asyncio.run(supervisor.run(start, child))
 
 
-def _doctor(launch: Launch, environment: Mapping[str, str]) -> int:
+def _doctor(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
     chosen = ["--hostfile", str(launch.options.hostfile), f"--include={launch.listed()}", "--force_multi"]
     arguments = launch.arguments or launch.document["arguments"]
     command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *arguments]
@@ -221,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    launch = plan(argv, os.environ)
-    program("mpirun" if launch.over_mpi else "pdsh")
+    launch = plan_launch(argv, os.environ)
+    find_program("mpirun" if launch.over_mpi else "pdsh")
     for folder in (Path.cwd(), Path.home()):
         if (file := folder / ".deepspeed_env").exists():
             print(f"{file} is not read; name variables with --export", file=sys.stderr)

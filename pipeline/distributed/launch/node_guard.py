@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from pipeline.distributed.launch.environment import write_document
-from pipeline.distributed.launch.ssh import pack, unpack
-from pipeline.distributed.machine import killed_for_memory, kills
+from pipeline.distributed.launch.ssh import decode_message, encode_message
+from pipeline.distributed.machine import count_kills, read_kernel_kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.distributed.waiting import free_port
 
@@ -60,12 +60,12 @@ class Connection:
         elif time.monotonic() - self.heard_at > SILENCE:
             self.is_open = False
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [message for line in lines if (message := unpack(line)) is not None]
+        return [message for line in lines if (message := decode_message(line)) is not None]
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the launch script; if it is gone nothing happens."""
         with suppress(OSError):
-            os.write(1, pack(message))
+            os.write(1, encode_message(message))
 
 
 class Guard:
@@ -186,23 +186,23 @@ def describe_node() -> dict[str, Any]:
     return {"address": address or socket.gethostname(), "port": free_port()}
 
 
-def watch(guard: Guard, connection: Connection) -> dict[str, Any]:
+def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
     """Watch until the launch script says that the run is over, or is gone; return the last message to it."""
     started = gone = False
-    began, kills_before = time.monotonic(), kills()
+    began, kills_before = time.monotonic(), count_kills()
     while True:
         for message in connection.read(TICK):
             if "signal" in message:
                 guard.send(message["signal"])
             if "end" in message:
-                killed = end(guard, message["end"])
+                killed = end_run(guard, message["end"])
                 return {
                     "ended": guard.exit_records(),
                     "killed": killed,
-                    "killed_for_memory": max(len(killed_for_memory(began)), kills() - kills_before),
+                    "killed_for_memory": max(len(read_kernel_kills(began)), count_kills() - kills_before),
                 }
         if not connection.is_open:
-            end(guard, SILENCE)
+            end_run(guard, SILENCE)
             return {}
         if not gone:
             running = guard.is_running()
@@ -212,7 +212,7 @@ def watch(guard: Guard, connection: Connection) -> dict[str, Any]:
                 connection.send({"gone": guard.exit_records()})
 
 
-def end(guard: Guard, seconds: float) -> int:
+def end_run(guard: Guard, seconds: float) -> int:
     """Ask the ranks to save and leave; after so many seconds kill what is left, and return how many."""
     deadline = time.monotonic() + seconds
     told: list[int] = []
@@ -247,7 +247,7 @@ def main() -> int:
         path = folder / "environment.json"
         write_document(path, document)
         connection.send({"ready": describe_node()})
-        last = watch(Guard(path), connection)
+        last = watch_run(Guard(path), connection)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     connection.send(last)

@@ -44,12 +44,12 @@ def ssh_command(host: str, module: str, folder: Path, python: str = sys.executab
     return ["ssh", "-T", *options, "--", host, f"exec sh -c {shlex.quote(script)}"]
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
+def encode_message(message: Mapping[str, Any]) -> bytes:
     """Return a message as a line."""
     return json.dumps({_KEY: message}).encode() + b"\n"
 
 
-def unpack(line: bytes) -> dict[str, Any] | None:
+def decode_message(line: bytes) -> dict[str, Any] | None:
     """Return the message of a line; None if it is none, as what a login script prints."""
     try:
         message = json.loads(line)[_KEY]
@@ -84,13 +84,13 @@ class NodeProcess:
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; if the process is gone nothing happens."""
         if not self._writer.is_closing():
-            self._writer.write(pack(message))
+            self._writer.write(encode_message(message))
 
     async def receive(self) -> dict[str, Any] | None:
         """Return the next message; None if the process is gone. What a login script prints is skipped."""
         with suppress(OSError):
             while line := await self._reader.readline():
-                message = unpack(line)
+                message = decode_message(line)
                 if message is None:
                     continue
                 if "step" not in message:
@@ -143,7 +143,9 @@ async def start_process(name: str, command: Sequence[str]) -> NodeProcess:
     return NodeProcess(name, process.stdout, process.stdin, process)
 
 
-async def wait_aloud(tasks: Mapping[str, asyncio.Task[Any]], describe: Callable[[str], str] = str) -> None:
+async def wait_and_report(
+    tasks: Mapping[str, asyncio.Task[Any]], describe: Callable[[str], str] = str
+) -> None:
     """Wait for all tasks, and say on the console which of them are waited for.
 
     Args:

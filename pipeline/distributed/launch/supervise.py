@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.distributed.diagnosis import ADVICE
-from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_aloud
+from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_and_report
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
 
@@ -41,7 +41,7 @@ def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[
     return [rank for rank in list(ranks) or known if rank not in records]
 
 
-def exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
+def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
     """Return the exit code of a run.
 
     It is 0 only if every rank has said so; else their common code, that of a hang, of the device's end or of
@@ -150,7 +150,7 @@ class Supervisor:
     async def _handshake(self) -> list[dict[str, Any]]:
         """Return what each node says of itself."""
         greetings = {state.name: asyncio.create_task(self._greet(state)) for state in self._states}
-        await wait_aloud(greetings)
+        await wait_and_report(greetings)
         answers = [each.result() for each in greetings.values()]
         problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
@@ -252,7 +252,7 @@ class Supervisor:
             if (count := state.killed_for_memory) and (silent or not records):
                 killed = f"the kernel killed {count} process{'es' * (count > 1)} for memory"
                 _say(f"{state.name}: {killed}; {ADVICE}, or start fewer ranks there")
-        code = exit_code(records, self._places, launcher or 0)
+        code = choose_exit_code(records, self._places, launcher or 0)
         return 1 if code == 0 and self._any_lost() else code
 
     def _end_launcher(self) -> None:

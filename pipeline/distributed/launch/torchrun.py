@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.distributed.launch.environment import split_arguments
-from pipeline.distributed.launch.multi_node import TRAIN, program
+from pipeline.distributed.launch.multi_node import TRAIN, find_program
 from pipeline.distributed.machine import count_gpus
 from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import Wait, own_address, wait_for_port
@@ -26,7 +26,7 @@ NUMBER = "[1-9][0-9]{0,8}"
 FEW = 8  # numbers of machines that are planned for: under a second each
 
 
-def command(argv: Sequence[str]) -> list[str]:
+def build_command(argv: Sequence[str]) -> list[str]:
     """Return torchrun's command line.
 
     Raises:
@@ -52,7 +52,7 @@ def command(argv: Sequence[str]) -> list[str]:
         )
     if ":" in nodes and "max_restarts" not in given:
         added.append(f"--max-restarts={RESTARTS}")
-    return [program("torchrun"), *added, *options, str(TRAIN), *arguments]
+    return [find_program("torchrun"), *added, *options, str(TRAIN), *arguments]
 
 
 def _is_range(nodes: str) -> bool:
@@ -125,7 +125,7 @@ def _values(options: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check_sizes(words: Sequence[str]) -> int:
+def check_node_counts(words: Sequence[str]) -> int:
     """Plan the run (train.py --dry-run) for every number of machines that it may have.
 
     What does not fit the most machines is an error. For fewer it is a line: a restart would end there.
@@ -164,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    words = command(argv)
-    if code := check_sizes(words):
+    words = build_command(argv)
+    if code := check_node_counts(words):
         return code
     try:
         wait_for_others(words)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pipeline.config.loading import read_yaml
 from pipeline.config.schema import EvalConfig
 from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
-from pipeline.distributed.machine import killed_for_memory, machine_id, memory_now
+from pipeline.distributed.machine import machine_id, read_kernel_kills, read_memory_usage
 from pipeline.errors import ConfigError, PipelineError, escape_unprintable, format_names
 from pipeline.files import (
     CONFIGURATION_LIMIT,
@@ -436,7 +436,7 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
     Args:
         everyone: All ranks; empty if this process is alone.
     """
-    now, alone = memory_now(), RankProcess(0, platform.node(), os.getpid(), machine_id())
+    now, alone = read_memory_usage(), RankProcess(0, platform.node(), os.getpid(), machine_id())
     noted = {
         "everyone": [asdict(each) for each in everyone or [alone]],
         "since": time.monotonic(),
@@ -457,7 +457,7 @@ def explain_kill(directory: Path, peak_gib: float) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):
         noted: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT))
         everyone = [RankProcess(**each) for each in noted["everyone"]]
-        limit, by_kernel = noted["limit"], killed_for_memory(noted["since"])
+        limit, by_kernel = noted["limit"], read_kernel_kills(noted["since"])
         here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]
         killed, held = (here or everyone)[0], peak_gib * GIB
         number = sum(each.machine == killed.machine for each in everyone)

@@ -16,16 +16,16 @@ from pipeline.__main__ import main
 from pipeline.distributed.doctor.all_reduce import MODULE, _transfer
 from pipeline.distributed.doctor.examination import (
     PROBE,
-    Wanted,
+    ExaminationSettings,
     check_clocks,
     examine,
-    in_step,
-    silence,
-    slots_of,
-    this_machine,
+    explain_silence,
+    is_slurm_task,
+    read_slots,
+    restrict_to_this_machine,
 )
 from pipeline.distributed.doctor.node import SilentError, ask, ask_all, clock_offset
-from pipeline.distributed.doctor.rows import HOST, Fault, Row, is_red, rows_of, show
+from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, has_failure, print_rows
 from pipeline.distributed.launch import ssh
 from pipeline.distributed.launch.ssh import NO_FOLDER, NO_PYTHON, local_command, ssh_command, start_process
 
@@ -54,11 +54,11 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, hostfil
 
 
 def test_the_table(capsys):
-    rows = [Row("ssh", "ok", "every host")]
-    rows += rows_of("disk", [(host, Fault("fail", "1 MiB free", f"ssh {HOST} df")) for host in "bc"], "")
-    rows += rows_of("clock", [("a", Fault("warning", "1.0 s ahead", f"ssh {HOST} date"))], "")
-    rows += rows_of("memory", [], "enough")
-    show(rows, seconds=1.23)
+    rows = [CheckRow("ssh", "ok", "every host")]
+    rows += group_faults("disk", [(host, Fault("fail", "1 MiB free", f"ssh {HOST} df")) for host in "bc"], "")
+    rows += group_faults("clock", [("a", Fault("warning", "1.0 s ahead", f"ssh {HOST} date"))], "")
+    rows += group_faults("memory", [], "enough")
+    print_rows(rows, seconds=1.23)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         "ssh     ok       every host",
@@ -69,8 +69,8 @@ def test_the_table(capsys):
         "memory  ok       enough",
         "b, c: 1 failed, 1 warned of, 2 fine, in 1.2 s",
     ]
-    assert is_red(rows)
-    assert not is_red(rows[2:])
+    assert has_failure(rows)
+    assert not has_failure(rows[2:])
 
 
 def test_clocks():
@@ -107,7 +107,7 @@ def test_clocks():
     ],
 )
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
-    row = silence("b", SilentError(code, said))
+    row = explain_silence("b", SilentError(code, said))
     assert (row.check, row.status, row.hosts) == (check, "fail", ("b",))
     assert found in row.found
     assert fix in row.fix
@@ -230,8 +230,10 @@ def test_transfers(ranks):
 @pytest.mark.slow
 def test_all_reduce_of_one_machine(tmp_path):
     """The check runs in a process of its own, which is gone afterwards."""
-    rows = examine(this_machine(Wanted({}, folders=(str(tmp_path / "a"), str(tmp_path / "b")))))
-    assert not is_red(rows), rows
+    rows = examine(
+        restrict_to_this_machine(ExaminationSettings({}, folders=(str(tmp_path / "a"), str(tmp_path / "b"))))
+    )
+    assert not has_failure(rows), rows
     assert [row.found for row in rows if row.check == "all-reduce"] == ["16 MiB over 1 rank"]
     assert not [p for p in psutil.Process().children(recursive=True) if MODULE in p.cmdline()]
     assert not list(tmp_path.iterdir())
@@ -243,15 +245,15 @@ def test_all_reduce_of_one_machine(tmp_path):
 )
 def test_slots_of_a_task(tasks, node, slots):
     environment = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
-    assert slots_of(environment) == (None if slots is None else list(range(slots)))
-    assert slots_of(environment | {"CUDA_VISIBLE_DEVICES": "0"}) is None
+    assert read_slots(environment) == (None if slots is None else list(range(slots)))
+    assert read_slots(environment | {"CUDA_VISIBLE_DEVICES": "0"}) is None
 
 
 @pytest.mark.slow
 @pytest.mark.nightly  # each day tests/multinode/test_doctor_nodes.py has real tasks, as root
 def test_tasks_of_srun_find_each_other(tmp_path):
     """Two nodes' first tasks and a second one of the first, as srun would start them."""
-    assert not in_step({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}), "a batch script is no task"
+    assert not is_slurm_task({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}), "a batch script is no task"
 
     def start(number: int, node: int, local: int) -> subprocess.Popen[str]:
         job = {

@@ -12,7 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.distributed.doctor import machine_checks, probe
-from pipeline.distributed.doctor.machine_checks import CHECKS, Question, check_driver, read_gpus, read_here
+from pipeline.distributed.doctor.machine_checks import (
+    CHECKS,
+    MachineQuestion,
+    check_driver,
+    read_gpus,
+    read_here,
+)
 from pipeline.distributed.doctor.probe import run_checks
 from pipeline.distributed.op_builds import ASYNC_IO, CPU_ADAM, QUANTIZER
 
@@ -38,7 +44,7 @@ def machine(tmp_path, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "CXX"):
         monkeypatch.delenv(name, raising=False)
     folders = [str(tmp_path / "runs" / "a"), str(tmp_path / "cache")]
-    return Question(token="t", name="b", names=["a", "b"], folders=folders, here=HERE)
+    return MachineQuestion(token="t", name="b", names=["a", "b"], folders=folders, here=HERE)
 
 
 def add_program(folder, name, text):
@@ -198,7 +204,7 @@ def test_disk(machine, monkeypatch, path, free, files, status, found, fix):
         sizes = (free, files) if is_it else (500 * GIB, 9999)
         return SimpleNamespace(f_bavail=sizes[0], f_frsize=1, f_files=10_000, f_favail=sizes[1])
 
-    monkeypatch.setattr(machine_checks, "existing", lambda folder: folder)
+    monkeypatch.setattr(machine_checks, "find_existing_folder", lambda folder: folder)
     monkeypatch.setattr(machine_checks.os, "statvfs", state)
     fault = the_fault(CHECKS["disk"](replace(machine, folders=["runs"])))
     assert fault.status == status

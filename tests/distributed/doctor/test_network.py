@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.distributed.doctor.all_reduce import Measured, check_all_reduce, ring
+from pipeline.distributed.doctor.all_reduce import RankMeasurements, check_all_reduce, plan_ring_transfers
 from pipeline.distributed.doctor.network import (
     Link,
     Network,
-    address_of,
     check_interfaces,
     check_names,
     check_ports,
     check_sharing,
+    choose_address,
     chosen_interfaces,
     connect_to,
-    listen,
-    peers_of,
+    list_peers,
+    open_greeting_port,
     read_network,
 )
 
@@ -51,7 +51,7 @@ def links(networks, *closed):
     return {
         source: [
             Link(name, address, "no answer" if (source, address) in closed else None, networks[source].by_ssh)
-            for name, address, _ in peers_of(source, networks)
+            for name, address, _ in list_peers(source, networks)
         ]
         for source in networks
     }
@@ -149,11 +149,11 @@ def test_nccl_chooses_by_its_own_grammar(rule, interface):
 
 def test_the_address_of_a_host():
     networks = well("abc", interfaces=LO | {"eth0": ["10.0.0.2", "10.5.0.2"]}, by_ssh="10.5.0.2")
-    assert address_of("b", networks) == "10.0.0.2"
+    assert choose_address("b", networks) == "10.0.0.2"
     # A name of ~/.ssh/config that only ssh knows.
     networks |= {other: replace(networks[other], names={"b": []}) for other in "ac"}
-    assert address_of("b", networks) == "10.5.0.2"
-    assert address_of("b", networks | {"b": replace(networks["b"], by_ssh=None)}) == "10.0.0.2"
+    assert choose_address("b", networks) == "10.5.0.2"
+    assert choose_address("b", networks | {"b": replace(networks["b"], by_ssh=None)}) == "10.0.0.2"
 
 
 def test_run_folders():
@@ -166,7 +166,7 @@ def test_run_folders():
 
 @pytest.mark.slow
 def test_real_ports():
-    port = listen("token", "b")
+    port = open_greeting_port("token", "b")
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         ports = {"b": port, "other": port, "silent": silent.getsockname()[1]}
         ports["closed"] = closed.getsockname()[1]
@@ -190,7 +190,7 @@ def measured(speeds):
     """Results of ranks, one a host: the speed from each to the next."""
     count = len(speeds)
     return [
-        Measured(
+        RankMeasurements(
             rank,
             step="the large all-reduce",
             links=[[(rank - 1) % count, rank, speeds[(rank - 1) % count] * 1e6]],
@@ -222,7 +222,7 @@ def test_the_slow_link_or_host_is_named(speeds, hosts):
 def test_who_is_furthest_behind_is_named():
     results = measured([1, 1, 1])
     for rank, step in enumerate(["transfers", "joining", "transfers"]):
-        results[rank] = Measured(rank, step, f"still at {step} after 40 s")
+        results[rank] = RankMeasurements(rank, step, f"still at {step} after 40 s")
     (row,) = check_all_reduce("abc", results, "", has_gpus=True)
     assert (row.status, row.hosts) == ("fail", ("b",))
     assert row.found == "stopped at joining: still at joining after 40 s"
@@ -231,7 +231,7 @@ def test_who_is_furthest_behind_is_named():
 
 @given(st.integers(1, 9))
 def test_transfers_go_once_round_and_no_host_is_in_two_at_once(count):
-    rounds = ring(count)
+    rounds = plan_ring_transfers(count)
     for pairs in rounds:
         busy = [host for pair in pairs for host in pair]
         assert len(busy) == len(set(busy))

@@ -16,11 +16,11 @@ from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.launch.environment import (
     choose_environment,
     launcher_environment,
+    load_sent_environment,
     split_arguments,
-    take_up,
     write_document,
 )
-from pipeline.distributed.launch.multi_node import TRAIN, main, plan
+from pipeline.distributed.launch.multi_node import TRAIN, main, plan_launch
 from pipeline.errors import LaunchError
 
 HOSTILE = "$(touch x) `id` \"'; echo é\n\\ %n *"
@@ -70,13 +70,13 @@ def test_a_rank_takes_up_what_was_handed_over(tmp_path):
     write_document(path, {"environment": environment, "arguments": [HOSTILE, ""]})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     rank = {"PIPELINE_ENVIRONMENT": str(path), "HF_TOKEN": "another", "RANK": "3", "PATH": "/usr/bin"}
-    assert take_up(rank) == [HOSTILE, ""]
+    assert load_sent_environment(rank) == [HOSTILE, ""]
     assert rank["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert {name: rank[name] for name in environment} == environment
     assert rank["RANK"] == "3"
     with pytest.raises(FileExistsError):
         write_document(path, {})
-    assert take_up({"PATH": "/usr/bin"}) == []
+    assert load_sent_environment({"PATH": "/usr/bin"}) == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_is_not_ours_is_not_taken(tmp_path, content, mode, message):
     path.write_text(content)
     path.chmod(mode)
     with pytest.raises(LaunchError) as caught:
-        take_up({"PIPELINE_ENVIRONMENT": str(path)})
+        load_sent_environment({"PIPELINE_ENVIRONMENT": str(path)})
     assert message in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
         # The first three launches have plain arguments only: they stay on the command line.
         given = [f"name={start}.{n}" if start < 30 else f"name={value}" for n, value in enumerate(some)]
         shell = {f"WANDB_{n}": value for n, value in enumerate(some)}
-        launch = plan([str(hostfile), "--no-doctor", "--", *given], shell)
+        launch = plan_launch([str(hostfile), "--no-doctor", "--", *given], shell)
         words = launch.command(hostfile, {"address": "10.0.0.1", "port": 3})
         lines.append(" ".join(["printf", r"'%s\0'", *words[words.index(str(TRAIN)) :]]))
         assert bool(launch.arguments) == (start < 30)
@@ -142,7 +142,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
         path = tmp_path / f"{number}.json"
         write_document(path, launch.document)
         rank = {"PIPELINE_ENVIRONMENT": str(path)}
-        assert words + take_up(rank) == given
+        assert words + load_sent_environment(rank) == given
         assert {name: rank[name] for name in shell} == shell
     assert not trap.exists()
 
@@ -159,7 +159,7 @@ def test_a_thousand_hostile_arguments_and_values_arrive_through_a_shell(hostfile
     ],
 )
 def test_what_deepspeed_is_given(hostfile, arguments, expected):
-    launch = plan([str(hostfile), "--no-doctor", *arguments, "--deepspeed", "z.json"], {})
+    launch = plan_launch([str(hostfile), "--no-doctor", *arguments, "--deepspeed", "z.json"], {})
     words = launch.command(hostfile, {"address": "10.0.0.1", "port": 3})
     assert "--force_multi" in words  # else one machine, though remote, means this one
     assert set(expected) <= set(words)
@@ -182,7 +182,7 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
 def test_what_cannot_be_done_is_refused(hostfile, arguments, message):
     """Others: tests/bad_inputs/hostfiles.py."""
     with pytest.raises(LaunchError) as caught:
-        plan([str(hostfile), *arguments], {})
+        plan_launch([str(hostfile), *arguments], {})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -192,7 +192,7 @@ def test_a_folder_that_a_shell_would_read_is_refused(hostfile, tmp_path, monkeyp
     folder.mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(LaunchError, match="my project', has characters that a shell on the nodes would read"):
-        plan([str(hostfile)], {})
+        plan_launch([str(hostfile)], {})
 
 
 STAND_IN_SSH = """#!/bin/sh
@@ -216,7 +216,9 @@ def test_a_launch_hands_over_in_private_and_cleans_up(hostfile, tmp_path, monkey
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text("PATH=/evil\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.distributed.launch.multi_node.program", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(
+        "pipeline.distributed.launch.multi_node.find_program", lambda name: str(tmp_path / name)
+    )
     shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HF_TOKEN": HOSTILE, "WANDB_API_KEY": "k" * 40}
     for name, value in shell.items():
         monkeypatch.setenv(name, value)

@@ -18,7 +18,7 @@ from pipeline.config.settings import load_settings
 from pipeline.distributed.launch import multi_gpu, torchrun
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import read_hostfile
-from pipeline.distributed.launch.torchrun import check_sizes, command
+from pipeline.distributed.launch.torchrun import build_command, check_node_counts
 from pipeline.distributed.waiting import Wait, own_address, wait_for_port
 from pipeline.errors import LaunchError
 
@@ -80,7 +80,7 @@ def test_kubernetes(monkeypatch):
     (container,) = pod["containers"]
     (program,) = container["command"]
     assert os.access(ROOT / program, os.X_OK)
-    words = command(container["args"])
+    words = build_command(container["args"])
     assert "--rdzv-backend=c10d" in words
     launcher, training = split_arguments(container["args"])
     assert f"--nnodes=1:{job['spec']['completions']}" in launcher
@@ -112,7 +112,7 @@ def test_kubernetes(monkeypatch):
     ],
 )
 def test_what_torchrun_is_given_besides(arguments, added):
-    words = command([*arguments, "name=x"])
+    words = build_command([*arguments, "name=x"])
     place = words.index(str(LAUNCH / "train.py"))
     assert words[1:place] == [*added, *arguments]
     assert words[place + 1 :] == ["name=x"]
@@ -120,18 +120,20 @@ def test_what_torchrun_is_given_besides(arguments, added):
 
 def test_machines_that_do_not_know_where_to_meet():
     with pytest.raises(LaunchError, match=r"--nnodes 2: where the machines meet is missing"):
-        command(["--nnodes", "2", "name=x"])
+        build_command(["--nnodes", "2", "name=x"])
 
 
 @pytest.mark.slow
 def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
     recipe = write_recipe(tmp_path, batch={"global_batch_size": 8})
-    words = command([*("--nnodes=3:4", "--nproc-per-node=2", "--rdzv-endpoint=a:1"), f"--config={recipe}"])
-    assert check_sizes(words) == 0
+    words = build_command(
+        [*("--nnodes=3:4", "--nproc-per-node=2", "--rdzv-endpoint=a:1"), f"--config={recipe}"]
+    )
+    assert check_node_counts(words) == 0
     said = capfd.readouterr().err
     assert said.startswith("with 3 of 4 machines it could not go on: batch: global_batch_size = 8 on 6 ")
     assert "a global_batch_size of 6 or 12 divides" in said
-    assert check_sizes([*words, "model.num_layers=x"]) == 2
+    assert check_node_counts([*words, "model.num_layers=x"]) == 2
     assert "num_layers" in capfd.readouterr().err
 
 
@@ -186,7 +188,7 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
 )
 def test_numbers_that_torchrun_cannot_take(options, words):
     with pytest.raises(LaunchError, match=f"^{re.escape(words)}"):
-        command([*options, "name=x"])
+        build_command([*options, "name=x"])
 
 
 @pytest.mark.slow
@@ -220,7 +222,7 @@ def test_what_deepspeed_answers_with_a_traceback_is_told_before(options, words, 
 @pytest.mark.slow
 def test_an_endpoint_without_a_machine_is_told(capfd):
     """Names of pods come late in Kubernetes; torchrun gave up without naming the host."""
-    words = command(
+    words = build_command(
         ["--nnodes=2", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=join_timeout=1", "a=b"]
     )
     named = r"\S+ does not reach the machine where all meet, nowhere.invalid:29400 \("

@@ -15,8 +15,8 @@ import pytest
 from support.cgroup import memory_limited
 
 from pipeline.distributed.launch.node_guard import Guard, _environment
-from pipeline.distributed.launch.ssh import local_command, pack
-from pipeline.distributed.launch.supervise import Supervisor, exit_code, ranks_without_exit_code
+from pipeline.distributed.launch.ssh import encode_message, local_command
+from pipeline.distributed.launch.supervise import Supervisor, choose_exit_code, ranks_without_exit_code
 from pipeline.errors import LaunchError
 
 GUARD = local_command("pipeline.distributed.launch.node_guard")
@@ -134,7 +134,7 @@ def test_signals_reach_the_ranks_and_decide_the_exit_code(folder, tmp_path):
 def test_a_guard_alone_ends_the_ranks(folder):
     """The connection closes, as when the launch script or its machine is killed."""
     guard = subprocess.Popen(GUARD, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    guard.stdin.write(pack({"folder": str(folder), "environment": {}, "arguments": []}))
+    guard.stdin.write(encode_message({"folder": str(folder), "environment": {}, "arguments": []}))
     guard.stdin.flush()
     assert b"ready" in guard.stdout.readline()
     variables = os.environ | {"PIPELINE_ENVIRONMENT": str(folder / "environment.json"), "RANK": "0"}
@@ -199,11 +199,11 @@ def words(*codes):
     ],
 )
 def test_exit_codes(codes, launcher, expected):
-    assert exit_code(words(*codes), range(len(codes)), launcher) == expected
+    assert choose_exit_code(words(*codes), range(len(codes)), launcher) == expected
 
 
 def test_ranks_that_said_nothing():
     assert ranks_without_exit_code(words(0, None, 0), range(4)) == [1, 3]
     assert ranks_without_exit_code(words(0, None, 0), ()) == [1]  # by what the others knew
     assert ranks_without_exit_code({}, ()) == []
-    assert exit_code({}, (), 0) == 1
+    assert choose_exit_code({}, (), 0) == 1
