@@ -1,7 +1,8 @@
-"""The device of this process: the one place that decides it, for DeepSpeed too. Makes no CUDA context.
+"""Chooses the device of this process, for DeepSpeed too, without creating a CUDA context.
 
-CUDA is what torch calls so: NVIDIA's cards, under WSL2 too, and AMD's. A CUDA build of torch without a card,
-or with none left visible (CUDA_VISIBLE_DEVICES=""), computes on the CPU.
+`cuda` covers NVIDIA GPUs, also under WSL2, and AMD GPUs, as in torch. A CUDA build of torch computes on the
+CPU if there is no GPU, or if CUDA_VISIBLE_DEVICES="" hides all of them. DeepSpeed would take any CUDA build
+for a GPU, so this module asks torch and sets DS_ACCELERATOR.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def choose_accelerator(*, tells: bool = False) -> str:
 
 
 def choose_allocation(environment: MutableMapping[str, str]) -> None:
-    """Choose segments that grow, unless the user chose: blocks of changing sizes leave no holes in them.
+    """Make the CUDA allocator use expandable segments, unless the user has configured it.
+
+    Blocks of changing sizes do not fragment expandable segments.
 
     Call it before the first allocation on the device, when torch reads the variable.
     """
@@ -92,10 +95,12 @@ def device_id(device: torch.device) -> str:
 
 
 def check_own_devices(store: Store, everyone: Sequence[RankProcess], rank: int, own: str) -> None:
-    """Check that each rank has a device to itself. Waits until all ranks have said which.
+    """Check that no two ranks of a machine share a GPU. Collective: waits until all ranks have sent theirs.
 
     Args:
+        store: The job's store, through which the ranks exchange their devices.
         everyone: All ranks, in order.
+        rank: This rank.
         own: This rank's device, by `device_id`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Makes the one sentence that names who holds up the job from the reports of the ranks. Pure."""
+"""Turns the reports of the ranks into one sentence that names the rank at fault. Without side effects."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ class LostRank:
 
 
 def advise() -> str:
-    """Return what helps a rank that was killed for memory, whatever the run."""
+    """Return the general advice for a rank that was killed for memory."""
     return ADVICE
 
 
 def describe_lost(lost: Sequence[LostRank], advise: Callable[[], str] = advise) -> str:
-    """Return who is gone, since when, and why as far as it is known.
+    """Return a sentence that names the lost ranks, the time of their last heartbeat, and the cause if known.
 
     Args:
+        lost: The lost ranks, at least one.
         advise: Gives the advice if memory is why; called only then.
     """
     parties = _by(lost, lambda each: (each.process.host, each.state))
@@ -109,12 +110,13 @@ def describe_hang(
     silent: Sequence[LostRank] = (),
     advise: Callable[[], str] = advise,
 ) -> str:
-    """Return who is behind, where, and where the others wait for them.
+    """Return a sentence that names the ranks that are behind, their positions, and where the others wait.
 
     Args:
         reports: Reports of the ranks that answered, in any order; at least one.
         seconds: Seconds without progress.
         silent: Ranks that sent no heartbeat while the others reported.
+        advise: Gives the advice if memory is the cause; called only then.
     """
     everyone = sorted(reports, key=lambda w: w.process.rank)
     doing = max(everyone, key=lambda w: w.step).doing

@@ -109,7 +109,7 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
 
 
 def read_memory_usage(root: Path = ROOT) -> MemoryUsage:
-    """Return the memory as it is now, from a few small files below `root`."""
+    """Return the current memory usage, read from a few small files below `root`."""
     machine = psutil.virtual_memory()
     tightest = _Limit(machine.total, machine.total - machine.available)
     by_cgroup = False
@@ -186,6 +186,7 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
     """Raise the soft limit to the hard one, for children too. Warns if that is too few for the ranks.
 
     Args:
+        world_size: Number of ranks; each needs connections to all others.
         is_told: Whether this is the rank that warns.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -207,12 +208,16 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
 
 
 def read_kernel_kills(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
-    """Return process id -> resident bytes of what the kernel killed. A container may have other ids.
+    """Return process id -> resident bytes of each process that the kernel killed for memory.
+
+    Ids are those of the host, which a container may number differently.
 
     Empty if nothing was killed, or the log cannot be read (another user's, most containers).
 
     Args:
-        since: Seconds of `time.monotonic()`: older ids may have been another process's.
+        since: Seconds of `time.monotonic()`. Older records are skipped, since their ids may belong to
+            other processes.
+        path: The kernel's log.
     """
     found: dict[int, int] = {}
     try:
@@ -312,8 +317,10 @@ def find_card_fault(torch: TorchBuild, root: Path = ROOT, newest_cuda: str | Non
     """Find why this torch cannot compute on the cards of this machine.
 
     Args:
-        newest_cuda: CUDA version that the driver says it knows. It counts more than the driver's own
-            version: a library for compatibility may be installed beside it.
+        torch: Versions that torch was built with.
+        root: Root of the file system.
+        newest_cuda: Newest CUDA version that the driver reports. It takes precedence over the driver's own
+            version, since a compatibility library may be installed beside the driver.
     """
     driver, has_amd = driver_version(root), is_reachable(AMD, root)
     if is_reachable(NVIDIA, root):
@@ -357,7 +364,7 @@ def _wrong_build(torch: TorchBuild, kind: str) -> CardFault:
 
 
 def explain_idle_gpu(torch: TorchBuild, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return what to say if torch sees no GPU although there is one; None if the user wanted that."""
+    """Return why torch sees no GPU although the machine has one; None if it has none or the user hid it."""
     hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in hiding):
         return None

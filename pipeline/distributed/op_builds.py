@@ -13,7 +13,7 @@ class NativeOp:
 
     label: str
     builder: str
-    """The class in deepspeed.ops.op_builder."""
+    """Name of the builder class in deepspeed.ops.op_builder."""
     folders: tuple[str, ...]
     """Folders below torch's extensions directory, in the order they are built."""
     duration: str
@@ -34,7 +34,7 @@ QUANTIZER = NativeOp(
 
 
 def needed_ops(config: Mapping[str, Any]) -> list[NativeOp]:
-    """The ops that a DeepSpeed JSON uses, in the order in which they are needed."""
+    """Return the native ops that a DeepSpeed JSON needs, in the order in which they are built."""
     zero = config.get("zero_optimization", {})
     optimizer = zero.get("offload_optimizer", {}).get("device", "none")
     parameters = zero.get("offload_param", {}).get("device", "none")

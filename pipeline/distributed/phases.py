@@ -1,6 +1,8 @@
-"""Assigns the seconds of a run to phases: a timeline is cut where one phase follows another, so they add up.
+"""Assigns the seconds of a run to phases on one timeline, so that they add up to its wall time.
 
-On a GPU the timeline is the device's own, and nothing waits until it is read.
+On a GPU a CUDA event marks each change of phase, and nothing waits for the device until the seconds are read.
+A phase ends where the next one begins, so communication of DDP and ZeRO that overlaps the backward counts as
+backward: separating it would take events on the collectives' own streams.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def seconds_between(earlier: Moment, later: Moment) -> float:
 
 
 class TimelineSegment:
-    """A stretch of the timeline."""
+    """Seconds by phase of one segment of the timeline."""
 
     def __init__(self, totals: dict[str, float], on_gpu: bool):
         """Begin a stretch.
@@ -102,7 +104,7 @@ class TimelineSegment:
 
 
 class Phases:
-    """The timeline of a run, from where this is made. What is in no phase is `other`."""
+    """Timeline of a run, which begins when this is created. Time outside of every phase counts as `other`."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device):
         self._clock = clock
@@ -186,6 +188,7 @@ def format_columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[
     """Return the seconds by the names of the rows' columns.
 
     Args:
+        seconds: Seconds by phase.
         communicates: Whether there are ranks to wait for; otherwise there is no communication column.
     """
     told = dict.fromkeys(PHASES, 0.0)

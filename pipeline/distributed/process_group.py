@@ -144,9 +144,14 @@ def count_cores() -> int:
 def assign_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound: bool | None) -> None:
     """Give this rank its threads, and its cores. Collective.
 
+    Slurm and mpirun give each task its own cores, so the ranks first exchange which cores each may use.
+
     Args:
-        bound: Whether to bind it to its part of the cores; None for where ranks share them and OpenMP has no
-            setting of its own.
+        store: The job's store.
+        everyone: All ranks, in order.
+        rank: This rank.
+        bound: Whether to bind the rank to its part of the cores. `None` binds only if ranks share cores and
+            no OpenMP variable places the threads.
     """
     beside = find_core_sharers(store, everyone, rank)
     torch.set_num_threads(cpu_threads(count_cores(), len(beside), os.environ))
@@ -172,6 +177,7 @@ def bind_cores(index: int, count: int) -> None:
 
     Args:
         index: Also the index of this process's GPU, if there is one for each part.
+        count: Number of parts, one for each rank that shares the cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -204,6 +210,8 @@ def choose_cores(
         allowed: Cores that this process may run on.
         nodes: NUMA node -> its cores.
         near: Node of each rank's GPU; None if there is no GPU, or it is not known.
+        index: This rank's position among the ranks that share the cores.
+        count: Number of these ranks.
         leaders: See hyper_threads.
     """
     node_of = {cpu: number for number, cpus in nodes.items() for cpu in cpus}
@@ -279,6 +287,7 @@ class Job:
 
     @property
     def is_distributed(self) -> bool:
+        """Whether the job has a process group."""
         return self.store is not None
 
     def broadcast_object(self, value: Any) -> Any:
@@ -366,7 +375,7 @@ class Job:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Leave the group. Without this a finished run was seen to abort at exit."""
+        """Stop the watchdog and destroy the process group; without this a finished run can abort at exit."""
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
@@ -381,6 +390,8 @@ def start_job(
     """Bind this process to its device and join the process group.
 
     Args:
+        ranks: This process's place in the job.
+        distributed: Whether to make a process group.
         timeout: Timeout of every process group: this one, and those that others make later.
         bound: See assign_cores.
 

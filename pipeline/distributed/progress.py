@@ -60,6 +60,8 @@ class phase:
             note_phase(error, self._phase)
 
     def __call__(self, function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+        """Return the function wrapped, so that each call enters the phase."""
+
         @functools.wraps(function)
         def inside(*arguments: Given.args, **named: Given.kwargs) -> Returned:
             try:
@@ -94,7 +96,7 @@ class Activity(NamedTuple):
 
 
 class Progress:
-    """The activity of this moment. `at` costs a few attribute writes and waits for no device or lock."""
+    """Records the current activity of the training thread. `at` writes a few attributes and never waits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -30,6 +30,7 @@ class Ranks:
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -173,7 +174,7 @@ def check_master(environment: Mapping[str, str]) -> None:
 
 
 def is_port(text: str) -> bool:
-    """Return whether a text is the number of a port."""
+    """Return whether a text is a port number from 1 to 65535."""
     return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
 
 

@@ -1,4 +1,9 @@
-"""A signal to stop: finish the step, save, leave. A flag acts once all ranks have seen it."""
+"""Stops a run on a signal: the run finishes its step, saves and exits.
+
+A signal sets a flag on one rank. Flags are summed over the ranks together with the token count, and take
+effect once all ranks have seen the sum. On CUDA it is read two steps late, so that the host never waits for
+the device.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +44,7 @@ class StopOnSignal:
 
     @property
     def requested(self) -> bool:
+        """Whether a signal has asked for a stop."""
         return self.signal_number is not None
 
     def __enter__(self) -> StopOnSignal:
@@ -64,7 +70,7 @@ class StopOnSignal:
 
 
 class Flags(NamedTuple):
-    """Requests of some rank, which all ranks know of."""
+    """Requests that all ranks have received, whichever rank made them."""
 
     save: bool = False
     stop: bool = False
@@ -112,10 +118,10 @@ def _counted(flags: Tensor) -> Flags:
 
 
 class PeriodicTimer:
-    """Due once every so many seconds.
+    """Becomes due once per period.
 
     Args:
-        seconds: Period; 0 for never.
+        seconds: Length of the period; 0 means never.
     """
 
     def __init__(self, seconds: float):
@@ -123,12 +129,12 @@ class PeriodicTimer:
         self._since = time.monotonic()
 
     def due(self) -> bool:
-        """Return True once; then the seconds begin again."""
+        """Return whether the period has passed; if it has, start the next one."""
         if not self._seconds or time.monotonic() - self._since < self._seconds:
             return False
         self.restart()
         return True
 
     def restart(self) -> None:
-        """Begin the seconds again."""
+        """Start a new period now."""
         self._since = time.monotonic()

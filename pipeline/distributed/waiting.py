@@ -1,4 +1,4 @@
-"""Waiting for another machine: what is waited for is said, and the wait ends. Imports no torch."""
+"""Waits for another machine with a time limit, and prints what it waits for. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCTOR = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
 
 
 class Wait:
-    """A wait that says what it waits for: after a while, then after twice as long, and so on.
+    """Waits in small steps and prints what it waits for, at intervals that double.
 
     Args:
         seconds: Limit after which it is given up.
@@ -53,10 +53,15 @@ def wait_for_port(
     said: bool = True,
     is_here: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until something listens there, or it turns out to be here: a name may be known late.
+    """Wait until a process listens at the port, or the host turns out to be this machine.
 
     Args:
-        what: Who does not reach what, in words.
+        host: Name or address to connect to.
+        port: Port to connect to.
+        what: Sentence that names the machine that does not reach the other.
+        wait: Limits the wait and prints progress.
+        said: Whether to print progress.
+        is_here: Returns whether the name has become one of this machine's; ends the wait.
 
     Raises:
         LaunchError: Nothing did in time, or there is no such name.

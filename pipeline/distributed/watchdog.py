@@ -192,7 +192,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent about once a second."""
+    """Sign of life that a rank sends about once a second."""
 
     count: int
     step: int
@@ -217,6 +217,8 @@ class WatchdogStore:
         """Connect to the store.
 
         Args:
+            store: The job's store, which is cloned.
+            rank: This rank.
             patience: Seconds that the store may take to answer.
         """
         self._store: Store = store.clone()  # type: ignore[attr-defined]
@@ -270,7 +272,7 @@ class WatchdogStore:
 
 
 def read_by_rank(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-    """Return by rank what was written, of those ranks that wrote anything."""
+    """Return rank -> value of the key `what` of each rank that has written one."""
     keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
     if keys and not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
@@ -311,6 +313,8 @@ class Heartbeats:
         """Record the newest heartbeats of the ranks that are watched now.
 
         Args:
+            watched: Ranks to record.
+            heartbeats: Newest heartbeat of each rank that sent any.
             seconds: Seconds since the last call, by which a heartbeat that has not changed is older. Time in
                 which this rank itself stood still must not be in it.
         """
@@ -343,6 +347,7 @@ class Heartbeats:
         """Return what is known of a rank that counts as lost.
 
         Args:
+            rank: The lost rank.
             silent: Seconds of its silence, if another clock knows better.
         """
         process, last = self._everyone[rank], self._heartbeats[rank]
@@ -392,7 +397,7 @@ class Shutdown:
         self._tells = rank == 0
 
     def together(self, failure: Failure) -> None:
-        """End together with the others, over the store.
+        """Report this rank and end together with the others, coordinated through the store.
 
         Raises:
             RuntimeError: The store is gone.
@@ -539,7 +544,7 @@ def is_from_peers(error: BaseException) -> bool:
 
 
 class Watchdog:
-    """Watches from `start` to `stop`.
+    """Ends this process if the job hangs or loses a rank, between `start` and `stop`.
 
     Args:
         store: The job's store; the watchdog makes a connection of its own to it.
@@ -582,6 +587,7 @@ class Watchdog:
         """Write stacks to `hang/` in the run's directory.
 
         Args:
+            run_dir: The run's directory.
             tell: Called with the step and why the job ends, on the rank that says so on the console.
         """
         self._shutdown.folder = run_dir / "hang"

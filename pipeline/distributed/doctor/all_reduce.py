@@ -68,6 +68,7 @@ def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     Args:
         part: The arguments of `_measure` that say where the ranks meet.
+        tell: Called with each step as it begins.
     """
     measured = RankMeasurements(part["rank"])
 
@@ -177,7 +178,9 @@ def check_all_reduce(
 
     Args:
         places: Host of each rank.
-        problem: Why there are no results.
+        results: Measurements of the ranks.
+        problem: Reason why there are no results; empty if there are.
+        has_gpus: Whether the ranks compute on GPUs.
     """
     more = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"
     fix = f"look at the rows above; {more} in front of this command shows more"

@@ -148,6 +148,8 @@ def connect_to(
 
     Args:
         peers: Name, address and port of each.
+        token: Secret of the examination, which the peer sends back.
+        seconds: Time limit of each attempt.
     """
 
     def attempt(peer: tuple[str, str, int]) -> Link:
@@ -313,6 +315,7 @@ def check_sharing(sees: Mapping[str, Sequence[str]], folder: str) -> list[CheckR
 
     Args:
         sees: Each host with a folder that can be written -> hosts whose markers it sees there.
+        folder: The folder of runs, for the message.
     """
     groups = Counter(frozenset(found) & frozenset(sees) for found in sees.values())
     if len(sees) < 2:

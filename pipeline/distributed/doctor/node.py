@@ -1,4 +1,4 @@
-"""Asks a node of the doctor's, and answers such questions: one after another."""
+"""Sends questions to a node that the doctor examines, and answers them there, one after another."""
 
 from __future__ import annotations
 
@@ -109,6 +109,9 @@ def serve(
     """Answer questions until there are no more. Then the process ends, whatever it is doing.
 
     Args:
+        questions: Stream of questions, one a line.
+        answers: Stream for the answers.
+        methods: Name of a question -> the function that answers it.
         at_end: Called before the process ends.
     """
     waiting: queue.Queue[bytes] = queue.Queue()

@@ -39,7 +39,9 @@ def group_faults(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> 
     """Return a row for each distinct fault, with all hosts that have it; without faults a row with `fine`.
 
     Args:
+        check: Name of the check.
         faults: Each host with one of its faults.
+        fine: Text of the row if there are no faults.
     """
     together: dict[Fault, list[str]] = {}
     for host, fault in faults:

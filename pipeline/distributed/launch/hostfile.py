@@ -82,6 +82,7 @@ def choose_devices(slots: Mapping[str, int], wanted: Selection) -> Devices:
 
     Args:
         slots: Machine -> number of its devices.
+        wanted: Machines and devices that the user chose.
 
     Raises:
         LaunchError: There are two ways to choose, a machine or device that is not there, or none is left.

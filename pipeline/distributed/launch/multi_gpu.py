@@ -1,6 +1,6 @@
-"""python -m pipeline.distributed.launch.multi_gpu ...: what launch/multi_gpu.sh hands over to.
+"""Implements launch/multi_gpu.sh: `python -m pipeline.distributed.launch.multi_gpu ...`.
 
-It is the deepspeed launcher on this machine alone, with a free port and an exit code of the ranks' own.
+It runs the deepspeed launcher on this machine alone, on a free port, and returns the exit code of the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""python -m pipeline.distributed.launch.multi_node HOSTFILE ...: what launch/multi_node.sh hands over to.
+"""Implements launch/multi_node.sh: `python -m pipeline.distributed.launch.multi_node HOSTFILE ...`.
 
-It answers for the hostfile, the doctor, the environment and the exit code; the ranks are the deepspeed
-launcher's.
+It reads the hostfile, runs the doctor, sends the environment and returns the exit code. The deepspeed
+launcher starts the ranks, not torchrun's agents through ssh: those end with 1 in place of 124 or 143 and can
+outlive their launcher.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class MultiNodeLaunch:
 
     @property
     def over_mpi(self) -> bool:
+        """Whether mpirun starts the ranks."""
         return bool(self.options.launcher == "openmpi")
 
     @property
@@ -120,7 +122,7 @@ class MultiNodeLaunch:
 
 
 def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNodeLaunch:
-    """Return what the command line means.
+    """Return the launch that a command line asks for.
 
     Raises:
         LaunchError: It is wrong, or cannot be carried out as it stands.

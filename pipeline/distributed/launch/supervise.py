@@ -1,4 +1,4 @@
-"""Runs a launcher with a guard on every node: signals reach the ranks, a lost node ends all, nothing stays.
+"""Runs a launcher with a guard on every node, which forwards signals and ends all ranks if a node is lost.
 
 The exit code comes from the ranks, not from the launcher: deepspeed ends with 0 if a part of it was killed.
 """
@@ -48,6 +48,7 @@ def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) 
     bad input if any rank has it, else the launcher's.
 
     Args:
+        records: Exit records of the ranks that wrote one.
         ranks: Ranks that were to run; empty if only the launcher knew.
         launcher: The launcher's exit code; negative for the signal that killed it.
     """
@@ -95,7 +96,8 @@ class Supervisor:
     def __init__(
         self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], places: Mapping[int, str]
     ):
-        """
+        """Prepare one run.
+
         Args:
             guards: The nodes in order, and the command that starts the guard on each.
             document: What each guard is given: folder, environment, arguments.

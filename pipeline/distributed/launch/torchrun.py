@@ -1,7 +1,7 @@
-"""python -m pipeline.distributed.launch.torchrun ...: what launch/torchrun.sh hands over to.
+"""Implements launch/torchrun.sh: `python -m pipeline.distributed.launch.torchrun ...`.
 
-It adds what a run over several machines needs to torchrun's options, checks the recipe, and becomes torchrun,
-which would start a mistake again and again.
+It adds the options that a run over several machines needs, checks the recipe, and replaces itself with
+torchrun. The check comes first because torchrun would restart a faulty recipe again and again.
 """
 
 from __future__ import annotations
