@@ -45,7 +45,8 @@ from pipeline.models.weights import (
 from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES
 
 STATE_KEY = "adapter"  # in the state of a checkpoint
-BASE, FILES = "base", "base_files"  # inside it
+BASE = "base"
+FILES = "base_files"  # inside it
 LONG = 2e9  # bytes that take some seconds to read
 PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
 log = logging.getLogger(__name__)
@@ -258,7 +259,8 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     require_package("peft", "exporting an adapter", "merge it into its base with --merge")
     from peft import LoraConfig
 
-    about, shapes = manifest.state[STATE_KEY], manifest.table.shapes
+    about = manifest.state[STATE_KEY]
+    shapes = manifest.table.shapes
     names = [name for name, kind in shapes if kind == WEIGHT]
     layers = find_adapted_layers(names)
     if not layers:
@@ -347,7 +349,8 @@ class MergedWeights:
         if name in self._whole:
             return self._adapter.read(name)
         values = self._base.read(self._names[name])
-        layer, dtype = name.removesuffix(".weight"), values.dtype
+        layer = name.removesuffix(".weight")
+        dtype = values.dtype
         if layer == name:
             return values
         if self._rounding is not None:

@@ -278,7 +278,9 @@ def find_newest_verified(
 def _examine(path: Path, peers: Peers) -> Manifest | str:
     """Verify every byte of a checkpoint, each rank a part; return its manifest, or why it is passed over."""
     manifest = None
-    problem, checksum, here = None, "", list[str]()
+    problem = None
+    checksum = ""
+    here = list[str]()
     try:
         manifest = read_named_manifest(path)
         _ = manifest.table
@@ -400,9 +402,11 @@ def diff_checkpoints(
         CheckpointError: One of them cannot be read.
     """
     with CheckpointReader(first) as a, CheckpointReader(second) as b:
-        shapes_a, shapes_b = a.names(), b.names()
+        shapes_a = a.names()
+        shapes_b = b.names()
         for name, kind in {**shapes_a, **shapes_b}:
-            shape_a, shape_b = shapes_a.get((name, kind)), shapes_b.get((name, kind))
+            shape_a = shapes_a.get((name, kind))
+            shape_b = shapes_b.get((name, kind))
             if shape_a is None:
                 yield TensorChange(name, kind, f"only in {second.folder.name}")
                 continue
@@ -418,7 +422,9 @@ def diff_checkpoints(
 def _compare(
     a: CheckpointReader, b: CheckpointReader, name: str, kind: str, shape: tuple[int, ...]
 ) -> TensorChange:
-    size, changed, largest = math.prod(shape), 0, 0.0
+    size = math.prod(shape)
+    changed = 0
+    largest = 0.0
     squares_of_difference = squares = 0.0
     for start in range(0, size, VALUES_AT_ONCE):
         region = Region(shape, None, start, min(VALUES_AT_ONCE, size - start))

@@ -183,8 +183,9 @@ def write_weights(
     entries = dict[str, TensorEntry]()
     for name, entry in source.entries.items():
         saved = dtype_of(entry)
-        entries[name] = TensorEntry(entry.shape, saved if name in source.buffers else dtype)
-    needed, free = sum(map(_num_bytes, entries.values())), shutil.disk_usage(folder).free
+        entries[name] = Entry(entry.shape, saved if name in source.buffers else dtype)
+    needed = sum(map(_num_bytes, entries.values()))
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"{format_bytes(needed)} are needed and {format_bytes(free)} are free")
     split = split_state_dict_into_shards_factory(
@@ -214,7 +215,8 @@ def _write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in entries.items():
-        begin, end = end, end + _num_bytes(entry)
+        begin = end
+        end = end + _num_bytes(entry)
         header[name] = {
             "dtype": DTYPE_NAMES[dtype_of(entry)],
             "shape": list(entry.shape),

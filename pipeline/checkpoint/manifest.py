@@ -58,7 +58,8 @@ class ShardTable:
         boxes: dict[Box | None, int] = {None: NO_BOX}
         rows = []
         for shard in shards:
-            at, checksum = shard.region, int(shard.checksum or "0", 16)
+            at = shard.region
+            checksum = int(shard.checksum or "0", 16)
             key = shard.name, shard.kind, DTYPE_NAMES[shard.dtype], at.shape
             is_all = at.box == tuple((0, extent) for extent in at.shape)
             tensor = tensors.setdefault(key, len(tensors))
@@ -113,10 +114,12 @@ class ShardTable:
     @cached_property
     def _order(self) -> Column:
         """Rows sorted by tensor, box and start."""
-        groups, start = self._groups, self.columns["start"]
+        groups = self._groups
+        start = self.columns["start"]
         order = np.argsort(groups, kind="stable").astype(np.int32)
         # Ranks mostly come in the order of their stretches; sorting by both keys takes five times as long.
-        group, starts = groups[order], start[order]
+        group = groups[order]
+        starts = start[order]
         if ((group[1:] == group[:-1]) & (starts[1:] < starts[:-1])).any():
             order = np.lexsort((start, groups)).astype(np.int32)
         return order
@@ -181,7 +184,8 @@ class ShardTable:
         Raises:
             ValueError: A shard lies outside its tensor or in none, or a value comes twice or not at all.
         """
-        count, columns = len(self), self.columns
+        count = len(self)
+        columns = self.columns
         if any(column.shape != (count,) for column in columns.values()):
             raise ValueError("columns are not equally long")
         try:
@@ -205,10 +209,13 @@ class ShardTable:
 
     def _check_cover(self, sizes: list[int]) -> None:
         """Check that no stretches of a box and no boxes of a tensor overlap, and that no value is missing."""
-        rows, length = self._order, self.columns["length"]
+        rows = self._order
+        length = self.columns["length"]
         if not length.all():
             rows = rows[length[rows] > 0]
-        group, start, length = self._groups[rows], self.columns["start"][rows], length[rows]
+        group = self._groups[rows]
+        start = self.columns["start"][rows]
+        length = length[rows]
         is_first = np.ones(len(rows), bool)
         is_first[1:] = group[1:] != group[:-1]
         firsts = np.flatnonzero(is_first)
@@ -260,7 +267,8 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-MANIFEST, TABLE = "manifest.json", "shards.safetensors"
+MANIFEST = "manifest.json"
+TABLE = "shards.safetensors"
 FORMAT = 2
 MAX_BYTES = 1 << 30
 MAX_TABLE_BYTES = 1 << 33  # 250 million shards
@@ -346,7 +354,8 @@ class Manifest(StrictRecord):
             ValueError: The table is inconsistent in itself or with the files.
         """
         manifest = Manifest(**fields)
-        manifest._folder, manifest._table = folder, manifest._checked(table)
+        manifest._folder = folder
+        manifest._table = manifest._checked(table)
         return manifest
 
     @property
@@ -368,7 +377,8 @@ class Manifest(StrictRecord):
             CheckpointError: The table is missing, damaged or inconsistent.
         """
         if self._table is None:
-            path, record = self._folder / TABLE, self.shard_table
+            path = self._folder / TABLE
+            record = self.shard_table
             raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))  # another file may have no end
             if len(raw) != record.bytes or xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
                 raise CheckpointError(

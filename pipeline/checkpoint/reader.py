@@ -99,7 +99,8 @@ def check_file_sizes(manifest: Manifest) -> list[Damage]:
 
 def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
     """Return the files here that are no plain files or of another size, and the names of those not here."""
-    damages, absent = [], set()
+    damages = []
+    absent = set()
     for file in manifest.files:
         try:
             what = _other_size(manifest.folder / file.name, file.bytes)
@@ -128,7 +129,9 @@ def _check_content(
         with open_for_reading(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
             header = _read(descriptor, 0, len(layout.header))
-            whole, damaged, end = xxhash.xxh3_128(header), list[str](), len(header)
+            whole = xxhash.xxh3_128(header)
+            damaged = list[str]()
+            end = len(header)
             advance(0 if kinds else end)
             for shard, offset in zip(layout.shards, layout.offsets, strict=True):
                 if kinds is None or shard.kind in kinds:
@@ -186,7 +189,8 @@ class CheckpointReader:
         """
         assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
         table = self.manifest.table
-        rows, shape = table.rows_of(name, kind, region), table.shapes.get((name, kind), ())
+        rows = table.rows_of(name, kind, region)
+        shape = table.shapes.get((name, kind), ())
         if rows is None:
             raise CheckpointError(f"{self.manifest.folder} holds no {kind} of {name}; it is of another model")
         if shape != region.shape:
@@ -210,7 +214,8 @@ class CheckpointReader:
 
     def _fill(self, row: int, shard: Shard, runs: Integers, target: Tensor) -> None:
         """Copy runs (offset in the shard, offset in the target, length) out of its file."""
-        dtype, number = shard.dtype, bisect_right(self.manifest.first_rows, row) - 1
+        dtype = shard.dtype
+        number = bisect_right(self.manifest.first_rows, row) - 1
         file = self.manifest.files[number]
         try:
             descriptor = self._opened(file)
@@ -221,12 +226,14 @@ class CheckpointReader:
                 read_exactly(descriptor, offset + begin * dtype.itemsize, straight)
                 return
             for few in _batches(runs):
-                begin, end = int(few[0, 0]), int(few[-1, 0] + few[-1, 2])
+                begin = int(few[0, 0])
+                end = int(few[-1, 0] + few[-1, 2])
                 values = torch.empty(end - begin, dtype=dtype)
                 read_exactly(descriptor, offset + begin * dtype.itemsize, as_bytes(values).numpy().data)
                 copy_runs(values, target, few - np.array([begin, 0, 0]))
         except OSError as error:
-            path, why = self.manifest.folder / file.name, error.strerror or error
+            path = self.manifest.folder / file.name
+            why = error.strerror or error
             raise CheckpointError(
                 f"{path} with {shard.title} cannot be read: {why}; rank {file.rank} wrote it on {file.host}; "
                 "bring it here, or use a folder all nodes share"

@@ -20,7 +20,9 @@ Box = tuple[tuple[int, int], ...]
 Integers = npt.NDArray[np.int64]
 Scalars = dict[str, float | int | bool]
 
-WEIGHT, BUFFER, GRADIENT = "weight", "buffer", "gradient"
+WEIGHT = "weight"
+BUFFER = "buffer"
+GRADIENT = "gradient"
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ def overlap(a: Region, b: Region) -> Integers:
     values.
     """
     assert a.shape == b.shape, f"regions of tensors of shape {a.shape} and {b.shape}"
-    (a_start, a_length), (b_start, b_length) = _runs(a), _runs(b)
-    a_end, b_end = a_start + a_length, b_start + b_length
+    a_start, a_length = _runs(a)
+    b_start, b_length = _runs(b)
+    a_end = a_start + a_length
+    b_end = b_start + b_length
     # Both lists are sorted without overlap: run i of a meets runs first[i] up to last[i] of b.
     first = np.searchsorted(b_end, a_start, side="right")
     last = np.searchsorted(b_start, a_end, side="left")
@@ -177,7 +181,8 @@ def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
     """
     if len(runs) == 0:
         return
-    source, steps = source.contiguous(), np.diff(runs, axis=0)
+    source = source.contiguous()
+    steps = np.diff(runs, axis=0)
     # A step belongs to a block of rows where both rows are equally long; equal steps make up a block.
     alike = steps[:, 2] == 0
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
@@ -192,7 +197,8 @@ def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
 
 def _copy_block(source: Tensor, target: Tensor, run: Integers, rows: int, step: Integers) -> None:
     """Copy rows of one length at equal distances."""
-    (in_source, in_target, length), (source_step, target_step, _) = run.tolist(), step.tolist()
+    in_source, in_target, length = run.tolist()
+    source_step, target_step, _ = step.tolist()
     torch.as_strided(target, (rows, length), (target_step, 1), target.storage_offset() + in_target).copy_(
         torch.as_strided(source, (rows, length), (source_step, 1), source.storage_offset() + in_source)
     )

@@ -146,7 +146,8 @@ class Snapshot:
             position += expected.num_bytes
 
     def _parts(self, position: int, length: int) -> Iterator[Tensor]:
-        chunks, end = self._chunks.result(), position + length
+        chunks = self._chunks.result()
+        end = position + length
         while position < end:
             index, start = divmod(position, CHUNK)
             stop = min(CHUNK, start + end - position)
@@ -240,7 +241,10 @@ class CheckpointSave:
         self.fields = fields | {"global_step": step, "world_size": len(peers.leaders)}
         self.write_seconds = 0.0
         """Seconds from the first byte to the rename."""
-        self._folder, self._peers, self._kept, self._pruner = folder, peers, kept, pruner
+        self._folder = folder
+        self._peers = peers
+        self._kept = kept
+        self._pruner = pruner
         self._final = folder / folder_name(step)
         self._partial = folder / f"{self._final.name}{PARTIAL}"
         self._replaced = folder / f"{self._final.name}{REPLACED}"
@@ -295,7 +299,8 @@ class CheckpointSave:
         if self._kept.layout is None:
             self._kept.layout = FileLayout.of(engine.shards())
         layout = self._kept.layout
-        problem, disk = None, layout.num_bytes + ROW_BYTES * len(layout.shards)
+        problem = None
+        disk = layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._kept.frozen is not None:
             disk -= self._kept.frozen.record.bytes  # linked; if a link fails, a write without room does, too
         disk_free = disk  # not known here: the write fails if there is too little
@@ -319,7 +324,8 @@ class CheckpointSave:
 
     def _take_snapshot(self, engine: EngineState) -> bool:
         """Copy the engine's values. Return False if some rank lacks the memory: then no rank has a copy."""
-        kept, shards = self._kept, iter(engine.shards())
+        kept = self._kept
+        shards = iter(engine.shards())
         assert kept.layout is not None
         snapshot = kept.snapshot = kept.snapshot or Snapshot(kept.layout, kept.device)
         if self._fits_in_memory(self._attempt(lambda: snapshot.fill(shards), shards)):
@@ -336,7 +342,8 @@ class CheckpointSave:
 
     def _write(self, engine: EngineState | None) -> None:
         """Write this rank's files and exchange problems with the other ranks."""
-        layout, snapshot = self._kept.layout, self._kept.snapshot
+        layout = self._kept.layout
+        snapshot = self._kept.snapshot
         assert layout is not None
         shards = iter(() if engine is None else engine.shards())
         values: Iterator[list[memoryview]] = stream_shards(layout, shards)
@@ -439,7 +446,8 @@ class CheckpointSave:
         Raises:
             LayoutChangedError: Some rank's shards are not those laid out.
         """
-        problem, changed = None, False
+        problem = None
+        changed = False
         try:
             action()
         except LayoutChangedError:
@@ -626,7 +634,8 @@ class CheckpointStore:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 

@@ -107,7 +107,8 @@ class TrainedRun:
     @property
     def micro_batch_size(self) -> int:
         """The command line's or the recipe's; else what it came to in the run."""
-        batch, deepspeed = self.config.batch, self.split["deepspeed"]
+        batch = self.config.batch
+        deepspeed = self.split["deepspeed"]
         if isinstance(batch.micro_batch_size, int):
             return batch.micro_batch_size
         if isinstance(found := self.split.get("micro_batch_size"), int):
@@ -199,7 +200,8 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
         DataError: Nothing is held out.
         CheckpointError, ModelError: The weights are damaged, or cannot be put into the model.
     """
-    config, length = trained.config, trained.sequence_length
+    config = trained.config
+    length = trained.sequence_length
     objective = build_objective(config)
     if isinstance(objective, SegmentObjective) and objective.has_reference:
         data = restore_reference_logps(data, trained.run, job)
@@ -254,7 +256,8 @@ def generate(
 
 @phase(Phase.MODEL)
 def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
-    config, deepspeed = trained.config, trained.split["deepspeed"]
+    config = trained.config
+    deepspeed = trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))
     language = config.model.language_model
     if language is not None:

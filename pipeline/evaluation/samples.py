@@ -17,7 +17,8 @@ from pipeline.models.generation import GenerationSettings, TextGenerator, get_ma
 from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
-CODE, QUESTION = "def ", "Hello!"  # asked where neither the recipe nor the data have a prompt
+CODE = "def "
+QUESTION = "Hello!"  # asked where neither the recipe nor the data have a prompt
 
 
 def uses_chat_template(data: DataConfig, tokenizer: Any) -> bool:

@@ -157,7 +157,8 @@ class Run:
     """
 
     def __init__(self, settings: Settings, joined: JobContext | None = None):
-        self._stack, leaves = ExitStack(), joined is None
+        self._stack = ExitStack()
+        leaves = joined is None
         began = time.perf_counter() - (0.0 if leaves else process_age())  # a notebook's is no start of a run
         with ExitStack() as stack:
             if joined is None:
@@ -167,7 +168,9 @@ class Run:
                     stop_with_launcher(ranks)
                 joined = join_job(settings, ranks, expected.deepspeed)
                 stack.push(partial(_leave, joined.job))
-            self._settings, self._job, self._data = settings, joined.job, joined.data
+            self._settings = settings
+            self._job = joined.job
+            self._data = joined.data
             self._explained = partial(explain_failures, self._job.device)
             self._advice = TrainingAdvice(settings, self._job, read_memory_usage().resident)
             stack.enter_context(self._explained(self._advice))
@@ -183,7 +186,8 @@ class Run:
                 "tf32": resolved.tf32,
             }
             self._directory, lock, made = agree_on_run_directory(config, known, self._job)
-            joined.directory, joined.made = self._directory, made
+            joined.directory = self._directory
+            joined.made = made
             if lock is not None:
                 stack.callback(lock.release)
             advise = self._advice.advise_on_killed
@@ -310,7 +314,8 @@ class Run:
         if self._data.tokenizer is None:
             raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
         settings = GenerationSettings(max_new_tokens, temperature, seed=seed)
-        engine, tokenizer = self._parts.engine, self._data.tokenizer
+        engine = self._parts.engine
+        tokenizer = self._data.tokenizer
         with self._explained(partial(advise_on_generation, max_new_tokens)):
             return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
 
@@ -320,7 +325,8 @@ class Run:
         Returns:
             None: it asks for nothing, or the model writes no text.
         """
-        config, tokenizer = self._settings.config, self._data.tokenizer
+        config = self._settings.config
+        tokenizer = self._data.tokenizer
         if tokenizer is not None and config.sample.max_new_tokens:
             engine = self._parts.engine
             with self._explained(partial(advise_on_generation, config.sample.max_new_tokens)):
@@ -350,7 +356,8 @@ class Run:
     ) -> None:
         """As `close`; after an exception nothing is waited for, and of several ranks none leaves the group:
         their processes have to end."""
-        stack, self._stack = self._stack, ExitStack()
+        stack = self._stack
+        self._stack = ExitStack()
         if error is None and self.stopped_by is not None:
             # Half: the report and the process's exit need some, too.
             self._parts.trackers.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)

@@ -154,7 +154,8 @@ def build_engine(
     Args:
         resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
     """
-    split, placement = resolved.split, build_placement(config, resolved, job)
+    split = resolved.split
+    placement = build_placement(config, resolved, job)
     starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
     # Weights from elsewhere fill every tensor, where `strict` is set.
     draws = starts and (config.model.weights is None or not config.model.strict)
@@ -453,7 +454,8 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
 
 def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
     """A run's settings and its environment, for places that show them."""
-    recipe, environment = config.model_dump(mode="json"), directory / ENVIRONMENT
+    recipe = config.model_dump(mode="json")
+    environment = directory / ENVIRONMENT
     known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
     if job.ranks.is_main_process and environment.exists():
         known["environment"] = json.loads(environment.read_text())

@@ -37,8 +37,10 @@ def banner_lines(
     settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> Iterator[tuple[str, str]]:
     """What there is to say, by its name."""
-    job, engine, data = parts.job, parts.engine, settings.config.data
-    own = [(count_elements(p), p.requires_grad) for p in engine.module.parameters()]
+    job = parts.job
+    engine = parts.engine
+    data = settings.config.data
+    own = [(number_of(p), p.requires_grad) for p in engine.module.parameters()]
     share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
     frozen = f", {share:.1%} of them trained" if share < 1 else ""
     model = settings.config.model
@@ -69,7 +71,8 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
     values, num_bytes = measure_reduced_base(engine.module)
     if not values:
         return ""
-    dtype, each = adapter.quantize or engine.precision, num_bytes / values
+    dtype = adapter.quantize or engine.precision
+    each = num_bytes / values
     return f" over a base in {dtype} ({values:,} weights in {format_bytes(num_bytes)}, {each:.3f} bytes each)"
 
 
@@ -101,7 +104,8 @@ def warn_about_choices(
 
 def describe_data_shortage(loader: TrainLoader) -> str | None:
     """What to say of a data set that a single step goes through, and on."""
-    samples, step = loader.samples_per_epoch, loader.global_batch_size
+    samples = loader.samples_per_epoch
+    step = loader.global_batch_size
     if samples >= step:
         return None
     return (

@@ -81,7 +81,9 @@ class TrainingAdvice:
 
     def __call__(self, shortage: MemoryShortage) -> MemoryAdvice:
         """Return what helps."""
-        facts, doing, found = [], "", list[ConfigChange]()
+        facts = []
+        doing = ""
+        found = list[Change]()
         if (held := self._held(shortage)) is not None:
             facts.append(f"held: {held}")
         if self.job is not None:
@@ -127,9 +129,10 @@ class TrainingAdvice:
     def _accepted(self) -> Iterator[ConfigChange]:
         """Yield changes of a run that no formula knows, whose gain is not known."""
         assert self.job is not None
-        device, ranks = describe_device(self.job.device), self.job.ranks.world_size
-        for change in list_candidates(self.settings, self.settings.resolve(ranks, device), device):
-            if change.kind == BACK_TO_DEVICE:
+        device = describe_device(self.job.device)
+        ranks = self.job.ranks.world_size
+        for change in candidates(self.settings, self.settings.resolve(ranks, device), device):
+            if change.kind == BACK:
                 continue
             with suppress(PipelineError, OSError):
                 self.settings.with_arguments(change.overrides).resolve(ranks, device)
@@ -156,9 +159,11 @@ class TrainingAdvice:
         """Say what the rank holds on what is out of memory; `None` if there is no engine."""
         if self.states is None:
             return None
-        total, before = shortage.allocated, 0
+        total = shortage.allocated
+        before = 0
         if shortage.kind == "cpu":
-            total, before = read_memory_usage().resident, self.before
+            total = read_memory_usage().resident
+            before = self.before
         elif total is None:
             total = torch.cuda.memory_allocated()
         with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
@@ -217,7 +222,9 @@ _FAILED = re.compile(
 )
 _SIZE = r"([\d.]+ [KMGTPE]?i?B)"
 # What the allocator's own message knows of that moment.
-_ASKED, _FREE, _ALLOCATED = "asked for {}", "{} were free", "{} allocated"
+_ASKED = "asked for {}"
+_FREE = "{} were free"
+_ALLOCATED = "{} allocated"
 _TOLD = {
     _ASKED: rf"[Tt]ried to allocate {_SIZE}",
     "of {} in all": rf"total capacity of {_SIZE}",
@@ -324,7 +331,8 @@ def _peaks(device: torch.device) -> list[str]:
 
 
 def _of_device(error: RuntimeError, device: torch.device | None) -> str:
-    text, frames = summarize_error(error), traceback.extract_tb(error.__traceback__)
+    text = one_line(error)
+    frames = traceback.extract_tb(error.__traceback__)
     where = f"{device or 'the device'} failed"
     if "ECC" in text or "fallen off" in text:
         return (

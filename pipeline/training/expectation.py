@@ -43,7 +43,9 @@ class Expectation:
             length: Tokens of a row.
             before: GiB that the process had resident at the most before its first step.
         """
-        self.found, self._length, self._before = found, length, before
+        self.found = found
+        self._length = length
+        self._before = before
 
     @property
     def memory(self) -> str | None:
@@ -89,7 +91,8 @@ class Expectation:
             fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
             told.append(f"memory {peak_gib:.2f} GiB of {expected:.2f} expected")
         if found.time is not None and len(speeds) > LEAST_ROWS and self._length:
-            measured, speed = median(speeds[1:]) * self._length, found.time.tokens_per_second
+            measured = median(speeds[1:]) * self._length
+            speed = found.time.tokens_per_second
             fields |= {"tokens_per_second_measured": measured, "tokens_per_second_expected": speed}
             told.append(f"{measured:,.0f} tokens/s of {speed:,.0f} expected")
         return Event(PLAN, f"plan: {'; '.join(told)}", level="info", fields=fields) if told else None
@@ -134,8 +137,9 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
     Raises:
         PipelineError: Its model is not known, or it cannot be split so.
     """
-    config, place = _with_words(settings.config, data.vocab_size), _place(job)
-    model = read_model_spec(config)
+    config = _with_words(settings.config, data.vocab_size)
+    place = _place(job)
+    model = model_of(config)
     if model is None:
         raise ModelError("the model has to be built to be known")
     resolved = settings.resolve(job.ranks.world_size, place.device)

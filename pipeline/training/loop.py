@@ -305,7 +305,9 @@ class TrainLoop:
             self._begin()
         if self._is_over:
             return None
-        parts, schedule, row = self._parts, self._schedule, None
+        parts = self._parts
+        schedule = self._schedule
+        row = None
         result, agreed, learning_rate = self._train_step.run(self.state.global_step, self._alarm)
         if result is None:
             self._stopped = True
@@ -346,7 +348,8 @@ class TrainLoop:
 
     def _prepare_saves(self, first_step: int) -> None:
         """After the first step of this process: prepare the checkpoints that come before the last step."""
-        parts, schedule = self._parts, self._schedule
+        parts = self._parts
+        schedule = self._schedule
         is_due = schedule.save_minutes or schedule.save.is_due_between(first_step - 1)
         if first_step < schedule.max_steps and is_due:
             with parts.meters.exclude_from_step_time("checkpoint"):
@@ -357,7 +360,8 @@ class TrainLoop:
         remembered = self._recovery.roll_back(request, self.state.global_step)
         self._train_step.forget_requests()
         self.state = TrainState.of(remembered, self._parts.engine.device)
-        self._evaluation, self._evaluated_at = None, -1
+        self._evaluation = None
+        self._evaluated_at = -1
         self._asked = Flags()
         return Step(self.state.global_step, None, None)
 
@@ -514,7 +518,8 @@ class TrainLoop:
         return parts.meters.collect_row(further)
 
     def _evaluate(self) -> dict[str, float] | None:
-        parts, step = self._parts, self.state.global_step
+        parts = self._parts
+        step = self.state.global_step
         if parts.eval_loader is None:
             return None
         self._write_rows()
@@ -531,7 +536,8 @@ class TrainLoop:
             else:
                 rollback = self._rows.write(step, RowDetails(row))
                 assert rollback is None  # alerts about training alone lead to one
-                self._evaluation, self._evaluated_at = row, step
+                self._evaluation = row
+                self._evaluated_at = step
                 if parts.tell_sample is not None:
                     parts.tell_sample(step)
                 if parts.callbacks is not None:
@@ -552,7 +558,8 @@ class TrainLoop:
         """Call the callbacks with a row, which may be that of an earlier step than the last."""
         callbacks = self._parts.callbacks
         assert callbacks is not None
-        samples, tokens = int(row["train/samples_seen"]), row.get("train/tokens_seen", 0.0)
+        samples = int(row["train/samples_seen"])
+        tokens = row.get("train/tokens_seen", 0.0)
         callbacks.call("after_row", callbacks.moment(step, samples, tokens, metrics=row))
 
     def _before_save(self, *closed: str) -> None:
@@ -566,7 +573,8 @@ class TrainLoop:
 
     def _tell_of_early_stop(self) -> None:
         """Record why the run ends here. Rank 0 alone knows."""
-        callbacks, step = self._parts.callbacks, self.state.global_step
+        callbacks = self._parts.callbacks
+        step = self.state.global_step
         if callbacks is not None and callbacks.reason:
             self.stopped_early = callbacks.reason
             message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"

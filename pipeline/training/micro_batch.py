@@ -103,7 +103,8 @@ def predict_bytes(size: int, tried: TrialResults) -> list[float]:
     for rank in range(len(tried[sizes[0]])):
         work = {each: tried[each][rank].work for each in sizes}
         if len(sizes) == 1:
-            high, slope = sizes[0], tried[sizes[0]][rank].forward / sizes[0]
+            high = sizes[0]
+            slope = tried[sizes[0]][rank].forward / sizes[0]
             slope *= 2 if size > FAR * high else 1  # a backward that recomputes adds more than the forward
         else:
             low, high = min(pairwise(sizes), key=lambda pair: abs(pair[0] + pair[1] - 2 * size))
@@ -243,7 +244,9 @@ class MicroBatchCache:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return
         if type(needs) is int and all(each is None or type(each) is int for each in (found, trying)):
-            self.found, self.needs, self.trying = found, needs, trying
+            self.found = found
+            self.needs = needs
+            self.trying = trying
 
     def write(self, tried: Mapping[str, int]) -> None:
         """Write it whole or not at all; a folder that cannot be written costs a search at each start."""
@@ -294,12 +297,14 @@ class MicroBatchSearch:
 
     def find(self) -> int:
         """Return the size."""
-        job, known = self.job, self._known()
+        job = self.job
+        known = self._known()
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
         kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
         job.on_main(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
-        candidates, guess = self.resolved.batch_plan.candidates, self.guess
+        candidates = self.resolved.plan.candidates
+        guess = self.guess
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
             if smaller := [size for size in candidates if size < kept.trying]:
@@ -316,7 +321,8 @@ class MicroBatchSearch:
         size = find_largest_fitting(self._tried) or min(self._tried)
         if kept.trying is not None and fits_every_rank(self._tried[size]) and size >= kept.trying:
             kept.trying = None  # it was cut off for another reason
-        kept.found, kept.needs = size, max(use.most for use in self._tried[size])
+        kept.found = size
+        kept.needs = max(use.most for use in self._tried[size])
         self._write()
         self._tell(self._summary(size))
         if self.resolved.compile:
@@ -334,8 +340,9 @@ class MicroBatchSearch:
 
     def measure(self, size: int) -> list[MemoryUse]:
         """Return what a step of such micro-batches holds on each rank."""
-        engine, stages = self.engine, self.resolved.split.pipeline_stages
-        plan = self.resolved.batch_plan.with_micro_batch_size(size)
+        engine = self.engine
+        stages = self.resolved.split.pipeline_stages
+        plan = self.resolved.plan.divided(size)
         # The second one finds the gradients of the first; stages are filled by as many as there are.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches = self._batches(replace(plan, gradient_accumulation_steps=count))
@@ -345,7 +352,8 @@ class MicroBatchSearch:
             reset_compilation(engine.module)
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
-        limit, began = self._limit(), self._memory.now()
+        limit = self._limit()
+        began = self._memory.now()
         most: dict[str, int] = {}
         forward = 0
 
@@ -368,7 +376,8 @@ class MicroBatchSearch:
 
     def _batches(self, plan: BatchPlan) -> list[Batch]:
         """Read a group of real rows."""
-        loader, config = self.loader(plan), self.config
+        loader = self.loader(plan)
+        config = self.config
         looked_at = LOOKED_AT if ":" in config.data.kind else 1
         groups = [loader.read_again(number * plan.global_batch_size) for number in range(looked_at)]
         group = max(groups, key=_bytes_of)
@@ -388,8 +397,10 @@ class MicroBatchSearch:
     @contextmanager
     def _written_down(self, size: int) -> Iterator[None]:
         """Note a trial while it runs, so that the next start knows of one that did not come back."""
-        kept, job = self._kept, self.job
-        before, kept.trying = kept.trying, size
+        kept = self._kept
+        job = self.job
+        before = kept.trying
+        kept.trying = size
         self._write()
         job.barrier()
         try:
@@ -428,15 +439,17 @@ class MicroBatchSearch:
 
     def _known(self) -> dict[str, Any]:
         """Return all that decides the answer."""
-        config, resolved, device = self.config, self.resolved, self.job.device
-        smallest = self.loader(
-            replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
-        )
+        config = self.config
+        resolved = self.resolved
+        device = self.job.device
+        smallest = self.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
         (row,) = smallest.read_again(0)
-        name, memory = "cpu", read_memory_usage().limit
+        name = "cpu"
+        memory = read_memory_usage().limit
         if device.type == "cuda":
             card = torch.cuda.get_device_properties(device)
-            name, memory = card.name, card.total_memory
+            name = card.name
+            memory = card.total_memory
         sections = ("model", "adapter", "objective", "optimizer")
         return config.model_dump(mode="json", include=set(sections)) | {
             "row": {key: describe_value(value) for key, value in row.items()},

@@ -129,7 +129,9 @@ def _said(
 
 def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job) -> ReferenceTable:
     batches = _batches(rows, engine)
-    data, started, told = rows.data, time.monotonic(), time.monotonic()
+    data = rows.data
+    started = time.monotonic()
+    told = time.monotonic()
     sets: list[Any] = [data.train, *data.eval.values(), *data.eval_sets.values()]
     step = rows.micro_batch_size * engine.dp_world_size
     total = sum(-(-len(each) // step) for each in sets)
@@ -157,7 +159,8 @@ def _holds(
     """
     worst = 0.0
     for keys, logps in _said(islice(_batches(rows, engine), 1), engine, objective, job):
-        known, is_answer = table.look_up(keys), keys != 0
+        known = table.look_up(keys)
+        is_answer = keys != 0
         if is_answer.any():
             largest = float(np.abs(logps[is_answer]).max())
             worst = float(np.abs(known - logps)[is_answer].max()) / largest

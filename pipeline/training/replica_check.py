@@ -96,7 +96,8 @@ class ReplicaCheck:
 
     def note_rollback(self, step: int) -> None:
         """The run goes on from an earlier step."""
-        self.good_until, self._coming = min(self.good_until, step), None
+        self.good_until = min(self.good_until, step)
+        self._coming = None
 
     def _send(self, step: int, table: Tensor) -> None:
         is_gpu = table.device.type == "cuda"
@@ -108,7 +109,8 @@ class ReplicaCheck:
         self._coming = (step, host, arrived)
 
     def _read(self) -> Event | None:
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         if coming is None:
             return None
         step, host, arrived = coming

@@ -75,7 +75,8 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
 
 
 def _run(settings: Settings, begun: JobContext) -> int:
-    job, text = begun.job, None
+    job = begun.job
+    text = None
     if job.watchdog is not None:
         job.watchdog.before_leaving(partial(_report, begun))
     with Run(settings, begun) as prepared:

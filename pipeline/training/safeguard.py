@@ -214,7 +214,8 @@ class Safeguard:
         self, found: RollbackRequested, abandoned: int, step: int, stretches: Sequence[tuple[int, int]]
     ) -> Event:
         """Return the event of a rollback from step `abandoned` to `step`."""
-        first, last = min(a for a, _ in stretches), max(b for _, b in stretches)
+        first = min(a for a, _ in stretches)
+        last = max(b for _, b in stretches)
         return Event(
             ROLLBACK,
             f"the run goes on from step {step}, and leaves samples {first} to {last - 1} of the order out: "

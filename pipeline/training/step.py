@@ -78,7 +78,9 @@ class TrainStep:
             global_step: Optimizer steps done.
             alarm: Asks for a checkpoint by the clock; `None` never does.
         """
-        engine, source, phases = self.engine, self.source, self.engine.phases
+        engine = self.engine
+        source = self.source
+        phases = self.engine.phases
         asked: Flags | None = None
         learning_rate = self.learning_rate(global_step)
         while True:
