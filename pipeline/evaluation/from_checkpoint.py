@@ -1,7 +1,7 @@
-"""A model as a run's checkpoint has it, whole in this process: to evaluate it, and to write text with it.
+"""Loads the model of a run's checkpoint whole into this process, to evaluate it or generate text.
 
-The run may have had any split. Its recipe says what the model is, its folder `model` the rest of a language
-model: neither `model.pretrained` nor the run's machines are needed.
+The run may have had any split. Its recipe and its folder `model` describe the model, so neither
+`model.pretrained` nor the run's machines are needed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ if TYPE_CHECKING:
 
 
 class InferenceEngine:
-    """Computes as the engine that trained the model does.
+    """Evaluates and generates in the precision of the engine that trained the model.
 
     Args:
-        model: With its weights, in fp32.
-        precision: The run's.
-        casts: In half precision the parameters are cast, as DeepSpeed does it; buffers stay as they are.
-        autocast: In half precision products are computed under torch.autocast.
+        model: Model with its weights in fp32.
+        precision: Precision of the run.
+        device: Device to compute on.
+        casts: Whether parameters are cast to half precision, as DeepSpeed does; buffers keep their dtype.
+        autocast: Whether matrix products in half precision are computed under torch.autocast.
     """
 
     dp_rank = 0
@@ -75,14 +76,14 @@ class InferenceEngine:
 
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
-        """See Engine.eval_step."""
-        batch = add_document_bounds(batch)
+        """Return the loss sum of a batch. See Engine.eval_step."""
+        batch = with_bounds(batch)
         inputs = objective.inputs(self.module, batch)
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """See Generates.generate."""
+        """Return the generated ids of each prompt. See Generates.generate."""
         return generate_ids(self.module, prompts, settings, self.device)
 
 
@@ -90,23 +91,23 @@ log = logging.getLogger(__name__)
 
 CHANGEABLE = ("data", "eval", "loader", "batch")
 READ = ("data", "eval", "model", "objective")
-"""Sections of the recipe that are used here."""
+"""Sections of the recipe that are used here, so that they may hold no redacted value."""
 REMOTE_CODE = "model.trust_remote_code"
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A checkpoint and what the run says of it."""
+    """A checkpoint with the settings of its run."""
 
     run: Path
     checkpoint: Path
     config: RunConfig
     split: dict[str, Any]
-    """split.json: how the run was divided when it was last started."""
+    """Content of split.json: the split, the data and the batch of the run's last start."""
 
     @property
     def micro_batch_size(self) -> int:
-        """The command line's or the recipe's; else what it came to in the run."""
+        """Micro-batch size of the command line or the recipe; if both leave it open, the run's."""
         batch = self.config.batch
         deepspeed = self.split["deepspeed"]
         if isinstance(batch.micro_batch_size, int):
@@ -119,19 +120,22 @@ class TrainedRun:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a row; `None` if the data has no such limit."""
+        """Number of tokens in a row; `None` if the data has no such limit."""
         return self.config.data.tokens_per_row
 
 
 def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], import_paths: bool) -> TrainedRun:
-    """Find the checkpoint and read the run's recipe, with what is changed of its data and evaluation.
+    """Find a checkpoint, and read its run's recipe with overrides of data and evaluation.
 
     Args:
+        path: Run directory, or one of its checkpoints.
+        step: Checkpoint of the run: a step, `last` or `best`.
+        overrides: `key=value` of data, eval, loader and batch.
         import_paths: Whether the recipe may name code to run.
 
     Raises:
-        ConfigError: the recipe cannot be read; an override changes what the checkpoint decides; the model
-            brings code that nobody asked for here.
+        ConfigError: The recipe cannot be read, an override changes what the checkpoint determines, or the
+            model brings code that was not allowed here.
         CheckpointError: split.json cannot be read.
     """
     run, checkpoint, _ = find_checkpoint(path, str(step), "step")
@@ -141,21 +145,21 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
     for key in hidden:
         if not any(f"{key}.".startswith(f"{each}.") for each in changed):
             raise ConfigError(
-                f"{run / 'recipe.yaml'}: {key} is {REDACTED}, as a run keeps no secrets; give it again "
-                f"behind the command: {key}=..., or have your code read it from an environment variable"
+                f"{run / 'recipe.yaml'}: {key} is {REDACTED}, as a run stores no secrets; append it to the "
+                f"command: {key}=..., or have your code read it from an environment variable"
             )
     for key in changed:
         if key.partition(".")[0] not in CHANGEABLE and key not in {REMOTE_CODE, *hidden}:
             raise ConfigError(
-                f"command line: {key}: the checkpoint decides this; what can be changed: "
+                f"command line: {key}: the checkpoint determines this; sections that may be changed: "
                 f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
             )
     config = load_settings(run / "recipe.yaml", None, overrides, import_paths=import_paths).config
     language = config.model.language_model
     if language is not None and language.trust_remote_code and REMOTE_CODE not in changed:
         raise ConfigError(
-            f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it say so here too: "
-            f"{REMOTE_CODE}=true"
+            f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it, add "
+            f"{REMOTE_CODE}=true to this command"
         )
     try:
         split = json.loads(read_regular_file(run / "split.json", CONFIGURATION_LIMIT))
@@ -166,7 +170,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
 
 
 def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose value the run did not keep, as it held a secret."""
+    """Yield the dotted keys whose value was redacted because it held a secret."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _hidden_keys(value, f"{prefix}.{key}" if prefix else str(key))
@@ -175,13 +179,13 @@ def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
-    """Whatever it reads, the model knows the ids of its own tokenizer: no other is loaded, or trained."""
+    """Return the recipe with the run's own tokenizer, whatever data is read: the model knows only its ids."""
     data = config.data.documents
     if data is None:
         return config
     changes: dict[str, Any] = {"tokenizer": data.tokenizer.model_copy(update={"pretrained": str(folder)})}
     if data.conversations is not None:
-        changes["chat_template"] = None  # the tokenizer's
+        changes["chat_template"] = None  # use that of the tokenizer
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
@@ -268,7 +272,7 @@ def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEn
         assert data is not None
         model = build_model(config.model, build_model_request(config, data, NoSharding()), config.seed)
     section = config.model.model_copy(update={"weights": str(trained.checkpoint), "strict": True})
-    if language is not None:  # trained where there is fp8, read anywhere
+    if language is not None:  # weights trained in fp8 are evaluated without it, on any device
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, NoSharding(), job, open_checkpoint)
     autocast = language is None

@@ -1,4 +1,4 @@
-"""Evaluation over held-out data sets: sums over all batches and ranks, divided once."""
+"""Evaluates a model on held-out data sets. Losses and counts are summed over all ranks and divided once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.objectives.interface import TwoPassObjective, list_extra_sums
 def build_eval_loader(
     config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluator
 ) -> EvalLoader | None:
-    """Return this rank's share of all held-out data; `None` if there is none."""
+    """Return a loader of this rank's share of all held-out data; `None` if no data is held out."""
     if not data.eval and not data.eval_sets:
         return None
     return EvalLoader(
@@ -45,17 +45,23 @@ def build_eval_loader(
 def evaluate(
     engine: Evaluator, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:
-    """eval/loss, the exact mean over all sets of `loader.total` together, as if they were one; with it
-    eval/perplexity for tokens, eval/accuracy for classes. Where there are several sets, eval/<name>/loss (and
-    accuracy) of each. Of a set in which no target counts the loss is NaN, and `targets` is 0.
+    """Return the means over the held-out data, equal for any number of ranks. Collective.
 
-    The same on any number of ranks. Collective: every rank goes through the same number of batches.
+    `eval/loss` is the exact mean over all sets of `loader.total`, as if they were one. `eval/perplexity` comes
+    with it for tokens, and `eval/accuracy` for classes. With several sets, `eval/<name>/loss` (and accuracy)
+    of each is added. If no target of a set counts, its loss is NaN and its `targets` is 0.
+
+    Every rank runs the same number of batches.
 
     Args:
-        stop: What may end it early: the time until a kill is for the checkpoint.
+        engine: Engine that computes the loss.
+        objective: Objective to evaluate.
+        loader: Loader of this rank's share.
+        job: Ranks of the job.
+        stop: Receiver of signals, which end the evaluation early to leave time for the checkpoint.
 
     Returns:
-        None: a stop was agreed before the end.
+        The row; `None` if all ranks agreed to stop before the end.
     """
     if isinstance(objective, TwoPassObjective):
         known = evaluate(engine, objective.first_pass, loader, job, stop)
@@ -74,7 +80,7 @@ def evaluate(
             if flag_reader.read(job.all_reduce_sum(flags)).stop:
                 return None
         loss = engine.eval_step(batch, objective)
-        if not is_real:  # a rank that ran out of samples still takes part in the forward's collectives
+        if not is_real:  # a rank without further samples still takes part in the forward's collectives
             continue
         values = {"loss": loss.loss_sum, "count": loss.count, **loss.extras}
         sums[name] += torch.stack([values.get(key, none).to(engine.device, torch.float64) for key in keys])
@@ -93,10 +99,12 @@ def evaluate(
 def record_best_metric(
     config: EvalConfig, row: Mapping[str, float], objective: Objective
 ) -> dict[str, float | str]:
-    """Return what a checkpoint keeps of the metric that chooses the best.
+    """Return the record that a checkpoint stores of the metric that chooses the best checkpoint.
 
     Args:
-        row: What `evaluate` gave.
+        config: Section `eval` of the recipe.
+        row: Result of `evaluate`.
+        objective: Objective of the run.
 
     Raises:
         ConfigError: The evaluation has no such metric.
@@ -108,14 +116,14 @@ def record_best_metric(
     if (value := row.get(f"eval/{metric}", uncounted)) is None:
         known = ", ".join(name.removeprefix("eval/") for name in row)
         raise ConfigError(
-            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
+            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; choose one of {known}"
         )
     return {"metric": metric, "value": value, "mode": "min" if config.best_is_lowest else "max"}
 
 
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
-    further = compute_extra_means(sums, objective.means)
-    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **further}
-    if not sums["count"]:  # no loss: 0 would be the best of all evaluations
+    further = further_means(sums, objective.means)
+    means = {"loss": whole_loss(sums, objective.means, objective.weighted), **further}
+    if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

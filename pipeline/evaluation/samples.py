@@ -1,4 +1,4 @@
-"""A few words from the trained language model: after a prompt, or as the answer to a question."""
+"""Generates text with the trained language model, after a prompt or as the answer to a question."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
 CODE = "def "
-QUESTION = "Hello!"  # asked where neither the recipe nor the data have a prompt
+QUESTION = "Hello!"  # default prompts, if neither the recipe nor the data has one
 
 
 def uses_chat_template(data: DataConfig, tokenizer: Any) -> bool:
-    """Whether a prompt is a question in the tokenizer's chat template, as in such data."""
+    """Return whether a prompt is put as a question into the tokenizer's chat template, as in the data."""
     return data.conversations is not None and bool(tokenizer and tokenizer.chat_template)
 
 
 class Sample(NamedTuple):
-    """A prompt, and what the model wrote after it."""
+    """A prompt and the model's continuation."""
 
     prompt: str
     text: str
 
 
-def sample_text(writer: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
-    """Return the sample that the recipe asks for, the same on every rank; None if the model cannot generate.
-
-    Collective.
+def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sample | None:
+    """Return the sample that the recipe asks for, the same on every rank. Collective.
 
     Without a prompt in the recipe, conversations and preferences give their first held-out prompt.
+
+    Returns:
+        `None` if the model cannot generate.
     """
     if not hasattr(writer.module, "generate"):
         return None
@@ -55,10 +56,10 @@ def sample_text(writer: TextGenerator, data: DataBundle, config: RunConfig) -> S
 
 
 def _held_out_prompt(data: DataBundle) -> list[int] | None:
-    """Return the ids before the first answer of the first row, a training row where none is held out.
+    """Return the ids before the first answer of the first held-out row, or of the first training row.
 
     Returns:
-        `None`: everything counts in the loss, so that no answer is to be seen.
+        `None` if every token counts in the loss, so that the answer's start is not known.
     """
     dataset: Any = next(iter({**data.eval, **data.eval_sets}.values()), data.train)
     row = dataset[0]
@@ -69,10 +70,10 @@ def _held_out_prompt(data: DataBundle) -> list[int] | None:
 def build_sampler(
     writer: TextGenerator, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
-    """Return a function that has the model write a sample after the evaluation of a step, and reports it.
+    """Return a function that generates and reports a sample after the evaluation of a step.
 
     Returns:
-        None if no sample is asked for or the model writes no text.
+        `None` if the recipe asks for no sample or the model writes no text.
     """
     if data.tokenizer is None or not config.sample.every_eval or not config.sample.max_new_tokens:
         return None
@@ -89,10 +90,10 @@ def build_sampler(
 def generate_text(
     writer: TextGenerator, tokenizer: Any, prompt: str, settings: GenerationSettings, *, asks: bool
 ) -> str:
-    """The prompt and what the model writes after it; to a question the answer alone. Collective.
+    """Return the prompt and the model's continuation, or only the answer to a question. Collective.
 
     Raises:
-        ModelError: the prompt is longer than what the model sees, or it cannot generate.
+        ModelError: The prompt is longer than the model's context, or the model cannot generate.
     """
     ids = _prompt_ids(tokenizer, prompt, asks)
     longest = get_max_positions(writer.module)
@@ -103,10 +104,10 @@ def generate_text(
 
 
 def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
-    """Ids to go on from: of a question as the chat template has it, up to where the answer begins.
+    """Return the ids of a prompt. A question is put into the chat template, up to the answer's start.
 
     Raises:
-        DataError: the template is no Jinja, or refuses it.
+        DataError: The template is not valid Jinja, or it refuses the question.
     """
     if asks:
         special = tokenizer.all_special_tokens
@@ -114,25 +115,22 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
         question: list[int] = tokenizer(template.write_question(text), add_special_tokens=False)["input_ids"]
         return question
     ids: list[int] = tokenizer(text)["input_ids"]
-    return ids or [tokenizer.eos_token_id]  # what stands between documents
+    return ids or [tokenizer.eos_token_id]  # the separator of documents
 
 
 @phase(Phase.GENERATION)
-def _write(
-    writer: TextGenerator, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings
-) -> Sample:
-    """The prompt and what the model writes after it, up to its end or as far as it can see.
+def _write(writer: Generates, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings) -> Sample:
+    """Return the prompt and the model's continuation, up to its end or the end of the model's context.
 
-    Args:
-        prompt: Of one that the model has no positions for, the end is read.
+    A prompt longer than the context is cut at its beginning.
     """
-    longest = get_max_positions(writer.module)  # not every model has an end
+    longest = longest_sequence(writer.module)  # `None` if the model has no limit
     if longest is not None:
         prompt = prompt[-max(1, longest - 1) :]
         fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))
         settings = replace(settings, max_new_tokens=fits)
     ids = [*prompt, *writer.generate([prompt], settings)[0]]
-    # As part of the whole: a token by itself may lose a space, or be half of a character.
+    # Decoded as part of the whole: a single token may lose a space, or be half of a character.
     whole = str(tokenizer.decode(ids, skip_special_tokens=True))
     begin = str(tokenizer.decode(prompt, skip_special_tokens=True))
     return Sample(begin, whole[len(begin) :])

@@ -2,7 +2,7 @@
 
 import os
 
-# Torch reads both when it is imported. Python runs this file before any module of the package.
-# Without the first, torch's C++ prints a stack for every call to a store whose process was killed.
+# Torch reads both variables when it is imported, and Python runs this file before any module of the package.
+# Otherwise torch's C++ code prints a stack for every call to a store whose process was killed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a line for each profiler that starts or stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else each profiler prints a line when it starts or stops

@@ -1,8 +1,8 @@
-"""A run as an object: built by its settings, stepped, evaluated, saved. `launch/train.py` is written on it.
+"""The class Run, which builds, steps, evaluates and saves a run. `launch/train.py` is written on it.
 
-Beside it the calls that need only a checkpoint: `evaluate`, `generate` and `export`.
+The functions `evaluate`, `generate` and `export` need only a checkpoint.
 
-What a user can cause is raised as a PipelineError; how a process ends is pipeline.training.run_rank's.
+Errors that a user can cause are PipelineErrors. pipeline.training.run_rank turns them into exit codes.
 """
 
 from __future__ import annotations
@@ -68,42 +68,46 @@ from pipeline.training.run_directory import agree_on_run_directory, write_split
 
 @dataclass
 class JobContext:
-    """A process of the job, with its data; and the run's directory, once there is one."""
+    """One process of the job with its data, and with the run's directory once there is one."""
 
     job: Job
     data: DataBundle
     directory: Path | None = None
     made: tuple[Path, ...] = ()
-    """Folders that this process made for the run, innermost first."""
+    """Folders that this process created for the run, innermost first."""
     has_trained: bool = False
-    """Whether a step was made."""
+    """Whether the run has completed a step."""
 
 
 @phase(Phase.DATA)
 def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> JobContext:
-    """Prepares the data and joins the process group. Collective.
+    """Prepare the data and join the process group. Collective.
 
     Args:
-        deepspeed: The configuration on the device that there most likely is, for DeepSpeed's own validation.
+        settings: From `load_settings`.
+        ranks: Rank and world size of this process, from the launcher's environment.
+        deepspeed: DeepSpeed's configuration for the device expected here, validated by DeepSpeed's own
+            code; `None` without DeepSpeed.
 
     Raises:
-        PipelineError: the JSON or the data cannot be used; not all ranks came.
+        PipelineError: The JSON or the data cannot be used, or some ranks did not join in time.
     """
     if (variable := settings.config.notify.webhook_env) is not None:
         declare_secret_variable(variable)
     log_to_console(ranks, settings.config.log.console)
     raise_open_files_limit(ranks.world_size, is_told=ranks.is_main_process)
-    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed, which would choose itself
+    choose_accelerator(tells=ranks.is_main_process)  # before DeepSpeed chooses one by itself
     if deepspeed is not None:
         require_deepspeed()
         from pipeline.engine.deepspeed_patches import check_with_deepspeed
 
         check_with_deepspeed(deepspeed)
     if ranks.is_main_process:
-        check_trackers(settings.config)  # before hours go into the data
+        check_trackers(settings.config)  # before data preparation, which can take hours
         import_callbacks(settings.config)
     check_pretrained(settings.config)
-    # Before the process group exists: preparing data may take longer than its timeout.
+    # Prepare data before the process group exists: it may take longer than the group's timeout. The rank
+    # that gets the file lock prepares; the others wait for the lock, not in a collective.
     data = prepare_data(settings.config.data)
     waits = settings.config.distributed
     job = start_job(
@@ -124,10 +128,14 @@ log = logging.getLogger(__name__)
 def explain_failures(
     device: torch.device, advise: Callable[[MemoryShortage], MemoryAdvice]
 ) -> Iterator[None]:
-    """Around what computes; or a decorator.
+    """Translate device failures inside the `with` block. Also usable as a decorator.
+
+    Args:
+        device: Device that the block computes on.
+        advise: Returns what would need less memory.
 
     Raises:
-        DeviceMemoryError, DeviceFailedError: in place of torch's or the system's own, which is the cause.
+        DeviceMemoryError, DeviceFailedError: The original exception of torch or the system is the cause.
     """
     try:
         yield
@@ -139,27 +147,32 @@ def explain_failures(
 
 
 class Run:
-    """One run of training, in this process alone or as one rank of those that a launcher started.
+    """A training run, in this process alone or as one rank of several that a launcher started.
 
-    It is built here: data, model, engine; where its directory has a checkpoint it goes on from there. Use it
-    in `with`, or call `close`. Every method is collective: all ranks call the same ones in the same order.
+    The constructor builds data, model and engine. If the run's directory has a checkpoint, the run resumes
+    from it. Use the run in a `with` statement, or call `close`. Every method is collective: all ranks call
+    the same methods in the same order.
 
-    Between the first step and the last SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask for a stop, as they do of the
-    command: `step` saves and says that it is over.
+    Between the first step and the last, SIGINT, SIGTERM, SIGUSR1 and SIGHUP request a stop, as they do for
+    the command. `step` then saves a checkpoint, and the next call returns `None`.
 
     Args:
         settings: From `load_settings`.
-        joined: What `join` gave, where the process has joined its job already; whoever did leaves it too.
+        joined: Result of `join_job` if the process has already joined its job. The caller then also leaves
+            the process group.
 
     Raises:
-        PipelineError: something the user gave cannot work; ConfigError, DataError, ModelError,
-            CheckpointError or LaunchError say what. DeviceMemoryError, DeviceFailedError: also of any method.
+        PipelineError: Something the user gave cannot be used. The subclass tells what: ConfigError,
+            DataError, ModelError, CheckpointError or LaunchError.
+        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed. Every method raises
+            these, too.
     """
 
     def __init__(self, settings: Settings, joined: JobContext | None = None):
         self._stack = ExitStack()
         leaves = joined is None
-        began = time.perf_counter() - (0.0 if leaves else process_age())  # a notebook's is no start of a run
+        # A run in a notebook did not begin with its process.
+        began = time.perf_counter() - (0.0 if leaves else process_age())
         with ExitStack() as stack:
             if joined is None:
                 ranks = read_ranks(os.environ)
@@ -227,8 +240,8 @@ class Run:
             print_run_banner(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
-    def _settled(self, known: dict[str, Any]) -> ResolvedSettings:
-        """With the micro-batch that was found, which what is kept of the run then says."""
+    def _settled(self, known: dict[str, Any]) -> Resolved:
+        """Return the settings with the micro-batch that was found, and record it in the run's directory."""
         resolved = self._parts.resolved
         found = resolved.batch_plan.micro_batch_size
         self._advice.settings = self._settings.with_micro_batch_size(found)
@@ -239,7 +252,7 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """`runs/NAME-TIME`, or what `run_dir` says."""
+        """Directory of the run: `runs/NAME-TIME`, or the recipe's `run_dir`."""
         return self._directory
 
     @property
@@ -249,51 +262,52 @@ class Run:
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done, with those before a resume."""
+        """Number of optimizer steps completed, including those before a resume."""
         return self._loop.state.global_step
 
     @property
     def max_steps(self) -> int:
-        """Where it ends."""
+        """Number of the run's last optimizer step."""
         return self._parts.schedule.max_steps
 
     @property
     def stopped_by(self) -> int | None:
-        """The number of the signal that ended it early; None: none did."""
+        """Number of the signal that stopped the run early; `None` if none did."""
         return self._loop.stopped_by
 
     @property
     def model(self) -> nn.Module:
-        """The model, or this rank's part of it, without any wrapper; until the run is closed."""
+        """The model without any wrapper, or this rank's part of it. Valid until the run is closed."""
         return self._parts.engine.module
 
     def step(self) -> Step | None:
-        """One optimizer step, with the log row, the evaluation and the checkpoint that the recipe asks for
-        after it; after the last one, or where a stop is agreed, the checkpoint that the run ends with.
+        """Make one optimizer step, with the log row, the evaluation and the checkpoint that are due after it.
+
+        After the last step, or once all ranks agree to stop, the run's final checkpoint is saved.
 
         Returns:
-            None: the run was over.
+            The step; `None` if the run was already over.
 
         Raises:
-            NonFiniteLossError: too many steps in a row had an infinite or NaN gradient.
-            PipelineError: something else the user gave does not work, as a row of the data.
+            NonFiniteLossError: Too many steps in a row had an infinite or NaN gradient.
+            PipelineError: Something else that the user gave does not work, such as a row of the data.
         """
         with self._explained(self._advice):
             return self._loop.step()
 
     def train(self) -> None:
-        """All steps that are left, or those until a stop is agreed (`stopped_by`). Raises as `step` does."""
+        """Make all remaining steps, or those until a stop (`stopped_by`). Raises the errors of `step`."""
         with self._explained(self._advice):
             self._loop.train()
 
     def evaluate(self) -> dict[str, float] | None:
-        """The row of the held-out data (`eval/loss` ...) with the weights as they are, logged if it is new.
+        """Evaluate the current weights on the held-out data, and log the row if it is new.
 
         Returns:
-            None: a stop was agreed before the end.
+            The row (`eval/loss` ...); `None` if all ranks agreed to stop before the evaluation ended.
 
         Raises:
-            DataError: nothing is held out.
+            DataError: No data is held out.
         """
         if self._parts.eval_loader is None:
             raise DataError(
@@ -306,10 +320,12 @@ class Run:
     def generate(
         self, prompt: str, *, max_new_tokens: int = 128, temperature: float = TEMPERATURE, seed: int = 0
     ) -> str:
-        """As pipeline.generate, with the weights as they are; training goes on as if it had not been.
+        """Return the prompt and the current model's continuation. See pipeline.generate.
+
+        Training continues as if this had not been called.
 
         Raises:
-            ModelError: it is no language model, or the prompt is longer than what it sees.
+            ModelError: The model is no language model, or the prompt is longer than its context.
         """
         if self._data.tokenizer is None:
             raise ModelError("the model writes no text; that is for language models (model.kind: causal_lm)")
@@ -320,10 +336,10 @@ class Run:
             return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
 
     def sample(self) -> str | None:
-        """The prompt of the section `sample` and what the model writes after it; in summary.json, too.
+        """Return the prompt of the section `sample` with the model's continuation; summary.json has it too.
 
         Returns:
-            None: it asks for nothing, or the model writes no text.
+            `None` if the recipe asks for no sample or the model writes no text.
         """
         config = self._settings.config
         tokenizer = self._data.tokenizer
@@ -335,17 +351,19 @@ class Run:
         return self._sample
 
     def save(self) -> Path:
-        """A checkpoint of this step, unless there is one; on the disk when this returns. Its folder.
+        """Save a checkpoint of this step unless it exists, wait until it is on the disk, return its folder.
 
         Raises:
-            CheckpointError: it cannot be written, or there was no step yet.
+            CheckpointError: It cannot be written, or the run has made no step yet.
         """
         with self._explained(self._advice):
             return self._loop.save()
 
     def close(self) -> None:
-        """Ends it: a save under way is waited for, a finished run gets its summary.json, the directory is
-        unlocked and the process group left. A second call does nothing."""
+        """End the run: wait for a pending save, write summary.json, unlock the directory, leave the group.
+
+        Only a finished run gets a summary.json. A second call does nothing.
+        """
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Run:
@@ -354,17 +372,19 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As `close`; after an exception nothing is waited for, and of several ranks none leaves the group:
-        their processes have to end."""
+        """End the run as `close` does. After an exception, wait for nothing.
+
+        With several ranks, none leaves the process group after an exception; their processes have to exit.
+        """
         stack = self._stack
         self._stack = ExitStack()
         if error is None and self.stopped_by is not None:
-            # Half: the report and the process's exit need some, too.
+            # Half of the grace period: the report and the process's exit need time, too.
             self._parts.trackers.close(128 + self.stopped_by, at_most=self._loop.grace_left() / 2)
         stack.__exit__(kind, error, trace)
 
     def _mark_finished(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """So that the same settings start a new run."""
+        """Write summary.json for a finished run, so that the same settings start a new run."""
         if error is not None or not self._loop.is_finished or not self.is_main_process:
             return
         summary = {
@@ -376,8 +396,8 @@ class Run:
             summary["stopped_early"] = self._loop.stopped_early
         try:
             replace_file(self.directory / "summary.json", json.dumps(summary, indent=2))
-        except OSError as problem:  # the last checkpoint is whole
-            log.warning("summary.json is not written, so that this run looks unfinished: %s", problem)
+        except OSError as problem:  # the last checkpoint is complete
+            log.warning("summary.json cannot be written, so this run looks unfinished: %s", problem)
 
 
 def _close_engine(parts: RunComponents, kind: object, error: BaseException | None, trace: object) -> None:
@@ -395,21 +415,20 @@ def _leave(job: Job, kind: object, error: BaseException | None, trace: object) -
 def evaluate(
     run: str | Path, overrides: Sequence[str] = (), *, step: str | int = "last", import_paths: bool = True
 ) -> dict[str, float]:
-    """Return the row that the run itself writes at an evaluation, by one process, whatever the checkpoint's
-    split.
+    """Evaluate a checkpoint in one process, whatever its split, and return the row the run would write.
 
     Args:
         run: Run directory, or one of its checkpoints.
         overrides: `key=value` of data, eval, loader and batch.
-        step: Which checkpoint of the run: a step, `last` or `best`.
+        step: Checkpoint of the run: a step, `last` or `best`.
         import_paths: Whether the run's recipe may name code to run.
 
     Raises:
-        ConfigError: An override cannot be.
-        DataError: Nothing is held out.
-        CheckpointError, ModelError: There is no such checkpoint; the weights are damaged, or cannot be put
-            into the model.
-        DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
+        ConfigError: An override is not allowed or not valid.
+        DataError: No data is held out.
+        CheckpointError, ModelError: The checkpoint does not exist, its weights are damaged, or they do not
+            fit the model.
+        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
     opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     data = from_checkpoint.read_data(opened)
@@ -430,19 +449,25 @@ def generate(
     seed: int = 0,
     import_paths: bool = True,
 ) -> str:
-    """Return the prompt and what a checkpoint's language model writes after it, by one process.
+    """Return the prompt and the continuation by a checkpoint's language model, computed in one process.
 
     A model that was trained on conversations answers the prompt.
 
     Args:
-        run, overrides, step, import_paths: As of `evaluate`.
-        temperature: 0: always the likeliest token.
+        run: Run directory, or one of its checkpoints.
+        prompt: Text to continue, or a question to answer.
+        overrides: `key=value` of data, eval, loader and batch.
+        step: Checkpoint of the run: a step, `last` or `best`.
+        max_new_tokens: Most tokens to generate.
+        temperature: Divisor of the logits; 0 always takes the likeliest token.
+        seed: Seed of the sampling.
+        import_paths: Whether the run's recipe may name code to run.
 
     Raises:
-        ConfigError: An override cannot be.
-        ModelError: It is no language model, or the prompt is longer than what it can see.
+        ConfigError: An override is not allowed or not valid.
+        ModelError: The model is no language model, or the prompt is longer than its context.
         CheckpointError: The weights are damaged.
-        DeviceMemoryError, DeviceFailedError: The device is out of memory, or of no more use.
+        DeviceMemoryError, DeviceFailedError: The device ran out of memory or failed.
     """
     opened = from_checkpoint.open_trained_run(Path(run), step, overrides, import_paths)
     tokenizer = from_checkpoint.load_tokenizer(opened)

@@ -1,4 +1,4 @@
-"""The composition root: settings -> RunComponents, with the engine, the meters and all that a loop uses."""
+"""Builds all components of a run from its settings: the engine, the data loader, the meters and the rest."""
 
 from __future__ import annotations
 
@@ -78,10 +78,18 @@ def build_meters(
     directory: Path,
     resumed: Manifest | None = None,
 ) -> Meters:
-    """Build the meters of a run, before its record is opened, which may take rows back.
+    """Build the meters of a run, which read how long earlier processes of the run took.
+
+    Call this before metrics.jsonl is opened for writing, which removes rows after the checkpoint.
 
     Args:
-        resumed: The checkpoint that the run resumes from.
+        config: Recipe of the run.
+        resolved: Resolved settings.
+        job: Ranks of the job.
+        engine: Engine of the run.
+        objective: Objective of the run.
+        directory: Run directory.
+        resumed: Checkpoint that the run resumes from; `None` for a new run.
     """
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
     length = config.data.tokens_per_row
@@ -98,9 +106,9 @@ def build_meters(
         recomputed_flops=_recomputed(language, engine, length),
     )
     clock = time.perf_counter
-    earlier = PriorUsage()
-    if job.ranks.is_main_process:  # whose rows are kept, and whose word a checkpoint has
-        earlier = PriorUsage.read(directory / METRICS_FILE, resumed.state if resumed is not None else {})
+    earlier = Earlier()
+    if job.ranks.is_main_process:  # only rank 0's times are in metrics.jsonl and in checkpoints
+        earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
     replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
     wall = WallTime(
         engine.phases,
@@ -121,10 +129,11 @@ def build_meters(
     )
 
 
-def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
-    """What a rank computes without waiting for others inside.
+def list_own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
+    """Return the phases of a step in which a rank does not wait for other ranks; they show slow ranks.
 
-    Not a backward that sends gradients beside it, nor where layers of several ranks work on one sample.
+    A backward that sends gradients waits. So do all phases if layers of several ranks share a sample, as with
+    tensor and sequence parallelism and synchronised batch normalisation.
     """
     split = resolved.split
     if split.world_size == 1 or split.tensor_parallel > 1 or split.sequence_parallel > 1:
@@ -135,7 +144,10 @@ def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ..
 
 
 def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None) -> Callable[[], float]:
-    """FLOPs of a row that its backward makes once more: of products, of which `selective` keeps all."""
+    """Return a function that counts the FLOPs of a row that its backward recomputes.
+
+    Only matrix products count, and `selective` recomputation keeps all of them.
+    """
     if length is None or model is None or model.activation_checkpointing in ("none", "selective"):
         return float
     from pipeline.models.activation_checkpointing import compute_recomputed_share
@@ -149,15 +161,19 @@ def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None
 def build_engine(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, *, resumes: bool = False
 ) -> Engine:
-    """The model inside the engine that the split asks for. Collective.
+    """Build the model and the engine for the split. Collective.
 
     Args:
-        resumes: Its weights will be a checkpoint's; those that a new run starts from are not read.
+        config: Recipe of the run.
+        resolved: Resolved settings, with the split.
+        job: Ranks of the job.
+        data: Data of the run, for the sizes that the model takes from it.
+        resumes: Whether a checkpoint will fill the weights, so that initial weights are not read or drawn.
     """
     split = resolved.split
     placement = build_placement(config, resolved, job)
     starts = not resumes or config.adapter is not None  # checkpoints of an adapter have no base
-    # Weights from elsewhere fill every tensor, where `strict` is set.
+    # With `strict`, the file of model.weights fills every tensor, so none needs to be drawn.
     draws = starts and (config.model.weights is None or not config.model.strict)
 
     def model_in(sharding: Sharding) -> nn.Module:
@@ -220,18 +236,24 @@ def build_engine(
         sharding=sharding,
     )
     engine.closing.callback(swap.close)
-    weakref.finalize(engine, swap.close)  # of an engine that nobody closes
+    weakref.finalize(engine, swap.close)  # in case the engine is never closed
     return engine
 
 
 def choose_base_sharding(
     adapter: AdapterConfig, model: ModelSection, sharding: Sharding, dtype: torch.dtype
 ) -> Sharding:
-    """How the model under an adapter is held: its frozen part in 4 bits where that was asked for, else in the
-    dtype of products, also where parameters are not.
+    """Return the sharding for a model with an adapter: its frozen base in 4 bits, or in the run's precision.
+
+    Without DeepSpeed an adapter is fp32, and in a bf16 run the frozen linear layers under it are bf16.
+    Autocast would round these weights for each product anyway, so products are the same to the last bit in
+    half the memory.
 
     Args:
-        dtype: Of products.
+        adapter: Section `adapter` of the recipe.
+        model: Section `model` of the recipe.
+        sharding: Sharding of the model without an adapter.
+        dtype: Dtype of matrix products.
     """
     if adapter.quantize is not None:
         from pipeline.models.quantised import QuantisedBasePlacement  # imports bitsandbytes
@@ -243,8 +265,8 @@ def choose_base_sharding(
     return sharding
 
 
-def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
-    """What the steps between weights and compilation may know, but for an adapter's."""
+def build_placement(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
+    """Return the settings of the model transforms between weights and compilation, without the adapter's."""
     split = resolved.split
     documents = config.data.documents
     # transformers' language models are written for parameters in half precision, other modules for fp32.
@@ -259,7 +281,7 @@ def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> 
 
 
 def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
-    """Token -> id of the tokenizer, where it was trained on this data for want of another."""
+    """Return the vocabulary (token -> id) of a tokenizer that was trained on this data, else `None`."""
     documents = config.data.documents
     named = documents.tokenizer.pretrained if documents is not None else None
     return data.tokenizer.get_vocab() if data.tokenizer is not None and named is None else None
@@ -268,7 +290,7 @@ def find_new_ids(config: RunConfig, data: DataBundle) -> dict[str, int] | None:
 def assemble(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, directory: Path
 ) -> RunComponents:
-    """Build every component and, where there is a checkpoint, restore it. Collective."""
+    """Build every component of a run, and restore the newest checkpoint if there is one. Collective."""
     objective = build_checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
@@ -368,8 +390,8 @@ def choose_micro_batch(
     data: DataBundle,
     engine: Engine,
     objective: Objective,
-) -> ResolvedSettings:
-    """Return `resolved` with a micro-batch that fits, where the recipe leaves it open. Collective."""
+) -> Resolved:
+    """Return `resolved` with a micro-batch that fits, if the recipe says `auto`. Collective."""
 
     def loader(plan: BatchPlan) -> TrainLoader:
         return build_loader(config, plan, data, engine)
@@ -398,16 +420,15 @@ def add_reference(
     resumes: bool,
     adapter: Mapping[str, Any],
 ) -> DataBundle:
-    """Return the data with what the run's first model says of it. Collective.
+    """Return the data with the reference log-probabilities of the run's initial model. Collective.
 
-    Args:
-        resumes: Whether the run's directory has it already.
+    A resumed run reads them from its directory. A new run computes them, or takes them from the cache.
     """
     if resumes:
         return restore_reference_logps(rows.data, directory, job)
     documents = config.data.documents
     cache = Path(documents.cache_dir).expanduser() / "reference" if documents is not None else None
-    # The engine's weights do not show the adapter's base.
+    # The digest of the engine's weights does not cover the adapter's base.
     key = {**config.model.model_dump(mode="json"), **adapters.drop_file_stamps(adapter)}
     return compute_reference(
         rows, job=job, engine=engine, objective=objective, directory=directory, cache=cache, key=key
@@ -418,8 +439,8 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     """Return when the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: see resolve_intervals and check_user_schedule.
-        DataError: see check_same_curriculum.
+        ConfigError: See resolve_cadences and check_own.
+        DataError: See check_same_curriculum.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
     last = config.max_steps or math.ceil(samples / loader.global_batch_size)
@@ -441,8 +462,8 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
     """Return the recipe's objective.
 
     Raises:
-        ConfigError: W&B is to draw over what the run does not count.
-        DataError: see SegmentObjective.check_answers.
+        ConfigError: The x axis for W&B is a quantity that the run does not count.
+        DataError: See BySegment.check_answers.
     """
     objective = build_objective(config, resolved.compile)
     if isinstance(objective, SegmentObjective):
@@ -452,8 +473,8 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
     return objective
 
 
-def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
-    """A run's settings and its environment, for places that show them."""
+def describe_run(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:
+    """Return a run's settings and environment for trackers that show them."""
     recipe = config.model_dump(mode="json")
     environment = directory / ENVIRONMENT
     known = {"recipe": recipe, "deepspeed": resolved.deepspeed, "world_size": job.ranks.world_size}
@@ -472,10 +493,14 @@ def restore_progress(
     max_steps: int,
     adapter: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Engine and data as the checkpoint has them; where that is, and all that it remembers.
+    """Restore engine and data from the checkpoint, if there is one. Collective.
+
+    Returns:
+        The run's progress, and the state stored in the checkpoint, which is empty for a new run.
 
     Raises:
-        ConfigError: that is further than the run is to go.
+        ConfigError: The checkpoint is of a later step than `max_steps`.
+        CheckpointError: The adapter was trained over another base.
     """
     if checkpoint is None:
         return TrainState.start(engine.device), {}
@@ -491,7 +516,7 @@ def restore_progress(
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Engine) -> TrainLoader:
-    """This rank's share of the training data."""
+    """Return the loader of this rank's share of the training data."""
     return TrainLoader(
         data.train,
         data.collate,
@@ -508,8 +533,8 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
     )
 
 
-def build_store(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> CheckpointStore:
-    """Where this run's checkpoints lie, and which of them stay. Collective."""
+def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> CheckpointStore:
+    """Return the store of this run's checkpoints, with its retention rule. Collective."""
     keep = config.checkpoint
     retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)
     return CheckpointStore(directory / "checkpoints", retention, job, str(resolved.split))

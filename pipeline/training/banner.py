@@ -1,5 +1,7 @@
-"""What a run says before its first step: what is trained, how the work is split, how far it goes, what memory
-that takes and where everything will lie. For rank 0; numbers of the whole job stand as such."""
+"""Prints the banner before a run's first step: model, split, batch, steps, memory, speed and paths.
+
+Only rank 0 prints it.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,8 @@ from pipeline.training.loop import RunComponents
 log = logging.getLogger(__name__)
 
 
-def print_run_banner(
-    settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
-) -> None:
-    """A line of the log each; their first words stand under each other."""
+def print_run_banner(settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path) -> None:
+    """Log the banner, one line for each entry, with the texts aligned."""
     for name, text in banner_lines(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
 
@@ -36,7 +36,7 @@ def print_run_banner(
 def banner_lines(
     settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
 ) -> Iterator[tuple[str, str]]:
-    """What there is to say, by its name."""
+    """Yield name and text of each line of the banner."""
     job = parts.job
     engine = parts.engine
     data = settings.config.data
@@ -50,8 +50,8 @@ def banner_lines(
     if (adapter := settings.config.adapter) is not None:
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
         rate = f"learning rate {parts.learning_rate.peak:.2e}{whence}"
-        yield "adapter", f"{adapter.kind}{_how_the_base_is_held(adapter, engine)}; {rate}"
-    file = f" ({settings.deepspeed_path})" if settings.deepspeed_path is not None else ""
+        yield "adapter", f"{adapter.kind}{_describe_base(adapter, engine)}; {rate}"
+    file = f" ({settings.split_path})" if settings.split_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
     yield "batch", str(resolved.batch_plan)
@@ -67,8 +67,9 @@ def banner_lines(
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
 
-def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
-    values, num_bytes = measure_reduced_base(engine.module)
+def _describe_base(adapter: AdapterConfig, engine: Engine) -> str:
+    """Return dtype and size of an adapter's base; empty if the base has the precision of the run."""
+    values, num_bytes = held_apart(engine.module)
     if not values:
         return ""
     dtype = adapter.quantize or engine.precision
@@ -77,10 +78,10 @@ def _how_the_base_is_held(adapter: AdapterConfig, engine: Engine) -> str:
 
 
 def format_device_memory(device: torch.device) -> str:
-    """Of the GPU, or on a CPU of the machine, which all ranks on it share."""
+    """Return total and free memory of the GPU, or of the machine if the run computes on a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)  # the model is there already
+        own = torch.cuda.memory_reserved(device)  # held by the model, which is already built
         return f"the GPU has {format_bytes(total)}, of which {format_bytes(free + own)} are free for it"
     now = read_memory_usage()
     whose = "its cgroup allows" if now.by_cgroup else "the machine has"
@@ -90,9 +91,7 @@ def format_device_memory(device: torch.device) -> str:
 def warn_about_choices(
     config: RunConfig, resolved: ResolvedSettings, job: Job, loader: TrainLoader, max_steps: int
 ) -> None:
-    """What this device makes of the run's precision, and what its length means for schedule and data, where
-    that is worth a line.
-    """
+    """Log warnings about a slow precision, a schedule that hardly fits the run, and too little data."""
     device = describe_device(job.device)
     if (slow := resolved.slow_precision(device)) is not None:
         log.warning("%s", slow)
@@ -103,12 +102,12 @@ def warn_about_choices(
 
 
 def describe_data_shortage(loader: TrainLoader) -> str | None:
-    """What to say of a data set that a single step goes through, and on."""
+    """Return a warning if a single step reads more samples than the training data has, else `None`."""
     samples = loader.samples_per_epoch
     step = loader.global_batch_size
     if samples >= step:
         return None
     return (
-        f"the training data has {samples} samples and a step takes {step}: it sees some of them more than "
-        "once; add data, or lower batch.global_batch_size"
+        f"the training data has {samples} samples and a step takes {step}: each step sees some of them more "
+        "than once; add data, or lower batch.global_batch_size"
     )

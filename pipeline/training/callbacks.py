@@ -1,8 +1,8 @@
-"""Callbacks: your own code at named moments of a run, and early stopping, which is one of them.
+"""Runs callbacks, a user's own code at named moments of a run, and defines the callback EarlyStopping.
 
-They run on rank 0 alone, so that two ranks can never answer differently. An answer to a row travels with the
-flags of the next step, which costs no collective of its own. The answers before the first step and after an
-evaluation, where the host waits anyway, are broadcast.
+Callbacks run only on rank 0, so that ranks never get different answers. An answer to a row is sent with the
+flags of the next step, which needs no further collective. Answers before the first step and after an
+evaluation are broadcast, because the host waits there anyway.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ MOMENTS = ("run_begins", "after_row", "after_evaluation", "before_save", "run_en
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run is. Read-only."""
+    """Progress of a run at the time of a call. Read-only."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps completed."""
     samples: int
-    """Samples seen, over all ranks."""
+    """Number of samples seen, over all ranks."""
     tokens: float
-    """Tokens seen, over all ranks; 0 if the run counts something else."""
+    """Number of tokens seen, over all ranks; 0 if the run counts something else."""
     config: RunConfig
     """The recipe."""
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """`after_row` and `after_evaluation`: the row, as in metrics.jsonl. Else empty."""
+    """Row as in metrics.jsonl, for `after_row` and `after_evaluation`; else empty."""
     is_finished: bool = False
-    """`run_ends`: whether the run is complete. `False`: a signal stopped it; the same command resumes it."""
+    """Whether the run is complete, for `run_ends`. If not, a signal stopped it, and the same command resumes
+    it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Requests of a callback. All ranks act on them."""
+    """Requests of a callback, on which all ranks act."""
 
     alert: Event | None = None
     """Event for metrics.jsonl and for everything that shows alerts."""
     evaluate: bool = False
-    """Evaluate now."""
+    """Whether to evaluate now."""
     save: bool = False
-    """Write a checkpoint now."""
+    """Whether to write a checkpoint now."""
     stop: str = ""
     """Reason to end the run as its last step would: with an evaluation, a checkpoint and a summary."""
 
@@ -67,7 +68,7 @@ class Answer:
 
 
 class Callback:
-    """Base class of callbacks. Override the moments that you need; each may return an Answer."""
+    """Base class of callbacks. Override the methods that you need; a moment's method may return an Answer."""
 
     def run_begins(self, now: Moment) -> Answer | None:
         """Run before the first step, also of a run that resumes."""
@@ -89,7 +90,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint, on a resume and on a rollback."""
+        """Restore the values of a checkpoint, on a resume and on a rollback."""
 
 
 class EarlyStopping(Callback):
@@ -117,7 +118,7 @@ class EarlyStopping(Callback):
 
     def after_evaluation(self, now: Moment) -> Answer | None:
         """Count the evaluation."""
-        value = now.metrics.get(self._key, math.nan)  # none if nothing was counted
+        value = now.metrics.get(self._key, math.nan)  # missing if nothing was counted
         improves = self._best is None or self._sign * (self._best - value) > self._min_delta
         if improves and not math.isnan(value):
             self._best = value
@@ -138,23 +139,24 @@ class EarlyStopping(Callback):
         return {"best": self._best, "best_step": self._best_step, "without": self._without}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the count."""
+        """Restore the best value, its step and the count."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._without = state["without"]
 
 
 class CallbackRunner:
-    """Runs callbacks on rank 0 and tells all ranks what these ask for.
+    """Runs callbacks on rank 0 and sends their requests to all ranks.
 
-    A request is open from the answer until the run has acted on it. Checkpoints keep open requests, so that a
-    run that is stopped in between acts on them after its resume.
+    A request is open from the answer until the run has acted on it. Checkpoints store open requests, so that
+    a run that is stopped in between acts on them after its resume.
 
     Args:
-        callbacks: Name and callback each; empty on all ranks but 0.
-        config: The recipe.
-        tell: Takes the step and an alert.
-        has_eval: Whether there is anything to evaluate on; else requests to evaluate are dropped.
+        callbacks: Pairs of name and callback; empty on all ranks but 0.
+        config: Recipe of the run.
+        job: Ranks of the job.
+        tell: Receives the step and an alert.
+        has_eval: Whether data is held out; otherwise requests to evaluate are dropped.
     """
 
     def __init__(
@@ -176,11 +178,11 @@ class CallbackRunner:
         self._sent: set[str] = set()
         self._arriving: set[str] = set()
         self.reason = ""
-        """Why the run is to stop; rank 0 alone knows."""
+        """Reason to stop the run, known only on rank 0; empty if there is none."""
         self._initial = self._states()
 
     def moment(self, step: int, samples: int, tokens: float, **more: Any) -> Moment:
-        """Return what callbacks are given; `more` are further fields."""
+        """Return the moment to pass to callbacks; `more` are its further fields."""
         metrics = MappingProxyType(dict(more.pop("metrics", {})))
         return Moment(step, samples, tokens, self._config, metrics, **more)
 
@@ -229,14 +231,14 @@ class CallbackRunner:
         return new
 
     def close(self, *requests: str) -> None:
-        """Take what was done off the open requests."""
+        """Mark requests as done."""
         self._open -= set(requests)
         self._sent -= set(requests)
         if "stop" in requests:
             self.reason = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps. Rank 0's counts."""
+        """Return the state for a checkpoint. Only rank 0's value is complete."""
         return {
             "states": self._states(),
             "open": sorted(self._open),
@@ -253,7 +255,7 @@ class CallbackRunner:
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint; a callback that it does not know begins anew."""
+        """Restore the state of a checkpoint. A callback that is not in it starts from its initial state."""
         self.evaluated_at = state.get("evaluated_at", -1)
         if not self._callbacks:
             return
@@ -291,7 +293,7 @@ def import_callbacks(config: RunConfig) -> list[tuple[str, Callable[[], Callback
     """Return name and constructor of each callback that a recipe names.
 
     Raises:
-        ConfigError: an import path is wrong, or names no callback.
+        ConfigError: An import path is wrong, or names no callback.
     """
     found: list[tuple[str, Callable[[], Callback]]] = []
     if config.early_stopping is not None:
@@ -326,15 +328,17 @@ def build_callbacks(
     *,
     has_eval: bool,
 ) -> CallbackRunner | None:
-    """Build the callbacks of a run. `None`: there are none.
+    """Build the callbacks of a run; return `None` if the recipe has none.
 
     Args:
+        config: Recipe of the run.
+        job: Ranks of the job.
         tell: See CallbackRunner.
         remembered: State of the checkpoint that the run resumes from; empty for a new run.
-        has_eval: Whether there is anything to evaluate on.
+        has_eval: Whether data is held out to evaluate on.
 
     Raises:
-        ConfigError: see import_callbacks; or early stopping has no evaluation.
+        ConfigError: See import_callbacks; or early stopping has no evaluation.
     """
     if config.early_stopping is None and not config.callbacks:
         return None

@@ -1,6 +1,8 @@
-"""Messages about a device that is out of memory or failed: one line, where, the numbers, what helps.
+"""Explains in one line that a device ran out of memory or failed: where, with which numbers, what helps.
 
-Advice on memory comes as words to put behind the command, with what each gains. Asks a failed device nothing.
+Advice on memory is a list of overrides to append to the command, each with its gain. A change is listed only
+if the settings accept it. The phase is read from the functions on the exception's stack, so that no step has
+to record it. Nothing here calls a failed device.
 """
 
 from __future__ import annotations
@@ -36,51 +38,51 @@ from pipeline.planner.changes import (
 from pipeline.planner.forecast import Forecast
 
 MOST = 3
-"""Number of changes that are told, one of a kind."""
+"""Largest number of changes that are listed, one of each kind."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Memory that ran out."""
+    """Facts about memory that ran out."""
 
     kind: str
-    """Whose memory: `cuda` or `cpu`."""
+    """Kind of memory: `cuda` or `cpu`."""
     phase: Phase | None = None
-    """Phase of the run, if it has a name."""
+    """Phase of the run; `None` if it is not known."""
     missing: int = 0
-    """Bytes that were asked for and not free: the least that has to go."""
+    """Bytes requested beyond the free memory: the least that has to be saved."""
     allocated: int | None = None
-    """Bytes by the allocator's message; `None`: as many as now."""
+    """Bytes allocated, by the allocator's message; `None` to read the current number."""
 
 
 class MemoryAdvice(NamedTuple):
-    """What takes less memory, and what else is told."""
+    """Changes that take less memory, and facts for the message."""
 
     levers: list[str]
-    """The best first."""
+    """Changes, the best first."""
     doing: str = ""
-    """What was done: ` at micro_batch_size 8`; empty: nothing to say."""
+    """Circumstances for the message, such as ` at micro_batch_size 8`; may be empty."""
     facts: tuple[str, ...] = ()
-    """What held how much, what the plan had said."""
+    """Memory by owner, and the forecast."""
 
 
 @dataclass
 class TrainingAdvice:
-    """Knows a run on this rank, and what to change of it. It is filled as the run is built."""
+    """Advises on the memory of a training run on this rank. Its fields are filled as the run is built."""
 
     settings: Settings
     job: Job | None
-    """`None`: it is not joined yet."""
+    """Ranks of the job; `None` before the process has joined it."""
     before: int = 0
-    """Bytes that the process had resident before there was a model."""
+    """Resident bytes of the process before the model was built."""
     states: Callable[[str], dict[str, int]] | None = None
-    """Counts what the engine holds on `cuda` or `cpu`; `None`: there is none yet."""
+    """Function that counts the engine's bytes on `cuda` or `cpu`; `None` before there is an engine."""
     plan: Callable[[Settings], Forecast] | None = None
-    """Forecasts the run with these or other settings; `None`: nothing is known of it."""
+    """Function that forecasts the run with given settings; `None` before the data is known."""
 
     def __call__(self, shortage: MemoryShortage) -> MemoryAdvice:
-        """Return what helps."""
+        """Return the advice for a shortage of memory."""
         facts = []
         doing = ""
         found = list[Change]()
@@ -105,29 +107,29 @@ class TrainingAdvice:
         )
 
     def advise_on_killed(self) -> str:
-        """Return what helps if a rank of the run was killed for the host's memory, as others know it."""
-        with suppress(PipelineError, RuntimeError, MemoryError):  # beside the thread that trains
+        """Return the advice to show on other ranks if the kernel killed a rank for the host's memory."""
+        with suppress(PipelineError, RuntimeError, MemoryError):  # runs on another thread than training
             return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
-        """Return what the plan had said and the changes that take less; `None` if no plan is known."""
+    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[Change]] | None:
+        """Return the forecast in words and the changes that take less memory; `None` without a forecast."""
         if self.plan is None:
             return None
         try:
             now = self.plan(self.settings)
             if not now.memory.is_complete:
                 return None
-            # What was refused is only the first of what the step still needs.
-            missing = max(shortage.missing, now.peak // 10, now.peak - now.hardware.memory)
-            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.hardware.memory)}"
-            return said, sort_by_memory_gain(price_changes(self.settings, now, self.plan), now, missing)
-        except Exception:  # of a formula, or for want of memory: the plan is not the news
-            log.debug("no plan beside what ran out of memory", exc_info=True)
+            # The refused allocation is only the first of those that the step still needs.
+            missing = max(shortage.missing, now.peak // 10, now.peak - now.place.memory)
+            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.place.memory)}"
+            return said, for_memory(priced(self.settings, now, self.plan), now, missing)
+        except Exception:  # a mistake in a formula, or too little memory: the message goes without a forecast
+            log.debug("no forecast for the message about memory", exc_info=True)
             return None
 
-    def _accepted(self) -> Iterator[ConfigChange]:
-        """Yield changes of a run that no formula knows, whose gain is not known."""
+    def _accepted(self) -> Iterator[Change]:
+        """Yield the changes that the settings accept, without gains, for a run without a forecast."""
         assert self.job is not None
         device = describe_device(self.job.device)
         ranks = self.job.ranks.world_size
@@ -139,7 +141,7 @@ class TrainingAdvice:
                 yield change
 
     def _for_the_host(self) -> Iterator[str]:
-        """Yield what makes less of the machine's memory."""
+        """Yield changes that take less of the host's memory."""
         if workers := self.settings.config.loader.num_workers:
             yield f"loader.num_workers=0 (now {workers} processes a rank)"
         if self.job is None:
@@ -156,7 +158,11 @@ class TrainingAdvice:
             )
 
     def _held(self, shortage: MemoryShortage) -> str | None:
-        """Say what the rank holds on what is out of memory; `None` if there is no engine."""
+        """Return the memory of this rank by owner, in words; `None` before there is an engine.
+
+        Called while the exception still holds its frames. Tensors of the engine are counted once per storage;
+        activations are the rest of what was allocated, or on a CPU of what became resident.
+        """
         if self.states is None:
             return None
         total = shortage.allocated
@@ -166,7 +172,8 @@ class TrainingAdvice:
             before = self.before
         elif total is None:
             total = torch.cuda.memory_allocated()
-        with suppress(RuntimeError, AttributeError, MemoryError):  # closed meanwhile; not a byte is left
+        # The engine may be closed by now, or no memory may be left to count.
+        with suppress(RuntimeError, AttributeError, MemoryError):
             states = self.states(shortage.kind)
             rest = max(0, total - sum(states.values()) - before)
             named = states | {"activations and temporaries": rest, "libraries and data": before}
@@ -177,7 +184,7 @@ class TrainingAdvice:
 def advise_on_evaluation(
     micro_batch_size: int, sequence_length: int | None, shortage: MemoryShortage
 ) -> MemoryAdvice:
-    """Return what helps a model that is whole in this process, and evaluated."""
+    """Return advice for evaluating a whole model in this process."""
     smaller = []
     if micro_batch_size > 1:
         half = micro_batch_size // 2
@@ -190,18 +197,18 @@ def advise_on_evaluation(
 
 
 def advise_on_generation(max_new_tokens: int, shortage: MemoryShortage) -> MemoryAdvice:
-    """Return what helps a model that writes after a prompt."""
+    """Return advice for generating text after a prompt."""
     fewer = f"fewer tokens (max_new_tokens, now {max_new_tokens})"
     return MemoryAdvice([fewer, "a shorter prompt", *list_outside_remedies(shortage.kind)])
 
 
 def advise_on_files(shortage: MemoryShortage) -> MemoryAdvice:
-    """Return what helps a command that reads, converts or writes files and loads no model."""
+    """Return advice for a command that reads, converts or writes files and loads no model."""
     return MemoryAdvice(list_outside_remedies(shortage.kind))
 
 
 def list_outside_remedies(kind: str) -> list[str]:
-    """Return what helps outside of the run."""
+    """Return remedies outside of the run."""
     if kind == "cuda":
         return [
             "a GPU that nothing else uses (nvidia-smi), or a larger one",
@@ -211,7 +218,7 @@ def list_outside_remedies(kind: str) -> list[str]:
     return [f"an end to what else takes memory here ({look})", "a higher limit"]
 
 
-# torch.OutOfMemoryError, and what cuBLAS, cuDNN, NCCL and the CPU's allocator say.
+# Messages of torch.OutOfMemoryError, cuBLAS, cuDNN, NCCL and the CPU's allocator.
 _MEMORY = re.compile(
     r"out of memory|ALLOC_FAILED|can't allocate memory|Cannot allocate memory|Unable to allocate"
 )
@@ -221,7 +228,7 @@ _FAILED = re.compile(
     r"|(CUBLAS|CUDNN)_STATUS_EXECUTION_FAILED"
 )
 _SIZE = r"([\d.]+ [KMGTPE]?i?B)"
-# What the allocator's own message knows of that moment.
+# Numbers in the allocator's message: our words, and the pattern that finds the number.
 _ASKED = "asked for {}"
 _FREE = "{} were free"
 _ALLOCATED = "{} allocated"
@@ -237,12 +244,12 @@ _TOLD = {
 def explain_failure(
     error: BaseException, device: torch.device | None, advise: Callable[[MemoryShortage], MemoryAdvice]
 ) -> PipelineError | None:
-    """Say what an exception means; `None` if it is neither the device's memory nor the device.
+    """Return the error that explains an exception; `None` if neither memory nor the device caused it.
 
     Args:
-        error: May have been raised because of the other while everything was closed.
-        device: That was computed on; `None`: not known yet.
-        advise: Says what helps.
+        error: Exception; its causes and contexts are searched, too.
+        device: Device of the computation; `None` if it is not known yet.
+        advise: Returns the advice for a shortage of memory.
     """
     raised: list[BaseException] = []
     for each in _chain(error):
@@ -259,7 +266,7 @@ def explain_failure(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, or an exception came of that."""
+    """Return whether an exception or one of its causes means that memory ran out."""
     return any(isinstance(each, DeviceMemoryError) or _is_of_memory(each) for each in _chain(error))
 
 
@@ -287,11 +294,11 @@ def _of_memory(
     # The CPU's allocator counts in bytes.
     text = re.sub(r"(\d+) bytes", lambda found: format_bytes(int(found[1])), str(error))
     if isinstance(error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text:
-        device = torch.device("cpu")  # the host's, beside a GPU
+        device = torch.device("cpu")  # host memory, even if the run computes on a GPU
     sizes = {words: found[1] for words, how in _TOLD.items() if (found := re.search(how, text))}
     numbers = [words.format(number) for words, number in sizes.items()]
     if device.type == "cuda":
-        if len(numbers) < 3:  # another's message than the allocator's
+        if len(numbers) < 3:  # the message is not the allocator's
             numbers += _peaks(device)
     else:
         numbers += [str(read_memory_usage()), *filter(None, [describe_process_limit()])]
@@ -311,7 +318,7 @@ def _of_memory(
 
 
 def _in_bytes(told: str | None) -> int | None:
-    """Read `2.50 GiB`."""
+    """Return the bytes of a text such as `2.50 GiB`."""
     if told is None:
         return None
     number, unit = told.split()

@@ -1,6 +1,6 @@
-"""What a run is expected to take, told before its first step; at its end what it took.
+"""Forecasts a run's memory and speed before its first step, and compares them with the measured values.
 
-Rank 0's own memory counts for all ranks: it is what metrics.jsonl has.
+Measured memory is that of rank 0, as in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pipeline.planner.timing import TIME_TOLERANCE
 log = logging.getLogger(__name__)
 
 LEAST_ROWS = 3
-"""Rows with a speed that say something; the first one has the compiler's time."""
+"""Number of rows with a speed that a comparison needs; the first row includes compilation."""
 
 
 class Expectation:
-    """Compares what a run takes with what was expected of it."""
+    """Compares the measured memory and speed of a run with its forecast.
+
+    Args:
+        found: Forecast of the run; `None` if the formulas do not cover it.
+        length: Tokens in a row of data; `None` if rows have no fixed length.
+        before: Peak resident memory of the process before its first step, in GiB.
+    """
 
     def __init__(self, found: Forecast | None, length: int | None, before: float = 0.0):
-        """
-        Args:
-            found: `None`: nothing is known of such a run.
-            length: Tokens of a row.
-            before: GiB that the process had resident at the most before its first step.
-        """
         self.found = found
         self._length = length
         self._before = before
 
     @property
     def memory(self) -> str | None:
-        """What is expected of memory, for the lines before the first step."""
+        """Expected memory in words, for the banner; `None` without a forecast."""
         found = self.found
         if found is None:
             return None
@@ -66,18 +66,21 @@ class Expectation:
 
     @property
     def speed(self) -> str | None:
-        """What is expected of speed."""
+        """Expected speed in words, as a range; `None` without a forecast."""
         if self.found is None or self.found.time is None:
             return None
         low, high = ((1 + sign * TIME_TOLERANCE) * self.found.time.tokens_per_second for sign in (-1, 1))
         return f"{low:,.0f} to {high:,.0f} tokens/s expected"
 
     def conclusion(self, peak_gib: float, speeds: Sequence[float]) -> Event | None:
-        """Return what was expected and measured; `None` if nothing was expected, or too little measured.
+        """Return an event that compares forecast and measurement.
 
         Args:
-            peak_gib: Most memory that a row has shown; 0: there was no row.
+            peak_gib: Largest peak memory of any row; 0 without rows.
             speeds: Samples per second of each row.
+
+        Returns:
+            `None` if there is no forecast or too little was measured.
         """
         found = self.found
         if found is None:
@@ -85,8 +88,8 @@ class Expectation:
         fields: dict[str, str | float] = {}
         told: list[str] = []
         expected = found.peak / GIB
-        # The system knows a process's peak alone, and a notebook's may have held more before.
-        is_hidden = found.hardware.device.kind == "cpu" and self._before >= expected
+        # The system reports only the peak of a process, and a notebook may have held more before the run.
+        is_hidden = found.place.device.kind == "cpu" and self._before >= expected
         if peak_gib and not is_hidden:
             fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
             told.append(f"memory {peak_gib:.2f} GiB of {expected:.2f} expected")
@@ -101,10 +104,15 @@ class Expectation:
 def build_expectation(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, module: nn.Module
 ) -> Expectation:
-    """Forecast a run on this job's machine. What the formulas cannot do costs no run.
+    """Forecast a run on this job's machine. A failure of the formulas does not end the run.
 
     Args:
-        module: Of which a rank has all parameters or shards of all, if the recipe does not show them.
+        config: Recipe of the run.
+        resolved: Resolved settings.
+        job: Ranks of the job.
+        data: Data of the run, for the size of the vocabulary.
+        module: Model of the engine, measured if the recipe does not describe its shapes. Each rank must have
+            all parameters or shards of all.
     """
     length = config.data.tokens_per_row
     is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
@@ -123,7 +131,7 @@ def guess_micro_batch(
 ) -> int | None:
     """Return the largest micro-batch that rank 0 expects to fit; `None` if it is not known. Collective."""
     found: int | None = None
-    if job.ranks.is_main_process:  # whose machine may be another than a peer's
+    if job.ranks.is_main_process:  # ranks on different machines could compute different answers
         with _unless_unknown():
             if (model := read_model_spec(_with_words(config, data.vocab_size))) is not None:
                 found = choose_auto_micro_batch(config, resolved, model, _place(job))
@@ -152,7 +160,7 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
 def _unless_unknown() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of a formula: what is told beside a run must not cost the run
+    except Exception as error:  # a mistake in a formula must not end the run
         is_mistake = not isinstance(error, PipelineError)
         log.log(
             logging.WARNING if is_mistake else logging.INFO, "no plan of this run: %s", summarize_error(error)
@@ -162,7 +170,7 @@ def _unless_unknown() -> Iterator[None]:
 
 
 def _with_words(config: RunConfig, words: int | None) -> RunConfig:
-    """State the data's words: a tokenizer that was trained may have fewer entries than it might have."""
+    """Set the vocabulary size from the data: a trained tokenizer may have fewer entries than asked."""
     model = config.model.language_model
     if words is None or model is None or model.architecture is None or model.vocab_size is not None:
         return config

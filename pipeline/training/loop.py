@@ -1,4 +1,7 @@
-"""The loop: when to step, log, evaluate, save and stop. It knows no device, rank, file or format."""
+"""The training loop, which decides when to step, log, evaluate, save and stop.
+
+It knows no device, rank, file or format.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +48,23 @@ from pipeline.training.step import TrainStep
 
 
 class GcFreezer:
-    """Objects that collections pass over: what is imported when this is entered, then what `freeze` finds.
+    """Excludes long-lived objects from garbage collection while a run lasts.
 
-    With transformers imported there are 400,000, and a collection that looks at all of them takes 0.2 s: some
-    while a model is built, and later one on one rank in some step, in which all others wait for it.
+    On entry it freezes everything imported so far, and `freeze` adds the model, the engine and compiled code.
+    With transformers imported there are 400,000 objects, and a full collection takes 0.2 s. Such a collection
+    on one rank makes all other ranks wait in that step. Freezing also saves 0.3 to 0.5 s of the start.
+    Younger objects are still collected, since a user's model may hold activations in reference cycles.
 
-    Where the process has frozen objects of its own this does nothing: they could not be told apart again.
+    If the process has already frozen objects itself, this does nothing: the two could not be told apart.
     """
 
     def __init__(self) -> None:
         self._is_ours = False
 
     def freeze(self) -> None:
-        """What there is by now: the model, the engine, what was compiled."""
+        """Exclude all objects that exist now from garbage collection."""
         if self._is_ours:
-            gc.collect()  # garbage that were frozen would stay
+            gc.collect()  # frozen garbage would never be freed
             gc.freeze()
 
     def __enter__(self) -> GcFreezer:
@@ -69,7 +74,7 @@ class GcFreezer:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Gives all back: what the run has held can be collected."""
+        """Make all frozen objects collectable again."""
         if self._is_ours:
             gc.unfreeze()
         self._is_ours = False
@@ -80,7 +85,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run is. The tensors are 0-dim on the device: reading one waits for it."""
+    """Progress of a run. The tensors are 0-dim on the device, so reading one waits for the device."""
 
     global_step: int
     tokens_seen: Tensor
@@ -101,7 +106,7 @@ class TrainState:
 
     @staticmethod
     def of(remembered: Mapping[str, Any], device: torch.device) -> TrainState:
-        """Return the state that a checkpoint remembers."""
+        """Return the state stored in a checkpoint."""
         tokens, skipped = (
             torch.tensor(float(remembered[key]), dtype=torch.float64, device=device)
             for key in ("tokens_seen", "skipped_steps")
@@ -111,27 +116,27 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Cadence:
-    """Says at which steps something is due: every `every` steps, and at the last one. All ranks agree."""
+    """Schedule of a recurring action: every `every` steps and at the last step, alike on all ranks."""
 
     every: int
     last: int
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is due after this step."""
+        """Return whether the action is due after this step."""
         return step == self.last or (self.every > 0 and step % self.every == 0)
 
     def is_due_between(self, step: int) -> bool:
-        """Return whether a step between this one and the last is due."""
+        """Return whether the action is due at any step between this one and the last."""
         return self.every > 0 and (step // self.every + 1) * self.every < self.last
 
     def is_due_or_first(self, step: int) -> bool:
-        """Return whether it is due after this step, or this is before the first step."""
+        """Return whether the action is due after this step; always true before the first step (0)."""
         return step == 0 or self.is_due(step)
 
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """When a run logs, evaluates, saves and ends."""
+    """Schedule by which a run logs, evaluates, saves and ends."""
 
     max_steps: int
     samples_per_epoch: int
@@ -140,27 +145,24 @@ class RunSchedule:
     eval: Cadence
     save: Cadence
     save_minutes: float
-    """Minutes between checkpoints, besides those of `save`; 0: only those."""
+    """Minutes between further checkpoints, besides those of `save`; 0 for none."""
     grace_seconds: float | None
-    """Seconds between a signal to stop and the kill."""
+    """Seconds between a signal to stop and the kill; `None` if there is no limit."""
     owes_evaluation: bool = False
-    """Whether the evaluation of the step that the run starts at is still to come: of the first step, or of
-    one that was stopped."""
+    """Whether the step that the run starts at still needs its evaluation: the first step, or a step whose
+    evaluation was cut off by a stop."""
     rows_behind: int = 0
-    """Steps that are launched before a row is read: 1 on a GPU, which is at work on it; 0 on a CPU, or where
-    the run may roll back."""
+    """Number of steps that are launched before a row is read: 1 on a GPU, which still computes the row; 0 on
+    a CPU, or if the run may roll back."""
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """What a run is made of, built by pipeline.training.assemble.
-
-    `None` stands for what the recipe does not ask for.
-    """
+    """Components of a run, built by pipeline.training.assemble. `None` if the recipe does not ask for one."""
 
     job: Job
-    resolved: ResolvedSettings
-    """With the micro-batch that was found, where the recipe leaves it open."""
+    resolved: Resolved
+    """Resolved settings, with the micro-batch that was found if the recipe says `auto`."""
     start: TrainState
     schedule: RunSchedule
     engine: Engine
@@ -169,48 +171,50 @@ class RunComponents:
     learning_rate: LearningRate
     seed: int
     adds_noise: bool
-    """Whether batches bring what noise on the embeddings is drawn from (`model.neftune_alpha`)."""
+    """Whether batches carry the keys of the noise on embeddings (`model.neftune_alpha`)."""
     eval_loader: EvalLoader | None
     best_by: EvalConfig
-    """Which metric of an evaluation chooses the best checkpoint."""
+    """Section `eval`, whose `best_metric` chooses the best checkpoint."""
     checkpoints: CheckpointStore
     adapter: Mapping[str, Any]
-    """What checkpoints say of an adapter and its base, see checkpoint.adapters."""
+    """Description of an adapter and its base for checkpoints, see checkpoint.adapters; empty without one."""
     trackers: Trackers
     meters: Meters
     alerts: tuple[Alert, ...]
-    """Alerts, asked about each row."""
+    """Alerts that judge each row."""
     safeguard: Safeguard
     expectation: Expectation
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
-    """Of weights and gradients."""
+    """Histograms of weights and gradients."""
     callbacks: CallbackRunner | None = None
     tell_sample: Callable[[int], None] | None = None
-    """Has the model write after the evaluation of a step. Collective."""
+    """Function that generates and reports a sample after the evaluation of a step. Collective."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, and what came of it."""
+    """One optimizer step and its results."""
 
     global_step: int
-    """Optimizer steps done, this one included."""
+    """Number of optimizer steps completed, this one included."""
     evaluation: dict[str, float] | None
-    """Of the weights after it; None: none was due, or there is nothing to evaluate on."""
+    """Evaluation of the weights after the step; `None` if none was due or no data is held out."""
     deferred_row: DeferredRow | None = field(repr=False)
 
     @property
     def row(self) -> dict[str, float] | None:
-        """What is logged of it; None: it was no step of `log.every`. On a GPU it waits for the step's end."""
+        """Logged row; `None` if the step is not one of `log.every`. On a GPU, waits for the step to end."""
         return self.deferred_row.read().row if self.deferred_row is not None else None
 
 
 class TrainLoop:
-    """Steps a run, and does after each step what is due. All calls are collective.
+    """Makes the steps of a run and everything that is due after each. All calls are collective.
 
-    From the first step to the last a signal asks it to stop, and counts as one once all ranks know of it.
-    As a context manager it gives back what it holds; after an exception it waits for nobody.
+    From the first step to the last, a signal requests a stop. The flag travels with the token count, and it
+    takes effect once all ranks have read it. On CUDA the flags are read two steps late, so that the host
+    never waits for the device. As a context manager the loop releases its resources; after an exception it
+    waits for no other rank.
     """
 
     def __init__(
@@ -267,28 +271,29 @@ class TrainLoop:
         self._signals = ExitStack()
         self._has_begun = self._stopped = self._is_over = False
         self.is_finished = False
-        """It made its last step, and that is saved."""
+        """Whether the run has made and saved its last step."""
         self.stopped_early = ""
-        """Why a callback ended the run before `max_steps`, as rank 0 knows; empty: none did."""
+        """Reason why a callback ended the run before `max_steps`, known to rank 0; empty if none did."""
 
     @property
     def stopped_by(self) -> int | None:
-        """The number of the signal that stopped the run; None: nothing did."""
+        """Number of the signal that stopped the run; `None` if none did."""
         return (self._stop.signal_number or signal.SIGTERM) if self._stopped else None
 
     def grace_left(self) -> float:
-        """Return the seconds of checkpoint.grace_seconds that a signal has left; infinite without a limit."""
+        """Return the seconds left until the kill after a signal to stop; infinite without a limit."""
         grace = self._schedule.grace_seconds
         if grace is None or self._stop.came_at is None:
             return math.inf
         return grace - (time.monotonic() - self._stop.came_at)
 
     def step(self) -> Step | None:
-        """One optimizer step with the log row, evaluation and checkpoint that are due; after the last one, or
-        where a stop is agreed, the checkpoint that the run ends with.
+        """Make one optimizer step, with the log row, the evaluation and the checkpoint that are due.
+
+        After the last step, or once all ranks agree to stop, the final checkpoint is saved.
 
         Returns:
-            None: the run is over.
+            The step; `None` if the run is over.
         """
         done = self._step()
         if self._parts.checkpoints.is_under_way:
@@ -296,7 +301,7 @@ class TrainLoop:
         return done
 
     def train(self) -> None:
-        """All steps that are left."""
+        """Make all remaining steps."""
         while self._step() is not None:
             pass
 
@@ -320,8 +325,8 @@ class TrainLoop:
             self._prepare_saves(step)
         if step == 1 or schedule.log.is_due(step):
             row = self._row(learning_rate)
-            self._rows.add(step, row, parts.histograms.finish_step(step) if parts.histograms else None)
-        # On a GPU the row of the step before: no step waits for its own.
+            self._rows.add(step, row, parts.histograms.taken(step) if parts.histograms else None)
+        # On a GPU this writes the row of the previous step, so that no step waits for its own row.
         rollback = self._rows.write_until(step - schedule.rows_behind)
         if rollback is not None:
             return self._roll_back(rollback)
@@ -330,7 +335,7 @@ class TrainLoop:
         if (schedule.eval.is_due(step) or self._asked.evaluate) and not agreed.stop:
             self._evaluate()
         self._stopped |= agreed.stop
-        # The checkpoint of the last step is waited for at the end, without a copy in memory.
+        # The checkpoint of the last step is saved at the end, where waiting for it needs no copy in memory.
         is_last = step >= schedule.max_steps or self._asked.end
         if not self._stopped and not is_last and (self._asked.save or schedule.save.is_due(step)):
             if self._alarm is not None:
@@ -347,7 +352,7 @@ class TrainLoop:
         return Step(step, self._evaluation if self._evaluated_at == step else None, row)
 
     def _prepare_saves(self, first_step: int) -> None:
-        """After the first step of this process: prepare the checkpoints that come before the last step."""
+        """Prepare for checkpoints before the last step. Called after this process's first step."""
         parts = self._parts
         schedule = self._schedule
         is_due = schedule.save_minutes or schedule.save.is_due_between(first_step - 1)
@@ -356,7 +361,7 @@ class TrainLoop:
                 parts.checkpoints.prepare(parts.engine)
 
     def _roll_back(self, request: RollbackRequested) -> Step:
-        """Resume from a checkpoint before a bad step, as if no step since had been made."""
+        """Restore the state before a bad step, as if no step since had been made."""
         remembered = self._recovery.roll_back(request, self.state.global_step)
         self._train_step.forget_requests()
         self.state = TrainState.of(remembered, self._parts.engine.device)
@@ -368,14 +373,14 @@ class TrainLoop:
     def _write_rows(self) -> None:
         """Write all rows so far. Waits for the device."""
         rollback = self._rows.write_until(self.state.global_step)
-        # Where a run may roll back, each row is read with its step.
+        # A run that may roll back reads each row with its step, so no row can request a rollback here.
         assert rollback is None
 
     def evaluate(self) -> dict[str, float] | None:
-        """The evaluation of the weights as they are, done where it was not yet, and logged.
+        """Evaluate the current weights unless this was already done, and log the row.
 
         Returns:
-            None: nothing is held out, or a stop was agreed before the end.
+            The row; `None` if no data is held out, or all ranks agreed to stop before the evaluation ended.
         """
         if not self._has_begun:
             self._begin()
@@ -386,10 +391,10 @@ class TrainLoop:
         return row
 
     def save(self) -> Path:
-        """A checkpoint of this step, on the disk when this returns: its folder.
+        """Save a checkpoint of this step, wait until it is on the disk, and return its folder.
 
         Raises:
-            CheckpointError: it cannot be written, or there was no step yet.
+            CheckpointError: It cannot be written, or the run has made no step yet.
         """
         if self.state.global_step == 0:
             raise CheckpointError("a run has nothing to save before its first step")
@@ -398,7 +403,7 @@ class TrainLoop:
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
     def _conclude(self) -> None:
-        """Tells what the run took against what was expected, and where this process's time went."""
+        """Report measured memory and speed against the forecast, and this process's time by phase."""
         if self._has_begun and not self._parts.trackers.is_empty:
             meters = self._parts.meters
             came = self._parts.expectation.conclusion(meters.peak_gib, meters.samples_per_second)
@@ -427,7 +432,11 @@ class TrainLoop:
             self._rows.write_what_arrives()
 
     def _begin(self) -> None:
-        """Before the first step: the evaluation that is due there, the first or one that a stop left out."""
+        """Start the clocks and make the evaluation that is due before the first step of this process.
+
+        That is the evaluation of an untrained model, or one that a stop cut off. A stop loses no row: its
+        checkpoint has no evaluation loss, and so the next start knows that it must evaluate first.
+        """
         self._has_begun = True
         parts = self._parts
         if self._schedule.save_minutes and parts.job.ranks.is_main_process:  # one clock for all ranks
@@ -438,13 +447,13 @@ class TrainLoop:
             self._ask(parts.callbacks.run_begins(self._now(parts.callbacks)))
         owes = self._schedule.owes_evaluation or self._asked.evaluate
         if owes and self._evaluate() is not None and self.state.global_step > 0:
-            self._save()  # once more: the best is chosen by it
+            self._save()  # again, because the evaluation decides which checkpoint is the best
         self._end_where_due()
 
     def _end_where_due(self) -> None:
-        """The checkpoint that a run ends with, finished or stopped.
+        """Save the final checkpoint and close the run if it is finished or stopped.
 
-        A run that was stopped before its first step has nothing to keep: it starts again.
+        A run that was stopped before its first step saves nothing; the same command starts it again.
         """
         step = self.state.global_step
         if self._is_over or not (self._stopped or self._asked.end or step >= self._schedule.max_steps):
@@ -465,14 +474,14 @@ class TrainLoop:
         if self._parts.callbacks is not None:
             now = self._now(self._parts.callbacks, is_finished=self.is_finished)
             self._parts.callbacks.call("run_ends", now)
-        if self._stopped:  # a tracker then learns how it ended, and is closed
+        if self._stopped:  # before the trackers are closed with the reason for the end
             self._conclude()
         self._parts.job.progress.at("ending")
         self._signals.close()
 
     def _save(self, at_once: bool = False) -> None:
         parts = self._parts
-        self._write_rows()  # of a checkpoint's steps all rows are on the disk
+        self._write_rows()  # so that all rows up to the checkpoint's step are on the disk
         parts.job.progress.at("saving", self.state.global_step)
         self._before_save("save")
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
@@ -480,7 +489,7 @@ class TrainLoop:
             save(parts.engine, self._remembered())
 
     def _tell_saves(self) -> None:
-        """Measure the saves that have ended."""
+        """Pass the times of completed saves to the meters."""
         for outcome in self._parts.checkpoints.poll():
             self._observe_save(outcome)
 
@@ -489,16 +498,16 @@ class TrainLoop:
         self._parts.meters.observe_save(outcome.stall_seconds, self._write_seconds)
 
     def _has_time_to_save(self) -> bool:
-        """Whether one more save fits into the grace after a signal, by how long the last one took.
+        """Return whether another save fits into the grace period, judged by the duration of the last one.
 
-        A save that is killed harms nothing, but the run would not end with the exit code of a stop.
+        A killed save harms nothing, but the run would not end with the exit code of a stop.
         """
         left = self.grace_left()
         fits = self._write_seconds < left
         if not fits:
             log.warning(
-                "not saved once more: %.0f s of checkpoint.grace_seconds are left, and the last "
-                "checkpoint took %.0f s; the run goes on from that one",
+                "the final checkpoint is skipped: %.0f s of checkpoint.grace_seconds are left, and the last "
+                "checkpoint took %.0f s; the same command resumes from that one",
                 left,
                 self._write_seconds,
             )
@@ -506,7 +515,10 @@ class TrainLoop:
         return bool(self._parts.job.all_reduce_sum(late) == 0)
 
     def _row(self, learning_rate: float) -> DeferredRow:
-        """Return the row of the steps since the last one, to be read once the device is there. Collective."""
+        """Return the row of the steps since the last row, readable once the device has computed it.
+
+        Collective.
+        """
         parts = self._parts
         further: dict[str, float | Tensor] = {
             "train/learning_rate": learning_rate,
@@ -524,18 +536,18 @@ class TrainLoop:
             return None
         self._write_rows()
         parts.job.progress.at("evaluation", step)
-        # A model that draws here too draws the same after a stop.
+        # A model that draws random numbers in its evaluation draws the same ones after a resume.
         seed_step(parts.seed, step, parts.engine.seed_rank)
         with parts.meters.exclude_from_step_time("evaluation"):
             row = evaluate(parts.engine, parts.objective, parts.eval_loader, parts.job, self._stop)
             if row is not None:
-                # Refuses a best metric that the evaluation lacks, before the first step.
+                # Raises before the first step if the evaluation lacks the metric of eval.best_metric.
                 record_best_metric(parts.best_by, row, parts.objective)
             if row is None:
                 self._stopped = True
             else:
-                rollback = self._rows.write(step, RowDetails(row))
-                assert rollback is None  # alerts about training alone lead to one
+                rollback = self._rows.write(step, Seen(row))
+                assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
                 self._evaluated_at = step
                 if parts.tell_sample is not None:
@@ -546,16 +558,16 @@ class TrainLoop:
         return row
 
     def _ask(self, requests: Collection[str]) -> None:
-        """Have the run do what callbacks ask for, on all ranks alike."""
+        """Add requests of callbacks to those that the run acts on, alike on all ranks."""
         self._asked |= Flags(save="save" in requests, evaluate="evaluate" in requests, end="stop" in requests)
 
     def _now(self, callbacks: CallbackRunner, **more: Any) -> Moment:
-        """Return the moment for callbacks; waits for the device."""
+        """Return the moment that callbacks receive. Waits for the device."""
         tokens = float(self.state.tokens_seen) if self._parts.objective.unit == "tokens" else 0.0
         return callbacks.moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
 
     def _after_row(self, step: int, row: Mapping[str, float]) -> None:
-        """Call the callbacks with a row, which may be that of an earlier step than the last."""
+        """Call the callbacks with a row, which may belong to an earlier step than the current one."""
         callbacks = self._parts.callbacks
         assert callbacks is not None
         samples = int(row["train/samples_seen"])
@@ -563,7 +575,7 @@ class TrainLoop:
         callbacks.call("after_row", callbacks.moment(step, samples, tokens, metrics=row))
 
     def _before_save(self, *closed: str) -> None:
-        """Call the callbacks before their state is saved, and close these of their requests."""
+        """Call `before_save` of the callbacks, and mark the requests `closed` as done."""
         callbacks = self._parts.callbacks
         if callbacks is not None:
             callbacks.call("before_save", self._now(callbacks))
@@ -572,7 +584,7 @@ class TrainLoop:
             self._asked = self._asked._replace(save=False)
 
     def _tell_of_early_stop(self) -> None:
-        """Record why the run ends here. Rank 0 alone knows."""
+        """Report the reason why the run ends early. Only rank 0 knows it."""
         callbacks = self._parts.callbacks
         step = self.state.global_step
         if callbacks is not None and callbacks.reason:
@@ -581,8 +593,11 @@ class TrainLoop:
             self._parts.trackers.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
     def _remembered(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the engine's state; random numbers follow from seed and step."""
-        # Of these very weights, or not known: the best is chosen by it.
+        """Return what a checkpoint stores besides the engine's state.
+
+        Random numbers are a function of seed, step and rank, so no generator state is among it.
+        """
+        # Only an evaluation of these very weights may choose the best checkpoint.
         row = self._evaluation if self._evaluated_at == self.state.global_step else None
         return {
             "global_step": self.state.global_step,

@@ -1,7 +1,12 @@
-"""`batch.micro_batch_size: auto`: the largest that fits, tried in the run's own engine before its first step.
+"""Finds the largest micro-batch that fits, for `batch.micro_batch_size: auto`.
 
-A trial is a real step of which nothing stays (engine.refusal), so that a run is the one with the number
-given, to the last bit. Sizes that were found are cached, one small file each.
+Sizes are tried in the run's own engine before its first step; another engine would cost a second start. A
+trial is a real step that is refused and leaves no trace, so the run equals one with the number given, to the
+last bit. Sizes that were found are cached in one small file each.
+
+No rank may run out of memory inside a collective, where the others would wait. So sizes only grow, and each
+is predicted from smaller ones first. On a CPU nothing fails: the kernel kills the process. So the size is
+written to the disk before its trial, and the next start reads which size was being tried.
 """
 
 from __future__ import annotations
@@ -45,58 +50,58 @@ log = logging.getLogger(__name__)
 
 MOST_TRIALS = 6
 MARGIN = 0.90
-"""Share of what a rank may hold that a step may take: rows differ a little, and freed blocks leave gaps."""
+"""Share of a rank's memory limit that a step may take: rows differ a little, and freed blocks leave gaps."""
 TRIED_UP_TO = 0.95
-"""Share that a trial may be predicted to take; what lies between the two is decided by measuring."""
+"""Largest predicted share at which a size is tried. Between MARGIN and this, the measurement decides."""
 LONGEST_STRIDE = 8
-"""A trial is at most so many times the largest one before it."""
+"""Largest ratio of a trial to the largest trial before it."""
 FAR = 4
-"""From so many times the first one on, a prediction from it alone counts twice."""
+"""Ratio to the first trial above which a prediction from that trial alone doubles its slope."""
 FOLDER = "micro_batch_sizes"
 PAGE = 4096
 NOTHING_STAYS = StepLimits(-torch.inf, -torch.inf)
 LOOKED_AT = 8
-"""Groups of a user's own data, whose rows may differ in length; the largest is tried."""
+"""Number of groups read from a user's own data set, whose rows may differ in length; the largest is tried."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that one rank held in a trial."""
+    """Memory of one rank in a trial, in bytes."""
 
     forward: int
-    """The most in a forward, above what there was before it."""
+    """Largest increase during a forward."""
     work: int
-    """The most before the optimizer stepped."""
+    """Peak before the optimizer's step."""
     update: int
-    """The most from then on, which no number of rows changes."""
+    """Peak from the optimizer's step on, which does not depend on the number of rows."""
     limit: int
-    """What the rank may hold."""
+    """Bytes that the rank may hold."""
 
     @property
     def most(self) -> int:
-        """Over the whole step."""
+        """Peak over the whole step."""
         return max(self.work, self.update)
 
 
 TrialResults = Mapping[int, Sequence[MemoryUse]]
-"""Micro-batch size -> what each rank held, in the order of ranks."""
+"""Memory of each rank, in the order of ranks, by micro-batch size."""
 
 
 def fits_every_rank(uses: Sequence[MemoryUse]) -> bool:
-    """Return whether a size does on every rank."""
+    """Return whether a size fits on every rank."""
     return all(use.most <= MARGIN * use.limit for use in uses)
 
 
 def find_largest_fitting(tried: TrialResults) -> int | None:
-    """Return the largest that was tried and fits; `None` if none does."""
+    """Return the largest size that was tried and fits; `None` if none does."""
     return max((size for size, uses in tried.items() if fits_every_rank(uses)), default=None)
 
 
 def predict_bytes(size: int, tried: TrialResults) -> list[float]:
-    """Return the bytes that each rank would hold.
+    """Return the predicted bytes of each rank.
 
-    What comes before the update grows with the rows: along the line through the two nearest trials, or from a
-    single one by what its forward added.
+    The peak before the update grows with the rows: along the line through the two nearest trials, or from a
+    single trial by the increase of its forward.
     """
     sizes = sorted(tried)
     found = []
@@ -115,21 +120,22 @@ def predict_bytes(size: int, tried: TrialResults) -> list[float]:
 
 
 def predict_share(size: int, tried: TrialResults) -> float:
-    """Return the same as a share of what the rank may hold, of the rank with the largest share."""
+    """Return the largest predicted share of any rank's memory limit."""
     limits = (use.limit for use in tried[max(tried)])
     return max(held / limit for held, limit in zip(predict_bytes(size, tried), limits, strict=True))
 
 
 def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None) -> int | None:
-    """Return what to try next; `None`: `largest` is the answer.
+    """Return the size to try next; `None` if `find_largest_fitting` is the answer.
 
-    The first is a quarter of a guess, which may be twice too large, or the smallest; a second one beside it
-    gives a line. Then the largest that is predicted to fit is confirmed, until the next larger one is known,
-    or predicted, not to.
+    The first trial is a quarter of the guess, which may be twice too large, or else the smallest candidate. A
+    second trial next to it gives a line. Then the largest size that is predicted to fit is confirmed, until
+    the next larger one is measured or predicted not to fit.
 
     Args:
-        candidates: Ascending.
-        guess: Of the answer.
+        candidates: Possible sizes, ascending.
+        tried: Results of the trials so far.
+        guess: Estimate of the answer; `None` without one.
     """
     if len(tried) >= MOST_TRIALS:
         return None
@@ -156,11 +162,11 @@ def next_trial(candidates: Sequence[int], tried: TrialResults, guess: int | None
 
 
 class PeakMemory:
-    """Peak of a rank's memory: on a GPU what torch's allocator has given out, on a CPU what is resident.
+    """Measures a rank's peak memory: allocated by torch on a GPU, resident in the process on a CPU.
 
     Args:
-        device: Of the rank.
-        sharers: Ranks on this machine.
+        device: Device of the rank.
+        sharers: Number of ranks on this machine.
     """
 
     def __init__(self, device: torch.device, sharers: int):
@@ -168,7 +174,7 @@ class PeakMemory:
         self._sharers = sharers
 
     def begin(self) -> None:
-        """Give back what is held for nothing, and start to measure."""
+        """Free unused memory and start a measurement."""
         gc.collect()
         if self._cuda is not None:
             torch.cuda.empty_cache()
@@ -177,7 +183,7 @@ class PeakMemory:
         self.read_and_reset()
 
     def read_and_reset(self) -> int:
-        """Return the most since the last call, or since `begin`."""
+        """Return the peak in bytes since the last call or since `begin`, and start anew."""
         if self._cuda is not None:
             most = torch.cuda.max_memory_allocated(self._cuda)
             torch.cuda.reset_peak_memory_stats(self._cuda)
@@ -187,28 +193,30 @@ class PeakMemory:
         return most
 
     def now(self) -> int:
-        """Return what is held."""
-        return read_resident_bytes() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
+        """Return the bytes held now."""
+        return resident_now() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def limit(self) -> int:
-        """Return what this rank may hold: what it does, and its share of what is free."""
+        """Return the bytes that this rank may hold: those it holds now and its share of the free memory."""
         if self._cuda is None:
-            return read_resident_bytes() + available_memory() // self._sharers
-        free, _ = torch.cuda.mem_get_info(self._cuda)  # without what CUDA and NCCL take for themselves
+            return resident_now() + available_memory() // self._sharers
+        free, _ = torch.cuda.mem_get_info(self._cuda)  # excludes memory that CUDA and NCCL use themselves
         return free + torch.cuda.memory_reserved(self._cuda)
 
 
 @contextmanager
 def allocate_optimizer_states() -> Iterator[list[int]]:
-    """Bring what optimizers keep into memory, as a step that counts would, around one of which nothing stays.
+    """Make optimizer states resident during a refused step, as a step that counts would.
 
     States of zeros take no memory on a CPU until something writes to them, so each page is written to.
-    Yields [bytes that are not made in such a step, but in the first that counts].
+
+    Yields:
+        One number in a list: bytes of states that a refused step does not create, as for Muon.
     """
     unmade = [0]
 
     def look(optimizer: Optimizer, *_: Any) -> None:
-        if isinstance(optimizer, torch.optim.Muon):  # passes over what has no gradient
+        if isinstance(optimizer, torch.optim.Muon):  # creates no state for parameters without a gradient
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             unmade[0] = sum(p.numel() * p.element_size() for p in parameters if p not in optimizer.state)
         for state in list(optimizer.state.values()):
@@ -225,19 +233,20 @@ def allocate_optimizer_states() -> Iterator[list[int]]:
 
 @dataclass
 class MicroBatchCache:
-    """What earlier starts found out about one recipe on one kind of device."""
+    """Results of earlier starts of one recipe on one kind of device, in one file."""
 
     file: Path
     known: Mapping[str, Any]
     """JSON values that decide the size."""
     found: int | None = None
+    """Size that was found; `None` if none was."""
     needs: int = 0
-    """Bytes that the fullest rank held with it."""
+    """Bytes that the fullest rank held with the size found."""
     trying: int | None = None
-    """A trial that never ended, or that ran out of memory."""
+    """Size whose trial never ended or ran out of memory; `None` if there is none."""
 
     def read(self) -> None:
-        """Read what an earlier start has left; what cannot be read is nothing."""
+        """Read the file of earlier starts. A file that cannot be read counts as empty."""
         try:
             kept = json.loads(read_regular_file(self.file, CONFIGURATION_LIMIT))
             found, needs, trying = (kept[name] for name in ("found", "needs", "trying"))
@@ -249,18 +258,22 @@ class MicroBatchCache:
             self.trying = trying
 
     def write(self, tried: Mapping[str, int]) -> None:
-        """Write it whole or not at all; a folder that cannot be written costs a search at each start."""
+        """Replace the file atomically. If the folder cannot be written, each start searches again."""
         content = {"found": self.found, "needs": self.needs, "trying": self.trying}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.file, json.dumps(content | {"tried": tried, "known": self.known}, indent=2))
         except OSError as error:
-            log.warning("micro_batch_size is not kept for the next start: %s: %s", self.file, error.strerror)
+            log.warning(
+                "the micro_batch_size found is not saved, so the next start searches again: %s: %s",
+                self.file,
+                error.strerror,
+            )
 
 
 @dataclass
 class MicroBatchSearch:
-    """Finds the size for one run. Every method is collective."""
+    """Finds the largest fitting micro-batch for one run. Every method is collective."""
 
     config: RunConfig
     resolved: ResolvedSettings
@@ -268,24 +281,24 @@ class MicroBatchSearch:
     engine: Engine
     objective: Objective
     loader: Callable[[BatchPlan], TrainLoader]
-    """Reads this rank's batches of a plan."""
+    """Function that returns a loader of this rank's batches for a plan."""
     cache: Path
-    """Folder of what is kept between starts."""
+    """Folder of the results of earlier starts."""
     guess: int | None = None
-    """Of the answer, from a plan; `None`: there is none."""
+    """Estimate of the answer by the planner; `None` without one."""
     limit: int | None = None
-    """Bytes that a rank may hold; `None`: what its device has for it."""
+    """Bytes that a rank may hold; `None` for the rank's share of its device."""
 
     def __post_init__(self) -> None:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
         self._tried: dict[int, list[MemoryUse]] = {}
 
-    def resolve_auto(self) -> ResolvedSettings:
-        """Return the settings with a number in place of `auto`, which the engine then keeps to.
+    def resolve_auto(self) -> Resolved:
+        """Return the settings with a number in place of `auto`, and set the engine to it.
 
         Raises:
-            DeviceMemoryError: A trial took more than was to be expected; the next start begins below it.
-            ConfigError: Memory cannot be measured here.
+            DeviceMemoryError: A trial took more memory than predicted; the next start begins below it.
+            ConfigError: Memory cannot be measured on this system.
         """
         plan = self.resolved.batch_plan
         if not plan.is_auto:
@@ -296,7 +309,7 @@ class MicroBatchSearch:
         return found
 
     def find(self) -> int:
-        """Return the size."""
+        """Return the largest size that fits, from the cache or by trials."""
         job = self.job
         known = self._known()
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
@@ -310,14 +323,14 @@ class MicroBatchSearch:
             if smaller := [size for size in candidates if size < kept.trying]:
                 candidates = smaller
             else:
-                guess = None  # the smallest once more, and from there
+                guess = None  # try the smallest again and grow from there
         if kept.found in candidates and self._still_fits():
             self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
             return kept.found
         while (size := next_trial(candidates, self._tried, guess)) is not None:
             with self._written_down(size):
                 self._tried[size] = self.measure(size)
-        self._begin()  # what the last trial left is not the run's
+        self._begin()  # frees the memory of the last trial
         size = find_largest_fitting(self._tried) or min(self._tried)
         if kept.trying is not None and fits_every_rank(self._tried[size]) and size >= kept.trying:
             kept.trying = None  # it was cut off for another reason
@@ -335,21 +348,25 @@ class MicroBatchSearch:
             self._kept.write({str(size): max(use.most for use in uses) for size, uses in self._tried.items()})
 
     def _still_fits(self) -> bool:
-        """Return whether every rank's device has room for what was measured before."""
+        """Return whether every rank's device has room for the memory measured at an earlier start."""
         return all(self.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
 
     def measure(self, size: int) -> list[MemoryUse]:
-        """Return what a step of such micro-batches holds on each rank."""
+        """Run a trial step with micro-batches of this size, and return the memory of each rank.
+
+        Peaks are read where phases end. The optimizer's step needs the same memory for any number of rows, so
+        a single peak would hide the growth of the others.
+        """
         engine = self.engine
         stages = self.resolved.split.pipeline_stages
         plan = self.resolved.plan.divided(size)
-        # The second one finds the gradients of the first; stages are filled by as many as there are.
+        # The second micro-batch adds to the first one's gradients; each pipeline stage needs one to be busy.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches = self._batches(replace(plan, gradient_accumulation_steps=count))
         engine.set_batch_division(size, count)
         seed_step(self.config.seed, 0, engine.seed_rank)
-        if self.resolved.compile:  # which takes memory of its own, once
-            reset_compilation(engine.module)
+        if self.resolved.compile:  # compiling takes memory itself, so it comes before the measured step
+            compile_again(engine.module)
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
         limit = self._limit()
@@ -363,7 +380,7 @@ class MicroBatchSearch:
             most[phase] = max(most.get(phase, 0), peak)
             if phase == "forward":
                 forward = max(forward, peak - began)
-            elif phase != "communication":  # what ZeRO 3 gathers in between interrupts a forward
+            elif phase != "communication":  # ZeRO 3 interrupts a forward to gather parameters
                 began = self._memory.now()
 
         with allocate_optimizer_states() as unmade, engine.phases.heard_by(ends):
@@ -371,7 +388,7 @@ class MicroBatchSearch:
         ends("other")
         update = most.pop("optimizer", 0) + unmade[0]
         work = max(most.values()) + unmade[0]
-        limit = min(limit, self._limit())  # NCCL takes its own with the first step
+        limit = min(limit, self._limit())  # NCCL allocates its buffers in the first step
         return self.job.gather_object(MemoryUse(forward, work, update, limit))
 
     def _batches(self, plan: BatchPlan) -> list[Batch]:
@@ -396,7 +413,7 @@ class MicroBatchSearch:
 
     @contextmanager
     def _written_down(self, size: int) -> Iterator[None]:
-        """Note a trial while it runs, so that the next start knows of one that did not come back."""
+        """Record a trial on the disk while it runs, so that the next start knows of one that never ended."""
         kept = self._kept
         job = self.job
         before = kept.trying
@@ -426,7 +443,7 @@ class MicroBatchSearch:
             log.info("%s", line)
 
     def _summary(self, size: int) -> str:
-        """Say what was tried, how much each took and what was chosen."""
+        """Return one line with the sizes tried, their memory and the choice."""
         limit = min(use.limit for use in self._tried[size])
         tried = ", ".join(
             f"{each} {max(use.most for use in uses) / GIB:.2f}" for each, uses in self._tried.items()
@@ -434,11 +451,11 @@ class MicroBatchSearch:
         line = f"micro_batch_size {size}, found by trials (GiB of the fullest rank): {tried}; "
         line += f"a step may take {MARGIN * limit / GIB:.2f} of {limit / GIB:.2f}"
         if not fits_every_rank(self._tried[size]):
-            line += "; nothing smaller than this, which takes more"
+            line += "; this is the smallest size possible, and it takes more"
         return f"{line}; kept in {self._kept.file}"
 
     def _known(self) -> dict[str, Any]:
-        """Return all that decides the answer."""
+        """Return everything that the answer depends on, as JSON values; its hash names the cache file."""
         config = self.config
         resolved = self.resolved
         device = self.job.device

@@ -1,7 +1,8 @@
-"""Log-probabilities under the model that a run starts from: computed once, before step 1, by the run's own
-engine under its own split, over all training and held-out rows. No second model is in memory.
+"""Computes the reference log-probabilities of preference losses, once before step 1.
 
-They lie in the run's directory, and beside the prepared data for further runs from the same weights.
+The run's own engine computes them under its own split, for all training and held-out rows. So no second
+model is in memory. They are stored in the run's directory, and in the data cache for further runs that start
+from the same weights. The run has its own copy because the cache may be deleted.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from pipeline.objectives import LogprobRecorder, Objective, SegmentObjective
 
 log = logging.getLogger(__name__)
 
-EVERY_SECONDS = 10.0  # between two lines on how far it is
-# What answers that are computed again may differ by where a table of another run is used: of the largest.
+EVERY_SECONDS = 10.0  # between two lines of progress
+# Tolerance of a cached table: largest difference of recomputed answers, relative to the largest value.
 SAME = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """All that a run reads."""
+    """All training and held-out rows of a run, and how to read them."""
 
     data: DataBundle
     micro_batch_size: int
@@ -62,16 +63,22 @@ def compute_reference(
     cache: Path | None,
     key: Any,
 ) -> DataBundle:
-    """Return the data of a run that begins, with `reference_logps` in its batches. Collective.
+    """Return the data of a new run with `reference_logps` in its batches. Collective.
 
-    The run's directory then has them, too.
+    A cached table is used if its key is the digest of the engine's weights, the data and the precision, and
+    if the first batch still gives the same values: frozen base weights under an adapter are in no digest.
 
     Args:
-        cache: Folder of such files of all runs; None: there is none.
-        key: JSON values that decide the numbers besides weights and data.
+        rows: Rows to compute.
+        job: Ranks of the job.
+        engine: Engine with the weights that the run starts from.
+        objective: Preference objective of the run.
+        directory: Run directory, in which the table is stored.
+        cache: Folder with the tables of all runs; `None` to use none.
+        key: Further JSON values that the numbers depend on.
 
     Raises:
-        CheckpointError: the directory cannot be written.
+        CheckpointError: The directory cannot be written.
     """
     kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
     table = job.on_main(lambda: None if kept is None else read_reference_table(kept))
@@ -91,13 +98,13 @@ def compute_reference(
 
 
 def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
-    """Data whose batches are as large as with what the reference says."""
-    asked = isinstance(objective, SegmentObjective) and objective.has_reference
-    return add_reference_logps(data, ZeroReferenceTable()) if asked else data
+    """Return the data with zeros as reference, so that trial batches have their final size."""
+    asked = isinstance(objective, BySegment) and objective.has_reference
+    return add_reference_logps(data, OfZeros()) if asked else data
 
 
 def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
-    """This rank's part: the training rows first."""
+    """Return a loader of this rank's part of all rows, the training rows first."""
     data = rows.data
     return EvalLoader(
         {"training rows": data.train, **data.eval, **data.eval_sets},
@@ -113,10 +120,10 @@ def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
 
 
 def _said(
-    batches: Iterable[Any], engine: Engine, objective: SegmentObjective, job: Job
-) -> Iterator[tuple[AnswerKeys, np.ndarray[Any, Any]]]:
-    """Keys and log-probabilities of each batch that this rank knows them of. Collective."""
-    recorded = LogprobRecorder(objective)
+    batches: Iterable[Any], engine: Engine, objective: BySegment, job: Job
+) -> Iterator[tuple[Keys, np.ndarray[Any, Any]]]:
+    """Yield keys and log-probabilities of each batch; both empty if another rank reports it. Collective."""
+    recorded = Recorded(objective)
     for _, batch, is_real in batches:
         job.progress.at("evaluation")
         recorded.logps_BS = None
@@ -154,8 +161,9 @@ def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, 
 def _holds(
     table: ReferenceTable, rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job
 ) -> bool:
-    """Whether the table says of the first batch what the model does: frozen weights are in no digest.
-    Collective.
+    """Return whether the table agrees with the model on the first batch. Collective.
+
+    Frozen base weights are in no digest, so the table's name alone does not prove this.
     """
     worst = 0.0
     for keys, logps in _said(islice(_batches(rows, engine), 1), engine, objective, job):
@@ -169,7 +177,7 @@ def _holds(
 
 
 def _digest(engine: Engine, data: DataBundle, job: Job, key: Any) -> str:
-    """Of the weights that the engine keeps, the data, and `key`, whatever the split. Collective."""
+    """Return the digest of the engine's weights, the data and `key`, the same for every split. Collective."""
     views = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     own: dict[str, int] = {}
     for shard in engine.shards():

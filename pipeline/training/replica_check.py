@@ -1,7 +1,7 @@
-"""Ranks that hold the same compare digests of it: one whose differs has a broken memory or device.
+"""Compares digests of state that several ranks hold alike, to detect broken memory or a broken device.
 
-Of a rank that computes wrong numbers nothing else is seen: no error, and a loss that looks like any other.
-engine/replicas.py says what is compared and what is not.
+A rank that computes wrong numbers shows no other sign: no error, and a loss that looks normal.
+pipeline/engine/replicas.py defines what is compared.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from pipeline.monitoring.events import CORRUPTION, Event
 
 log = logging.getLogger(__name__)
 ADVICE = (
-    "run that machine's memory and device tests (nvidia-smi -q shows a GPU's errors) and leave it out; what "
-    "this run writes from here on is not to be trusted"
+    "run that machine's memory and device tests (nvidia-smi -q shows a GPU's errors) and leave it out; do "
+    "not trust what this run writes from here on"
 )
 
 
 class ReplicaCheck:
-    """Compares replicas. Collective: all ranks call the same at the same steps.
+    """Compares replicas of ranks. Collective: all ranks call the same methods at the same steps.
 
     Args:
-        replicas: This rank's; None: no other has the same.
-        watch: How often, and what then.
-        start: Where the run begins, on what was read from verified files.
+        job: Ranks of the job.
+        replicas: Replicated state of this rank; `None` if no other rank holds the same.
+        watch: Section `watch` of the recipe, with the interval and the action.
+        start: Step at which the run starts, with values read from verified files.
     """
 
     def __init__(self, job: Job, replicas: ReplicaDigests | None, watch: WatchConfig, start: int):
@@ -39,7 +40,7 @@ class ReplicaCheck:
         self._replicas = replicas
         every = watch.compare_every
         self.stops = watch.on_corruption == "stop"
-        """Whether the run ends where replicas differ."""
+        """Whether the run ends if replicas differ."""
         has_any = job.ranks.world_size > 1 and every > 0
         keys = job.gather_object(None if replicas is None else replicas.key) if has_any else []
         alike = Counter(key for key in keys if key is not None)
@@ -54,33 +55,34 @@ class ReplicaCheck:
         self._is_compared = False
         self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.good_until = start
-        """A step after which all were equal: what was saved up to it can be trusted."""
+        """Last step after which all replicas were equal. Checkpoints up to it can be trusted."""
 
     def _warn(self, processors: Sequence[str]) -> None:
         if len(processors) > 1:
             log.warning(
-                "ranks compute on %d kinds of processors (%s), which round otherwise: their weights drift "
-                "apart, and are compared within a kind alone",
+                "ranks compute on %d kinds of processors (%s), which round differently: their weights drift "
+                "apart, so only ranks with equal processors are compared",
                 len(processors),
                 ", ".join(processors),
             )
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is compared."""
+        """Whether any replicas are compared."""
         return self._every > 0
 
     def begin(self, step: int) -> None:
-        """Before a step; `step` were done."""
+        """Prepare for a step; `step` is the number of steps completed."""
         self._is_compared = self._every > 0 and step % self._every == 0
         if self._every and self._replicas is not None:
             self._replicas.begin(self._is_compared)
 
     def end(self, step: int) -> Event | None:
-        """After that step.
+        """Compare after the step that `begin` announced.
 
         Returns:
-            What differs, the same on all ranks. On a GPU it is of the step before: nothing waits for it.
+            The event if replicas differ, the same on all ranks; else `None`. On a GPU the result belongs to
+            the previous comparison, so that no step waits for the device.
         """
         is_gpu = self._job.device.type == "cuda"
         found = self._read() if is_gpu else None
@@ -95,7 +97,7 @@ class ReplicaCheck:
         return found if is_gpu else self._read()
 
     def note_rollback(self, step: int) -> None:
-        """The run goes on from an earlier step."""
+        """Note that the run continues from an earlier step, and drop a pending comparison."""
         self.good_until = min(self.good_until, step)
         self._coming = None
 
@@ -136,7 +138,7 @@ class ReplicaCheck:
         named = ", ".join(str(self._job.everyone[rank]) for rank in wrong[:8])
         who = f"those of {named} are not those of the other {len(group) - len(wrong)} ranks"
         if len(wrong) == len(group):
-            who = f"{named} have different ones, and which of them is right cannot be told"
+            who = f"{named} have different ones, with no majority to tell which is right"
         return Event(
             CORRUPTION,
             f"the {what} should be the same on {len(group)} ranks, bit by bit, and {who}",

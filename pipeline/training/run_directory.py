@@ -1,6 +1,8 @@
-"""Run directories `runs/<name>-<time>/`: found again by the same command, held by one process.
+"""Finds, creates and locks run directories `runs/<name>-<time>/`.
 
-A run is known by a fingerprint of its recipe, data and global batch. The code it started with is recorded.
+The same command finds its newest unfinished run by recipe, data and global batch size. The split does not
+count. `run_dir` names a run directly, so such a run may resume with other steps, rates and schedules.
+One process holds a run at a time. The git commit and diff at the start are recorded.
 """
 
 from __future__ import annotations
@@ -37,17 +39,19 @@ from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import REDACTED, redact, redact_text
 
 MOST_CHARACTERS = 2**20
-SECONDS = 20.0  # on a slow file system a run starts without
+SECONDS = 20.0  # on a slow file system, a run starts without the output of git
 
 
 def read_git_commit() -> str | None:
-    """The commit of the folder the run is started from; None outside a repository or without git."""
+    """Return the git commit of the working directory; `None` outside a repository or without git."""
     return (_git("rev-parse", "HEAD") or "").strip() or None
 
 
 def read_git_diff() -> str | None:
-    """What tracked files differ in from that commit, without secrets, up to a million characters; None:
-    in nothing, or as git_commit.
+    """Return the diff of tracked files to that commit, without secrets, at most 2**20 characters.
+
+    Returns:
+        `None` if nothing differs, outside a repository, or without git.
     """
     diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
     if not diff:
@@ -70,19 +74,19 @@ def _git(*words: str) -> str | None:
     return answer.stdout if answer.returncode == 0 else None
 
 
-# Sections that do not change what is trained: a run goes on though they differ. What they say of the batch is
-# compared by what it comes to.
+# Sections that do not change what is trained. A run resumes even if they differ. The section `batch` is
+# compared by the resulting global batch size.
 BESIDE_THE_POINT = {
     *("checkpoint", "wandb", "sample", "runs_dir", "run_dir", "callbacks"),
     *("engine", "batch", "loader", "distributed", "watch", "notify", "profile"),
 }
-READERS = ("tensorboard", "trackers", "console")  # in `log`: of the same rows
-DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # in split.json -> its name
+READERS = ("tensorboard", "sinks", "console")  # keys of `log` that only show the same rows
+DECISIVE = {"data": "split.data", "global_batch_size": "batch.global_batch_size"}  # key in split.json -> name
 FINGERPRINT = DECISIVE["data"]
-# What a run that is named by `run_dir` may go on with: further, or at another rate.
+# Sections that may change when `run_dir` names the run.
 MAY_CHANGE = ("max_steps", "max_epochs", "early_stopping", "optimizer", "schedule")
-MAY_NOT_CHANGE = ("optimizer.kind",)  # whose state the checkpoint holds
-# Where an adapter's base lies: digests of its weights and of data and tokenizer are compared instead.
+MAY_NOT_CHANGE = ("optimizer.kind",)  # the checkpoint holds this optimizer's state
+# Paths of an adapter's base may change: digests of its weights, the data and the tokenizer are compared.
 PLACES = ("model.pretrained", "model.weights", "data.tokenizer.pretrained")
 
 
@@ -91,37 +95,37 @@ def _identity(recipe: Tree, split: Tree) -> Tree:
     if isinstance(kept.get("log"), dict):
         kept["log"] = kept["log"] | dict.fromkeys((*READERS, "price_per_device_hour"))
     if isinstance(kept.get("model"), dict):
-        kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # how it is computed
+        kept["model"] = kept["model"] | {"attention": None, "fp8": None}  # same model, computed otherwise
     if isinstance(kept.get("objective"), dict):
         kept["objective"] = kept["objective"] | {"reduction": kept["objective"].get("reduction") or "sum"}
     return kept | {name: split.get(key) for key, name in DECISIVE.items()}
 
 
 class RunDifference(NamedTuple):
-    """A key in which two runs differ, dotted as on the command line."""
+    """Difference of two runs in one key, dotted as on the command line."""
 
     key: str
     then: Any
     now: Any
     is_place: bool = False
-    """Whether it is where an adapter's base lies."""
+    """Whether the key is a path of an adapter's base."""
 
     def __str__(self) -> str:
         if self.key == FINGERPRINT:
-            return "its data was other"
+            return "its data was different"
         return f"{self.key} was {self.then}, is {self.now}"
 
     @property
     def override(self) -> str:
-        """What on the command line brings the value back."""
+        """Command-line argument that restores the value of the earlier run."""
         return shlex.quote(f"{self.key}={json.dumps(self.then, ensure_ascii=False)}")
 
 
 def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDifference]:
-    """In what the run in `path` is another one.
+    """Return the keys in which the run in `path` differs from these settings.
 
     Raises:
-        CheckpointError: it cannot be said.
+        CheckpointError: The recipe or split.json of the run cannot be read.
     """
     try:
         then = _identity(
@@ -136,16 +140,16 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
         for difference in _compare(then, now)
     ]
     if any(difference.key.startswith("data.") and not difference.is_place for difference in found):
-        # The data is other for that very reason.
+        # A changed key of `data` already explains the changed fingerprint.
         return [difference for difference in found if difference.key != FINGERPRINT]
     return found
 
 
 def _with_defaults(recipe: Tree) -> Tree:
-    """A recipe written before there was some key means that key's default."""
+    """Return the recipe with defaults for keys that did not exist when it was written."""
     try:
-        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=YamlLoader)
-    except ValueError:  # a value that is none any more: compared as it stands
+        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=Loader)
+    except ValueError:  # a value that is no longer valid is compared as written
         return recipe
     return filled if isinstance(filled, dict) else recipe
 
@@ -159,7 +163,7 @@ def _compare(then: Any, now: Any, prefix: str = "") -> Iterator[RunDifference]:
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Compare two values; a secret that one of the records hides is equal to any other."""
+    """Return whether two values are equal. A redacted secret in `then` equals any value."""
     if then == now:
         return True
     written = re.escape(json.dumps(then, default=str)).replace(re.escape(REDACTED), ".*")
@@ -167,29 +171,30 @@ def _is_same(then: Any, now: Any) -> bool:
 
 
 def may_change(difference: RunDifference) -> bool:
-    """Whether a run that is named by `run_dir` goes on with another value."""
+    """Return whether a run named by `run_dir` may resume with the new value."""
     is_free = difference.key.partition(".")[0] in MAY_CHANGE and difference.key not in MAY_NOT_CHANGE
     return is_free or difference.is_place
 
 
 log = logging.getLogger(__name__)
 
-FEW = 3  # differences: with more it is another experiment, and not one left behind by mistake
+FEW = 3  # with more differences, a run is another experiment and not worth a hint
 RESTART_SECONDS = 120.0
 ENVIRONMENT = "environment.json"
 
 
 def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
-    """Chooses or makes the run's directory by `checkpoint.resume`, and locks it. For rank 0 alone.
+    """Choose or create the run's directory by `checkpoint.resume`, and lock it. For rank 0 only.
 
     Args:
-        config: The recipe.
-        split: What else is known of a run: the data's fingerprint and the global batch size, which make it
-            this run; DeepSpeed configuration and world size, which may change when it goes on.
+        config: Recipe of the run.
+        split: Content of split.json. The data's fingerprint and the global batch size identify the run;
+            DeepSpeed configuration and world size may change on a resume.
 
     Raises:
-        ConfigError: it cannot be written, or `run_dir` holds a run and `resume` is `never`.
-        CheckpointError: `required` and nothing to go on with, or another process has it.
+        ConfigError: The directory cannot be written, or `run_dir` holds a run and `resume` is `never`.
+        CheckpointError: `resume` is `required` and there is nothing to resume, or another process holds the
+            directory.
     """
     try:
         return _open(config, split)
@@ -199,16 +204,19 @@ def open_run_directory(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
 
 
 class OpenedDirectory(NamedTuple):
-    """A run's directory; on rank 0 with its lock."""
+    """Directory of a run, on rank 0 with its lock."""
 
     path: Path
     lock: FileLock | None = None
     made: tuple[Path, ...] = ()
-    """Folders that were not there before, innermost first. `path` is the first, or none was made."""
+    """Folders that were created, innermost first; empty if `path` existed before."""
 
 
 def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDirectory:
-    """As open_run_directory: rank 0 chooses and has the lock; the others are told, or told why not."""
+    """Open the run directory on rank 0 and return it on all ranks, or raise rank 0's error on all ranks.
+
+    See open_run_directory. Only rank 0 holds the lock.
+    """
     opened: list[OpenedDirectory] = []
 
     def open_and_keep() -> Path:
@@ -225,15 +233,15 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDi
 
 
 def _missing(folder: Path) -> list[Path]:
-    """Return this folder and those above it that are not there."""
+    """Return this folder and its parents that do not exist."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove_created_folders(made: Sequence[Path]) -> None:
-    """Remove the directory of a run that was refused before its first step, and what was made for it.
+    """Remove the directory of a run that was refused before its first step.
 
     Args:
-        made: As in `OpenedDirectory`.
+        made: Created folders, see `OpenedDirectory`.
     """
     for path in made[:1]:
         # WANDB_DIR may have its files elsewhere, with a link to them here.
@@ -241,7 +249,7 @@ def remove_created_folders(made: Sequence[Path]) -> None:
             shutil.rmtree(link.resolve(), ignore_errors=True)
         shutil.rmtree(path, ignore_errors=True)
     for path in made[1:]:
-        with suppress(OSError):  # something else is in it by now
+        with suppress(OSError):  # another process may have written into it by now
             path.rmdir()
 
 
@@ -295,7 +303,7 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
                 "max_steps, or another run_dir"
             )
         if not differences and (path / "summary.json").exists():
-            log.warning("%s is finished; with a higher max_steps it trains on", path)
+            log.warning("%s is already finished; to continue it, give a higher max_steps", path)
         _take_changes(path, checkpoint.folder.name, differences)
     elif not list_published_folders(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
@@ -313,7 +321,7 @@ def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
 
 
 def _patience() -> float:
-    """Seconds to wait for the lock: where a launcher starts jobs again, the last one may still be ending."""
+    """Return the seconds to wait for the lock: a restarted job's predecessor may still be ending."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     return RESTART_SECONDS if restarts or "SLURM_RESTART_COUNT" in os.environ else 0.0
 
@@ -347,7 +355,7 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
             others.append((path, differences))
     if done:
         log.warning(
-            "this is a new run; %s is finished; to train that one on: run_dir=%s and a higher max_steps or "
+            "this is a new run; %s is finished; to continue that one: run_dir=%s and a higher max_steps or "
             "max_epochs",
             done[0],
             shlex.quote(str(done[0])),
@@ -358,7 +366,7 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
 
 
 def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
-    """One line on the run that this one is nearest to, and what would go on with that."""
+    """Log one line about the unfinished run with the fewest differences, and how to resume it."""
     for path, differences in sorted(others, key=lambda other: len(other[1])):
         steps = list_published_folders(path / "checkpoints")
         if len(differences) > FEW or not steps:
@@ -369,9 +377,9 @@ def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
         elif all(difference.key != FINGERPRINT for difference in differences):
             cure = " ".join(difference.override for difference in differences)
         else:
-            cure = "the files it was trained on"
+            cure = "restore the files it was trained on"
         log.warning(
-            "this is a new run; %s, at step %d, is another one: %s; to go on with it: %s",
+            "this is a new run; %s, at step %d, differs: %s; to resume that one: %s",
             path,
             max(steps),
             why,
@@ -381,10 +389,10 @@ def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
 
 
 def _take_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
-    """Says what is new from here on, and keeps what was.
+    """Log what changes from here on, and keep a copy of the recipe so far.
 
     Raises:
-        CheckpointError: with that it would not be the run it claims to be.
+        CheckpointError: A key differs that may not change, so `run_dir` holds another run.
     """
     for difference in differences:
         if not may_change(difference):
@@ -402,14 +410,14 @@ def _describe(path: Path, config: RunConfig, split: Tree) -> None:
     if (diff := read_git_diff()) is not None:
         files[GIT_DIFF] = diff
     else:
-        (path / GIT_DIFF).unlink(missing_ok=True)  # of the code that it went on from
+        (path / GIT_DIFF).unlink(missing_ok=True)  # the diff of an earlier start
     for name, text in files.items():
         replace_file(path / name, text)
     write_split(path, split)
 
 
 def write_split(path: Path, split: Tree) -> None:
-    """How the work is divided, as it is known by now. For rank 0."""
+    """Write split.json and ds_config.json, without secrets. For rank 0."""
     split = redact(split)
     replace_file(path / "split.json", json.dumps(split, indent=2))
     if split["deepspeed"] is not None:
@@ -417,7 +425,10 @@ def write_split(path: Path, split: Tree) -> None:
 
 
 def _environment() -> Tree:
-    """Versions, machine and commit: what is needed to run the same again. No variables, so no secrets."""
+    """Return versions, machine and commit, which are needed to repeat the run.
+
+    Environment variables are not among them, so no secrets are.
+    """
     versions: dict[str, str | None] = {}
     for name in ("torch", "deepspeed", "transformers", "wandb", "numpy"):
         try:

@@ -1,4 +1,8 @@
-"""One run from start to end on this rank: the order of things, and every way it can end."""
+"""Runs one rank of a training job from start to end, and turns every way it can end into an exit code.
+
+The first failure is the one that is shown. A rank that fails claims the job's failure in the group's store.
+Ranks that fail because of it write their tracebacks only to their log files.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +45,20 @@ from pipeline.training.device_failures import TrainingAdvice, explain_failure
 from pipeline.training.run_directory import remove_created_folders
 
 REFUSALS = (ConfigError, DataError, ModelError, CheckpointError, LaunchError)
-"""Mistakes in what was given. The others happen to a run."""
+"""Errors in what the user gave. Other PipelineErrors happen to a run that was given correctly."""
 
 
 def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> int:
-    """Trains as the settings say. Exit code: 0 finished, 2 bad input, 12 out of memory, 14 the device failed,
-    128 + n stopped by signal n, 124 hung or lost a rank (see distributed.watchdog).
+    """Train one rank and return its exit code.
 
     Args:
+        settings: From `load_settings`.
+        ranks: Rank and world size of this process.
         deepspeed: See pipeline.training.api.join_job.
+
+    Returns:
+        0 if the run finished, 2 for bad input, 12 out of memory, 14 if the device failed, 128 + n if signal n
+        stopped it, 124 if it hung or lost a rank (see distributed.watchdog).
     """
     begun: JobContext | None = None
     try:
@@ -84,7 +93,7 @@ def _run(settings: Settings, begun: JobContext) -> int:
             prepared.train()
         except BaseException:
             if job.ranks.world_size > 1:
-                # The launcher's SIGTERM, for a rank that has ended, must not cut off the word on why.
+                # The launcher's SIGTERM after a rank's exit must not cut off the error message.
                 ignore_stop_signals()
             raise
         finally:
@@ -99,7 +108,7 @@ def _run(settings: Settings, begun: JobContext) -> int:
         print(f"{_place(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
     job.barrier()
     if job.ranks.world_size > 1:
-        ignore_stop_signals()  # the launcher ends all with the first that leaves with a code
+        ignore_stop_signals()  # the launcher ends all ranks once one exits with a nonzero code
     job.close()
     return 0 if number is None else 128 + number
 
@@ -109,10 +118,10 @@ def _place(ranks: Ranks) -> str:
 
 
 def _conclude(run: Run, settings: Settings, text: str | None) -> None:
-    """Says what came of it, and where everything lies."""
+    """Print the run's result, its sample and the paths of what it wrote."""
     path = run.directory
     if run.stopped_by is not None:
-        # The last save may have been left out for want of time.
+        # The last save may have been skipped because the grace period was too short.
         saved = max(list_published_folders(path / "checkpoints"), default=None)
         goes_on = "starts again" if saved is None else f"goes on from step {saved}"
         print(f"stopped at step {run.global_step}; the same command {goes_on}")
@@ -128,7 +137,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
 
 
 def _report(begun: JobContext) -> None:
-    """Writes that of a run that failed: rank 0 does, and where it is gone who tells why the job ends."""
+    """Write the report of a failed run: on rank 0, or if it is gone, on the rank that shows the failure."""
     directory = begun.directory
     if (
         directory is None
@@ -136,17 +145,17 @@ def _report(begun: JobContext) -> None:
         or (not begun.job.ranks.is_main_process and is_run_locked(directory))
     ):
         return
-    if (report := write_final_report(directory)) is not None:
-        with suppress(OSError):  # not by a stream, whose lock a stuck thread may have
-            os.write(STDOUT, f"{format_closing_line('report', report)}\n".encode())
+    if (report := write_at_end(directory)) is not None:
+        with suppress(OSError):  # not through sys.stdout, whose lock a stuck thread may hold
+            os.write(STDOUT, f"{closing_line('report', report)}\n".encode())
 
 
 def _end(
     begun: JobContext | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
 ) -> int:
-    """Shows a failure once for the whole job, keeps it in every rank's log, and leaves without waiting.
+    """Show a failure once for the whole job, write it to every rank's log, and exit without waiting.
 
-    The ranks that fail because another one did would bury its message under their own.
+    Ranks that fail because another rank failed stay silent: their messages would bury the first one.
     """
     job = begun.job if begun is not None else None
     watchdog = job.watchdog if job is not None else None
@@ -154,20 +163,21 @@ def _end(
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
     if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
-        watchdog.look_for_lost(error)  # does not return where another rank is to blame
+        watchdog.look_for_lost(error)  # does not return if another rank caused the failure
     first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
-        print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
-        if watchdog is not None and not ranks.is_main_process:  # whose own failure the trackers have told
+        print(prefix + printable(message.rstrip()), file=sys.stderr, flush=True)
+        if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:
-        _report(begun)  # the word is out: nobody waits for this one
-    if ranks.world_size > 1 or code == DeviceFailedError.exit_code:  # CUDA's destructors would abort
-        # The launcher ends every rank with the first that exits: let the one that speaks finish, and do not
-        # wait for peers in the process group's destructor.
+        _report(begun)  # after the message is shown, so that nothing waits for the report
+    if ranks.world_size > 1 or code == DeviceFailedError.exit_code:
+        # The launcher ends every rank when the first one exits, so the rank that shows the failure needs time
+        # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
+        # which abort after a device failure with an exit code of their own.
         if not first:
-            time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog leaves, with the job's code
+            time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog exits with the job's code
             if reports_own_exit(ranks.local_rank == 0):
                 print(f"{_place(ranks)}: ends with {code}: so does another rank", file=sys.stderr, flush=True)
         elif job is not None:

@@ -1,6 +1,6 @@
-"""What a run does about a step that goes wrong: leaves it out, goes back, or ends; see `watch` in a recipe.
+"""Reacts to bad steps as the section `watch` of a recipe says: skips the batch, rolls back or ends the run.
 
-Every decision rests on numbers that all ranks have alike, so they decide alike without asking each other.
+Every decision rests on numbers that are equal on all ranks, so the ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ from pipeline.training.callbacks import CallbackRunner
 from pipeline.training.replica_check import ReplicaCheck
 
 MOST_IN_A_ROW = 10
-"""Steps left out or gone back from, without a good one further on, that end a run."""
+"""Number of skipped steps or rollbacks in a row, without progress, that ends a run."""
 CAUSES = {
     "loss_spike": "on_spike",
     "grad_norm_spike": "on_spike",
     "non_finite": "on_nonfinite",
 }
-"""Event -> the field of `watch` that says what to do about it."""
+"""Field of `watch` that sets the action for each event."""
 
 
 class Safeguard:
-    """Holds steps to what is normal, where the recipe asks for it.
+    """Decides which steps count, and when a run skips a batch, rolls back or stops.
+
+    A skipped step leaves no trace. `global_step`, and with it learning rate and random numbers, stays as it
+    was, and only the data advances.
 
     Args:
-        steps_kept: Number of steps whose samples are remembered: those that a row may be about.
-        tell: Takes what happened.
+        watch: Section `watch` of the recipe.
+        steps_kept: Number of latest steps whose samples are remembered, at least those between two rows.
+        tell: Receives the step and the event of a skipped batch.
     """
 
     def __init__(self, watch: WatchConfig, steps_kept: int, tell: EmitEvent):
         self._watch = watch
         self._tell = tell
         self.reads_steps = "skip" in (watch.on_spike, watch.on_nonfinite)
-        """Whether each step is read, and may be left out."""
-        self._detectors = {
-            "loss": SpikeDetector(LOSS_THRESHOLD),
-            "gradient norm": SpikeDetector(GRAD_NORM_THRESHOLD),
-        }
+        """Whether the result of each step is read on the host, so that the step may be skipped."""
+        self._detectors = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
         self._left_out = 0
         self.is_nonfinite = False
-        """The step that was left out last had an infinite or NaN loss or gradient."""
+        """Whether the last skipped step had an infinite or NaN loss or gradient."""
         self._samples: deque[tuple[int, tuple[int, int]]] = deque(maxlen=steps_kept + watch.rollback_steps)
         self._stretches: list[tuple[int, int]] = []
         self._backs = 0
@@ -71,7 +72,7 @@ class Safeguard:
 
     @property
     def detectors(self) -> tuple[SpikeDetector, SpikeDetector]:
-        """What is normal of losses and of gradient norms: kept in checkpoints, whoever adds to them."""
+        """Spike detectors of the loss and of the gradient norm, which the alerts share."""
         return self._detectors["loss"], self._detectors["gradient norm"]
 
     @property
@@ -80,8 +81,8 @@ class Safeguard:
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property
-    def limits(self) -> StepLimits | None:
-        """Of the next step; None: it is taken, if its gradient is finite."""
+    def limits(self) -> Limits | None:
+        """Limits of the next step; `None` if every step with a finite gradient counts."""
         if not self.reads_steps:
             return None
         if self._watch.on_spike != "skip":
@@ -91,15 +92,16 @@ class Safeguard:
     def accepts_step(
         self, step: int, result: StepResult, samples: tuple[int, int], describe: Callable[[int, int], str]
     ) -> bool:
-        """Return whether a step counts. Where one may be left out, this waits for the device.
+        """Return whether a step counts. If steps may be skipped, this waits for the device.
 
         Args:
-            step: Its number, if it counts.
-            samples: Its positions in the order, [first, last).
-            describe: Says in words which samples are there.
+            step: Number of the step if it counts.
+            result: Result of the engine's step.
+            samples: Positions of its samples in the data order, [first, last).
+            describe: Returns a description of the samples at such positions.
 
         Raises:
-            NonFiniteLossError, StoppedError: too many were left out in a row.
+            NonFiniteLossError, StoppedError: Too many steps in a row were skipped.
         """
         if not self.reads_steps:
             self._samples.append((step, samples))
@@ -111,7 +113,7 @@ class Safeguard:
         seen = {"loss": loss, "gradient norm": norm_now}
         is_finite = all(map(math.isfinite, seen.values()))
         if result.loss_scale is not None and self._watch.on_spike == "skip":
-            # In fp16 the gradient of a loss that is much too high is more than a number can be.
+            # In fp16 the gradient of a loss that is much too high overflows: a spike, not a non-finite loss.
             is_finite |= math.isfinite(loss) and loss > self._detectors["loss"].limit
         action = self._watch.on_spike if is_finite else self._watch.on_nonfinite
         action = "log" if result.is_loss_scale_search else action
@@ -170,19 +172,22 @@ class Safeguard:
         )
 
     def find_samples(self, step: int) -> tuple[int, int] | None:
-        """Positions in the order, [first, last), of a step not long ago; None: it is not known any more."""
+        """Return the positions of a recent step in the data order, [first, last); `None` if forgotten."""
         return dict(self._samples).get(step)
 
     def act_on_alert(self, step: int, event: Event) -> RollbackRequested | None:
-        """Do about an alert what the recipe asks for.
+        """Act on an alert as the recipe says.
+
+        Returns:
+            The request for a rollback; `None` if none is needed.
 
         Raises:
-            StoppedError: the run is to end here.
+            StoppedError: The recipe ends the run on this alert.
         """
         field = CAUSES.get(event.name)
         action = getattr(self._watch, field) if field is not None else "log"
         bad_step = int(event.fields.get("at_step", step))
-        if action == "stop":  # what happened, and what to try, the event has said
+        if action == "stop":  # the event has already reported what happened and what to try
             raise StoppedError(f"{event.name} at step {bad_step} ends the run (watch.{field}: stop)")
         if action == "rollback":
             return RollbackRequested(bad_step, event)
@@ -192,7 +197,7 @@ class Safeguard:
         """Return the last step whose checkpoint the run may resume from.
 
         Raises:
-            StoppedError: it went back too often, and came no further.
+            StoppedError: The run rolled back too often without progress.
         """
         self._backs = self._backs + 1 if found.step <= self._furthest else 1
         self._furthest = max(self._furthest, found.step)
@@ -204,7 +209,10 @@ class Safeguard:
         return max(found.step - self._watch.rollback_steps, 0)
 
     def leave_out(self, found: RollbackRequested) -> list[tuple[int, int]]:
-        """Return the samples that no later step is to take: of this rollback and of those before it."""
+        """Return the positions that no later step may read, for this rollback and all before it.
+
+        They are intervals [first, last) of the data order. Checkpoints store them with the position.
+        """
         first = found.step - self._watch.rollback_steps
         self._stretches += [samples for step, samples in self._samples if first < step <= found.step]
         self._samples.clear()
@@ -224,24 +232,24 @@ class Safeguard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: plain numbers."""
+        """Return the detectors' state for a checkpoint, as JSON values."""
         return {name: detector.state_dict() for name, detector in self._detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint; a new run has none."""
+        """Restore the state of a checkpoint. The state of a new run is empty."""
         for name, detector in self._detectors.items():
             if name in state:
                 detector.load_state_dict(state[name])
 
 
-MOST_EXAMINED = 3  # steps of a process
+MOST_EXAMINED = 3  # bad steps of one process whose cause is searched for
 CAUSE_ADVICE = "look at these samples and at that part of the model"
 NOT_KNOWN = "not known any more"
 
 
 @dataclass
 class Recovery:
-    """Answers alerts and bad steps as the recipe says. All calls are collective."""
+    """Carries out the reaction to alerts and bad steps: rollback, cause search or stop. Collective."""
 
     job: Job
     engine: Engine
@@ -263,14 +271,14 @@ class Recovery:
         self._examined = 0
 
     def describe(self, first: int, last: int) -> str:
-        """Return in words which samples are at [first, last) of the order."""
+        """Return a description of the samples at [first, last) of the data order."""
         return NOT_KNOWN if self._replayable is None else self._replayable.describe(first, last)
 
     def handle_alert(self, step: int, event: Event) -> RollbackRequested | None:
-        """Tell an alert, find out more where that is possible, and act as the recipe says.
+        """Report an alert with its samples or its cause, and act on it as the recipe says.
 
         Raises:
-            StoppedError: see Safeguard.act.
+            StoppedError: See Safeguard.act_on_alert.
         """
         if event.name == NO_TARGETS and "at_step" in event.fields:
             samples = self.safeguard.find_samples(int(event.fields["at_step"]))
@@ -284,16 +292,17 @@ class Recovery:
         return self.safeguard.act_on_alert(step, event)
 
     def roll_back(self, request: RollbackRequested, abandoned: int) -> dict[str, Any]:
-        """Restore the newest checkpoint before a bad step, and leave out the samples since.
+        """Restore the newest checkpoint before a bad step, and leave out the samples of the steps around it.
 
         Args:
-            abandoned: The step that the run had come to.
+            request: Bad step and the event that reported it.
+            abandoned: Number of the step that the run had reached.
 
         Returns:
-            The state that the checkpoint remembers.
+            The training state stored in the checkpoint.
 
         Raises:
-            StoppedError: there is no such checkpoint, or the run rolled back too often.
+            StoppedError: There is no such checkpoint, or the run rolled back too often.
         """
         until = self.safeguard.begin_rollback(request)
         self.job.progress.at("resuming", abandoned)
@@ -321,10 +330,10 @@ class Recovery:
         return remembered
 
     def report_corruption(self, step: int, found: Event) -> None:
-        """Tell that replicas differ.
+        """Report that replicas differ, and end the run if the recipe says so.
 
         Raises:
-            DeviceFailedError: the recipe ends the run there.
+            DeviceFailedError: The recipe ends the run. Later checkpoints no longer count.
         """
         check = self.replica_check
         assert check is not None
@@ -338,7 +347,10 @@ class Recovery:
             )
 
     def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
-        """Tell what was infinite or NaN first in a step, see NonFiniteCauseSearch."""
+        """Repeat a bad step and report which tensor was infinite or NaN first, see CauseSearch.
+
+        Good steps measure nothing for this, and the repeated step leaves no trace.
+        """
         if self._examined == MOST_EXAMINED or self._replayable is None:
             return
         self._examined += 1
@@ -349,7 +361,7 @@ class Recovery:
         search = NonFiniteCauseSearch(self.engine, self.objective, self.job, self.plan, seed)
         cause = search.find(micro_batches)
         if cause is None:
-            message = f"step {step}, done again, is finite: the weights have moved on, or it was chance"
+            message = f"step {step} is finite when repeated: the weights have changed, or it was chance"
             self.trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
         rank = self.job.everyone[cause.rank] if self.job.everyone else "this process"
@@ -358,7 +370,13 @@ class Recovery:
 
 
 def add_noise_keys(micro_batches: Sequence[Batch], seed: int, step: int) -> list[Batch]:
-    """Return the batches of the step after `step`, with what noise on each of their tokens is drawn from."""
+    """Return the batches with the keys from which the noise on each token's embedding is computed (NEFTune).
+
+    Args:
+        micro_batches: Batches of the step after `step`.
+        seed: Seed of the run.
+        step: Number of optimizer steps completed.
+    """
     return [
         LoadedBatch({**batch, NOISE_KEYS: derive_token_keys(batch, seed, step)}).copy_metadata_from(batch)
         for batch in micro_batches

@@ -1,4 +1,4 @@
-"""One optimizer step that counts: its samples, learning rate, random numbers, and what the ranks ask for."""
+"""Runs one optimizer step that counts, with its samples, learning rate, random numbers and flags."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from pipeline.training.replica_check import ReplicaCheck
 from pipeline.training.safeguard import Recovery, Safeguard, add_noise_keys
 
 FLAGS = {"evaluate": EVALUATE_FLAG, "save": SAVE_FLAG, "stop": END_FLAG}
-"""Request of a callback -> its flag."""
+"""Flag of each request of a callback."""
 
 
 class StepOutcome(NamedTuple):
-    """What came of one optimizer step."""
+    """Result of one optimizer step."""
 
     result: StepResult | None
     """`None` if the ranks agreed to stop before a step that counts."""
     asked: Flags
-    """What the ranks ask for."""
+    """Requests of the ranks."""
     learning_rate: float
 
 
 @dataclass
 class TrainStep:
-    """Steps the engine. All calls are collective. `None` stands for what the recipe does not ask for."""
+    """Steps the engine. All calls are collective. A field is `None` if the recipe does not ask for it."""
 
     engine: Engine
     objective: Objective
@@ -52,17 +52,17 @@ class TrainStep:
     learning_rate: LearningRate
     seed: int
     adds_noise: bool
-    """Whether batches bring what noise on the embeddings is drawn from."""
+    """Whether batches carry the keys of the noise on embeddings (`model.neftune_alpha`)."""
     progress: Progress
     stop: StopOnSignal
-    """Asks for a stop."""
+    """Receiver of the signals that request a stop."""
     safeguard: Safeguard
     recovery: Recovery
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
     callbacks: CallbackRunner | None = None
-    profiled: StepContext = nullcontext
-    """Around each step, given its number."""
+    profiled: Profiled = nullcontext
+    """Context manager that wraps each step, given its number."""
 
     def __post_init__(self) -> None:
         source = self.source
@@ -72,11 +72,11 @@ class TrainStep:
         self._flag_reader = FlagReader(self.engine.device)
 
     def run(self, global_step: int, alarm: PeriodicTimer | None) -> StepOutcome:
-        """Make the next step that counts: the first one, unless the safeguard leaves samples out.
+        """Make optimizer steps until one counts: usually the first, unless the safeguard skips batches.
 
         Args:
-            global_step: Optimizer steps done.
-            alarm: Asks for a checkpoint by the clock; `None` never does.
+            global_step: Number of optimizer steps completed.
+            alarm: Clock that requests checkpoints; `None` for none.
         """
         engine = self.engine
         source = self.source
@@ -86,16 +86,17 @@ class TrainStep:
         while True:
             self.progress.at("step", global_step)
             first = source.samples_seen
-            with phases.measured("data"):  # of a GPU what it waits for, while the host reads
+            with phases.measured("data"):  # on a GPU, its waiting time while the host reads
                 micro_batches = source.next_group()
             samples = (first, source.samples_seen)
             if self.replica_check is not None:
                 self.replica_check.begin(global_step)
             if self.adds_noise:
                 micro_batches = add_noise_keys(micro_batches, self.seed, global_step)
-            # Dropout follows from seed and step alone: a resumed run draws what the unbroken one drew.
+            # Random numbers depend on (seed, step, rank) only, so no generator state is saved, and a resumed
+            # run draws what an uninterrupted run would have drawn.
             seed_step(self.seed, global_step, engine.seed_rank)
-            # One sum with the counts of the step tells all ranks what each asks for.
+            # The flags are summed over all ranks together with the step's token count.
             flags = STOP_FLAG if self.stop.signal_number is not None else 0
             if not flags and alarm is not None and alarm.due():
                 flags = SAVE_FLAG
@@ -122,5 +123,5 @@ class TrainStep:
                 return StepOutcome(None, asked, learning_rate)
 
     def forget_requests(self) -> None:
-        """Drop what the ranks asked for in steps that a rollback gave up."""
+        """Drop requests of the ranks from steps that a rollback undid."""
         self._flag_reader = FlagReader(self.engine.device)

@@ -76,13 +76,13 @@ RATE = {"optimizer": {"learning_rate": 0.5}}
 @pytest.mark.parametrize(
     ("then", "now", "split", "said"),
     [
-        ({}, {}, {"global_batch_size": 4}, "batch.global_batch_size was 8, is 4; to go on with it: "),
-        ({"seed": 3}, {}, {}, "seed was 3, is 0; to go on with it: seed=3"),
+        ({}, {}, {"global_batch_size": 4}, "batch.global_batch_size was 8, is 4; to resume that one: "),
+        ({"seed": 3}, {}, {}, "seed was 3, is 0; to resume that one: seed=3"),
         ({"seed": 3}, {}, {"global_batch_size": 4}, "seed=3 batch.global_batch_size=8"),
-        ({}, {}, {"data": "other"}, "its data was other; to go on with it: the files it was trained on"),
+        ({}, {}, {"data": "other"}, "its data was different; to resume that one: restore the files it was trained on"),
         (RATE, {}, {}, "optimizer.learning_rate was 0.5, is 0.003"),
-        ({}, SGD, {}, "is sgd; to go on with it: 'optimizer.kind=\"adamw\"'"),
-        ({"max_steps": 3, "finished": True}, {}, {}, "max_steps was 3, is 8; to go on with it: run_dir='"),
+        ({}, SGD, {}, "is sgd; to resume that one: 'optimizer.kind=\"adamw\"'"),
+        ({"max_steps": 3, "finished": True}, {}, {}, "max_steps was 3, is 8; to resume that one: run_dir='"),
         ({"seed": 3, "finished": True}, {}, {}, None),
         ({"finished": True}, {}, {}, None),
         ({"seed": 3, "log": {"every": 2}, "eval": {"every": 3, "max_samples": 4}}, {}, {}, None),
@@ -97,10 +97,10 @@ def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
     assert directory != before
     told = [line for line in caplog.messages if "is another one" in line]
     assert bool(told) == (said is not None)
-    finished = [line for line in caplog.messages if " is finished; to train that one on: run_dir='" in line]
+    finished = [line for line in caplog.messages if " is finished; to continue that one: run_dir='" in line]
     assert bool(finished) == (then == {"finished": True} and not now and not split)
     if said is not None:
-        assert told[0].startswith(f"this is a new run; {before}, at step 5, is another one: ")
+        assert told[0].startswith(f"this is a new run; {before}, at step 5, differs: ")
         assert said in told[0]
 
 
@@ -111,7 +111,7 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     lock.release()
     (told,) = [line for line in caplog.messages if "is another one" in line]
     tree = recipe(name="trial", runs_dir=str(tmp_path / "my runs"), log={"every": 3})
-    for override in shlex.split(told.partition("to go on with it: ")[2]):
+    for override in shlex.split(told.partition("to resume that one: ")[2]):
         if not override.startswith("run_dir="):
             set_dotted(tree, *parse_override(override), "command line")
     shutil.rmtree(before / "checkpoints")
