@@ -1,0 +1,1 @@
+"""Saves, restores, verifies and exports checkpoints. Knows no engine."""

@@ -1,8 +1,8 @@
-"""Checkpoints of an adapter: which base they belong to, and both together as one model's weights.
+"""Describes an adapter and its base in checkpoints, checks the base, and merges both into one model.
 
-A checkpoint's state records the adapter's settings and the place of its base. A digest of every byte of the
-base tells whether it is still the same. The checkpoint also records size, time of last change and inode of
-each file, so that unchanged files are not read again.
+The base's weights are in no checkpoint. A checkpoint's state records the adapter's settings and the path of
+its base. A digest of every byte of the base shows whether it has changed. The size, modification time and
+inode of each file are recorded, too, so that unchanged files are not read again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from pipeline.models.weights import (
 from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES
 
 STATE_KEY = "adapter"  # in the state of a checkpoint
-BASE = "base"
-FILES = "base_files"  # inside it
+BASE = "base"  # keys inside STATE_KEY
+FILES = "base_files"
 LONG = 2e9  # bytes that take some seconds to read
 PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
 log = logging.getLogger(__name__)
 
 
 def read_file_stamps(files: Sequence[Path]) -> list[list[Any]]:
-    """Return path, size, time of last change and inode of each file; nothing if one changed just now."""
+    """Return path, size, modification time and inode of each file; an empty list if one changed just now."""
     stats = [(str(path.absolute()), path.stat()) for path in files]
     if any(time.time_ns() - stat.st_mtime_ns < SETTLED_NANOSECONDS for _, stat in stats):
         return []  # it may change again within the same tick of the clock
@@ -65,8 +65,8 @@ def digest_weights(file: WeightFile, known: Mapping[str, Any]) -> str:
     """Return the digest of names, shapes, dtypes and values.
 
     Args:
-        file: Weights to digest. They are not read if their files are those that `known` lists.
-        known: What a checkpoint states about its adapter.
+        file: Weights to digest. They are not read if their files are unchanged since `known`.
+        known: Description of the adapter in an earlier checkpoint; may be empty.
     """
     before = str(known.get(BASE, {}).get("digest") or "")
     if before and known.get(FILES) and known[FILES] == read_file_stamps(file.files):
@@ -90,18 +90,23 @@ def describe_adapter(
     open_checkpoint: OpenCheckpoint,
     checkpoint: Manifest | None = None,
 ) -> dict[str, Any]:
-    """Return what a run's checkpoints state about its adapter; nothing for a run without one. Collective.
+    """Return the description of a run's adapter for its checkpoints; empty without an adapter. Collective.
 
     Args:
-        checkpoint: Checkpoint that the run resumes from.
+        config: Recipe of the run.
+        model: Model with the adapter's layers, or this rank's part of it.
+        job: Ranks of the job.
+        open_checkpoint: Opens the base if it is a checkpoint of another run.
+        checkpoint: Checkpoint that the run resumes from; `None` for a new run.
 
     Raises:
         ModelError: The base cannot be read.
     """
     if config.adapter is None:
         return {}
-    own = next((_computed(layer) for _, layer in find_adapter_layers(model)), None)
-    computed = next(each for each in job.gather_object(own) if each is not None)  # a stage may have none
+    own = next((_computed(layer) for _, layer in adapted(model)), None)
+    # A pipeline stage may have no adapted layer.
+    computed = next(each for each in job.gather_object(own) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
     base = job.on_main(lambda: _base(config, open_checkpoint, known))
     return {STATE_KEY: computed | base | _quantised(config.adapter, model)}
@@ -115,7 +120,7 @@ def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
-    """Return how the base is quantised, and which of its layers."""
+    """Return the base's quantisation and the names of its quantised layers; empty if it has none."""
     if config.quantize is None:
         return {}
     from pipeline.models.quantised import find_quantised_layers
@@ -134,10 +139,15 @@ def _computed(layer: Any) -> dict[str, Any]:
 
 
 def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path) -> None:
-    """Refuse to resume a run over another base.
+    """Refuse to resume a run whose adapter was trained over another base.
+
+    Args:
+        then: State in the checkpoint.
+        now: Description of the adapter by `describe_adapter`.
+        run: Run directory.
 
     Raises:
-        CheckpointError: Its adapter was trained over other weights.
+        CheckpointError: The two bases have different digests.
     """
     before, after = (each.get(STATE_KEY, {}).get("base", {}) for each in (then, now))
     if before.get("digest") != after.get("digest"):
@@ -148,6 +158,7 @@ def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path
 
 
 def format_base(base: Mapping[str, Any]) -> str:
+    """Return the path or the name of a base, for messages."""
     return str(base.get("weights") or base.get("pretrained") or "the seed")
 
 
@@ -155,21 +166,21 @@ def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
     """Refuse weights that are not those an adapter was trained over.
 
     Raises:
-        CheckpointError: They are others.
+        CheckpointError: The digests differ.
     """
     about = manifest.state[STATE_KEY]
     if digest_weights(file, about) != about[BASE]["digest"]:
         raise CheckpointError(
-            f"{manifest.folder} is an adapter, and {format_base(about[BASE])}, its base, holds other weights than "
-            "those it was trained over; bring those back"
+            f"{manifest.folder} is an adapter, and {format_base(about[BASE])}, its base, holds other weights "
+            "than those it was trained over; bring those back"
         )
 
 
 def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpoint) -> None:
-    """Refuse a changed base. If it is not where the run had it, the adapter is exported without the check.
+    """Refuse a changed base. If the base is not at its recorded path, log this and skip the check.
 
     Raises:
-        CheckpointError: It holds other weights.
+        CheckpointError: The base holds other weights than the adapter was trained over.
     """
     base = manifest.state[STATE_KEY][BASE]
     if not (base["weights"] or base["pretrained"]):
@@ -184,7 +195,7 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
 
 
 def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the place of the base, its digest, and the files with these weights."""
+    """Return path and digest of the base, and the stamps of its files."""
     model = config.model
     pretrained = model.pretrained_from
     base: dict[str, Any] = {"weights": None, "pretrained": pretrained, "seed": config.seed}
@@ -203,7 +214,7 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
     """Open the weights that an adapter was trained over.
 
     Raises:
-        ModelError: They are not there, or were never in a file.
+        ModelError: The weights are not at their path, or were never in a file.
     """
     if base["weights"] is not None:
         return open_weights(Path(base["weights"]), open_checkpoint)
@@ -219,15 +230,15 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
 
 
 def find_adapted_layers(names: Iterable[str]) -> list[str]:
-    """Return the layers that have an adapter, from a checkpoint's names."""
-    end = f".lora_A.{ADAPTER_NAME}.weight"
+    """Return the layers that have an adapter, among the names in a checkpoint."""
+    end = f".lora_A.{NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
 def map_peft_names(manifest: Manifest) -> dict[str, str]:
-    """Map names in a file of peft's to names in the checkpoint.
+    """Return the name in the checkpoint for each name in peft's file.
 
-    An embedding that is the output layer as well has both names in the file.
+    An embedding that is also the output layer has two names in the file.
     """
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {to_peft_name(name): name for name in names}
@@ -242,7 +253,7 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of a base's tensor.
 
     Raises:
-        ModelError: It is no dtype of torch.
+        ModelError: The dtype does not exist in torch.
     """
     if not isinstance(entry.dtype, torch.dtype):
         raise ModelError(f"the base holds {entry.dtype}, into which no adapter can be merged")
@@ -250,10 +261,10 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 def write_peft_config(manifest: Manifest, folder: Path) -> None:
-    """Write adapter_config.json from what the checkpoint states.
+    """Write peft's adapter_config.json from a checkpoint.
 
     Raises:
-        CheckpointError: It holds no adapter.
+        CheckpointError: The checkpoint holds no adapter.
         ConfigError: peft is not installed.
     """
     require_package("peft", "exporting an adapter", "merge it into its base with --merge")
@@ -267,9 +278,9 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
-    # peft warns if it is asked to tie weights that the adapter leaves alone.
-    trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
-    (rank, _) = shapes[f"{layers[0]}.lora_A.{ADAPTER_NAME}.weight", WEIGHT]
+    # peft warns if it has to tie weights that the adapter does not train.
+    trains_words = any(f"{name}.weight".endswith(EMBEDDINGS) for name in whole)
+    (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
         lora_alpha=about["alpha"],
@@ -296,9 +307,10 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 
 
 class MergedWeights:
-    """Weights of an adapter and its base as one model, tensor by tensor; see WeightFile.
+    """Merged weights of an adapter and its base, tensor by tensor; see WeightFile.
 
-    They have the base's precision and are computed in fp32.
+    They are computed in fp32 and returned in the base's precision. A base in 4 bits is quantised again from
+    the original weights, so no checkpoint has a copy of it.
     """
 
     files: Sequence[Path] = ()
@@ -308,7 +320,7 @@ class MergedWeights:
         """Open the adapter and its base.
 
         Raises:
-            ModelError: The base is no longer there, or lacks a layer.
+            ModelError: The base cannot be opened, or lacks a layer.
             CheckpointError: The base holds other weights than the adapter was trained over.
         """
         self._about = manifest.state[STATE_KEY]
@@ -336,7 +348,7 @@ class MergedWeights:
                 f"{manifest.folder} is an adapter, and {format_base(base)}, its base, has no {missing[0]}"
             )
         given = {key: name for name, key in self._keys.items()}
-        # Tensors without an adapter lose the prefix that all with one have (`module.`).
+        # If all adapted tensors share a prefix such as `module.`, it is removed from the other names, too.
         fronts = {key.removesuffix(name) for name, key in self._keys.items()}
         front = fronts.pop() if len(fronts) == 1 else ""
         self._names = {given.get(key, key.removeprefix(front)): key for key in keys}
@@ -346,6 +358,7 @@ class MergedWeights:
         }
 
     def read(self, name: str) -> Tensor:
+        """Return a tensor of the merged model."""
         if name in self._whole:
             return self._adapter.read(name)
         values = self._base.read(self._names[name])
@@ -376,10 +389,11 @@ class MergedWeights:
 
     @property
     def rounding_error(self) -> float | None:
-        """||W - W in 4 bits|| / ||W|| over the quantised layers read so far; `None` if none is quantised."""
+        """Relative error ||W - W in 4 bits|| / ||W|| of the layers read; `None` if none is quantised."""
         return None if self._rounding is None else self._rounding.error
 
     def close(self) -> None:
+        """Close the files of adapter and base."""
         self._adapter.close()
         self._base.close()
 
@@ -401,7 +415,7 @@ class QuantisationRounding:
         self._off = self._whole = 0.0
 
     def round_as_trained(self, layer: str, values: Tensor) -> Tensor:
-        """Return a layer's weight as the run had it, in fp32; unchanged if the layer was not quantised."""
+        """Return a layer's weight as it was in training, in fp32; unchanged if it was not quantised."""
         if layer not in self._layers:
             return values
         exact = values.float()

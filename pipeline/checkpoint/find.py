@@ -1,4 +1,4 @@
-"""Finds the run that is meant, and its checkpoint. Loads torch only once there is something to read."""
+"""Finds a run directory and one of its checkpoints. Imports torch only if there is something to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def find_run_directory(path: Path) -> Path:
     """Return the run directory at this path.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: The path is not a run directory.
     """
     if (path / "checkpoints").is_dir():
         return path
@@ -25,16 +25,17 @@ def find_run_directory(path: Path) -> Path:
     whole = path.absolute()
     above = whole.parent if whole.name == "checkpoints" else whole.parent.parent
     if "checkpoints" in (whole.name, whole.parent.name) and (above / "checkpoints").is_dir():
-        raise CheckpointError(f"{path} lies inside of a run directory; give that: {above}")
+        raise CheckpointError(f"{path} is inside a run directory; give the run directory: {above}")
     raise CheckpointError(f"{path} is no run directory: it has no folder checkpoints/")
 
 
 def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:
-    """Return run directory, checkpoint and manifest for a run directory and a step, `last` or `best`.
+    """Return the run directory, the checkpoint's folder and its manifest.
 
     Args:
-        path: A run directory, or one of its checkpoints, which is then returned whatever `which` says.
-        option: Name under which `which` was given, for messages.
+        path: Run directory, or one of its checkpoints; then `which` is ignored.
+        which: Step of the checkpoint, `last` or `best`.
+        option: Name of the option that gave `which`, for messages.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not complete.
@@ -64,7 +65,7 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
     if which == "best":
         best = Pruner(directory / "checkpoints", Retention(keep_last=1)).saved().best
         if best is None:
-            raise CheckpointError(f"{directory}: no checkpoint knows its evaluation; use {option} last")
+            raise CheckpointError(f"{directory}: no checkpoint has been evaluated; use {option} last")
         return directory, best.folder, read_complete_manifest(best.folder)
     if not which.isdecimal():
         raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")

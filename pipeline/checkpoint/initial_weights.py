@@ -1,4 +1,4 @@
-"""A checkpoint as weights for another run's model: the newest of a run directory, or one that was named."""
+"""Opens a checkpoint as initial weights for another run: the newest of a run directory, or a given one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def open_checkpoint(folder: Path) -> WeightFile | None:
     """Open the weights of a checkpoint, or of a run directory's newest one that verifies.
 
     Returns:
-        `None` if the folder is neither.
+        `None` if the folder is neither a checkpoint nor a run directory.
 
     Raises:
-        ModelError: It is damaged or not whole.
+        ModelError: The checkpoint is damaged or incomplete.
     """
     if (folder / MANIFEST).is_file():
         return _open(folder)
@@ -41,7 +41,7 @@ def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
                 raise weights_error(path, f"is {LINK_PROBLEM}")
             return _open(path)
         except ModelError as error:
-            log.warning("%s; an older checkpoint is looked for", error)
+            log.warning("%s; trying an older checkpoint", error)
             problems.append(error)
     raise weights_error(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
 

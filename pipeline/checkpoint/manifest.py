@@ -1,11 +1,12 @@
-"""`manifest.json`: what a checkpoint states about itself, and beside it the table of its shards.
+"""Reads, writes and checks `manifest.json` and the table of shards of a checkpoint.
 
-Both are checked in full before any file that they name is opened: shards lie inside their tensors and hold
-each value once. The manifest holds its own checksum and the table's. An unknown key and a path that is more
-than a file name are refused. A checkpoint counts once its manifest has its final name.
+Both are checked in full before any file that they name is opened: shards must lie inside their tensors and
+hold each value exactly once. The manifest contains its own checksum, the table's, and one for each file. An
+unknown key and a path that is more than a file name are refused. A checkpoint counts once its manifest has
+its final name.
 
-The table has a few columns and a row for each shard, so that millions of them are read together. On the disk
-it is a safetensors file of 32 bytes a shard, and the names.
+The table has a few columns and one row for each shard, because a thousand ranks write two million shards, too
+many for JSON. On the disk it is a safetensors file of 32 bytes a shard, and the names.
 """
 
 from __future__ import annotations
@@ -40,20 +41,21 @@ MOST = 1 << 62
 
 @dataclass(frozen=True)
 class ShardTable:
-    """A row for each shard, in the order of the files."""
+    """Table with one row for each shard, in the order of the files."""
 
     tensors: bytes
-    """JSON: [name, kind, dtype, shape] of each whole tensor."""
+    """JSON list of [name, kind, dtype, shape] for each whole tensor."""
     boxes: bytes
-    """JSON: [[start, stop], ...] of each box."""
+    """JSON list of [[start, stop], ...] for each box."""
     columns: dict[str, Column]
-    """COLUMNS, each with a value for each shard."""
+    """Columns by their names in COLUMNS, each with one value for each shard."""
 
     def __len__(self) -> int:
         return len(self.columns["tensor"])
 
     @staticmethod
     def of(shards: Iterable[Shard]) -> ShardTable:
+        """Return the table of these shards, in their order."""
         tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
         boxes: dict[Box | None, int] = {None: NO_BOX}
         rows = []
@@ -81,7 +83,7 @@ class ShardTable:
         columns: dict[str, list[Column]] = {name: [] for name in COLUMNS}
         for table in tables:
             for blob, ids in ((table.tensors, tensors), (table.boxes, boxes)):
-                if blob not in known:  # most of a thousand ranks have the same names
+                if blob not in known:  # most ranks have the same names, so each list is decoded once
                     entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(blob)]
                     numbers = [ids.setdefault(entry, len(ids)) for entry in entries]
                     known[blob] = np.array([*numbers, NO_BOX], "<i4")  # so that -1 stays -1
@@ -95,11 +97,12 @@ class ShardTable:
 
     @cached_property
     def entries(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
-        """(name, kind, dtype, shape) of each tensor."""
+        """List of (name, kind, dtype, shape) of each tensor."""
         return [(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(self.tensors)]
 
     @cached_property
     def box_list(self) -> list[Box]:
+        """List of all boxes that are not a whole tensor."""
         return [tuple((start, stop) for start, stop in box) for box in json.loads(self.boxes)]
 
     @cached_property
@@ -108,16 +111,16 @@ class ShardTable:
 
     @cached_property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        """(name, kind) -> shape of the whole tensor."""
+        """Shape of each whole tensor by (name, kind)."""
         return {(name, kind): shape for name, kind, _, shape in reversed(self.entries)}
 
     @cached_property
     def _order(self) -> Column:
-        """Rows sorted by tensor, box and start."""
+        """Numbers of the rows, sorted by tensor, box and start."""
         groups = self._groups
         start = self.columns["start"]
         order = np.argsort(groups, kind="stable").astype(np.int32)
-        # Ranks mostly come in the order of their stretches; sorting by both keys takes five times as long.
+        # Rows are mostly in the order of starts already. Sorting by both keys takes five times as long.
         group = groups[order]
         starts = start[order]
         if ((group[1:] == group[:-1]) & (starts[1:] < starts[:-1])).any():
@@ -126,7 +129,7 @@ class ShardTable:
 
     @property
     def _groups(self) -> Column:
-        """One number for the tensor and the box of each row."""
+        """Number of each row that stands for its tensor and its box."""
         return self.columns["tensor"] * np.int64(len(self.box_list) + 1) + self.columns["box"] + 1
 
     @cached_property
@@ -139,7 +142,10 @@ class ShardTable:
         """Return the rows of one tensor; `None` if there is no such tensor.
 
         Args:
-            region: Rows of the same box that do not meet this region are left out: mostly all but a few.
+            name: Name of the tensor.
+            kind: Kind of the tensor.
+            region: Region to read, which mostly leaves a few rows: those of the same box that do not overlap
+                with it are omitted. `None` for all rows.
         """
         limits, numbers = self._by_tensor
         number = numbers.get((name, kind))
@@ -169,7 +175,7 @@ class ShardTable:
         """Return the table of a file's content.
 
         Raises:
-            ValueError: It is no such table.
+            ValueError: The content is not a table of shards.
         """
         try:
             found = load(bytes(raw))
@@ -179,10 +185,10 @@ class ShardTable:
             raise ValueError(f"not a table of shards: {type(error).__name__}") from None
 
     def check(self) -> None:
-        """Check that the shards make up whole tensors.
+        """Check that the shards cover every tensor exactly once.
 
         Raises:
-            ValueError: A shard lies outside its tensor or in none, or a value comes twice or not at all.
+            ValueError: A shard lies outside its tensor or in none, or a value is missing or stored twice.
         """
         count = len(self)
         columns = self.columns
@@ -271,32 +277,34 @@ MANIFEST = "manifest.json"
 TABLE = "shards.safetensors"
 FORMAT = 2
 MAX_BYTES = 1 << 30
-MAX_TABLE_BYTES = 1 << 33  # 250 million shards
+MAX_TABLE_BYTES = 1 << 33  # enough for 250 million shards
 
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
 class StrictRecord(BaseModel):
+    """Base of records in the manifest. Unknown keys and values of another type are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class FileRecord(StrictRecord):
-    """One file and the machine that wrote it."""
+    """Record of one file and of the machine that wrote it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
     rank: Count
     host: str
     place: Count
-    """Lowest rank on the file system that it was written to. Files of one place are in one folder."""
+    """Lowest rank on the file system of the file. Files with equal place are in one folder."""
     bytes: Count
     xxh3_128: Checksum
     shards: Count
-    """Number of its rows in the table, which are in the order of files."""
+    """Number of shards of this file; the table has its rows in the order of files."""
 
 
 class TableRecord(StrictRecord):
-    """The file with the table of all shards."""
+    """Record of the file with the table of all shards."""
 
     bytes: Count
     xxh3_128: Checksum
@@ -309,30 +317,30 @@ def make_table_record(content: bytes) -> TableRecord:
 
 @dataclass(frozen=True)
 class BestBy:
-    """The metric of an evaluation that chooses the best checkpoint."""
+    """Value of the metric that chooses the best checkpoint."""
 
     metric: str
-    """Its name without `eval/`."""
+    """Name of the metric without `eval/`."""
     value: float
     is_lowest: bool
     """Whether the lowest value is the best."""
 
     @property
     def rank(self) -> float:
-        """Order of checkpoints by this metric. The lowest is the best."""
+        """Key to order checkpoints by this metric; the lowest is the best."""
         return self.value if self.is_lowest else -self.value
 
 
 class Manifest(StrictRecord):
-    """Everything that a checkpoint states about itself."""
+    """Content of manifest.json: step, split, training state, scalars, and the records of all files."""
 
     global_step: Count
     world_size: Count
     split: str
     state: dict[str, Any]
-    """State of the training loop; JSON values."""
+    """State of the training loop, as JSON values."""
     scalars: dict[str, bool | int | float]
-    """Numbers of the engine, the same on all ranks."""
+    """Scalar state of the engine, equal on all ranks."""
     files: tuple[FileRecord, ...]
     shard_table: TableRecord
 
@@ -348,10 +356,10 @@ class Manifest(StrictRecord):
 
     @staticmethod
     def with_table(table: ShardTable, folder: Path, **fields: Any) -> Manifest:
-        """Return a manifest whose table is known.
+        """Return a manifest with a table that is already in memory.
 
         Raises:
-            ValueError: The table is inconsistent in itself or with the files.
+            ValueError: The table is inconsistent, or does not match the files.
         """
         manifest = Manifest(**fields)
         manifest._folder = folder
@@ -371,7 +379,7 @@ class Manifest(StrictRecord):
 
     @property
     def table(self) -> ShardTable:
-        """All shards, in the order of files. Read at the first access.
+        """Table of all shards, in the order of files; read at the first access.
 
         Raises:
             CheckpointError: The table is missing, damaged or inconsistent.
@@ -379,10 +387,12 @@ class Manifest(StrictRecord):
         if self._table is None:
             path = self._folder / TABLE
             record = self.shard_table
-            raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))  # another file may have no end
+            # The limit matters if another file, maybe one without an end, is at this path.
+            raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))
             if len(raw) != record.bytes or xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
                 raise CheckpointError(
-                    f"{path} is damaged: it is not what was written; go on from another checkpoint"
+                    f"{path} is damaged: its size or checksum differs from the manifest; resume from another "
+                    "checkpoint"
                 )
             try:
                 self._table = self._checked(ShardTable.decode(raw))
@@ -392,7 +402,7 @@ class Manifest(StrictRecord):
 
     @cached_property
     def first_rows(self) -> list[int]:
-        """First row of each file in the table, and the end."""
+        """Number of the first row of each file in the table, and the number of rows."""
         return [0, *np.cumsum([file.shards for file in self.files], dtype=np.int64).tolist()]
 
     def shards_of(self, file: FileRecord) -> list[Shard]:
@@ -415,13 +425,13 @@ class Manifest(StrictRecord):
 
     @property
     def eval_loss(self) -> float | None:
-        """Loss of the evaluation after its step; `None` if there was none, or it is not finite."""
+        """Loss of the evaluation after this step; `None` if there was none or it is not finite."""
         loss = self.state.get("eval_loss")
         return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
 
     @property
     def best_by(self) -> BestBy | None:
-        """The metric that chooses the best checkpoint; `None` if it was not measured or is not finite."""
+        """Metric that chooses the best checkpoint; `None` if it was not measured or is not finite."""
         known = self.state.get("best_by")
         if not isinstance(known, dict):
             return None
@@ -432,6 +442,7 @@ class Manifest(StrictRecord):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all files, without manifest and table."""
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:
@@ -466,7 +477,7 @@ def _content(path: Path, at_most: int) -> bytearray:
 
 def decode_manifest(raw: bytes | bytearray, path: Path) -> Manifest:
     """Return the manifest in a file's content; `path` is for messages. Raises as read_manifest."""
-    damaged = f"{path} is damaged: its checksum does not match; go on from another checkpoint"
+    damaged = f"{path} is damaged: its checksum does not match; resume from another checkpoint"
     try:
         tree = json.loads(raw)
         found = tree["format"]
@@ -479,7 +490,7 @@ def decode_manifest(raw: bytes | bytearray, path: Path) -> Manifest:
         )
     del tree
     content = bytes(raw[len(_wrap(b"")) - 2 : -2])
-    # To the last byte: a flipped bit outside the content is found too.
+    # Compared to the last byte, so that a flipped bit outside the content is found, too.
     if _wrap(content) != raw:
         raise CheckpointError(damaged)
     try:

@@ -1,7 +1,7 @@
-"""The ranks that save together: how they exchange values, and which of them share a file system.
+"""Lets the ranks of a save exchange values, and finds out which of them share a file system.
 
-They have a gloo group of their own. A background thread uses it while the main thread runs the collectives of
-training: one group for both would mix up their order and hang.
+The ranks of a save use a separate gloo group. A background thread uses it while the main thread runs the
+collectives of training; one group for both would mix up their order and hang.
 """
 
 from __future__ import annotations
@@ -22,44 +22,45 @@ from pipeline.files import format_bytes
 
 T = TypeVar("T")
 MARKER = ".meeting-"  # prefix of the file by which a rank shows that it writes here
-PATIENCE = timedelta(hours=2)  # for a rank that still writes
+PATIENCE = timedelta(hours=2)  # timeout of the group, for ranks that write slowly
 
 
 @dataclass(frozen=True)
 class SpaceReport:
-    """Bytes that a save takes on a rank's machine, and bytes that are free there."""
+    """Bytes that a save needs on a rank's machine, and bytes that are free there."""
 
     host: str
     disk: int
     disk_free: int
     memory: int
-    """Host memory for a snapshot."""
+    """Bytes of host memory for a snapshot; 0 if it exists already."""
     memory_free: int
 
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank among those that save. Methods are collective unless they say otherwise."""
+    """Connects this rank with the others of a save. Methods are collective unless they say otherwise."""
 
     rank: int
     host: str
     leaders: tuple[int, ...]
-    """Lowest rank on the file system of each rank."""
+    """Lowest rank on each rank's file system, by rank."""
     group: Any = field(repr=False)
-    """`None` if this rank is alone."""
+    """Process group of the save; `None` with a single rank."""
 
     @property
     def leader(self) -> int:
+        """Lowest rank on this rank's file system."""
         return self.leaders[self.rank]
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank makes, renames and removes folders on its file system."""
+        """Whether this rank creates, renames and removes folders on its file system."""
         return self.leader == self.rank
 
     @property
     def neighbours(self) -> list[int]:
-        """All ranks on this file system."""
+        """List of all ranks on this file system."""
         return [rank for rank, leader in enumerate(self.leaders) if leader == self.leader]
 
     def gather(self, value: T) -> list[T]:
@@ -67,7 +68,7 @@ class Peers:
         return _gather(self.group, value)
 
     def collect(self, value: T) -> list[T]:
-        """Return every rank's value on the leaders, and an empty list elsewhere. For large values."""
+        """Return every rank's value on the leaders, and an empty list on other ranks. For large values."""
         if self.group is None:
             return [value]
         collected: list[T] = []
@@ -81,7 +82,7 @@ class Peers:
     def attempt(self, action: Callable[[], None]) -> list[str | None]:
         """Run an action on every leader and return each rank's problem, or `None`, on every rank.
 
-        All ranks thus know of an OSError; if one rank raised it, the others would wait for ever.
+        An OSError thus reaches all ranks. If a single rank raised it, the others would wait forever.
         """
         problem = None
         if self.is_leader:
@@ -92,7 +93,7 @@ class Peers:
         return self.gather(problem)
 
     def find_disk_shortage(self, rooms: list[SpaceReport], folder: Path) -> str | None:
-        """Return one line on the first machine without room for its ranks' files. Not collective."""
+        """Return one line about the first file system that is too full, else `None`. Not collective."""
         for leader in sorted(set(self.leaders)):
             at = rooms[leader]
             needed = sum(room.disk for room, its in zip(rooms, self.leaders, strict=True) if its == leader)
@@ -109,15 +110,16 @@ class Peers:
             dist.destroy_process_group(self.group)
 
     def describe(self, error: OSError) -> str:
-        """Return an error with its rank and machine."""
+        """Return the text of an error with its rank, machine and file."""
         where = f" ({error.filename})" if error.filename else ""
         return f"rank {self.rank} on {self.host}: {error.strerror or error}{where}"
 
 
 def find_peers(job: Job, folder: Path, host: str) -> Peers:
-    """Find out which ranks share a file system. Collective.
+    """Determine which ranks share a file system. Collective.
 
-    Each machine's first rank writes a file into `folder` (made if missing), and all ranks look for all files.
+    Each machine's first rank creates a file in `folder` (created if missing), and all ranks look for all
+    files.
 
     Raises:
         OSError: A machine cannot write there; raised on every rank.
@@ -135,7 +137,7 @@ def find_peers(job: Job, folder: Path, host: str) -> Peers:
             problem = f"{host}: {folder}: {error.strerror or error}"
     answers = _gather(group, (ranks.local_rank == 0, problem))
     problems = [said for _, said in answers if said is not None]
-    # By name: a listing may be cached on a network file system, a name never asked for before is not.
+    # Network file systems may cache a listing, but not the existence of a name that was never looked up.
     seen = [
         rank
         for rank, (wrote, _) in enumerate(answers)
@@ -150,17 +152,18 @@ def find_peers(job: Job, folder: Path, host: str) -> Peers:
 
 
 def find_memory_shortage(rooms: list[SpaceReport]) -> str | None:
-    """Return one line on the first machine without memory for its ranks' snapshots."""
+    """Return one line about the first machine without memory for its ranks' snapshots, else `None`."""
     for host in dict.fromkeys(room.host for room in rooms):
         there = [room for room in rooms if room.host == host]
         needed = sum(room.memory for room in there)
         free = min(room.memory_free for room in there)
-        if needed > 0.9 * free:  # other processes need some, too
+        if needed > 0.9 * free:  # leaves some memory for other processes
             return f"{host} has {format_bytes(free)} of memory free, a copy takes {format_bytes(needed)}"
     return None
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:
+    """Return the first problem; `None` if there is none."""
     return next((problem for problem in problems if problem is not None), None)
 
 

@@ -1,7 +1,7 @@
-"""One file of a checkpoint: where each shard lies in it, and how it is written and read.
+"""Writes and reads one file of a checkpoint, a safetensors file with the shards of one rank.
 
-It is a safetensors file. Its header follows from the shards' names, dtypes and lengths alone, so a file is
-checked against its manifest to the last byte. It is written and hashed in one pass, one shard at a time.
+The header follows from the shards' names, dtypes and lengths, so a file can be checked against its manifest
+to the last byte. It is written and hashed in one pass, one shard at a time.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -45,7 +45,7 @@ FLUSH_EVERY = 1 << 26
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A whole file: its header, its shards, and the byte offset of each shard."""
+    """Layout of a file: its header, its shards, and the byte offset of each shard."""
 
     header: bytes
     shards: tuple[Shard, ...]
@@ -54,7 +54,7 @@ class FileLayout:
 
     @staticmethod
     def of(shards: Iterable[Shard]) -> FileLayout:
-        """Lay the shards out one after the other. Their values are not kept.
+        """Return the layout of these shards, one after the other, without their values.
 
         Raises:
             TypeError: A dtype has no name in safetensors.
@@ -67,7 +67,7 @@ class FileLayout:
         for shard in shards:
             if shard.dtype not in DTYPE_NAMES:
                 raise TypeError(f"{shard.title}: {shard.dtype} for {shard.region}")
-            # The format has no holes, and readers want a tensor at a multiple of its element's size.
+            # The format allows no holes, and readers expect a tensor at a multiple of its element size.
             if gap := -end % shard.dtype.itemsize:
                 entries[f"padding/{len(entries)}"] = _entry("U8", gap, end, gap)
                 end += gap
@@ -82,7 +82,7 @@ class FileLayout:
 
 
 def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return the start of a safetensors file, padded so that values lie at multiples of their size."""
+    """Return the header of a safetensors file, padded so that values lie at multiples of their size."""
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -93,29 +93,31 @@ def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any
 
 
 class LayoutChangedError(Exception):
-    """Raised when shards are not those that the file was laid out for."""
+    """Raised if shards differ from those that the file was laid out for."""
 
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """Checksums of a file, computed from the bytes that were handed to the system."""
+    """Checksums of a file, computed from the bytes that were passed to the operating system."""
 
     xxh3_128: str
     """Checksum of the header, then of the padding before each shard and the shard's own checksum."""
     shards: tuple[str, ...]
-    """xxh3_64 of each shard, in order."""
+    """Checksum (xxh3_64) of each shard, in order."""
 
 
 def write_file(path: Path, layout: FileLayout, values: Iterable[list[memoryview]]) -> FileChecksums:
     """Write a new file and return once it is on the disk.
 
     Args:
-        values: For each shard of the layout, in order, its bytes in one or more views. Views may be reused
-            when the next shard is asked for.
+        path: Path of the file, which must not exist.
+        layout: Header and offsets of the file.
+        values: Bytes of each shard of the layout, in order, in one or more views. Views may be reused when
+            the next shard is requested.
 
     Raises:
-        OSError: It cannot be written: no room, an I/O error, fewer bytes than there should be.
-        LayoutChangedError: The values are not as long as the layout says.
+        OSError: The file cannot be written, for example because the disk is full.
+        LayoutChangedError: The values of a shard are not as long as the layout says.
     """
     whole = xxhash.xxh3_128(layout.header)
     sums: list[str] = []
@@ -159,14 +161,14 @@ class _Writer:
 
     def put(self, view: memoryview) -> None:
         while len(view):
-            taken = os.write(self._descriptor, view[:BLOCK])  # may be less: the next call then says why
+            taken = os.write(self._descriptor, view[:BLOCK])  # may be short: then the next call raises
             if taken == 0:
                 raise OSError(errno.EIO, "the file takes no more bytes")
             view = view[taken:]
             self.position += taken
             if self.position - self._flushed >= FLUSH_EVERY:
-                # Linux then starts to write: the disk works while the next shard is fetched,
-                # and the checkpoint does not push the training data out of the page cache.
+                # Linux then starts to write, so that the disk works while the next shard is fetched, and the
+                # checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(
                     self._descriptor, self._flushed, self.position - self._flushed, os.POSIX_FADV_DONTNEED
                 )
@@ -176,7 +178,7 @@ class _Writer:
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a tensor's bytes as (n,) uint8 on its device; copy only if it is not contiguous."""
     flat = tensor.detach().reshape(-1).contiguous()
-    # One value at a stride of two counts as contiguous, but cannot be viewed as bytes.
+    # One value with a stride of two counts as contiguous, but cannot be viewed as bytes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
@@ -185,9 +187,9 @@ def open_for_reading(path: Path) -> Iterator[int]:
     """Open a plain file for reading and yield its descriptor.
 
     Raises:
-        OSError: There is none, or it is a link, a pipe or a device.
+        OSError: It does not exist, or it is a link, a pipe or a device.
     """
-    descriptor = open_regular_file(path, follow_links=False)  # a link may lead out of the run
+    descriptor = open_plain(path, follow_links=False)  # a link may lead out of the run directory
     try:
         yield descriptor
     finally:

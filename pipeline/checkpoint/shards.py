@@ -1,7 +1,10 @@
-"""Shards: stretches of the tensors of a whole model, whatever its split.
+"""Defines shards, which are contiguous pieces of the tensors of a whole model, independent of its split.
 
-Each rank writes its own shards, and any other split reads the values it needs. Here are the record of a
-shard, from the engine to the file and back, and the arithmetic of where two regions overlap.
+Each rank writes the shards that it holds (fp32 master weights and all optimizer state), each value once over
+all ranks. Any other split reads the values that it needs, so no checkpoint is ever converted. DeepSpeed's
+universal format needs a second job, unpickles, cannot go from ZeRO-2 to ZeRO-3, and does not cover plain
+PyTorch. torch.distributed.checkpoint needs DTensors, which DeepSpeed's flat buffers are not, and pickles its
+index. Here only safetensors and JSON are read.
 """
 
 from __future__ import annotations
@@ -27,40 +30,42 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True)
 class Region:
-    """Place of values in a whole tensor: a box of it, and a stretch of that box's values."""
+    """Position of values in a whole tensor: a box of it, and a range of the flattened box."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box | None
-    """(start, stop) in each dimension; `None` for the whole tensor."""
+    """Pairs (start, stop), one for each dimension; `None` for the whole tensor."""
     start: int
-    """First value of the stretch in the flattened box."""
+    """Index of the first value in the flattened box."""
     length: int
+    """Number of values."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One stretch of one tensor of the whole model. Two are equal if names, regions and dtypes are."""
+    """A region of a tensor of the whole model. Shards are equal if names, kinds, regions and dtypes are."""
 
     name: str
-    """Parameter or buffer of the whole model, as named_parameters has it."""
+    """Name of the parameter or buffer in the whole model, as in named_parameters."""
     kind: str
-    """`weight` (the fp32 master where there is one), `buffer`, or the optimizer's own word for its state."""
+    """Kind of values: `weight` (fp32 master weights if there are any), `buffer`, or the optimizer's name for
+    its state."""
     region: Region
     dtype: torch.dtype
     values: Tensor | None = field(default=None, compare=False, repr=False)
-    """1-D, row-major: region.length values; if possible those of the engine, not a copy."""
+    """Tensor of shape (region.length,), row-major; the engine's own memory if possible, not a copy."""
     checksum: str | None = field(default=None, compare=False)
-    """xxh3_64 of the values' bytes once they are written."""
+    """Checksum (xxh3_64) of the values' bytes; `None` until they are written."""
     is_frozen: bool = field(default=False, compare=False)
-    """Whether it is not trained: once written, the same bytes are not written again."""
+    """Whether the values are not trained, so that later checkpoints link the file instead of writing it."""
 
     @staticmethod
     def of(name: str, kind: str, region: Region, values: Tensor, is_frozen: bool = False) -> Shard:
         """Return a shard with its values.
 
         Raises:
-            TypeError: They are not 1-D, or not of the region's length.
+            TypeError: The values are not 1-D, or not of the region's length.
         """
         if tuple(values.shape) != (region.length,):
             raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
@@ -68,6 +73,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the values."""
         return self.region.length * self.dtype.itemsize
 
     @property
@@ -81,7 +87,7 @@ class Shard:
 
 
 class ShardSource(Protocol):
-    """A checkpoint to read from, whatever its split."""
+    """Interface of a checkpoint that an engine of any split reads from."""
 
     scalars: Mapping[str, Any]
 
@@ -99,34 +105,37 @@ class ShardSource(Protocol):
 
 
 class EngineState(Protocol):
-    """State of an engine, to save and to restore."""
+    """Interface of an engine whose state is saved and restored."""
 
     def shards(self) -> Iterator[Shard]:
-        """Yield what this rank writes: over all ranks each value once. Collective."""
+        """Yield the shards that this rank writes. Over all ranks, each value comes once. Collective."""
         ...
 
     def scalars(self) -> Scalars:
-        """Return the optimizer's numbers and the loss scale's state, the same on all ranks."""
+        """Return the scalars of the optimizer and of the loss scale, equal on all ranks."""
         ...
 
     def hold_step(self, wait: Callable[[], None]) -> None:
-        """Make the next step call `wait` before it changes what `shards` gave. Buffers may change before."""
+        """Make the next step call `wait` before it changes values of `shards`. Buffers may change earlier."""
         ...
 
     def restore(self, source: ShardSource) -> None:
         """Fill weights, optimizer state, buffers and scalars in place. Collective.
 
         Raises:
-            CheckpointError: The source is of another model.
+            CheckpointError: The source belongs to another model.
         """
         ...
 
 
 def overlap(a: Region, b: Region) -> Integers:
-    """Return where two regions of one tensor overlap: (runs, 3), each (offset in a, offset in b, length).
+    """Return the overlap of two regions of one tensor as runs of consecutive values.
 
-    Offsets count from the start of each stretch and grow. The cost grows with the rows of boxes, not with
-    values.
+    The cost grows with the rows of boxes, not with the number of values.
+
+    Returns:
+        Array of shape (runs, 3): offset in a, offset in b, length. Offsets count from the start of each
+        region and increase.
     """
     assert a.shape == b.shape, f"regions of tensors of shape {a.shape} and {b.shape}"
     a_start, a_length = _runs(a)
@@ -147,13 +156,13 @@ def overlap(a: Region, b: Region) -> Integers:
 
 
 def _runs(region: Region) -> tuple[Integers, Integers]:
-    """Return the stretch as runs of the flattened whole tensor: (starts, lengths), sorted."""
+    """Return a region as runs of the flattened whole tensor: sorted starts, and lengths."""
     if region.length == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     if region.box is None:
         return np.array([region.start], np.int64), np.array([region.length], np.int64)
     sizes = [stop - start for start, stop in region.box]
-    inner = len(sizes) - 1  # last dimension that is cut: those after it are whole, so a run covers them
+    inner = len(sizes) - 1  # last dimension that is cut: a run covers all dimensions after it
     while inner > 0 and sizes[inner] == region.shape[inner]:
         inner -= 1
     strides = [math.prod(region.shape[d + 1 :]) for d in range(len(sizes))]
@@ -166,7 +175,7 @@ def _runs(region: Region) -> tuple[Integers, Integers]:
         rest, index = np.divmod(rest, sizes[d])
         starts += (region.box[d][0] + index) * strides[d]
     lengths = np.full_like(rows, row)
-    # The stretch may begin and end inside a row.
+    # The region may begin and end inside a row.
     skipped = region.start - rows[0] * row
     starts[0] += skipped
     lengths[0] -= skipped
@@ -183,7 +192,7 @@ def copy_runs(source: Tensor, target: Tensor, runs: Integers) -> None:
         return
     source = source.contiguous()
     steps = np.diff(runs, axis=0)
-    # A step belongs to a block of rows where both rows are equally long; equal steps make up a block.
+    # Runs with equal lengths and equal steps between them form a block, which is copied at once.
     alike = steps[:, 2] == 0
     changes = np.flatnonzero((steps[1:] != steps[:-1]).any(axis=1)) + 1
     covered = np.zeros(len(runs), bool)

@@ -47,7 +47,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the held-out data, equal for any number of ranks. Collective.
 
-    `eval/loss` is the exact mean over all sets of `loader.total`, as if they were one. `eval/perplexity` comes
+    `eval/loss` is the exact mean over all sets of `loader.total` together. `eval/perplexity` comes
     with it for tokens, and `eval/accuracy` for classes. With several sets, `eval/<name>/loss` (and accuracy)
     of each is added. If no target of a set counts, its loss is NaN and its `targets` is 0.
 
@@ -116,7 +116,7 @@ def record_best_metric(
     if (value := row.get(f"eval/{metric}", uncounted)) is None:
         known = ", ".join(name.removeprefix("eval/") for name in row)
         raise ConfigError(
-            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; choose one of {known}"
+            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
         )
     return {"metric": metric, "value": value, "mode": "min" if config.best_is_lowest else "max"}
 

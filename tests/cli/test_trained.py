@@ -152,7 +152,7 @@ def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "optimizer.eps=1"], "optimizer.eps: the checkpoint decides this"),
+        (["evaluate", "optimizer.eps=1"], "optimizer.eps: the checkpoint determines this"),
         (["evaluate", "--step", "9"], "has no checkpoint of step 9; it has 1, 2, 3"),
         (["evaluate", "data.sequence_length=64"], "is 64, but the model takes 32 positions; shorten it"),
         (["generate", "--prompt", "\udcff"], "--prompt: not UTF-8"),
