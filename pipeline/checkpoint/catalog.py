@@ -1,7 +1,4 @@
-"""The checkpoints of a run: their names, which count, which one a run resumes from, and which stay.
-
-For the command `checkpoints`: what there is, whether it verifies, and what changed between two.
-"""
+"""Lists, verifies, compares and prunes the checkpoints of a run, and finds the one to resume from."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from pipeline.files import format_bytes
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
-LONG = 2e9  # bytes that take some seconds to read
+LONG = 2e9  # bytes from which on verification is announced, as it takes some seconds
 VALUES_AT_ONCE = 1 << 22
 LINK_PROBLEM = "a link, and what lies outside the run is not read"
 log = logging.getLogger(__name__)
@@ -47,30 +44,31 @@ class SavedCheckpoint:
     step: int
     folder: Path
     eval_loss: float | None
-    """Finite loss of these very weights; `None` if it was not measured."""
+    """Finite evaluation loss of these weights; `None` if it was not measured."""
     rank: float | None
-    """Order by the metric that chooses the best, `eval.best_metric`; the lowest is the best."""
+    """Sort key by `eval.best_metric`; the lowest is the best. `None` if it was not measured."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoints:
-    """All checkpoints of a run, oldest first."""
+    """All checkpoints of a run that count, oldest first."""
 
     saved: tuple[SavedCheckpoint, ...]
 
     @property
     def best(self) -> SavedCheckpoint | None:
-        """The one of the lowest rank, the newest of several; `None` if none is measured."""
+        """Checkpoint with the lowest `rank`, the newest among equals; `None` if none has a rank."""
         known = [each for each in self.saved if each.rank is not None]
         return min(known, key=lambda each: (each.rank, -each.step), default=None)
 
 
 def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def list_step_folders(folder: Path) -> dict[int, Path]:
-    """Return whatever has a checkpoint's name, by step, newest first."""
+    """Return all paths with a checkpoint's name, complete or not, by step, newest first."""
     found = {}
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d{8,12})", path.name)
@@ -80,7 +78,7 @@ def list_step_folders(folder: Path) -> dict[int, Path]:
 
 
 def list_published_folders(folder: Path) -> dict[int, Path]:
-    """Return the folders with a manifest, by step, newest first; no links, which may lead anywhere."""
+    """Return the checkpoint folders with a manifest, by step, newest first. Links are excluded."""
     return {
         step: path
         for step, path in list_step_folders(folder).items()
@@ -89,10 +87,10 @@ def list_published_folders(folder: Path) -> dict[int, Path]:
 
 
 def read_complete_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint whose files all have their sizes. Contents are not read.
+    """Return the manifest of a checkpoint after checking the sizes of its files. Contents are not read.
 
     Raises:
-        CheckpointError: It is not complete; the line says which file, and which node wrote it.
+        CheckpointError: The checkpoint is incomplete; the message names a file and the node that wrote it.
     """
     manifest = read_named_manifest(path)
     damages = check_file_sizes(manifest)
@@ -102,23 +100,28 @@ def read_complete_manifest(path: Path) -> Manifest:
 
 
 def read_named_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint whose folder is named for its step.
+    """Return the manifest of a checkpoint after comparing its step with the folder's name.
 
     Raises:
-        CheckpointError: There is none, or it is damaged or of another step.
+        CheckpointError: There is no manifest, or it is damaged or of another step.
     """
     if path.is_symlink():
         raise CheckpointError(f"{path} is {LINK_PROBLEM}")
     manifest = read_manifest(path)
     if folder_name(manifest.global_step) != path.name:
-        raise CheckpointError(f"{path} holds step {manifest.global_step}; give it its name back")
+        raise CheckpointError(
+            f"{path} holds step {manifest.global_step}; rename it to {folder_name(manifest.global_step)}"
+        )
     return manifest
 
 
 def find_newest_complete(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return the newest complete checkpoint in a folder, if any, and why newer ones were passed over.
+    """Return the newest complete checkpoint in a folder, and a line for each newer one that was skipped.
 
-    Only manifests and sizes are read. Contents are checked before they are loaded.
+    Only manifests and sizes are read. Contents are verified before they are loaded.
+
+    Returns:
+        The manifest is `None` if no checkpoint is complete.
     """
     passed_over = list[str]()
     for path in list_step_folders(folder).values():
@@ -130,7 +133,7 @@ def find_newest_complete(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. After a kill in between it no longer counts, and the next save clears it away."""
+    """Remove a checkpoint. If a kill interrupts this, it no longer counts, and the next save removes it."""
     aside = path.with_name(f"{path.name}.removed{PARTIAL}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -142,16 +145,16 @@ def mark_suspect(path: Path) -> None:
 
 
 def discard_later(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
-    """Call `discard` with each checkpoint of a later step. Only while no save is under way."""
+    """Call `discard` with each checkpoint of a later step. Only call this while no save is running."""
     for later, path in list_step_folders(folder).items():
         if later > step and not path.is_symlink():
             discard(path)
 
 
 def restore_replaced(folder: Path) -> None:
-    """Restore the name of a checkpoint that was being saved again when a kill came between the two renames.
+    """Restore the name of a checkpoint whose replacement was killed between its two renames.
 
-    Only while no save is under way.
+    Only call this while no save is running.
     """
     for path in folder.glob(f"step-*{REPLACED}"):
         final = path.with_name(path.name.removesuffix(REPLACED))
@@ -160,9 +163,9 @@ def restore_replaced(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed saves left. Only while no save is under way."""
+    """Remove the partial checkpoints of killed saves. Only call this while no save is running."""
     for path in folder.glob(f"step-*{PARTIAL}"):
-        if path.is_symlink():  # rmtree leaves it, and it would block every save of this step
+        if path.is_symlink():  # rmtree would leave the link, which blocks every save of this step
             path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"{MARKER}*"):
@@ -174,11 +177,11 @@ class Retention:
     """Rule for the checkpoints that stay."""
 
     keep_last: int
-    """Number of newest ones; at least 1."""
+    """Number of newest checkpoints that stay; at least 1."""
     keep_every: int = 0
-    """Steps that are a multiple of it stay for ever; 0 for none."""
+    """Interval of steps whose checkpoints stay forever; 0 for none."""
     keep_best: bool = False
-    """Whether the one of the lowest rank stays."""
+    """Whether the best checkpoint stays."""
 
     def steps_to_keep(self, checkpoints: SavedCheckpoints) -> set[int]:
         """Return the steps of the checkpoints that stay."""
@@ -198,10 +201,11 @@ def _saved(manifest: Manifest) -> SavedCheckpoint:
 
 
 class Pruner:
-    """Removes checkpoints beyond the policy once their successor is complete.
+    """Removes checkpoints that the retention rule does not keep, once their successor is complete.
 
     An incomplete checkpoint, or one of another format, neither counts nor is removed: it may be all that is
-    left of a run. The same holds for later steps: a run resumed from before them.
+    left of a run. The same holds for checkpoints of later steps than the newest save, which remain if a run
+    resumed from an earlier step.
     """
 
     def __init__(self, folder: Path, retention: Retention):
@@ -209,10 +213,10 @@ class Pruner:
         self._retention = retention
         self.bad: set[int] = set()
         """Steps known to be damaged."""
-        self._known: dict[int, SavedCheckpoint] = {}  # a manifest of many fragments takes long to read
+        self._known: dict[int, SavedCheckpoint] = {}  # cached, since a manifest of many files is slow to read
 
     def prune(self, manifest: Manifest) -> None:
-        """Remove what the policy does not keep; `manifest` is that of the checkpoint just saved."""
+        """Remove checkpoints that the rule does not keep; `manifest` belongs to the one just saved."""
         newest = manifest.global_step
         self.bad.discard(newest)
         try:
@@ -243,20 +247,24 @@ class Pruner:
 def find_newest_verified(
     folder: Path, peers: Peers, until: int | None = None
 ) -> tuple[Manifest | None, set[int]]:
-    """Return the newest checkpoint that verifies on all machines, and the steps passed over. Collective.
+    """Return the newest checkpoint that is verified on all machines, and the skipped steps. Collective.
 
-    One line for each that is passed over says why.
+    Each skipped checkpoint is logged with the reason.
 
     Args:
-        until: Last step to look at; `None` for all.
+        folder: Folder of the checkpoints.
+        peers: Ranks that save together.
+        until: Last step to consider; `None` for all.
 
     Returns:
-        The manifest is `None` if there is no checkpoint, but maybe a link or a folder without a manifest.
+        The manifest is `None` if there is no checkpoint; there may be a link or a folder without a manifest.
 
     Raises:
-        CheckpointError: There are checkpoints, and none of them is whole.
+        CheckpointError: There are checkpoints, but all are damaged or incomplete.
     """
-    peers.attempt(lambda: restore_replaced(folder))  # if it fails, that is one checkpoint less
+    peers.attempt(
+        lambda: restore_replaced(folder)
+    )  # if it fails, there is one checkpoint less to choose from
     steps = peers.gather(list(list_step_folders(folder)) if peers.is_leader else [])
     passed_over: dict[int, str] = {}
     for step in sorted(set(itertools.chain(*steps)), reverse=True):
@@ -276,7 +284,7 @@ def find_newest_verified(
 
 
 def _examine(path: Path, peers: Peers) -> Manifest | str:
-    """Verify every byte of a checkpoint, each rank a part; return its manifest, or why it is passed over."""
+    """Verify every byte of a checkpoint, a part on each rank; return its manifest, or why it is skipped."""
     manifest = None
     problem = None
     checksum = ""
@@ -285,7 +293,9 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
         manifest = read_named_manifest(path)
         _ = manifest.table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
-        if peers.is_leader:  # one on each file system: a thousand ranks would look for a thousand files each
+        if (
+            peers.is_leader
+        ):  # one rank a file system, else a thousand ranks would look up a thousand files each
             damages, absent = inspect_files(manifest)
             problem = f"on {peers.host}: {damages[0]}" if damages else None
             here = [file.name for file in manifest.files if file.name not in absent]
@@ -316,18 +326,18 @@ def _examine(path: Path, peers: Peers) -> Manifest | str:
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """One checkpoint of a run."""
+    """State of one checkpoint for the command `checkpoints`."""
 
     step: int
     path: Path
     problem: str | None
-    """Reason why it does not count, in one line with the file and any known tensor; `None` if it counts."""
+    """Reason why the checkpoint does not count, with the file and known tensors; `None` if it counts."""
     manifest: Manifest | None = None
-    """`None` if it cannot be read."""
+    """Manifest of the checkpoint; `None` if it cannot be read."""
     num_here: int = 0
-    """Number of its files here; other machines may have the rest."""
+    """Number of files in this folder; other machines may have the rest."""
     num_bytes: int = 0
-    """Bytes of the files here."""
+    """Bytes of the files in this folder."""
 
 
 def list_checkpoints(run: Path) -> list[CheckpointStatus]:
@@ -357,10 +367,11 @@ def _row(step: int, path: Path) -> CheckpointStatus:
 
 
 def verify_checkpoint(row: CheckpointStatus, advance: Callable[[int], object]) -> CheckpointStatus:
-    """Return the row after every byte here was compared with its checksum.
+    """Return the status after comparing every byte in this folder with the checksums.
 
     Args:
-        advance: Called with numbers of bytes that were read.
+        row: Status from `list_checkpoints`.
+        advance: Called with the number of bytes read since the last call.
     """
     if row.problem is not None or row.manifest is None:
         return row
@@ -381,7 +392,7 @@ class TensorChange:
     name: str
     kind: str
     remark: str | None = None
-    """Reason why the two cannot be compared: only one has it, or their shapes differ."""
+    """Reason why the tensors cannot be compared (only one exists, or shapes differ); else `None`."""
     share: float = 1.0
     """Share of the values that changed."""
     max_difference: float = math.nan
@@ -393,13 +404,15 @@ class TensorChange:
 def diff_checkpoints(
     first: Manifest, second: Manifest, advance: Callable[[int], object]
 ) -> Iterator[TensorChange]:
-    """Yield every tensor that differs, in the first checkpoint's order. Takes some MB, whatever the model.
+    """Yield every tensor that differs, in the first checkpoint's order. Needs some MB for any model size.
 
     Args:
-        advance: Called with numbers of values of the first that were compared.
+        first: Manifest of the first checkpoint.
+        second: Manifest of the second checkpoint.
+        advance: Called with the number of values of the first compared since the last call.
 
     Raises:
-        CheckpointError: One of them cannot be read.
+        CheckpointError: One of the checkpoints cannot be read.
     """
     with CheckpointReader(first) as a, CheckpointReader(second) as b:
         shapes_a = a.names()
@@ -433,7 +446,7 @@ def _compare(
         b.read(name, kind, region, other)
         differs = ~((one == other) | (one.isnan() & other.isnan()))
         changed += int(differs.sum())
-        # If both are infinite alike, or both NaN, the difference is none.
+        # Equal infinities and two NaNs count as no difference.
         difference = torch.where(differs, (other - one).abs(), 0.0)
         # A difference from or to NaN counts as infinite.
         largest = max(largest, float(difference.nan_to_num(math.inf, math.inf).max()))

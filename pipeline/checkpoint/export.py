@@ -1,7 +1,7 @@
-"""Weights out of a checkpoint as safetensors, one tensor at a time.
+"""Exports the weights of a checkpoint as safetensors, one tensor at a time.
 
-They are the checkpoint's own, or an adapter's merged with its base. Beside them is what transformers needs to
-open the folder if the run had a transformers model.
+The weights are the checkpoint's own, or an adapter's merged with its base. If the run had a transformers
+model, the folder also gets the files that transformers needs to open it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ from pipeline.redaction import redact_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE = "model.safetensors"
-MAX_FILE_BYTES = 5_000_000_000  # as transformers splits its own
-OF_A_MODEL = ("config.json", "generation_config.json")  # beside an adapter transformers would take it for one
+MAX_FILE_BYTES = 5_000_000_000  # limit at which transformers splits its own files
+# Not exported with an adapter, because transformers would take the folder for a whole model.
+OF_A_MODEL = ("config.json", "generation_config.json")
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
 
@@ -64,11 +65,12 @@ class ExportResult:
     files: list[Path]
     num_bytes: int
     auto_class: str | None
-    """Class of transformers whose `from_pretrained` opens it as a model; `None` if there is none."""
+    """Class of transformers whose `from_pretrained` opens the folder; `None` if there is none."""
     is_adapter: bool
-    """Whether peft opens it, over its base."""
+    """Whether the folder holds an adapter, which peft opens over its base."""
     rounding_error: float | None = None
-    """||W - W in 4 bits|| / ||W|| over the quantised layers of a base in 4 bits that was merged."""
+    """Relative error ||W - W in 4 bits|| / ||W|| over the quantised layers of a merged base in 4 bits; `None`
+    otherwise."""
 
 
 def export(
@@ -83,21 +85,23 @@ def export(
 ) -> ExportResult:
     """Write a checkpoint's weights, whatever its split, to a folder.
 
-    transformers opens the folder of a transformers model, and peft that of an adapter. One process does it,
-    without a GPU and without the run's machines. Memory is that of the largest tensor.
+    transformers opens the exported folder of a transformers model, and peft opens that of an adapter. The
+    export runs in one process, without a GPU and without the run's machines. It needs memory for the largest
+    tensor.
 
     Args:
         run: Run directory, or one of its checkpoints.
-        out: Folder to write; must not exist, or be empty.
+        out: Folder to write, which must not exist or must be empty.
         step: Checkpoint of the run: a step, `last` or `best`.
-        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`. Buffers keep theirs. `None` for fp32, or for a
-            merged adapter for the dtype of its base.
-        merge: Whether an adapter and its base become one model; the base must be where the run had it.
-        advance: Called with numbers of bytes as saved: each is read once to verify it and once to write it.
-        max_file_bytes: Most bytes in a file of a transformers folder; a larger tensor has a file of its own.
+        dtype: Dtype of the weights: `fp32`, `bf16` or `fp16`. Buffers keep their dtype. `None` for fp32, or
+            for a merged adapter the dtype of its base.
+        merge: Whether to merge an adapter into its base, which must be at its recorded path.
+        advance: Called with the number of saved bytes processed since the last call. Each byte is counted
+            twice: once when it is verified, once when it is written.
+        max_file_bytes: Most bytes in a file of a transformers folder; a larger tensor gets a separate file.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged; `out` cannot be written.
+        CheckpointError: The checkpoint does not exist or is damaged, or `out` cannot be written.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype is not None and dtype not in DTYPES:
@@ -144,10 +148,10 @@ def export(
 
 
 def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> None:
-    """Compare all weights and buffers with their checksums. Optimizer states, twice as much, are not read.
+    """Compare all weights and buffers with their checksums. Optimizer states are not read.
 
     Raises:
-        CheckpointError: A value is not what was written, or is not here.
+        CheckpointError: A file is damaged or absent.
     """
     _, absent = inspect_files(manifest)
     for file in manifest.files:
@@ -174,11 +178,15 @@ def write_weights(
     max_file_bytes: int,
     advance: Callable[[int], object],
 ) -> list[str]:
-    """Write one file, or several and their index, and return the names of those with weights.
+    """Write one file, or several and their index, and return the names of the weight files.
 
     Args:
-        dtype: Dtype of all but buffers.
-        single: Name of the file if it is one, as transformers and peft look for it.
+        source: Weights to write.
+        folder: Folder to write to.
+        dtype: Dtype of the weights; buffers keep theirs.
+        single: Name of the file if there is only one, as transformers and peft expect it.
+        max_file_bytes: Most bytes in a file.
+        advance: Called with the number of bytes written since the last call.
     """
     entries = dict[str, TensorEntry]()
     for name, entry in source.entries.items():
@@ -229,7 +237,7 @@ def _write_file(
 
 
 def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) -> int:
-    """Append a tensor to a file. Return its number of bytes as saved."""
+    """Append a tensor to a file, and return its bytes in the saved dtype."""
     values = saved.to(dtype)
     if dtype == torch.float16 and not values.isfinite().all():
         raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
@@ -252,13 +260,15 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
         config: dict[str, Any] = json.loads(read_regular_file(folder / "config.json", DESCRIPTION_LIMIT))
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{source / 'config.json'} is no JSON ({error}); bring it back") from None
+        raise CheckpointError(
+            f"{source / 'config.json'} is not valid JSON ({error}); restore it from a copy"
+        ) from None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return config
 
 
 def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
-    """Return the text of README.md: what the weights are, and the run's numbers and recipe."""
+    """Return the text of README.md, with the run's numbers and its recipe."""
     state = manifest.state
     loss = manifest.eval_loss
     values = sum(math.prod(shape) for (_, kind), shape in manifest.table.shapes.items() if kind == WEIGHT)
@@ -272,8 +282,8 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
         ("weights", dtype),
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
-    try:  # a link may lead anywhere
-        content = read_regular_file(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
+    try:  # links are not followed, since one may lead out of the run directory
+        content = read_plain(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""

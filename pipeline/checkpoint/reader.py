@@ -1,7 +1,7 @@
-"""Reads a checkpoint's files: whether they are what was written, and values of whole-model tensors.
+"""Verifies a checkpoint's files, and reads values of whole-model tensors from them.
 
-Sizes are compared first, then every byte. A damage names the file and the tensors. A read takes only the
-stretches asked for, from whichever files hold them, straight into the tensor that receives them.
+Sizes are compared first, then the checksum of every byte. A reported damage names the file and the tensors. A
+read copies only the requested values, from whichever files hold them, directly into the receiving tensor.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ THREADS = 4
 
 
 def ignore_progress(_: int) -> None:
-    """Show no progress."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One file that is not what was written."""
+    """Damage of one file."""
 
     file: str
     what: str
     host: str = ""
-    """Machine that wrote it; empty if it is not known."""
+    """Machine that wrote the file; empty if it is not known."""
     tensors: tuple[str, ...] = ()
-    """Tensors at the damaged place, such as `exp_avg of embed.weight`; none if it is not in a tensor."""
+    """Damaged tensors, such as `exp_avg of embed.weight`; empty if the damage is outside of tensors."""
 
     def __str__(self) -> str:
         more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
@@ -62,12 +62,13 @@ def check_content(
     kinds: Collection[str] | None = None,
     advance: Callable[[int], object] = ignore_progress,
 ) -> list[Damage]:
-    """Compare every byte of the files that are here with its checksum.
+    """Compare every byte of the files in this folder with the checksums, and return the damages.
 
     Args:
+        manifest: Manifest of the checkpoint.
         files: Names of the files to read; `None` for all.
         kinds: Kinds of the shards to read; `None` for all.
-        advance: Called with numbers of bytes that were compared, on several threads.
+        advance: Called with the number of bytes compared since the last call, on several threads.
     """
     try:
         _ = manifest.table
@@ -80,10 +81,10 @@ def check_content(
 
 
 def check_file_sizes(manifest: Manifest) -> list[Damage]:
-    """Return what is wrong without reading: missing files, files of another size, and what is no plain file.
+    """Return the damages visible without reading: missing files, wrong sizes, and links or devices.
 
-    If nodes share no file system, a folder holds the files of its own place. Places of which no file is here
-    are no damage.
+    If nodes share no file system, a folder holds only the files of its own place. A place without any file
+    in this folder is no damage.
     """
     damages, absent = inspect_files(manifest)
     here = {file.place for file in manifest.files if file.name not in absent}
@@ -98,7 +99,7 @@ def check_file_sizes(manifest: Manifest) -> list[Damage]:
 
 
 def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
-    """Return the files here that are no plain files or of another size, and the names of those not here."""
+    """Return damages of files in this folder (wrong size, not a plain file) and names of absent files."""
     damages = []
     absent = set()
     for file in manifest.files:
@@ -115,7 +116,7 @@ def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
 
 
 def _other_size(path: Path, written: int) -> str | None:
-    """Return what is wrong with the size of a plain file."""
+    """Return a message if a plain file has another size, else `None`."""
     with open_for_reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
     return None if size == written else f"{size} bytes, {written} were written"
@@ -124,7 +125,7 @@ def _other_size(path: Path, written: int) -> str | None:
 def _check_content(
     manifest: Manifest, file: FileRecord, kinds: Collection[str] | None, advance: Callable[[int], object]
 ) -> Damage | None:
-    """Return what is wrong with a file; `None` also if it is not here."""
+    """Return the damage of a file; `None` if it is intact or absent."""
     try:
         with open_for_reading(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
@@ -150,8 +151,8 @@ def _check_content(
     right_header = header == layout.header
     if right_header and not damaged and (kinds is not None or whole.hexdigest() == file.xxh3_128):
         return None
-    part = "not" if right_header else "its header is not"
-    what = f"{part} what was written, by its checksum"
+    part = "the content" if right_header else "the header"
+    what = f"{part} is damaged, by its checksum"
     return Damage(file.name, what, file.host, tuple(dict.fromkeys(damaged)))
 
 
@@ -163,17 +164,17 @@ def _read(descriptor: int, offset: int, length: int) -> bytes:
 
 MAX_OPEN = 64
 MODEL_KINDS = (WEIGHT, BUFFER)
-"""Kinds of what a state dict would hold."""
+"""Kinds of tensors in a model's state dict."""
 
 
 class CheckpointReader:
-    """A ShardSource over one checkpoint. Use it as a context manager: it keeps files open."""
+    """ShardSource of one checkpoint. Use it as a context manager, because it keeps files open."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._offsets: dict[str, Integers] = {}  # also of closed files: computing them takes long
+        self._offsets: dict[str, Integers] = {}  # of closed files too, since computing them takes long
 
     def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each whole tensor by (name, kind)."""
@@ -182,7 +183,7 @@ class CheckpointReader:
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
         """Fill `out` (1-D, region.length values, any dtype and device) from whichever files hold the values.
 
-        Takes host memory for at most one shard, and for the region if `out` is on a device.
+        This takes host memory for at most one shard, and for the region if `out` is on a device.
 
         Raises:
             CheckpointError: Some values are missing or cannot be read.
@@ -192,7 +193,10 @@ class CheckpointReader:
         rows = table.rows_of(name, kind, region)
         shape = table.shapes.get((name, kind), ())
         if rows is None:
-            raise CheckpointError(f"{self.manifest.folder} holds no {kind} of {name}; it is of another model")
+            raise CheckpointError(
+                f"{self.manifest.folder} holds no {kind} of {name}; it belongs to another model: resume with "
+                "the model that was saved"
+            )
         if shape != region.shape:
             raise CheckpointError(
                 f"{self.manifest.folder}: {kind} of {name} has shape {list(shape)}, "
@@ -207,13 +211,13 @@ class CheckpointReader:
             if len(runs):
                 self._fill(row, shard, runs, target)
                 filled += int(runs[:, 2].sum())
-        # The manifest was checked to have every value once.
+        # The check of the manifest proved that every value is stored once.
         assert filled == region.length, f"{region} is not inside {kind} of {name}"
         if not in_place:
             out.copy_(target)
 
     def _fill(self, row: int, shard: Shard, runs: Integers, target: Tensor) -> None:
-        """Copy runs (offset in the shard, offset in the target, length) out of its file."""
+        """Copy runs (offset in the shard, offset in the target, length) from the shard's file."""
         dtype = shard.dtype
         number = bisect_right(self.manifest.first_rows, row) - 1
         file = self.manifest.files[number]
@@ -249,19 +253,24 @@ class CheckpointReader:
             except (OSError, CheckpointError):
                 os.close(descriptor)
                 raise
-        self._open[file.name] = descriptor  # the last used are at the end
+        self._open[file.name] = descriptor  # at the end, as the last one used
         if len(self._open) > MAX_OPEN:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
 
     def _find_offsets(self, descriptor: int, file: FileRecord) -> Integers:
-        """Return the offset of each shard if the file has the header that follows from the manifest."""
+        """Return the offset of each shard, after comparing the file's header with the manifest.
+
+        Raises:
+            OSError: The header differs.
+        """
         layout = self.manifest.layout_of(file)
         if _read(descriptor, 0, len(layout.header)) != layout.header:
             raise OSError(errno.EINVAL, "its header is not the manifest's")
         return np.array(layout.offsets, np.int64)
 
     def close(self) -> None:
+        """Close all files."""
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -274,25 +283,25 @@ class CheckpointReader:
 
 
 def _batches(runs: Integers) -> list[Integers]:
-    """Group runs into reads: one read if they are a fourth of their span or more, else one for each."""
+    """Group runs into reads: a single read if they cover a fourth of their span, else one for each run."""
     span = int(runs[-1, 0] + runs[-1, 2] - runs[0, 0])
     dense = int(runs[:, 2].sum()) * 4 >= span
     return [runs] if dense else list(runs[:, None])
 
 
 class CheckpointWeights:
-    """Weights and buffers of a checkpoint by name; see pipeline.models.weights.WeightFile.
+    """Reads weights and buffers of a checkpoint by name; see pipeline.models.weights.WeightFile.
 
     Args:
         manifest: Manifest of the checkpoint.
-        names: Name to offer -> name in the checkpoint; `None` for all under their own names.
+        names: Name in the checkpoint for each name to offer; `None` to offer all under their own names.
     """
 
     files: Sequence[Path] = ()
     dtype = torch.float32
-    """Dtype in which weights are exported if no other is asked for."""
+    """Dtype in which weights are exported by default."""
     rounding_error: float | None = None
-    """See pipeline.checkpoint.adapters.MergedWeights."""
+    """Relative error of rounding to 4 bits, always `None` here; see MergedWeights in adapters.py."""
 
     def __init__(self, manifest: Manifest, names: Mapping[str, str] | None = None):
         self._reader = CheckpointReader(manifest)
@@ -309,6 +318,7 @@ class CheckpointWeights:
         self.buffers = {name for name, kind in self._kinds.items() if kind == BUFFER}
 
     def read(self, name: str) -> Tensor:
+        """Return a whole tensor, in the dtype in which it was saved."""
         shape, dtype = self.entries[name]
         assert isinstance(dtype, torch.dtype)
         values = torch.empty(math.prod(shape), dtype=dtype)
@@ -317,4 +327,5 @@ class CheckpointWeights:
         return values.view(shape)
 
     def close(self) -> None:
+        """Close all files."""
         self._reader.close()

@@ -1,4 +1,7 @@
-"""Checkpoints of one run: saved beside training, published by one rename, verified before they are loaded."""
+"""Saves a run's checkpoints in the background of training, publishes each by one rename, and restores them.
+
+Every byte of a checkpoint is verified before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -55,25 +58,28 @@ from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import CheckpointError, summarize_error
 from pipeline.files import format_bytes, publish_folder, write_durably
 
-CHUNK = 1 << 26  # a power of two: torch rounds pinned memory up to one
-# torch's threads meet after every copy: on a busy processor the waiting took 17 times as long as the copying.
+CHUNK = 1 << 26  # a power of two, because torch rounds pinned memory up to one
+# Smaller tensors are copied by one thread. torch's threads wait for each other after every copy; on a busy
+# processor this took 17 times as long as the copying.
 BY_ONE_THREAD = 1 << 24
 
 
 def stream_shards(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[list[memoryview]]:
-    """Yield the bytes of each shard, fetched to the host one at a time.
+    """Yield the bytes of each shard, copied to the host one at a time.
 
     Raises:
-        LayoutChangedError: A shard is not the one laid out at its place, or there are more of them.
+        LayoutChangedError: A shard differs from the one in the layout, or there are more shards.
     """
     return ([source.cpu().numpy().data] for source, _ in _matched(layout, shards))
 
 
 class Snapshot:
-    """Holds a copy of all shards in host memory, in buffers that every save uses again.
+    """Holds a copy of all shards in host memory, in buffers that every save reuses.
 
-    A thread of its own takes the memory, since pinning takes seconds for gigabytes. Tensors on a GPU are
-    copied on a stream of their own: the host, a forward and a backward do not wait for it.
+    A separate thread allocates the memory, since pinning takes seconds for gigabytes. Tensors on a GPU are
+    copied on a separate stream, beside the next forward and backward. Only an optimizer's step writes what is
+    saved, so the device waits for the copy just before that step, and the host waits only in the thread that
+    writes. On a CPU there is nothing to overlap with, so training stands still for the copy.
 
     Args:
         layout: Shards to copy.
@@ -91,9 +97,9 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def fill(self, shards: Iterator[Shard]) -> None:
-        """Copy all shards once there is memory.
+        """Copy all shards, after waiting for the memory.
 
-        When it returns, buffers and values on the host may change. Other values on a GPU may change after
+        After it returns, buffers and values on the host may change. Other values on a GPU may change after
         `hold_device`.
 
         Raises:
@@ -124,12 +130,12 @@ class Snapshot:
             yield source
             return
         if kind == BUFFER:
-            source = source.clone()  # a forward changes these
+            source = source.clone()  # a forward changes buffers, and it does not wait for the copy
         self._stream = self._stream or torch.cuda.Stream(source.device)
         self._stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(self._stream):
             yield source
-        source.record_stream(self._stream)  # some are copies that the engine made and no longer holds
+        source.record_stream(self._stream)  # some are temporary copies that the engine has released
 
     def hold_device(self) -> None:
         """Make later work of the device wait for the copy. The host does not wait."""
@@ -137,7 +143,7 @@ class Snapshot:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def views(self) -> Iterator[list[memoryview]]:
-        """Yield the bytes of each shard, in order, once they are copied."""
+        """Yield the bytes of each shard, in order, after waiting for the copy."""
         if self._copied is not None:
             self._copied.synchronize()
         position = 0
@@ -156,9 +162,9 @@ class Snapshot:
 
 
 def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
-    """Allocate the chunks, pinned until the system pins no more.
+    """Allocate the chunks, and pin them until the system refuses to pin more.
 
-    Pinned chunks stay in use: torch would not return them to the system, so new ones would come on top.
+    Chunks pinned so far stay in use: torch would not return them to the system if they were freed.
     """
     chunks: list[Tensor] = []
     while len(chunks) < len(sizes):
@@ -169,7 +175,7 @@ def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
                 raise MemoryError(str(error)) from None
             is_pinned = False
             log.warning(
-                "the copy of a checkpoint is slower than it could be: %s of host memory cannot be pinned: %s",
+                "copying checkpoints to host memory is slower: %s of it cannot be pinned: %s",
                 format_bytes(sum(sizes[len(chunks) :])),
                 summarize_error(error),
             )
@@ -208,14 +214,16 @@ class WrittenFile:
 
 @dataclass
 class ReusableState:
-    """State of a save that the next one uses again."""
+    """Layout, buffers and frozen file of a save, which the next save reuses."""
 
     device: torch.device
     """Device of the engine's values."""
     layout: FileLayout | None = None
     snapshot: Snapshot | None = None
     frozen: WrittenFile | None = None
-    """File of the frozen parameters in the last checkpoint."""
+    """File of the frozen parameters in the last checkpoint, to which the next one makes a hard link.
+
+    So retention, verification, export and a copy treat it as any other file."""
     has_warned: bool = False
     """Whether a warning about short memory was logged."""
 
@@ -225,8 +233,11 @@ class CheckpointSave:
 
     Args:
         folder: Folder of the checkpoints.
+        step: Number of optimizer steps completed.
         fields: Fields of the manifest: split, state and scalars.
-        kept: State of the last save; changed in place.
+        peers: Ranks that save together.
+        kept: State that saves reuse; changed in place.
+        pruner: Removes older checkpoints after the save.
     """
 
     def __init__(
@@ -254,15 +265,16 @@ class CheckpointSave:
 
     @phase(Phase.SAVING)
     def run(self, engine: EngineState, wait: bool) -> bool:
-        """Save while training stands still: all of it, or without `wait` only a copy to host memory.
+        """Save while training stands still: completely, or without `wait` only a copy to host memory.
 
         Returns:
-            Whether all is done. If not, training may continue, and `finish` does the rest on another thread.
+            Whether the save is complete. If not, training may continue, and `finish` does the rest on another
+            thread.
 
         Raises:
             NotSavedError: A rank could not save.
         """
-        for _ in range(2):  # if the shards are not those of the last save, they are laid out again
+        for _ in range(2):  # the second attempt is for shards that differ from those of the last save
             try:
                 if self._open(engine, wait) and self._take_snapshot(engine):
                     return False
@@ -274,14 +286,14 @@ class CheckpointSave:
 
     @phase(Phase.SAVING)
     def finish(self, engine: EngineState | None = None) -> None:
-        """Write and publish, then remove checkpoints beyond the policy.
+        """Write and publish the checkpoint, then remove those that the retention rule does not keep.
 
         Args:
             engine: Engine whose values are written; `None` for those of the snapshot.
 
         Raises:
             NotSavedError: A rank could not save.
-            LayoutChangedError: The engine's shards are not those laid out, on some rank.
+            LayoutChangedError: Some rank's shards differ from the layout.
         """
         began = time.perf_counter()
         try:
@@ -295,15 +307,15 @@ class CheckpointSave:
             self._pruner.prune(self._published)
 
     def _open(self, engine: EngineState, wait: bool) -> bool:
-        """Make the folder and check for room. Return whether a snapshot is wanted and fits into memory."""
+        """Create the folder and check the free space. Return whether to take a snapshot in host memory."""
         if self._kept.layout is None:
             self._kept.layout = FileLayout.of(engine.shards())
         layout = self._kept.layout
         problem = None
         disk = layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._kept.frozen is not None:
-            disk -= self._kept.frozen.record.bytes  # linked; if a link fails, a write without room does, too
-        disk_free = disk  # not known here: the write fails if there is too little
+            disk -= self._kept.frozen.record.bytes  # linked; if that fails, a write to a full disk raises
+        disk_free = disk  # not known on this rank; a write to a full disk raises
         if self._peers.is_leader:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -316,14 +328,14 @@ class CheckpointSave:
         own = SpaceReport(self._peers.host, disk, disk_free, memory, available_memory())
         said = self._peers.gather((self.fields, own, problem))
         rooms = [room for _, room, _ in said]
-        self.fields = said[0][0]  # so that the manifest is the same on every machine
+        self.fields = said[0][0]  # rank 0's, so that the manifest is the same on every machine
         self._agree(
             first_problem(wrong for *_, wrong in said) or self._peers.find_disk_shortage(rooms, self._folder)
         )
         return not wait and self._fits_in_memory(find_memory_shortage(rooms))
 
     def _take_snapshot(self, engine: EngineState) -> bool:
-        """Copy the engine's values. Return False if some rank lacks the memory: then no rank has a copy."""
+        """Copy the engine's values to host memory. Return False on all ranks if any rank lacks memory."""
         kept = self._kept
         shards = iter(engine.shards())
         assert kept.layout is not None
@@ -337,11 +349,11 @@ class CheckpointSave:
     def _fits_in_memory(self, problem: str | None) -> bool:
         if problem is not None and not self._kept.has_warned:
             self._kept.has_warned = True
-            log.warning("training stands still while checkpoints are written: %s", problem)
+            log.warning("training pauses while checkpoints are written: %s", problem)
         return problem is None
 
     def _write(self, engine: EngineState | None) -> None:
-        """Write this rank's files and exchange problems with the other ranks."""
+        """Write this rank's files, and abort on all ranks if any rank has a problem."""
         layout = self._kept.layout
         snapshot = self._kept.snapshot
         assert layout is not None
@@ -356,19 +368,20 @@ class CheckpointSave:
     def _write_files(
         self, shards: tuple[Shard, ...], values: Iterator[list[memoryview]], can_repeat: bool
     ) -> None:
-        """Write a file of the frozen shards, or link that of the last checkpoint, and a file of the others.
+        """Write one file with the frozen shards, or link the last checkpoint's, and one with the others.
 
         Args:
-            values: The bytes of each shard.
-            can_repeat: Whether views stay valid when the next ones are taken.
+            shards: Shards of this rank, the frozen ones first.
+            values: Bytes of each shard.
+            can_repeat: Whether views stay valid after the next ones are requested.
 
         Raises:
-            LayoutChangedError: The shards are others than before, or the frozen values are and `can_repeat`
-                is not set: the next attempt writes them.
+            LayoutChangedError: The shards have changed; or frozen values have changed and `can_repeat` is not
+                set, so that the next attempt writes them.
         """
         self._frozen = None
         self._written = []
-        frozen = tuple(takewhile(lambda shard: shard.is_frozen, shards))  # engines yield them first
+        frozen = tuple(takewhile(lambda shard: shard.is_frozen, shards))  # engines yield frozen shards first
         stem = f"rank-{self._peers.rank:05d}"
         if frozen:
             name = f"{stem}.frozen.safetensors"
@@ -383,13 +396,13 @@ class CheckpointSave:
     def _link(
         self, name: str, shards: tuple[Shard, ...], values: Iterable[list[memoryview]], can_repeat: bool
     ) -> WrittenFile | None:
-        """Link the last checkpoint's file of frozen shards, if it has these values; else return `None`."""
+        """Link the last checkpoint's file of frozen shards if it has these values; else return `None`."""
         known = self._kept.frozen
         if known is None or known.shards != shards:
             return None
         pairs = zip(values, known.shards, strict=True)
         if all(hash_views(views).hexdigest() == shard.checksum for views, shard in pairs):
-            with suppress(OSError):  # a file system without links, or the file is gone
+            with suppress(OSError):  # no hard links on this file system, or the file was removed
                 os.link(known.path, self._partial / name)
                 return replace(known, path=self._final / name)
         if not can_repeat:
@@ -414,7 +427,11 @@ class CheckpointSave:
         return WrittenFile(self._final / name, record, tuple(map(Shard.without_values, shards, sums.shards)))
 
     def _publish(self) -> None:
-        """Write table and manifest on every machine and give the checkpoint its name."""
+        """Write table and manifest on every machine, and rename the folder to the checkpoint's name.
+
+        The manifest is written last, after all ranks have reported that their files are on the disk. One
+        rename then publishes the folder with all its files.
+        """
         records = [file.record for file in self._written]
         own = ShardTable.of(shard for file in self._written for shard in file.shards)
         collected = self._peers.collect((records, own))
@@ -423,7 +440,7 @@ class CheckpointSave:
         del collected  # a thousand ranks' parts take as much memory again
         self._agree(first_problem(self._peers.attempt(lambda: self._rename(files, table))))
         if self._peers.is_leader:
-            # Only now: if another machine could not publish, the old one must come back.
+            # Removed only now: if another machine had failed to publish, it would be needed again.
             shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _rename(self, files: list[FileRecord], table: ShardTable) -> None:
@@ -431,11 +448,11 @@ class CheckpointSave:
         try:
             fields = self.fields | {"files": tuple(files), "shard_table": make_table_record(content)}
             manifest = Manifest.with_table(table, self._final, **fields)
-        except ValueError as error:  # an engine's mistake: better reported now than when it is read
-            raise OSError(errno.EINVAL, f"the shares do not add up: {error}") from error
+        except ValueError as error:  # a mistake of the engine is better reported now than on the resume
+            raise OSError(errno.EINVAL, f"the ranks' shards do not form whole tensors: {error}") from error
         write_durably(self._partial / TABLE, content)
         write_durably(self._partial / MANIFEST, manifest.encode())
-        if os.path.lexists(self._final):  # a step that this run repeats after it resumed from an earlier one
+        if os.path.lexists(self._final):  # the run resumed from an earlier step and repeats this one
             self._final.rename(self._replaced)
         publish_folder(self._partial, self._final)
         self._published = manifest
@@ -444,7 +461,7 @@ class CheckpointSave:
         """Run an action that takes this rank's shards, and return the first problem of any rank.
 
         Raises:
-            LayoutChangedError: Some rank's shards are not those laid out.
+            LayoutChangedError: Some rank's shards differ from the layout.
         """
         problem = None
         changed = False
@@ -469,7 +486,7 @@ class CheckpointSave:
             return
         if self._peers.is_leader:
             try:
-                if self._published is not None:  # another machine could not: then no machine has it
+                if self._published is not None:  # another machine failed to, so none may have it
                     remove_checkpoint(self._final)
                 shutil.rmtree(self._partial, ignore_errors=True)
                 if self._replaced.exists():
@@ -484,11 +501,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """Result of a save. All but the times is the same on every rank."""
+    """Result of a save. Except for the times, it is the same on every rank."""
 
     step: int
     problem: str | None
-    """One line that says why it is not saved; `None` if it is saved or still being written."""
+    """One line with the reason of a failure; `None` if the checkpoint is saved or still being written."""
     stall_seconds: float
     """Seconds for which training stood still."""
     write_seconds: float | None
@@ -496,17 +513,18 @@ class SaveOutcome:
 
 
 class CheckpointStore:
-    """Saves to and restores from `<run_dir>/checkpoints/step-00000100/`: each rank's files and a manifest.
+    """Saves and restores checkpoints `<run_dir>/checkpoints/step-00000100/` with each rank's files.
 
-    The thread that writes a checkpoint in the background talks to its peers over a gloo group of its own.
-    Such threads wait only for each other, never for a main thread, so no collective of training blocks them.
+    A background thread writes a checkpoint, and it communicates with its peers over a separate gloo group.
+    Such threads wait only for each other, never for a main thread. So a save ends whatever collective of
+    training the main threads are in.
 
     Args:
-        folder: Folder of the checkpoints; made if missing.
-        retention: Which checkpoints stay.
-        job: The ranks. Collective: every rank makes its store at the same point.
+        folder: Folder of the checkpoints; created if missing.
+        retention: Rule for the checkpoints that stay.
+        job: Ranks of the job. Collective: every rank creates its store at the same point.
         split: Description of the split for the manifest.
-        host: This machine's name for messages.
+        host: Name of this machine for messages.
 
     Raises:
         CheckpointError: The folder cannot be written.
@@ -523,9 +541,9 @@ class CheckpointStore:
         self._kept = ReusableState(job.device)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # Filled by the thread while `poll` empties it: a list that is swapped there would lose what comes.
+        # The thread adds to it while `poll` empties it. Swapping a list there could lose an outcome.
         self._finished: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
-        self._saved: dict[int, bool] = {}  # step -> whether its evaluation loss stands in it
+        self._saved: dict[int, bool] = {}  # step -> whether the checkpoint has an evaluation loss
         self._is_closed = False
         self.is_under_way = False
         """Whether `poll` has not yet returned the outcome of a save."""
@@ -541,10 +559,10 @@ class CheckpointStore:
             self._show(self._pruner.saved())
 
     def prepare(self, engine: EngineState) -> None:
-        """Take pinned memory for later saves in the background, if there is enough. Collective.
+        """Allocate pinned memory for later saves in the background, if there is enough. Collective.
 
-        Called after the first step. Memory that is not pinned costs nothing until it is written to, so the
-        first save takes it.
+        Called after the first step. Without a GPU this does nothing: memory that is not pinned costs nothing
+        until the first save writes to it.
         """
         kept = self._kept
         if kept.device.type != "cuda" or kept.snapshot is not None:
@@ -555,23 +573,26 @@ class CheckpointStore:
             kept.snapshot = Snapshot(kept.layout, kept.device)
 
     def hold_device(self) -> None:
-        """Make later work of the device wait until it has copied what is being saved."""
+        """Make later work of the device wait until the values being saved are copied."""
         if self._kept.snapshot is not None:
             self._kept.snapshot.hold_device()
 
     def save(self, engine: EngineState, state: dict[str, Any], wait: bool = False) -> SaveOutcome:
-        """Save, and remove checkpoints beyond the policy. Collective. A second save waits for the first.
+        """Save, then remove checkpoints that the retention rule does not keep. Collective.
 
-        Training stands still for a copy to host memory, and a background thread does the rest. The copy from
-        a GPU is only started; the next step waits for it. If memory is short or `wait` is set, training
-        stands still until all is on the disk.
+        Training stands still for a copy to host memory, and a background thread does the rest. A copy from a
+        GPU is only started, and the next step waits for it. If memory is short or `wait` is set, training
+        stands still until everything is on the disk. A second save waits for the first.
 
         Args:
-            state: JSON values; `global_step`, and `eval_loss` if there is one to choose the best by.
+            engine: Engine to save.
+            state: JSON values with `global_step`, and with `eval_loss` after an evaluation of this step. The
+                best checkpoint is judged only by an evaluation of its own step.
+            wait: Whether to return only once the checkpoint is on the disk.
 
         Returns:
-            The outcome; a full disk, for example, does not end the run. For a save in the background only
-            the start is known.
+            The outcome. A failure, such as a full disk, does not end the run. For a save in the background,
+            only the times of its start are known.
         """
         started = time.perf_counter()
         self.wait()
@@ -606,7 +627,7 @@ class CheckpointStore:
         """Save with `wait`, for the end of a run.
 
         Raises:
-            CheckpointError: It is not saved.
+            CheckpointError: The checkpoint could not be saved.
         """
         outcome = self.save(engine, state, wait=True)
         if outcome.problem is not None:
@@ -614,7 +635,7 @@ class CheckpointStore:
         return outcome
 
     def poll(self) -> list[SaveOutcome]:
-        """Return the saves without `wait` that ended since the last call. Do not wait; not collective."""
+        """Return the saves without `wait` that ended since the last call. Neither waits nor is collective."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         self.is_under_way = self._thread is not None
@@ -630,7 +651,7 @@ class CheckpointStore:
             self._is_closed = True
 
     def wait(self) -> None:
-        """Wait for a save in the background, and raise what it raised."""
+        """Wait for a save in the background, and raise its exception if there is one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -640,7 +661,7 @@ class CheckpointStore:
             raise failure
 
     def _finish_beside(self, save: CheckpointSave, outcome: SaveOutcome) -> None:
-        """Run the rest of a save on a thread of its own."""
+        """Run the rest of a save on a separate thread."""
 
         def finish() -> None:
             problem = None
@@ -662,22 +683,22 @@ class CheckpointStore:
             self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
             self._changed()
             return outcome
-        line = f"step {outcome.step} is not saved: {outcome.problem}; the checkpoints before it are intact"
+        line = f"step {outcome.step} is not saved: {outcome.problem}; earlier checkpoints are intact"
         log.warning("%s", line)
         return replace(outcome, problem=line)
 
     def choose(self) -> Manifest | None:
-        """Return the newest checkpoint that verifies on all machines. Collective.
+        """Return the newest checkpoint that is verified on all machines; `None` without any. Collective.
 
-        Each newer one that is passed over is logged with the reason.
+        Each newer checkpoint that is skipped is logged with the reason.
 
         Raises:
-            CheckpointError: There are checkpoints, and none of them is whole.
+            CheckpointError: There are checkpoints, but all are damaged or incomplete.
         """
         manifest, bad = find_newest_verified(self.folder, self._peers)
         self._pruner.bad |= bad
         if manifest is not None:
-            log.info("going on with %s from %s", self.folder.parent, manifest.folder.name)
+            log.info("resuming %s from %s", self.folder.parent, manifest.folder.name)
         return manifest
 
     @phase(Phase.RESUMING)
@@ -697,10 +718,10 @@ class CheckpointStore:
         return manifest.state
 
     def roll_back(self, engine: EngineState, until: int) -> dict[str, Any] | None:
-        """Restore the newest whole checkpoint up to a step, and remove all after it. Collective.
+        """Restore the newest verified checkpoint up to a step, and remove all later ones. Collective.
 
         Returns:
-            The state of its save. `None` if there is no such checkpoint: then nothing was changed.
+            The state stored in it. `None` if there is no such checkpoint; then nothing has changed.
         """
         self.wait()
         manifest, _ = find_newest_verified(self.folder, self._peers, until)
@@ -713,10 +734,10 @@ class CheckpointStore:
         return state
 
     def distrust_after(self, step: int) -> None:
-        """Set checkpoints of later steps aside. Collective."""
+        """Rename checkpoints of later steps, so that they no longer count. Collective."""
         self.wait()
         self._discard_after(
-            step, mark_suspect, f"checkpoints after step {step} are not to be trusted, and stay"
+            step, mark_suspect, f"checkpoints after step {step} cannot be trusted, but are not renamed"
         )
         self._changed()
 

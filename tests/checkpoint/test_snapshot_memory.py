@@ -31,7 +31,7 @@ def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
     engine.forget()
     assert write_file(tmp_path / "later", layout, snapshot.views()) == first
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("the copy of a checkpoint is slower than it could be: ")
+    assert line.startswith("copying checkpoints to host memory is slower: ")
     assert "of host memory cannot be pinned: " in line
 
 

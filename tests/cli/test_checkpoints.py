@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
     states = [line.split()[5] for line in lines[1:] if line[0] != " " and "KiB" in line]
     assert states == ["verified", "damaged", "verified"]
     (named,) = [line for line in lines if line.startswith("step-00000040")]
-    assert f"{SHARD}: not what was written, by its checksum (weight of head.weight); written on" in named
+    assert f"{SHARD}: the content is damaged, by its checksum (weight of head.weight); written on" in named
 
 
 @pytest.mark.parametrize("what", [[], ["verify"]])
@@ -170,7 +170,11 @@ def test_the_difference_counts_what_is_done(run):
         ("", ["verfy"], "expected verify, or diff A B"),
         ("checkpoints", [], "is inside a run directory; give the run directory: "),
         ("checkpoints/step-00000040", [], "is inside a run directory; give the run directory: "),
-        ("checkpoints/step-00000040", ["diff", "20", "40"], "is inside a run directory; give the run directory: "),
+        (
+            "checkpoints/step-00000040",
+            ["diff", "20", "40"],
+            "is inside a run directory; give the run directory: ",
+        ),
         (f"checkpoints/step-00000040/{SHARD}", [], "is no run directory: it has no folder checkpoints/"),
         ("logs", [], "is no run directory: it has no folder checkpoints/"),
         ("file", ["verify"], "is no run directory: it has no folder checkpoints/"),

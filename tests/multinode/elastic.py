@@ -113,7 +113,7 @@ class Elastic:
 
     def _steps_of_the_last(self) -> int:
         rows = (self.run / "metrics.jsonl").read_text().count("train/loss")
-        begins = re.findall(r"going on with .* from step-0*(\d+)", self._log())
+        begins = re.findall(r"resuming .* from step-0*(\d+)", self._log())
         return rows - int(begins[-1] if begins else 0)
 
 

@@ -63,7 +63,7 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
     wait_until(trains, 300, "eight rows")
     cluster.run("node1", "bash", "-c", "scancel --signal USR1 $(squeue --noheader --format %A)")
     assert job.wait(500) == 0, job.text
-    assert f"going on with {inside} from step-" in job.text
+    assert f"resuming {inside} from step-" in job.text
     server.command.kill()
     finish(cluster, run, unbroken)
     (history,) = folder.glob("history-*.jsonl")

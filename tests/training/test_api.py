@@ -161,7 +161,7 @@ def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsy
     assert pipeline.export(run.directory, tmp_path / "out", step=3).auto_class
     capsys.readouterr()
     assert main(["--config", str(recipe), f"run_dir={run.directory}"]) == 0
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming" in capsys.readouterr().err
     own = {"step": 3} | between
     assert [row for row in numbers(run.directory) if row != own] == rows
 

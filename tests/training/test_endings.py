@@ -81,7 +81,7 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     assert reported(run, "ended without saying how (killed?)")
     again = launch(*arguments, ranks=ranks)
     assert again.returncode == 0, again.stderr
-    assert ("going on with" in again.stderr) == (rows > 2)
+    assert ("resuming" in again.stderr) == (rows > 2)
     assert run_directories(broken) == [run]
     (told,) = [line for line in iterate_record(run / "metrics.jsonl") if line.get("event") == "run_killed"]
     assert re.fullmatch(
@@ -105,7 +105,7 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     assert not (run / "summary.json").exists(), "killed after the run"
     result = launch(*arguments, "--deepspeed", str(CONFIGS / "zero3.json"))
     assert result.returncode == 0, result.stderr
-    assert f"going on with {run} from step-" in result.stderr
+    assert f"resuming {run} from step-" in result.stderr
     assert run_directories(tmp_path) == [run]
     rows, expected = numbers(run), numbers(tmp_path / "alone")
     assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]

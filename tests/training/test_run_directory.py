@@ -79,7 +79,12 @@ RATE = {"optimizer": {"learning_rate": 0.5}}
         ({}, {}, {"global_batch_size": 4}, "batch.global_batch_size was 8, is 4; to resume that one: "),
         ({"seed": 3}, {}, {}, "seed was 3, is 0; to resume that one: seed=3"),
         ({"seed": 3}, {}, {"global_batch_size": 4}, "seed=3 batch.global_batch_size=8"),
-        ({}, {}, {"data": "other"}, "its data was different; to resume that one: restore the files it was trained on"),
+        (
+            {},
+            {},
+            {"data": "other"},
+            "its data was different; to resume that one: restore the files it was trained on",
+        ),
         (RATE, {}, {}, "optimizer.learning_rate was 0.5, is 0.003"),
         ({}, SGD, {}, "is sgd; to resume that one: 'optimizer.kind=\"adamw\"'"),
         ({"max_steps": 3, "finished": True}, {}, {}, "max_steps was 3, is 8; to resume that one: run_dir='"),

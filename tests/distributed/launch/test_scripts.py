@@ -165,7 +165,7 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
         "torchrun.sh", "--nproc-per-node=2", "--config", recipe, f"run_dir={run}", f"max_steps={stopped + 2}"
     )
     assert done.returncode == 0, done.stderr
-    assert f"going on with {run} from step-" in done.stderr
+    assert f"resuming {run} from step-" in done.stderr
     assert numbers(run)[-1]["step"] == stopped + 2
     assert json.loads((run / "summary.json").read_text())["global_step"] == stopped + 2
 
