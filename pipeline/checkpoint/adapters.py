@@ -104,7 +104,7 @@ def describe_adapter(
     """
     if config.adapter is None:
         return {}
-    own = next((_computed(layer) for _, layer in adapted(model)), None)
+    own = next((_computed(layer) for _, layer in find_adapter_layers(model)), None)
     # A pipeline stage may have no adapted layer.
     computed = next(each for each in job.gather_object(own) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
@@ -231,7 +231,7 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
 
 def find_adapted_layers(names: Iterable[str]) -> list[str]:
     """Return the layers that have an adapter, among the names in a checkpoint."""
-    end = f".lora_A.{NAME}.weight"
+    end = f".lora_A.{ADAPTER_NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
@@ -279,8 +279,8 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _described(manifest)
     # peft warns if it has to tie weights that the adapter does not train.
-    trains_words = any(f"{name}.weight".endswith(EMBEDDINGS) for name in whole)
-    (rank, _) = shapes[f"{layers[0]}.lora_A.{NAME}.weight", WEIGHT]
+    trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
+    (rank, _) = shapes[f"{layers[0]}.lora_A.{ADAPTER_NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
         lora_alpha=about["alpha"],

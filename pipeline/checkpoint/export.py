@@ -191,7 +191,7 @@ def write_weights(
     entries = dict[str, TensorEntry]()
     for name, entry in source.entries.items():
         saved = dtype_of(entry)
-        entries[name] = Entry(entry.shape, saved if name in source.buffers else dtype)
+        entries[name] = TensorEntry(entry.shape, saved if name in source.buffers else dtype)
     needed = sum(map(_num_bytes, entries.values()))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -283,7 +283,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     try:  # links are not followed, since one may lead out of the run directory
-        content = read_plain(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
+        content = read_regular_file(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""

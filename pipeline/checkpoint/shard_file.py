@@ -189,7 +189,7 @@ def open_for_reading(path: Path) -> Iterator[int]:
     Raises:
         OSError: It does not exist, or it is a link, a pipe or a device.
     """
-    descriptor = open_plain(path, follow_links=False)  # a link may lead out of the run directory
+    descriptor = open_regular_file(path, follow_links=False)  # a link may lead out of the run directory
     try:
         yield descriptor
     finally:

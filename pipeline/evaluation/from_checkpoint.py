@@ -77,13 +77,13 @@ class InferenceEngine:
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """Return the loss sum of a batch. See Engine.eval_step."""
-        batch = with_bounds(batch)
+        batch = add_document_bounds(batch)
         inputs = objective.inputs(self.module, batch)
         with torch.autocast(self.device.type, self._dtype, enabled=self._is_autocast):
             return objective(self.module, to_device(batch, self.device, self._float_dtype, inputs))
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
-        """Return the generated ids of each prompt. See Generates.generate."""
+        """Return the generated ids of each prompt. See TextGenerator.generate."""
         return generate_ids(self.module, prompts, settings, self.device)
 
 

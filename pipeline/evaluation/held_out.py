@@ -122,8 +122,8 @@ def record_best_metric(
 
 
 def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
-    further = further_means(sums, objective.means)
-    means = {"loss": whole_loss(sums, objective.means, objective.weighted), **further}
+    further = compute_extra_means(sums, objective.means)
+    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **further}
     if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     text: str
 
 
-def sample_text(writer: Generates, data: DataBundle, config: RunConfig) -> Sample | None:
+def sample_text(writer: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
     """Return the sample that the recipe asks for, the same on every rank. Collective.
 
     Without a prompt in the recipe, conversations and preferences give their first held-out prompt.
@@ -119,12 +119,14 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
 
 
 @phase(Phase.GENERATION)
-def _write(writer: Generates, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings) -> Sample:
+def _write(
+    writer: TextGenerator, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings
+) -> Sample:
     """Return the prompt and the model's continuation, up to its end or the end of the model's context.
 
     A prompt longer than the context is cut at its beginning.
     """
-    longest = longest_sequence(writer.module)  # `None` if the model has no limit
+    longest = get_max_positions(writer.module)  # `None` if the model has no limit
     if longest is not None:
         prompt = prompt[-max(1, longest - 1) :]
         fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))

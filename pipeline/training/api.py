@@ -240,7 +240,7 @@ class Run:
             print_run_banner(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
-    def _settled(self, known: dict[str, Any]) -> Resolved:
+    def _settled(self, known: dict[str, Any]) -> ResolvedSettings:
         """Return the settings with the micro-batch that was found, and record it in the run's directory."""
         resolved = self._parts.resolved
         found = resolved.batch_plan.micro_batch_size

@@ -106,9 +106,9 @@ def build_meters(
         recomputed_flops=_recomputed(language, engine, length),
     )
     clock = time.perf_counter
-    earlier = Earlier()
+    earlier = PriorUsage()
     if job.ranks.is_main_process:  # only rank 0's times are in metrics.jsonl and in checkpoints
-        earlier = Earlier.of(directory / METRICS_FILE, resumed.state if resumed is not None else {})
+        earlier = PriorUsage.read(directory / METRICS_FILE, resumed.state if resumed is not None else {})
     replicas = max(1, torch.cuda.device_count()) if resolved.split.parallel == "dp" else 1
     wall = WallTime(
         engine.phases,
@@ -129,7 +129,7 @@ def build_meters(
     )
 
 
-def list_own_phases(resolved: Resolved, engine: Engine) -> tuple[str, ...]:
+def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ...]:
     """Return the phases of a step in which a rank does not wait for other ranks; they show slow ranks.
 
     A backward that sends gradients waits. So do all phases if layers of several ranks share a sample, as with
@@ -265,7 +265,7 @@ def choose_base_sharding(
     return sharding
 
 
-def build_placement(config: RunConfig, resolved: Resolved, job: Job) -> Placement:
+def build_placement(config: RunConfig, resolved: ResolvedSettings, job: Job) -> TransformContext:
     """Return the settings of the model transforms between weights and compilation, without the adapter's."""
     split = resolved.split
     documents = config.data.documents
@@ -390,7 +390,7 @@ def choose_micro_batch(
     data: DataBundle,
     engine: Engine,
     objective: Objective,
-) -> Resolved:
+) -> ResolvedSettings:
     """Return `resolved` with a micro-batch that fits, if the recipe says `auto`. Collective."""
 
     def loader(plan: BatchPlan) -> TrainLoader:
@@ -439,7 +439,7 @@ def build_schedule(config: RunConfig, loader: TrainLoader, job: Job, data: DataB
     """Return when the run logs, evaluates, saves and ends. Collective.
 
     Raises:
-        ConfigError: See resolve_cadences and check_own.
+        ConfigError: See resolve_cadences and check_user_schedule.
         DataError: See check_same_curriculum.
     """
     samples = (config.max_epochs or 1.0) * loader.samples_per_epoch
@@ -463,7 +463,7 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
 
     Raises:
         ConfigError: The x axis for W&B is a quantity that the run does not count.
-        DataError: See BySegment.check_answers.
+        DataError: See SegmentObjective.check_answers.
     """
     objective = build_objective(config, resolved.compile)
     if isinstance(objective, SegmentObjective):
@@ -473,7 +473,7 @@ def build_checked_objective(config: RunConfig, resolved: ResolvedSettings, data:
     return objective
 
 
-def describe_run(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> dict[str, Any]:
+def describe_run(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> dict[str, Any]:
     """Return a run's settings and environment for trackers that show them."""
     recipe = config.model_dump(mode="json")
     environment = directory / ENVIRONMENT
@@ -533,7 +533,7 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: DataBundle, engine: E
     )
 
 
-def build_store(config: RunConfig, resolved: Resolved, job: Job, directory: Path) -> CheckpointStore:
+def build_store(config: RunConfig, resolved: ResolvedSettings, job: Job, directory: Path) -> CheckpointStore:
     """Return the store of this run's checkpoints, with its retention rule. Collective."""
     keep = config.checkpoint
     retention = Retention(keep.keep_last, keep.keep_every, keep.keep_best)

@@ -27,7 +27,9 @@ from pipeline.training.loop import RunComponents
 log = logging.getLogger(__name__)
 
 
-def print_run_banner(settings: Settings, resolved: Resolved, parts: RunComponents, directory: Path) -> None:
+def print_run_banner(
+    settings: Settings, resolved: ResolvedSettings, parts: RunComponents, directory: Path
+) -> None:
     """Log the banner, one line for each entry, with the texts aligned."""
     for name, text in banner_lines(settings, resolved, parts, directory):
         log.info("%s", f"{name:<10}  {text}")
@@ -40,7 +42,7 @@ def banner_lines(
     job = parts.job
     engine = parts.engine
     data = settings.config.data
-    own = [(number_of(p), p.requires_grad) for p in engine.module.parameters()]
+    own = [(count_elements(p), p.requires_grad) for p in engine.module.parameters()]
     share = sum(n for n, trains in own if trains) / max(1, sum(n for n, _ in own))  # of this rank's part
     frozen = f", {share:.1%} of them trained" if share < 1 else ""
     model = settings.config.model
@@ -51,7 +53,7 @@ def banner_lines(
         whence = "" if settings.config.optimizer.learning_rate else " (by the model's width)"
         rate = f"learning rate {parts.learning_rate.peak:.2e}{whence}"
         yield "adapter", f"{adapter.kind}{_describe_base(adapter, engine)}; {rate}"
-    file = f" ({settings.split_path})" if settings.split_path is not None else ""
+    file = f" ({settings.deepspeed_path})" if settings.deepspeed_path is not None else ""
     ranks = f"{job.ranks.world_size} rank{'s' * (job.ranks.world_size > 1)} on {job.device.type}"
     yield "split", f"{resolved.split}{file}; {ranks}"
     yield "batch", str(resolved.batch_plan)
@@ -69,7 +71,7 @@ def banner_lines(
 
 def _describe_base(adapter: AdapterConfig, engine: Engine) -> str:
     """Return dtype and size of an adapter's base; empty if the base has the precision of the run."""
-    values, num_bytes = held_apart(engine.module)
+    values, num_bytes = measure_reduced_base(engine.module)
     if not values:
         return ""
     dtype = adapter.quantize or engine.precision

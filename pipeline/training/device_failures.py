@@ -85,7 +85,7 @@ class TrainingAdvice:
         """Return the advice for a shortage of memory."""
         facts = []
         doing = ""
-        found = list[Change]()
+        found = list[ConfigChange]()
         if (held := self._held(shortage)) is not None:
             facts.append(f"held: {held}")
         if self.job is not None:
@@ -112,7 +112,7 @@ class TrainingAdvice:
             return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[Change]] | None:
+    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
         """Return the forecast in words and the changes that take less memory; `None` without a forecast."""
         if self.plan is None:
             return None
@@ -121,20 +121,20 @@ class TrainingAdvice:
             if not now.memory.is_complete:
                 return None
             # The refused allocation is only the first of those that the step still needs.
-            missing = max(shortage.missing, now.peak // 10, now.peak - now.place.memory)
-            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.place.memory)}"
-            return said, for_memory(priced(self.settings, now, self.plan), now, missing)
+            missing = max(shortage.missing, now.peak // 10, now.peak - now.hardware.memory)
+            said = f"the plan had said {format_bytes(now.peak)} of {format_bytes(now.hardware.memory)}"
+            return said, sort_by_memory_gain(price_changes(self.settings, now, self.plan), now, missing)
         except Exception:  # a mistake in a formula, or too little memory: the message goes without a forecast
             log.debug("no forecast for the message about memory", exc_info=True)
             return None
 
-    def _accepted(self) -> Iterator[Change]:
+    def _accepted(self) -> Iterator[ConfigChange]:
         """Yield the changes that the settings accept, without gains, for a run without a forecast."""
         assert self.job is not None
         device = describe_device(self.job.device)
         ranks = self.job.ranks.world_size
-        for change in candidates(self.settings, self.settings.resolve(ranks, device), device):
-            if change.kind == BACK:
+        for change in list_candidates(self.settings, self.settings.resolve(ranks, device), device):
+            if change.kind == BACK_TO_DEVICE:
                 continue
             with suppress(PipelineError, OSError):
                 self.settings.with_arguments(change.overrides).resolve(ranks, device)
@@ -338,7 +338,7 @@ def _peaks(device: torch.device) -> list[str]:
 
 
 def _of_device(error: RuntimeError, device: torch.device | None) -> str:
-    text = one_line(error)
+    text = summarize_error(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{device or 'the device'} failed"
     if "ECC" in text or "fallen off" in text:

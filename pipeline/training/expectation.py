@@ -89,7 +89,7 @@ class Expectation:
         told: list[str] = []
         expected = found.peak / GIB
         # The system reports only the peak of a process, and a notebook may have held more before the run.
-        is_hidden = found.place.device.kind == "cpu" and self._before >= expected
+        is_hidden = found.hardware.device.kind == "cpu" and self._before >= expected
         if peak_gib and not is_hidden:
             fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
             told.append(f"memory {peak_gib:.2f} GiB of {expected:.2f} expected")
@@ -147,7 +147,7 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
     """
     config = _with_words(settings.config, data.vocab_size)
     place = _place(job)
-    model = model_of(config)
+    model = read_model_spec(config)
     if model is None:
         raise ModelError("the model has to be built to be known")
     resolved = settings.resolve(job.ranks.world_size, place.device)

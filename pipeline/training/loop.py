@@ -161,7 +161,7 @@ class RunComponents:
     """Components of a run, built by pipeline.training.assemble. `None` if the recipe does not ask for one."""
 
     job: Job
-    resolved: Resolved
+    resolved: ResolvedSettings
     """Resolved settings, with the micro-batch that was found if the recipe says `auto`."""
     start: TrainState
     schedule: RunSchedule
@@ -325,7 +325,7 @@ class TrainLoop:
             self._prepare_saves(step)
         if step == 1 or schedule.log.is_due(step):
             row = self._row(learning_rate)
-            self._rows.add(step, row, parts.histograms.taken(step) if parts.histograms else None)
+            self._rows.add(step, row, parts.histograms.finish_step(step) if parts.histograms else None)
         # On a GPU this writes the row of the previous step, so that no step waits for its own row.
         rollback = self._rows.write_until(step - schedule.rows_behind)
         if rollback is not None:
@@ -546,7 +546,7 @@ class TrainLoop:
             if row is None:
                 self._stopped = True
             else:
-                rollback = self._rows.write(step, Seen(row))
+                rollback = self._rows.write(step, RowDetails(row))
                 assert rollback is None  # only alerts about training request a rollback
                 self._evaluation = row
                 self._evaluated_at = step

@@ -194,12 +194,12 @@ class PeakMemory:
 
     def now(self) -> int:
         """Return the bytes held now."""
-        return resident_now() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
+        return read_resident_bytes() if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def limit(self) -> int:
         """Return the bytes that this rank may hold: those it holds now and its share of the free memory."""
         if self._cuda is None:
-            return resident_now() + available_memory() // self._sharers
+            return read_resident_bytes() + available_memory() // self._sharers
         free, _ = torch.cuda.mem_get_info(self._cuda)  # excludes memory that CUDA and NCCL use themselves
         return free + torch.cuda.memory_reserved(self._cuda)
 
@@ -293,7 +293,7 @@ class MicroBatchSearch:
         self._memory = PeakMemory(self.job.device, self.job.ranks.local_world_size)
         self._tried: dict[int, list[MemoryUse]] = {}
 
-    def resolve_auto(self) -> Resolved:
+    def resolve_auto(self) -> ResolvedSettings:
         """Return the settings with a number in place of `auto`, and set the engine to it.
 
         Raises:
@@ -316,7 +316,7 @@ class MicroBatchSearch:
         kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
         job.on_main(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
-        candidates = self.resolved.plan.candidates
+        candidates = self.resolved.batch_plan.candidates
         guess = self.guess
         if kept.trying is not None:
             self._tell(f"{kept.trying} ran out of memory at an earlier start, or was cut off ({kept.file})")
@@ -359,14 +359,14 @@ class MicroBatchSearch:
         """
         engine = self.engine
         stages = self.resolved.split.pipeline_stages
-        plan = self.resolved.plan.divided(size)
+        plan = self.resolved.batch_plan.with_micro_batch_size(size)
         # The second micro-batch adds to the first one's gradients; each pipeline stage needs one to be busy.
         count = min(plan.gradient_accumulation_steps, max(2, stages))
         batches = self._batches(replace(plan, gradient_accumulation_steps=count))
         engine.set_batch_division(size, count)
         seed_step(self.config.seed, 0, engine.seed_rank)
         if self.resolved.compile:  # compiling takes memory itself, so it comes before the measured step
-            compile_again(engine.module)
+            reset_compilation(engine.module)
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         self._begin()
         limit = self._limit()
@@ -459,7 +459,9 @@ class MicroBatchSearch:
         config = self.config
         resolved = self.resolved
         device = self.job.device
-        smallest = self.loader(replace(resolved.plan.divided(1), gradient_accumulation_steps=1))
+        smallest = self.loader(
+            replace(resolved.batch_plan.with_micro_batch_size(1), gradient_accumulation_steps=1)
+        )
         (row,) = smallest.read_again(0)
         name = "cpu"
         memory = read_memory_usage().limit

@@ -99,8 +99,8 @@ def compute_reference(
 
 def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
     """Return the data with zeros as reference, so that trial batches have their final size."""
-    asked = isinstance(objective, BySegment) and objective.has_reference
-    return add_reference_logps(data, OfZeros()) if asked else data
+    asked = isinstance(objective, SegmentObjective) and objective.has_reference
+    return add_reference_logps(data, ZeroReferenceTable()) if asked else data
 
 
 def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
@@ -120,10 +120,10 @@ def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
 
 
 def _said(
-    batches: Iterable[Any], engine: Engine, objective: BySegment, job: Job
-) -> Iterator[tuple[Keys, np.ndarray[Any, Any]]]:
+    batches: Iterable[Any], engine: Engine, objective: SegmentObjective, job: Job
+) -> Iterator[tuple[AnswerKeys, np.ndarray[Any, Any]]]:
     """Yield keys and log-probabilities of each batch; both empty if another rank reports it. Collective."""
-    recorded = Recorded(objective)
+    recorded = LogprobRecorder(objective)
     for _, batch, is_real in batches:
         job.progress.at("evaluation")
         recorded.logps_BS = None

@@ -148,7 +148,7 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
 def _with_defaults(recipe: Tree) -> Tree:
     """Return the recipe with defaults for keys that did not exist when it was written."""
     try:
-        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=Loader)
+        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=YamlLoader)
     except ValueError:  # a value that is no longer valid is compared as written
         return recipe
     return filled if isinstance(filled, dict) else recipe

@@ -145,9 +145,9 @@ def _report(begun: JobContext) -> None:
         or (not begun.job.ranks.is_main_process and is_run_locked(directory))
     ):
         return
-    if (report := write_at_end(directory)) is not None:
+    if (report := write_final_report(directory)) is not None:
         with suppress(OSError):  # not through sys.stdout, whose lock a stuck thread may hold
-            os.write(STDOUT, f"{closing_line('report', report)}\n".encode())
+            os.write(STDOUT, f"{format_closing_line('report', report)}\n".encode())
 
 
 def _end(
@@ -167,7 +167,7 @@ def _end(
     first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""
-        print(prefix + printable(message.rstrip()), file=sys.stderr, flush=True)
+        print(prefix + escape_unprintable(message.rstrip()), file=sys.stderr, flush=True)
         if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:

@@ -61,7 +61,10 @@ class Safeguard:
         self._tell = tell
         self.reads_steps = "skip" in (watch.on_spike, watch.on_nonfinite)
         """Whether the result of each step is read on the host, so that the step may be skipped."""
-        self._detectors = {"loss": SpikeDetector(LOSS), "gradient norm": SpikeDetector(GRADIENT_NORM)}
+        self._detectors = {
+            "loss": SpikeDetector(LOSS_THRESHOLD),
+            "gradient norm": SpikeDetector(GRAD_NORM_THRESHOLD),
+        }
         self._left_out = 0
         self.is_nonfinite = False
         """Whether the last skipped step had an infinite or NaN loss or gradient."""
@@ -81,7 +84,7 @@ class Safeguard:
         return "rollback" in (self._watch.on_spike, self._watch.on_nonfinite)
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> StepLimits | None:
         """Limits of the next step; `None` if every step with a finite gradient counts."""
         if not self.reads_steps:
             return None
@@ -347,7 +350,7 @@ class Recovery:
             )
 
     def find_nonfinite_cause(self, step: int, samples: tuple[int, int]) -> None:
-        """Repeat a bad step and report which tensor was infinite or NaN first, see CauseSearch.
+        """Repeat a bad step and report which tensor was infinite or NaN first, see NonFiniteCauseSearch.
 
         Good steps measure nothing for this, and the repeated step leaves no trace.
         """

@@ -61,7 +61,7 @@ class TrainStep:
     replica_check: ReplicaCheck | None = None
     histograms: HistogramMeter | None = None
     callbacks: CallbackRunner | None = None
-    profiled: Profiled = nullcontext
+    profiled: StepContext = nullcontext
     """Context manager that wraps each step, given its number."""
 
     def __post_init__(self) -> None:
