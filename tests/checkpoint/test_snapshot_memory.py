@@ -32,7 +32,7 @@ def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
     assert write_file(tmp_path / "later", layout, snapshot.views()) == first
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("copying checkpoints to host memory is slower: ")
-    assert "of host memory cannot be pinned: " in line
+    assert "of it cannot be pinned: " in line
 
 
 def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):

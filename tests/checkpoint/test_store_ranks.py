@@ -261,7 +261,7 @@ def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
     (tmp_path / "disk1" / "step-00000002" / "rank-00003.safetensors").unlink()
     for step, is_whole, lines in ranks(4).run(two_machines_of_two, str(tmp_path), []):
         assert (step, is_whole) == (1, True)
-        assert "rank-00001.safetensors: not what was written" in lines[0]
+        assert "rank-00001.safetensors: the content is damaged" in lines[0]
         assert "written on node0" in lines[0]
         assert "no machine has rank-00003.safetensors, written on node1" in lines[1]
 

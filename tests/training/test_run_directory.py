@@ -100,7 +100,7 @@ def test_a_run_that_is_left_behind_is_told_with_what_goes_on_with_it(
     directory, lock = open_run_directory(configured(tmp_path, **now), SPLIT | split)
     lock.release()
     assert directory != before
-    told = [line for line in caplog.messages if "is another one" in line]
+    told = [line for line in caplog.messages if "to resume that one" in line]
     assert bool(told) == (said is not None)
     finished = [line for line in caplog.messages if " is finished; to continue that one: run_dir='" in line]
     assert bool(finished) == (then == {"finished": True} and not now and not split)
@@ -114,7 +114,7 @@ def test_the_override_that_is_told_goes_on_with_the_run(tmp_path, caplog):
     before = left(tmp_path, **odd)
     _, lock = open_run_directory(configured(tmp_path, log={"every": 3}), SPLIT)
     lock.release()
-    (told,) = [line for line in caplog.messages if "is another one" in line]
+    (told,) = [line for line in caplog.messages if "to resume that one" in line]
     tree = recipe(name="trial", runs_dir=str(tmp_path / "my runs"), log={"every": 3})
     for override in shlex.split(told.partition("to resume that one: ")[2]):
         if not override.startswith("run_dir="):
