@@ -1,1 +1,1 @@
-"""What a run measures, where it is sent, and what raises an alert."""
+"""Metrics of a run, the trackers that receive them, alerts, and the report."""

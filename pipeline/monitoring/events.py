@@ -1,4 +1,4 @@
-"""Events of a run, and what trackers get besides rows and events."""
+"""Events of a run, and the other objects that trackers can show."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ if TYPE_CHECKING:  # commands that import no numpy use events
 
 RUN_FAILED = "run_failed"
 TIME = "time"
-"""Where the time of a process went: its last line if it ended as it should."""
+"""Wall time of a process by phase: the last line of a process that ended normally."""
 PLAN = "plan"
-"""Memory and throughput of a run, and what the plan expected."""
+"""Measured memory and throughput of a run beside those that the plan expected."""
 RUN_KILLED = "run_killed"
 ROLLBACK = "rollback"
-"""A run went back to the event's step: rows of later steps are given up."""
+"""The run rolled back to the event's step: rows of later steps are dropped."""
 CORRUPTION = "corruption"
-"""Ranks differ where they should be equal: stays in a record whose later rows are taken back."""
+"""Ranks differ where they should be equal. The event stays in the record when later rows are removed."""
 NO_TARGETS = "no_targets"
-"""Nothing counts in the loss of a global batch or of an evaluation."""
+"""A global batch or an evaluation has no target that counts in the loss."""
 SAMPLE = "sample"
-"""Text of the model after an evaluation: the fields `prompt` and `text`."""
+"""Text that the model generated after an evaluation, in the fields `prompt` and `text`."""
 STOPPED_EARLY = "stopped_early"
 """A callback ended the run before its last step."""
 RESERVED_EVENT_NAMES = frozenset(
     (RUN_FAILED, TIME, PLAN, RUN_KILLED, ROLLBACK, CORRUPTION, SAMPLE, STOPPED_EARLY)
 )
-"""Names that readers of a record act on."""
+"""Names that readers of metrics.jsonl act on; callbacks may not use them."""
 Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step: a line of the log and of metrics.jsonl, an alert elsewhere.
+    """Something that happened at a step: a line of the log and of metrics.jsonl, an alert in other trackers.
 
-    Its texts have no secrets, whoever makes it and wherever it goes.
+    Secrets are removed from all texts when the event is created.
     """
 
     name: str
-    """Few words in snake_case, as `loss_spike`."""
+    """Short name in snake_case, such as `loss_spike`."""
     message: str
-    """What happened, with its numbers."""
+    """Description of the event, with its numbers."""
     advice: str = ""
-    """What to try; may be empty."""
+    """Suggested action; may be empty."""
     level: Level = "warning"
     fields: Mapping[str, str | float] = field(default_factory=dict)
-    """Further columns of its line in metrics.jsonl."""
+    """Additional columns of the event's line in metrics.jsonl."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", redact_text(self.message))
@@ -62,14 +62,16 @@ class Event:
 
     @property
     def line(self) -> str:
-        """Message and advice."""
+        """Message and advice on one line."""
         return f"{self.message}; {self.advice}" if self.advice else self.message
 
     def log_line(self, step: int) -> str:
-        """Return the line of the log: an alert begins with its name and its step, news is its own words.
+        """Return the line of the log.
+
+        A warning or an error begins with its name and step; information is the message alone.
 
         Args:
-            step: Step of the row; the field `at_step` has the step of the alert if it is another one.
+            step: Step of the row. The field `at_step` overrides it if the alert is about an earlier step.
         """
         if self.level == "info":
             return self.line
@@ -79,23 +81,26 @@ class Event:
 
     @property
     def columns(self) -> dict[str, str | float]:
-        """Columns of its line in metrics.jsonl, without the step."""
-        said: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
-        return said | ({"advice": self.advice} if self.advice else {}) | dict(self.fields)
+        """Columns of the event's line in metrics.jsonl, without the step."""
+        columns: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
+        if self.advice:
+            columns["advice"] = self.advice
+        return columns | dict(self.fields)
 
 
 @dataclass(frozen=True)
 class Histograms:
-    """Number of values between two edges, of each trained parameter after a step."""
+    """Histograms of each trained parameter and its gradient after a step."""
 
     step: int
     edges: npt.NDArray[np.float64]
-    """(bins + 1,), rising."""
+    """Edges of the bins in ascending order, shape (bins + 1,)."""
     weights: Mapping[str, npt.NDArray[np.int64]]
-    """Name -> (bins,)."""
+    """Parameter name -> counts of its values, shape (bins,)."""
     gradients: Mapping[str, npt.NDArray[np.int64]]
-    """Name -> (bins,), as the weights moved by them; empty if the step was not taken."""
+    """Parameter name -> counts of its gradient as the optimizer used it, shape (bins,); empty if the step
+    was skipped."""
 
 
 Showable: TypeAlias = "SavedCheckpoints | Histograms"
-"""Neither rows nor events: metrics.jsonl has none of it."""
+"""Objects passed to `show` of a tracker: neither rows nor events, and not in metrics.jsonl."""

@@ -1,7 +1,8 @@
 """Histograms of weights and gradients, counted on their device.
 
-Edges are fixed, so counts of ranks add up, and two runs compare. One sum over ranks, and one copy to the host
-that nothing waits for.
+The edges are fixed powers of 2. A value's bin is its exponent, so no search is needed. Counts of shards add
+up to those of whole tensors, and histograms of two runs can be compared. A histogram costs one all-reduce
+and one asynchronous copy to the host.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from pipeline.engine.interface import Engine
 from pipeline.monitoring.events import Histograms
 from pipeline.monitoring.row_queue import DeferredValue
 
-# Of magnitudes, as powers of 2: below the one a value counts as 0, above the other as just below it.
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -40, 10
+# Exponents of the smallest and largest edge. Smaller magnitudes count as 0, larger ones in the last bin.
+LOWEST_EXPONENT = -40
+HIGHEST_EXPONENT = 10
 _CODES = HIGHEST_EXPONENT - LOWEST_EXPONENT
 BINS = 2 * _CODES + 1
 _MAGNITUDES = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
 EDGES = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
-CHUNK_SIZE = 2**22  # values: so many more numbers are in memory, and fp32 still counts each
+CHUNK_SIZE = 2**22  # values counted at a time: limits temporary memory, and fp32 counts stay exact
 
 
 class HistogramMeter:
-    """Counts weights and gradients at some steps. Collective: all ranks make the same calls."""
+    """Counts weights and gradients every few steps. Collective: all ranks make the same calls."""
 
     def __init__(self, engine: Engine, job: Job, every: int):
-        """Name the parameters of all ranks.
+        """Gather the parameter names of all ranks. Collective.
 
         Args:
+            engine: Engine whose parameters are counted.
+            job: Process group of the run.
             every: Steps between two histograms.
         """
         self._engine = engine
@@ -46,19 +50,25 @@ class HistogramMeter:
         self._gradients: Tensor | None = None
 
     def watch_step(self, step: int) -> AbstractContextManager[None]:
-        """Surround a step, given its number."""
+        """Return a context manager around a training step that counts its gradients if histograms are due.
+
+        A hook counts the gradients before the optimizer's step. There they are sharded as the weights are,
+        under every split.
+        """
         self._gradients = None
         if step % self._every:
             return nullcontext()
-        gradients = self._gradients = self._none()
+        gradients = self._zero_counts()
+        self._gradients = gradients
         return self._engine.observe_gradients(lambda shard: self._add(gradients, shard))
 
     def finish_step(self, step: int) -> DeferredValue[Histograms] | None:
-        """Return the histograms after a step that counts; `None` if none are due."""
-        gradients, self._gradients = self._gradients, None
+        """Return the histograms of a completed step; `None` if none are due. Collective."""
+        gradients = self._gradients
+        self._gradients = None
         if gradients is None:
             return None
-        weights = self._none()
+        weights = self._zero_counts()
         for shard in self._engine.shards():
             if _is_counted(shard):
                 self._add(weights, shard)
@@ -72,7 +82,7 @@ class HistogramMeter:
 
         return DeferredValue({"both": both}, make)
 
-    def _none(self) -> Tensor:
+    def _zero_counts(self) -> Tensor:
         return torch.zeros(len(self._rows), BINS, dtype=torch.int64, device=self._engine.device)
 
     def _add(self, counts: Tensor, shard: Shard) -> None:
@@ -86,17 +96,17 @@ def _is_counted(shard: Shard) -> bool:
 
 @torch.no_grad()
 def count_bins(values: Tensor) -> Tensor:
-    """Return the number of values between two of EDGES each, (BINS,) int64, on their device.
+    """Return the number of values in each bin of EDGES, (BINS,) int64, on the device of the values.
 
     Infinite values and NaN are not counted.
 
     Args:
-        values: (values,)
+        values: One-dimensional tensor, (values,).
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
     for part in values.split(CHUNK_SIZE):
-        exact = part.float()  # the exponent is a bin's number: no edge is looked for, and no value rounded
+        exact = part.float()  # the exponent gives the bin exactly: no search, no rounding
         code = (torch.frexp(exact).exponent - LOWEST_EXPONENT).clamp(0, _CODES) * exact.sign()
-        code = torch.where(exact.isfinite(), code, 2.0 * BINS)  # beyond all bins
+        code = torch.where(exact.isfinite(), code, 2.0 * BINS)  # outside of all bins
         counts += torch.histc(code, BINS, -_CODES - 0.5, _CODES + 0.5).to(torch.int64)
     return counts

@@ -1,4 +1,4 @@
-"""Log lines: rank 0's on the console, every rank's in `logs/` of the run directory."""
+"""Logging: rank 0 logs to the console, and every rank to `logs/` of the run directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipeline.errors import escape_unprintable, shorten_message
 from pipeline.monitoring.events import PLAN
 
 
-class _CurrentStderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever sys.stderr is now: a progress bar replaces it while it is shown."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -24,15 +24,15 @@ class _CurrentStderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-class _Printable(logging.Formatter):
-    """Removes secrets and escapes from a line; a traceback keeps its lines."""
+class _PrintableFormatter(logging.Formatter):
+    """Removes secrets and escape sequences from a line; a traceback keeps its line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_unprintable(super().format(record))
 
 
-class _ConsoleFormatter(_Printable):
-    """Formats a line for the console: without megabytes, and with its level from warnings on."""
+class _ConsoleFormatter(_PrintableFormatter):
+    """Shortens long lines for the console, and prefixes warnings and errors with their level."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = shorten_message(record.message)
@@ -40,26 +40,30 @@ class _ConsoleFormatter(_Printable):
         return level + super().formatMessage(record)
 
 
-class _File(logging.FileHandler):
-    """Leaves lines out on a full disk: their tracebacks would bury the message about the disk."""
+class _QuietFileHandler(logging.FileHandler):
+    """Drops lines that a full disk does not take.
+
+    The tracebacks of logging itself would hide the message about the disk.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:
-    """Return whether the console shows a record now: run_rank.py shows a failure and the plan at the end."""
+    """Return whether the console shows a record now: run_rank.py prints failures and the plan at the end."""
     return record.name != "pipeline.failure" and getattr(record, "event", None) != PLAN
 
 
 def log_to_console(ranks: Ranks, level: str = "info") -> None:
-    """Show rank 0's lines on the console, and errors of the others.
+    """Show rank 0's lines on the console, and only errors of the other ranks.
 
     Args:
         ranks: Rank of this process.
-        level: Least level of rank 0's lines, from `debug` to `error`. Files have everything from `info` on.
+        level: Minimum level of rank 0's lines, from `debug` to `error`. Files contain everything from `info`
+            on.
     """
-    console = _CurrentStderr()
+    console = _StderrHandler()
     console.setFormatter(_ConsoleFormatter("%(message)s"))
     wanted: int = getattr(logging, level.upper())
     console.setLevel(wanted if ranks.is_main_process else logging.ERROR)
@@ -67,10 +71,10 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
     logger = logging.getLogger("pipeline")
     logger.setLevel(min(wanted, logging.INFO))
     logger.propagate = False
-    for earlier in logger.handlers:  # an earlier run's of this process
-        earlier.close()
+    for handler in logger.handlers:  # those of an earlier run in this process
+        handler.close()
     logger.handlers[:] = [console]
-    # torchao, which transformers imports where it is installed, tells of its parts for other GPUs.
+    # transformers imports torchao if it is installed, and torchao logs which of its kernels other GPUs have.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -78,9 +82,9 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
 
 
 def log_to_file(run_dir: Path, ranks: Ranks) -> None:
-    """Write lines with times to `logs/rank00000.log` too."""
+    """Also write this rank's lines, with times, to `logs/rankNNNNN.log` of the run directory."""
     path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own machine
-    file = _File(path)
-    file.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own machine only
+    file = _QuietFileHandler(path)
+    file.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeline").addHandler(file)

@@ -1,6 +1,7 @@
-"""Meters: losses, rates, memory, devices and wall time of a run. The clock is injected.
+"""Meters of losses, rates, memory, devices and wall time. Callers pass the clock.
 
-Only reading a row waits for the device.
+Only reading a row waits for the device. Numbers that ranks report about themselves travel in the one
+all-reduce that each row makes for its losses.
 """
 
 from __future__ import annotations
@@ -38,51 +39,55 @@ from pipeline.monitoring.events import TIME, Event
 from pipeline.monitoring.row_queue import DeferredRow
 from pipeline.monitoring.trackers.jsonl import read_newest
 
-MIN_QUERY_SECONDS = 1.0  # between two questions to the driver: each takes the host up to a millisecond
+MIN_QUERY_SECONDS = 1.0  # between two queries of the driver: each takes the host up to a millisecond
 
 
 class GpuMeter:
-    """Asks the driver about this rank's GPU; the row combines the answers of all ranks."""
+    """Queries the driver about this rank's GPU; the row combines the readings of all ranks."""
 
     def __init__(
         self,
         device: torch.device,
-        questions: Sequence[Callable[[torch.device], float]] | None = None,
+        queries: Sequence[Callable[[torch.device], float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Take what the driver is asked.
+        """Set the queries, without making one.
 
         Args:
-            questions: Return the utilisation in percent, the power in milliwatts and the temperature in
-                degrees Celsius; `None` asks torch, which needs nvidia-ml-py.
-            clock: Monotonic seconds.
+            device: GPU of this rank.
+            queries: Functions that return the utilisation in percent, the power in milliwatts and the
+                temperature in degrees Celsius. `None` uses those of torch, which need nvidia-ml-py.
+            clock: Monotonic clock in seconds.
         """
         self._device = device
-        self._questions = questions or (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.temperature)
+        self._queries = queries or (torch.cuda.utilization, torch.cuda.power_draw, torch.cuda.temperature)
         self._clock = clock
-        self._asked_at = -math.inf
-        self._answers = [math.nan] * len(self._questions)
+        self._queried_at = -math.inf
+        self._readings = [math.nan] * len(self._queries)
 
     def read(self) -> list[float]:
-        """Return the utilisation, the watts and the degrees Celsius; NaN if the driver does not know."""
-        if self._clock() - self._asked_at >= MIN_QUERY_SECONDS:
-            self._asked_at = self._clock()
-            percent, milliwatts, celsius = (self._ask(question) for question in self._questions)
-            self._answers = [percent / 100, milliwatts / 1000, celsius]
-        return self._answers
+        """Return the utilisation (0 to 1), the power in watts and the temperature in degrees Celsius.
 
-    def _ask(self, question: Callable[[torch.device], float]) -> float:
+        A reading that the driver does not support is NaN. Readings are reused for MIN_QUERY_SECONDS.
+        """
+        if self._clock() - self._queried_at >= MIN_QUERY_SECONDS:
+            self._queried_at = self._clock()
+            percent, milliwatts, celsius = (self._query(query) for query in self._queries)
+            self._readings = [percent / 100, milliwatts / 1000, celsius]
+        return self._readings
+
+    def _query(self, query: Callable[[torch.device], float]) -> float:
         try:
-            return float(question(self._device))
-        except Exception:  # nvidia-ml-py is not installed, or the card does not say; each has its own error
+            return float(query(self._device))
+        except Exception:  # nvidia-ml-py is missing, or the card lacks the sensor; the error types differ
             return math.nan
 
     @staticmethod
     def combine_ranks(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the columns of a row that a rank knows.
+        """Return the columns of a row from the readings of all ranks, without those that no rank has.
 
         Args:
-            numbers: For each number of `take`, the answers of all ranks.
+            numbers: For each reading of `read`, the values of all ranks.
         """
         known = [[x for x in of_ranks if not math.isnan(x)] for of_ranks in numbers]
         utilization, power, temperature = known
@@ -98,36 +103,52 @@ class GpuMeter:
 
 ELAPSED_COLUMN = "perf/elapsed_seconds"
 COST_COLUMN = "perf/cost"
-SMALLEST_SHARE = 0.005  # of the process's time that the closing line names
+SMALLEST_SHARE = 0.005  # of the process's wall time: phases with less are left out of the closing line
 
 
 @dataclass(frozen=True)
 class PriorUsage:
-    """Time and cost of the run's processes before this one."""
+    """Wall time and cost of the run's processes before this one."""
 
     elapsed_seconds: float = 0.0
     training_seconds: float = 0.0
-    """Seconds of the steps that the run's checkpoint has."""
+    """Seconds spent on the steps that the run's checkpoint includes."""
     cost: float = 0.0
 
     @staticmethod
     def read(record: Path, state: Mapping[str, Any]) -> PriorUsage:
-        """Read metrics.jsonl, before rows are taken back, and the checkpoint that the run resumes from."""
-        row, end = read_newest(record, ELAPSED_COLUMN) or {}, read_newest(record, _name(ELAPSED_COLUMN)) or {}
+        """Read the time and cost from metrics.jsonl and from the checkpoint that the run resumes from.
 
-        def most(key: str) -> float:
-            return max(row.get(key, 0.0), end.get(_name(key), 0.0), state.get(_name(key), 0.0))
+        Must be called before rows are removed from metrics.jsonl. The newest row says how long the run has
+        taken, and the checkpoint how much of that its steps took. The difference is the time that a kill
+        lost.
+        """
+        row = read_newest(record, ELAPSED_COLUMN) or {}
+        end = read_newest(record, _field_name(ELAPSED_COLUMN)) or {}
 
-        return PriorUsage(most(ELAPSED_COLUMN), state.get("training_seconds", 0.0), most(COST_COLUMN))
+        def largest(column: str) -> float:
+            name = _field_name(column)
+            return max(row.get(column, 0.0), end.get(name, 0.0), state.get(name, 0.0))
+
+        return PriorUsage(
+            elapsed_seconds=largest(ELAPSED_COLUMN),
+            training_seconds=state.get("training_seconds", 0.0),
+            cost=largest(COST_COLUMN),
+        )
 
 
-def _name(key: str) -> str:
-    """Return the field of an event that stands for a column."""
-    return key.partition("/")[2]
+def _field_name(column: str) -> str:
+    """Return the field of an event that corresponds to a column."""
+    return column.partition("/")[2]
 
 
 class WallTime:
-    """Measures the wall time of one process, and with it of the run."""
+    """Measures the wall time of this process and, with its prior processes, of the run.
+
+    The time is one timeline, cut where one phase ends and the next begins. Time outside of any phase is a
+    column too, so the columns add up. Communication that DDP and ZeRO overlap with the backward counts as
+    backward: separating it would need events on the streams of the collectives.
+    """
 
     def __init__(
         self,
@@ -139,60 +160,63 @@ class WallTime:
         price: float | None = None,
         communicates: bool = False,
     ):
-        """Begin to measure.
+        """Start measuring.
 
         Args:
             phases: Phases of the engine's steps.
             clock: Clock of the phases.
             earlier: Time and cost of the run's earlier processes.
             devices: Number of devices of all ranks.
-            price: Price of a device for an hour, in any currency; `None` if it is not known.
+            price: Price of one device per hour, in any currency; `None` if unknown.
             communicates: Whether there are other ranks to wait for.
         """
         self.phases = phases
         self._clock = clock
         self.start_time = clock()
-        """When the process began."""
+        """Time at which the process started, by the clock."""
         self._earlier = earlier or PriorUsage()
         self._price_per_second = None if price is None else price * devices / 3600
         self._communicates = communicates
         self._startup = 0.0
         self._first_step: Moment = None
-        self._told_of_first = False
+        self._has_first_step = False
         self.begin()
 
     def begin(self) -> None:
-        """Begin the loop: the time until now is startup."""
+        """Start the loop: the time until now counts as startup."""
         self._startup = self._clock() - self.start_time
         self.phases.restart()
         self._loop_began = self.phases.began
 
     def end_first_step(self) -> None:
-        """Note that the first step has ended; further calls do nothing."""
+        """Record that the first step has ended; further calls do nothing."""
         if self._first_step is None:
             self._first_step = self.phases.now()
 
     def phase_columns(self, spent: Mapping[str, float]) -> dict[str, float]:
-        """Return the columns of a row.
+        """Return the `time/` columns of a row, and once per process the duration of the first step.
 
         Args:
             spent: Seconds by phase of the row's steps.
         """
-        told = format_columns(spent, communicates=self._communicates)
-        row = {f"time/{phase}_seconds": seconds for phase, seconds in told.items()}
-        if not self._told_of_first and (first := self._first_step_seconds()) is not None:
-            self._told_of_first = True
+        by_phase = format_columns(spent, communicates=self._communicates)
+        row = {f"time/{phase}_seconds": seconds for phase, seconds in by_phase.items()}
+        if not self._has_first_step and (first := self._first_step_seconds()) is not None:
+            self._has_first_step = True
             row["perf/first_step_seconds"] = first
         return row
 
     def _first_step_seconds(self) -> float | None:
-        """Return the seconds to the end of the process's first step. Waits for the device."""
+        """Return the seconds from the start of the process to the end of its first step.
+
+        Waits for the device. `None` before the first step.
+        """
         if self._first_step is None:
             return None
         return self._startup + seconds_between(self._loop_began, self._first_step)
 
     def elapsed_columns(self) -> dict[str, float]:
-        """Return the columns of the run up to now. Waits for nothing."""
+        """Return elapsed time, goodput and cost of the run up to now. Does not wait for the device."""
         state = self.state_dict()
         elapsed = state["elapsed_seconds"]
         row = {ELAPSED_COLUMN: elapsed, "perf/goodput": state["training_seconds"] / max(elapsed, 1e-9)}
@@ -201,7 +225,7 @@ class WallTime:
         return row
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps: seconds of the run, and of its steps."""
+        """Return the seconds of the run and of its steps, for a checkpoint."""
         process = self._clock() - self.start_time
         totals = self.phases.totals()
         training = process - self._startup - sum(totals.get(phase, 0.0) for phase in NO_STEP)
@@ -211,7 +235,7 @@ class WallTime:
         }
 
     def build_time_event(self) -> Event:
-        """Return where the time of this process went, to its last moment. Waits for the device."""
+        """Return the event with the wall time of this process by phase. Waits for the device."""
         phases = format_columns(self.phases.totals(waits=True), communicates=self._communicates)
         process = max(1e-9, self._clock() - self.start_time)
         row = self.elapsed_columns()
@@ -219,7 +243,7 @@ class WallTime:
         if (first := self._first_step_seconds()) is not None:
             fields["first_step_seconds"] = first
         fields |= {f"{phase}_seconds": seconds for phase, seconds in phases.items()}
-        fields |= {_name(key): value for key, value in row.items()}
+        fields |= {_field_name(key): value for key, value in row.items()}
         shares = sorted({"startup": self._startup, **phases}.items(), key=lambda each: -each[1])
         named = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
         message = f"Wall time {format_duration(process)}: {', '.join(named)}. Goodput "
@@ -231,50 +255,53 @@ class WallTime:
 
 @dataclass(frozen=True)
 class Workload:
-    """Facts about the run that turn seconds into rates."""
+    """Constants of the run that convert seconds to rates."""
 
     samples_per_step: int
     world_size: int
     unit: str
     """Unit that the loss counts: `tokens` or `samples`."""
     flops_per_sample: float | None
-    """Model FLOPs of forward and backward of one row, all its places included; `None` if not known."""
+    """Model FLOPs of forward and backward of one row; `None` if unknown.
+
+    Attention counts over the whole row, packed or not, as published MFU does (PaLM, appendix B)."""
     peak_flops: float | None
-    """Dense peak of one device in the run's precision, FLOP/s."""
+    """Dense peak of one device in the run's precision, in FLOP/s; `None` if unknown."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Further means that the objective reports; see Objective.means."""
+    """Additional means that the objective reports; see Objective.means."""
     recomputed_flops: Callable[[], float] = float
-    """Returns the FLOPs of one row that the backward repeats; a first step may choose how many blocks do."""
+    """Function that returns the FLOPs of one row that the backward recomputes. It is called for each row,
+    since the first step may choose how many blocks are recomputed."""
 
 
 @dataclass(frozen=True)
 class RowInterval:
-    """The steps between two rows of the log, as the host knows them when the last one is launched."""
+    """The steps between two rows, as the host knows them when the last one is launched."""
 
     last: StepResult
     steps: int
     spent: TimelineSegment
     measured: dict[str, float] = field(default_factory=dict)
-    """Columns of the row: saves, memory, the run's time so far."""
+    """Columns that the host knows already: saves, memory, and the run's time so far."""
 
 
 def sum_step_seconds(spent: Mapping[str, float]) -> float:
-    """Return the seconds of steps among the seconds by phase."""
+    """Return the seconds of training steps, given the seconds by phase."""
     return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
 
 
 PROC_STATUS = Path("/proc/self/status")
 PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # proc(5), clear_refs: resets the mark of the peak, and touches nothing else
+RESET_PEAK = "5"  # proc(5), clear_refs: resets the peak resident size and nothing else
 
 
 def read_resident_bytes() -> int:
-    """Return the resident bytes of this process."""
+    """Return the current resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def read_peak_resident_bytes() -> int:
-    """Return the most resident bytes since `reset_resident_peak`.
+    """Return the peak resident bytes since the process started or `reset_resident_peak` was called.
 
     Raises:
         OSError: The system is not Linux.
@@ -286,16 +313,19 @@ def read_peak_resident_bytes() -> int:
 
 
 def read_process_peak_bytes() -> int:
-    """Return the most resident bytes since the process began or `reset_resident_peak`."""
+    """Return the peak resident bytes, on any system.
+
+    On Linux: since the process started or `reset_resident_peak` was called.
+    """
     try:
         return read_peak_resident_bytes()
     except OSError:
-        # It includes the memory of the process that started this one.
+        # Includes the memory of the process that started this one.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reset_resident_peak() -> None:
-    """Reset the mark of the peak to what is resident now.
+    """Reset the peak to the current resident bytes.
 
     Raises:
         OSError: The system is not Linux, or /proc cannot be written.
@@ -304,31 +334,32 @@ def reset_resident_peak() -> None:
 
 
 class MemoryMeter:
-    """Measures the memory of one rank: of its device and of its host. Waits for nothing."""
+    """Measures the memory of one rank on its device and its host. Does not wait for the device."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        # Trials of a micro-batch are no steps.
+        # Retries of the trials that search for a micro-batch are left out of the first row.
         self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
 
     def read_and_reset(self) -> dict[str, float]:
-        """Return the peaks since the last call.
+        """Return the memory columns of a row, and reset the peaks of the device.
 
-        The host's is since the process began or, on a CPU, had tried micro-batches.
+        The host's peak is since the process started. On a CPU that tried micro-batches it is since then.
         """
         host = {"memory/peak_resident_gib": read_process_peak_bytes() / GIB}
         if self._device.type != "cuda":
             return host
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        before, self._before = self._before, stats
+        before = self._before
+        self._before = stats
         return memory_columns(stats, before) | host
 
     def read_in_use(self) -> dict[str, float]:
-        """Return the GiB in use now.
+        """Return the GiB in use by this process.
 
-        `host` is what the process holds alone, without the pages of files that it maps. `device` is the
-        peak of a GPU since the last row.
+        `host` is its private memory now, without mapped files. `device` is the peak of the GPU since the
+        last row.
         """
         memory = psutil.Process().memory_info()
         used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}
@@ -338,10 +369,15 @@ class MemoryMeter:
 
 
 def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics between two readings of torch.cuda.memory_stats.
+    """Return the memory columns between two readings of torch.cuda.memory_stats.
 
-    `memory/alloc_retries`: how often, since the reading before, the allocator was out of memory, waited for
-    the device and gave back what it kept. Such a step is slow, and the next size up fails.
+    `memory/alloc_retries` counts how often the allocator ran out of memory since the earlier reading. It
+    then waits for the device and frees its cached blocks. Such a step is slow, and a slightly larger one
+    would fail.
+
+    Args:
+        stats: Current reading.
+        before: Earlier reading; empty at the start.
     """
     return {
         "memory/peak_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
@@ -351,7 +387,11 @@ def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[
 
 
 class Meters:
-    """Measures the steps between two rows of the log."""
+    """Measures the steps between two rows.
+
+    The loss share, count, norm and skipped flag of each step stay on the device until the row. All of them go
+    into its one all-reduce. So every rank's alerts know every step's exact loss, and no step waits or sends.
+    """
 
     def __init__(
         self,
@@ -363,36 +403,39 @@ class Meters:
         wall: WallTime | None = None,
         gpu: GpuMeter | None = None,
     ):
-        """Begin to measure.
+        """Start measuring.
 
         Args:
-            local_phases: Phases, besides the reading of data, in which no rank waits for another.
-            wall: Measures the wall time of the engine's steps.
-            gpu: Asks the driver about the device; `None` asks nothing.
+            workload: Constants that convert seconds to rates.
+            job: Process group of the run.
+            clock: Monotonic clock in seconds.
+            local_phases: Phases, besides reading data, in which no rank waits for another.
+            wall: Meter of the wall time; `None` creates one.
+            gpu: Meter of the GPU; `None` leaves its columns out.
         """
         self._workload = workload
         self._job = job
         self._on_gpu = job.device.type == "cuda"
         self._wall = wall or WallTime(Phases(clock, job.device), clock)
         self.phases = self._wall.phases
-        """The phases of the engine's steps."""
+        """Phases of the engine's steps."""
         self._gpu = gpu
         self._memory = MemoryMeter(job.device)
         self._local_phases = ("data", *local_phases)
         self._each: dict[str, list[Tensor]] = {}
-        """Numbers of each step since the last row, 0-dim."""
+        """Name -> 0-dim tensor of each step since the last row."""
         self._last: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
         self._before: RowInterval | None = None
         self._steps = 0
         self._saves: dict[str, float] = {}
         self.peak_gib = 0.0
-        """Most memory that a row has shown: of a GPU what was reserved, else of this process."""
+        """Peak memory over all rows, in GiB: reserved on a GPU, else resident in this process."""
         self.samples_per_second: list[float] = []
-        """Rate of each row so far."""
+        """Throughput of each row so far."""
 
     def restart(self) -> None:
-        """Drop what was measured since the last row: the run goes on from an earlier step."""
+        """Drop the measurements since the last row, after the run rolled back to an earlier step."""
         self._each = {}
         self.phases.take()
         self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
@@ -401,27 +444,31 @@ class Meters:
         self._saves = {}
 
     def set_start_time(self, began: float) -> None:
-        """Set when the process of the run began, by the clock."""
+        """Set the time at which the run's process started, by the clock."""
         self._wall.start_time = began
 
     def begin(self) -> None:
-        """Begin the run, before its first step or evaluation. The time until now is startup."""
+        """Start the run, before its first step or evaluation. The time until now counts as startup."""
         self._wall.begin()
 
     def exclude_from_step_time(self, phase: str = ASIDE) -> AbstractContextManager[None]:
-        """Measure what is no part of a step: `evaluation`, `checkpoint`, or what has no name."""
+        """Return a context manager whose time is not part of a step.
+
+        Args:
+            phase: `evaluation`, `checkpoint`, or the default for anything else.
+        """
         return self.phases.measured(phase)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint keeps of the run's time."""
+        """Return the run's time for a checkpoint."""
         return self._wall.state_dict()
 
     def build_time_event(self) -> Event:
-        """Return where the time of this process went, after its last row. Waits for the device."""
+        """Return the event with the wall time by phase, after the last row. Waits for the device."""
         return self._wall.build_time_event()
 
     def observe(self, result: StepResult) -> None:
-        """Note a step, without waiting for it."""
+        """Add a step, without waiting for its numbers."""
         if self._last is None:
             self._wall.end_first_step()
         self._last = result
@@ -429,15 +476,21 @@ class Meters:
         numbers = {"loss share": result.loss_sum, "count": result.global_count, "skipped": result.skipped}
         norm = result.grad_norm
         if norm is not None:
-            given = norm if isinstance(norm, Tensor) else torch.full((), norm, device=self._job.device)
-            numbers["norm"] = given
+            if not isinstance(norm, Tensor):
+                norm = torch.full((), norm, device=self._job.device)
+            numbers["norm"] = norm
         for name, number in numbers.items():
             self._each.setdefault(name, []).append(number)
         skipped = result.skipped.to(self._consecutive_skips)
         self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
 
     def observe_save(self, stall_seconds: float, write_seconds: float) -> None:
-        """Note a finished checkpoint: how long training stood still, and how long the writing took."""
+        """Add a finished checkpoint to the next row.
+
+        Args:
+            stall_seconds: Seconds for which training stood still.
+            write_seconds: Seconds that writing took.
+        """
         self._saves = {
             "perf/checkpoint_stall_seconds": stall_seconds,
             "perf/checkpoint_write_seconds": write_seconds,
@@ -447,10 +500,11 @@ class Meters:
         """Return the row of the steps since the last call, to be read later. Collective.
 
         Args:
-            further: Columns; a tensor is a whole number that the device knows.
+            further: Additional columns; a tensor is an integer on the device.
         """
-        result, further = self._last, further or {}
-        assert result is not None, "summary before the first step"
+        result = self._last
+        further = further or {}
+        assert result is not None, "collect_row before the first step"
         interval = RowInterval(result, self._steps, self.phases.take())
         numbers = {name: torch.stack(each) for name, each in self._each.items()}
         self._each = {}
@@ -462,8 +516,8 @@ class Meters:
             ]
         )
         if self._job.ranks.world_size > 1:
-            with self.phases.measured("communication"):  # of the next row
-                sums, numbers["own"] = self._from_all(sums, list(own.values()))
+            with self.phases.measured("communication"):  # counts in the next row
+                sums, numbers["own"] = self._reduce(sums, list(own.values()))
         numbers["loss"] = sums[: self._steps]
         numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)
         numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
@@ -471,14 +525,15 @@ class Meters:
         interval.measured.update(self._memory.read_and_reset() | self._saves | self._wall.elapsed_columns())
         self._steps = 0
         self._saves = {}
-        return DeferredRow(numbers, partial(self._seen, interval, own, further))
+        return DeferredRow(numbers, partial(self._build_details, interval, own, further))
 
     def _own_numbers(self, interval: RowInterval) -> dict[str, float]:
-        """Return what this rank measures of itself for all ranks, see RowDetails.per_rank and GpuMeter.read.
+        """Return this rank's numbers for all ranks; see RowDetails.per_rank and GpuMeter.read.
 
-        On a GPU seconds are those of the interval before: the device still works on this one.
+        On a GPU the seconds are those of the previous interval, since the device still computes this one.
         """
-        before, self._before = self._before, interval
+        before = self._before
+        self._before = interval
         measured = before if self._on_gpu else interval
         numbers = {}
         if measured is not None:
@@ -493,31 +548,37 @@ class Meters:
             numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.read())}
         return numbers
 
-    def _from_all(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Return the sums of the shares (N,) over all ranks, and every rank's own numbers (ranks, len(own)).
+    def _reduce(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Sum the shares over all ranks and gather every rank's own numbers, in one all-reduce.
 
-        One collective.
+        Args:
+            shares: This rank's shares, (N,).
+            own: Numbers of this rank.
+
+        Returns:
+            The sums, (N,), and the numbers of all ranks, (ranks, len(own)).
         """
         ranks = self._job.ranks
         everyones = shares.new_zeros(ranks.world_size, len(own))
         for place, value in zip(everyones[ranks.rank], own, strict=True):
-            place.fill_(value)  # waits for nothing, as a copy from the host would
+            place.fill_(value)  # a copy from the host would wait for the device
         both = self._job.all_reduce_sum(torch.cat([shares, everyones.reshape(-1)]))
         return both[: len(shares)], both[len(shares) :].reshape(everyones.shape)
 
-    def _seen(
+    def _build_details(
         self,
         interval: RowInterval,
         own: Mapping[str, float],
         further: Mapping[str, float | Tensor],
         host: dict[str, Tensor],
     ) -> RowDetails:
-        """Return the row and what is behind it. Waits for the device.
+        """Return the row and its details.
 
         Args:
-            own: What this rank measured of itself.
-            further: See `summary`.
-            host: The numbers of the device.
+            interval: Steps of the row.
+            own: This rank's numbers; see `_own_numbers`.
+            further: See `collect_row`.
+            host: Numbers of the device, copied to the host.
         """
         result = interval.last
         spent = interval.spent.seconds()
@@ -577,7 +638,11 @@ class Meters:
 
 
 def slowest_rank_columns(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the columns that name the slowest rank, by the seconds a step of RowDetails.per_rank."""
+    """Return the columns about the slowest rank, or none with fewer than two ranks.
+
+    Args:
+        own: Seconds per step by phase of all ranks; see RowDetails.per_rank.
+    """
     phases = [own[phase] for phase in ("data", "forward", "backward") if phase in own]
     together = [sum(each) for each in zip(*phases, strict=True)]
     if len(together) < 2:

@@ -1,7 +1,8 @@
 """The recipe's section `profile`: torch's profiler on some steps of the main rank, and memory snapshots.
 
-A snapshot shows what a GPU holds when its memory runs out. Everything is in `profile/` of the run directory.
-Nothing here ends a run or changes a number of it.
+A snapshot shows the allocations of a GPU at the moment when it runs out of memory. All files are in
+`profile/` of the run directory. Profiling never ends a run and changes none of its numbers.
+DeepSpeed's own timers and FLOPs profiler stay off: they wait for the device in every micro-batch.
 """
 
 from __future__ import annotations
@@ -25,28 +26,31 @@ from pipeline.monitoring.events import Event
 log = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
-NUM_OPERATORS = 40  # in the table
-NUM_TOLD = 3  # in the event
-MOST_ALLOCATIONS = 200_000  # the last ones that are remembered; each keeps its stack in host memory
+NUM_OPERATORS = 40  # rows of the table
+NUM_NAMED = 3  # operators that the event names
+MAX_ALLOCATIONS = 200_000  # newest allocations in a snapshot; each keeps its stack in host memory
 
 StepContext = Callable[[int], AbstractContextManager[object]]
-"""Takes a step's number, and is around its work."""
+"""Function from a step's number to a context manager around the step."""
 
 
 class StepProfiler:
-    """Profiles a range of steps: `with profiler(step): ...`. As a context manager it writes what is left."""
+    """Profiles a range of steps: `with profiler(step): ...`.
+
+    As a context manager it writes an unfinished profile on exit.
+    """
 
     def __init__(
         self, folder: Path, steps: tuple[int, int], *, start: int, device: torch.device, tell: EmitEvent
     ) -> None:
-        """Profile nothing yet.
+        """Prepare the profiler without starting it.
 
         Args:
             folder: Directory of the run.
             steps: First and last step to profile.
             start: Steps done before this process. A run resumed inside the range profiles the rest of it.
-            device: Device whose kernels are recorded beside the host's calls.
-            tell: Takes the event that names the files and the most expensive operators.
+            device: Device whose kernels are recorded with the host's calls.
+            tell: Receives the event that names the files and the most expensive operators.
         """
         self._folder = folder / PROFILE_FOLDER
         self._first = max(steps[0], start + 1)
@@ -61,13 +65,13 @@ class StepProfiler:
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Surround a step. Costs nothing before and behind the profiled ones."""
+        """Run one step inside the profiler if it is in the range. Other steps cost nothing."""
         self._step = step
         if self._profile is not None:
-            self._profile.step_num = step - 1  # `step` adds 1; a step may come again
+            self._profile.step_num = step - 1  # `step` adds 1; a step may repeat after a rollback
             self._profile.step()
         elif step == self._first - self._warmup <= self._last and not self._has_begun:
-            self._has_begun = True  # the step may come again
+            self._has_begun = True  # the step may repeat after a rollback
             self._attempt(self._begin)
         yield
         if self._profile is not None and step >= self._last:
@@ -79,7 +83,7 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failure nothing is stopped: the device may not answer.
+        # After a failure the profile stays open: the device may not answer.
         if self._profile is not None and error is None:
             self._attempt(self._end)
 
@@ -100,16 +104,17 @@ class StepProfiler:
         self._profile = started
 
     def _action(self, step: int) -> ProfilerAction:
-        # It goes on recording if the run rolls back to a step before the first one.
+        # Recording continues if the run rolls back to a step before the first one.
         self._records = self._records or step >= self._first
         return ProfilerAction.RECORD if self._records else ProfilerAction.WARMUP
 
     def _end(self) -> None:
-        ended, self._profile = self._profile, None
+        ended = self._profile
+        self._profile = None
         assert ended is not None
         ended.stop()
         averages = ended.key_averages()
-        # torch's ranges around the steps are no operators, and would take most of all shares.
+        # torch's ranges around the steps are not operators, and would have the largest shares.
         averages[:] = [each for each in averages if not each.key.startswith("ProfilerStep")]
         key = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = averages.table(sort_by=key, row_limit=NUM_OPERATORS, max_name_column_width=80)
@@ -117,39 +122,44 @@ class StepProfiler:
         (self._folder / "operators.txt").write_text(f"{what}\n{table}\n")
         ended.export_chrome_trace(str(self._folder / f"trace-rank0-step{self._first}.json.gz"))
         message = (
-            f"profiled {what}: {self._folder} has the trace (for ui.perfetto.dev) and operators.txt; "
-            f"most time took {format_most_expensive(averages, key)}"
+            f"profiled {what}: {self._folder} has the trace (open it at ui.perfetto.dev) and operators.txt; "
+            f"most expensive operators: {format_most_expensive(averages, key)}"
         )
         self._tell(self._step, Event("profile", message, level="info"))
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a full disk, or a driver without counters: training goes on
+        except Exception as error:  # a full disk, or a driver without counters: training continues
             self._profile = None
             log.warning("the profile is not written (%s: %s)", type(error).__name__, summarize_error(error))
 
 
 def format_most_expensive(averages: Any, key: str) -> str:
-    """Return the first operators of torch's table with their shares of all time: `aten::mm 41 %, ...`."""
-    of_all = sum(getattr(each, key) for each in averages) or 1
-    first = sorted(averages, key=lambda each: -getattr(each, key))[:NUM_TOLD]
-    return ", ".join(f"{each.key} {100 * getattr(each, key) / of_all:.0f} %" for each in first)
+    """Return the most expensive operators with their shares of the total time: `aten::mm 41 %, ...`.
+
+    Args:
+        averages: Table of torch's profiler.
+        key: Attribute of a row that holds its time.
+    """
+    total = sum(getattr(each, key) for each in averages) or 1
+    first = sorted(averages, key=lambda each: -getattr(each, key))[:NUM_NAMED]
+    return ", ".join(f"{each.key} {100 * getattr(each, key) / total:.0f} %" for each in first)
 
 
 @contextmanager
 def snapshot_on_oom(device: torch.device, path: Path) -> Iterator[None]:
-    """Write to `path` what a GPU held, and which stacks allocated it, when its memory runs out.
+    """Write a snapshot of a GPU's allocations and their stacks to `path` when it runs out of memory.
 
-    The allocator calls at that very moment, before anything is freed. Keeping the stack of every allocation
-    costs some microseconds each. On a CPU nothing is written.
+    The allocator calls the observer before anything is freed. Recording the stack of an allocation costs some
+    microseconds. On a CPU nothing is written.
     """
     if device.type != "cuda":
         yield
         return
     memory: Any = torch.cuda.memory
     snapshot = OomSnapshotWriter(path, memory._dump_snapshot)
-    memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
     torch._C._cuda_attach_out_of_memory_observer(snapshot)  # type: ignore[attr-defined]
     try:
         yield
@@ -159,11 +169,13 @@ def snapshot_on_oom(device: torch.device, path: Path) -> Iterator[None]:
 
 
 class OomSnapshotWriter:
-    """Observer of the allocator that writes a snapshot the first time it is out of memory."""
+    """Observer of the allocator that writes one snapshot, at the first out-of-memory error."""
 
     def __init__(self, path: Path, dump: Callable[[str], None]) -> None:
-        self._path, self._dump = path, dump
+        self._path = path
+        self._dump = dump
         self.is_over = False
+        """Whether the observer does nothing any more."""
 
     def __call__(self, *_: Any) -> None:
         if self.is_over:
@@ -172,22 +184,22 @@ class OomSnapshotWriter:
         try:
             self._path.parent.mkdir(exist_ok=True)
             self._dump(str(self._path))
-            log.error("what the memory held: %s (docs.pytorch.org/memory_viz shows it)", self._path)
-        except Exception as error:  # the allocator's own error is the news
-            log.error("what the memory held cannot be written (%s)", summarize_error(error))
+            log.error("memory snapshot: %s (open it at docs.pytorch.org/memory_viz)", self._path)
+        except Exception as error:  # the allocator's own error is the one to report
+            log.error("the memory snapshot cannot be written (%s)", summarize_error(error))
 
 
 def build_profiler(
     config: RunConfig, folder: Path, *, job: Job, start: int, tell: EmitEvent
 ) -> AbstractContextManager[StepContext]:
-    """Return the main rank's profiler, or one that does nothing. Closed, it writes what is left.
+    """Return the main rank's profiler, or a context manager that does nothing.
 
     Args:
-        config: The recipe; `profile` is read.
+        config: The recipe; its section `profile` is read.
         folder: Directory of the run.
         job: Process group of the run.
         start: Optimizer steps done before this process.
-        tell: Takes the event that names the files.
+        tell: Receives the event that names the files.
     """
     first = config.profile.start_step
     last = (first or 0) + config.profile.num_steps - 1
@@ -197,7 +209,7 @@ def build_profiler(
 
 
 def snapshot_if_profiling(config: RunConfig, job: Job, folder: Path) -> AbstractContextManager[None]:
-    """Write what a GPU held when its memory runs out, if the recipe profiles anything."""
+    """Write a memory snapshot when the GPU runs out of memory, if the recipe asks for a profile."""
     if config.profile.start_step is None:
         return nullcontext()
     return snapshot_on_oom(job.device, folder / PROFILE_FOLDER / f"memory-rank{job.ranks.rank}.pickle")

@@ -1,6 +1,9 @@
-"""Rows of the log whose numbers the device still computes: no step waits for its own row.
+"""Rows whose numbers the device is still computing, so that no step waits for its own row.
 
-They are copied beside the device's work, and read and written later.
+The numbers are copied to pinned memory behind the step, in one piece. On a GPU the row is read, checked by
+the alerts and written after the next step is launched, and before an evaluation, a checkpoint and the end.
+A run that fails waits at most FAILURE_WAIT_SECONDS to write its pending rows. `kill -9` and a hang lose one
+row, which no checkpoint includes. On a CPU no row is delayed.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from pipeline.monitoring.trackers.interface import Trackers
 T = TypeVar("T")
 
 FAILURE_WAIT_SECONDS = 5.0
-"""Seconds that a failed run gives the device to reach the end of a row."""
+"""Seconds that a failed run waits for the device to finish its pending rows."""
 
 
 class DeferredValue(Generic[T]):
-    """An object that is made of numbers of the device, later. Making one waits for nothing."""
+    """A value that is computed on the host later, from numbers on the device. Creating one does not wait."""
 
     def __init__(self, numbers: Mapping[str, Tensor], make: Callable[[dict[str, Tensor]], T]):
-        """Copy the numbers to the host beside the device's work.
+        """Start an asynchronous copy of the numbers to the host.
 
         Args:
-            numbers: Name -> numbers of the device, 0-dim or (N,).
-            make: Takes their copies on the host: fp64, of the same shapes.
+            numbers: Name -> tensor on the device, 0-dim or (N,).
+            make: Computes the value from the copies on the host: fp64, with the same shapes.
         """
         packed = torch.cat([each.to(torch.float64).reshape(-1) for each in numbers.values()])
         self._shapes = {name: each.shape for name, each in numbers.items()}
@@ -47,11 +50,11 @@ class DeferredValue(Generic[T]):
             self._arrived.record()
 
     def has_arrived(self) -> bool:
-        """Return whether `read` waits for nothing."""
+        """Return whether `read` would return without waiting for the device."""
         return self._arrived is None or self._arrived.query()
 
     def read(self) -> T:
-        """Return the object. Waits for the device to reach the numbers."""
+        """Return the value. Waits until the device has computed the numbers."""
         if self._made is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -62,11 +65,11 @@ class DeferredValue(Generic[T]):
 
 
 DeferredRow = DeferredValue[RowDetails]
-"""A row and what is behind it."""
+"""Row of metrics, with its details, that is read later."""
 
 
 class RowQueue:
-    """Rows on their way to the alerts and then to the trackers: each once, in order."""
+    """Passes each row to the alerts and then to the trackers, once and in order."""
 
     def __init__(
         self,
@@ -75,13 +78,13 @@ class RowQueue:
         handle_alert: HandleAlert,
         on_row: Callable[[int, Mapping[str, float]], None] | None = None,
     ):
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            alerts: Asked about each row.
-            trackers: Written to.
-            handle_alert: Takes the answers of the alerts.
-            on_row: Called with each row of training once it is written.
+            alerts: Alerts that check each row.
+            trackers: Trackers that receive each row.
+            handle_alert: Handles the events that the alerts return.
+            on_row: Called with each training row after it is written.
         """
         self._on_row = on_row
         self._alerts = tuple(alerts)
@@ -90,45 +93,49 @@ class RowQueue:
         self._rows: deque[tuple[int, DeferredRow, DeferredValue[Histograms] | None]] = deque()
 
     def add(self, step: int, row: DeferredRow, histograms: DeferredValue[Histograms] | None = None) -> None:
-        """Add the row of a later step than all before, and the histograms of that step."""
+        """Add a row and its step's histograms; steps must be in ascending order."""
         self._rows.append((step, row, histograms))
 
     def write_until(self, step: int) -> RollbackRequested | None:
-        """Write the rows up to this step. Waits for the device; the same call on all ranks.
+        """Write the rows up to this step. Waits for the device; all ranks make the same call.
 
         Returns:
-            The request to roll back, if an alert led to one: the rows behind it are dropped.
+            The request to roll back if an alert led to one; the rows after it are dropped.
 
         Raises:
-            PipelineError: an alert ends the run; that row and those behind it are not written.
+            PipelineError: An alert ends the run; its row and the rows after it are not written.
         """
         while self._rows and self._rows[0][0] <= step:
             at, row, histograms = self._rows.popleft()
-            seen = row.read()
-            if (rollback := self.write(at, seen)) is not None:
+            details = row.read()
+            rollback = self.write(at, details)
+            if rollback is not None:
                 return rollback
             if self._on_row is not None:
-                self._on_row(at, seen.row)
+                self._on_row(at, details.row)
             if histograms is not None and not self._trackers.is_empty:
                 self._trackers.show(histograms.read())
         return None
 
-    def write(self, step: int, seen: RowDetails) -> RollbackRequested | None:
-        """Write a row that waits for nothing, behind those that were added. See write_until."""
+    def write(self, step: int, details: RowDetails) -> RollbackRequested | None:
+        """Check and write a row that is already on the host, after those of the queue. See write_until."""
         try:
-            rollback = check_row(self._alerts, step, seen, self._handle_alert)
+            rollback = check_row(self._alerts, step, details, self._handle_alert)
         except BaseException:
             self._rows.clear()
             raise
         if rollback is not None:
             self._rows.clear()
-        self._trackers.write(step, seen.row)
+        self._trackers.write(step, details.row)
         return rollback
 
     def write_what_arrives(self) -> None:
-        """Write the rows that the device reaches in a moment, after a failure. Waits for no other rank."""
+        """Write the rows that the device completes within FAILURE_WAIT_SECONDS, after a failure.
+
+        Does not wait for other ranks.
+        """
         until = time.monotonic() + FAILURE_WAIT_SECONDS
-        with suppress(Exception):  # of a device that failed, or a full disk: the first error is the news
+        with suppress(Exception):  # a failed device or a full disk: the first error is the one to report
             while self._rows and not self._trackers.is_empty:
                 at, row, _ = self._rows[0]
                 while not row.has_arrived():

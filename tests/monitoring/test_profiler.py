@@ -114,7 +114,7 @@ def test_the_steps_asked_for_are_in_trace_and_table(tmp_path, plain, first, coun
     assert line.startswith(
         f"profiled steps {first} to {last}: {tmp_path / 'run' / PROFILE_FOLDER} has the trace"
     )
-    assert re.search(r"most time took \S.* \d+ %, \S.* \d+ %", line)  # some names have spaces
+    assert re.search(r"most expensive operators: \S.* \d+ %, \S.* \d+ %", line)  # some names have spaces
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
@@ -211,7 +211,7 @@ def test_memory_that_runs_out_is_written_once_and_hides_no_error(tmp_path, caplo
     for _ in range(2):
         observer(0, 1, 2, 3)
     assert written == [str(tmp_path / PROFILE_FOLDER / "memory-rank0.pickle")]
-    said = "cannot be written (full)" if error else f"what the memory held: {written[0]}"
+    said = "cannot be written (full)" if error else f"memory snapshot: {written[0]}"
     assert said in caplog.text
 
 

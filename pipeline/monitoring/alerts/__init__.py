@@ -1,8 +1,8 @@
-"""Interface of alerts: they see each row with what is behind it, and may report something or end the run.
+"""Interface of alerts: rules that check each row with its details, and report an event or end the run.
 
-Losses and norms are those of all ranks, and every rank has what all ranks measure of themselves, so alerts
-answer alike on all ranks without a collective. `perf/` and `memory/` columns are a rank's own: no Stop may
-depend on them.
+Every rank has the losses and norms of the global batch and the measurements of all ranks. So alerts decide
+alike on all ranks without a collective. `perf/` and `memory/` columns differ between ranks: no StopRequested
+may depend on them.
 """
 
 from __future__ import annotations
@@ -16,117 +16,129 @@ from pipeline.errors import PipelineError
 from pipeline.monitoring.events import Event
 
 EmitEvent = Callable[[int, Event], None]
-"""Takes what happened at a step."""
+"""Function that reports an event at a step."""
 
 
 @dataclass(frozen=True)
 class RollbackRequested:
-    """The run is to resume from a checkpoint before a bad step."""
+    """Request to resume from a checkpoint before a bad step."""
 
     step: int
-    """The bad step."""
+    """Number of the bad step."""
     why: Event
+    """Alert that led to the request."""
 
 
 HandleAlert = Callable[[int, Event], RollbackRequested | None]
-"""Takes an alert at a step, and answers whether the run is to roll back."""
+"""Function that handles an alert at a step and may request a rollback."""
 
-CONTENDED_LOAD = 1.5  # processes that want to run, a core
+CONTENDED_LOAD = 1.5  # runnable processes per core
 
 
 @dataclass(frozen=True)
 class RowDetails:
-    """A row, and the steps since the row before; only the row of an evaluation."""
+    """A row with the numbers of each step since the previous row. An evaluation has only its row."""
 
     row: dict[str, float]
-    """Row as it is written."""
+    """Columns of the row as they are written."""
     losses: Sequence[float] = ()
-    """Loss of each step, the exact mean over its global batch."""
+    """Loss of each step: the exact mean over its global batch."""
     grad_norms: Sequence[float] = ()
     """Gradient norm of each step before clipping; empty if the engine has none."""
     skipped: Sequence[bool] = ()
     """Whether the gradient of each step was not finite."""
     target_counts: Sequence[float] = ()
-    """Number (or sum of weights) of the targets in each step's global batch."""
+    """Number, or sum of weights, of the targets in each step's global batch."""
     per_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Name -> number of every rank, in order. Seconds a step (on a GPU those of the row before): `step`, its
-    parts `data` and, if they wait for no other rank, `forward` and `backward`. GiB in use: `device`, `host`.
-    On a CPU `load`: runnable processes on the machine per core."""
+    """Name -> number of every rank, in order of rank.
+
+    Seconds per step, on a GPU those of the previous row: `step`, its part `data` and, if they wait for no
+    other rank, its parts `forward` and `backward`. GiB in use: `device`, `host`. On a CPU also `load`:
+    runnable processes per core of the machine."""
 
     @cached_property
     def steps(self) -> int:
-        """Number of training steps behind the row; 0 for an evaluation."""
+        """Number of training steps that the row covers; 0 for an evaluation."""
         return len(self.losses)
 
     @property
     def load(self) -> float:
-        """Highest load of all ranks; 0 unless a CPU trains."""
+        """Highest load of all ranks; 0 unless the run trains on CPUs."""
         return max(self.per_rank.get("load", [0.0]))
 
     @property
     def is_cpu_contended(self) -> bool:
-        """Whether other processes use a CPU that trains: they make steps slow."""
+        """Whether other processes compete for the CPUs of the run and slow its steps."""
         return self.load > CONTENDED_LOAD
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Request to end the run by this error and its exit code, without a further checkpoint."""
+    """Request to end the run with this error and its exit code, without another checkpoint."""
 
     error: PipelineError
 
 
 class Alert(Protocol):
-    """Rule that every rank asks about every row of training and of evaluation, in the order of the steps."""
+    """Rule that every rank applies to every row of training and evaluation, in order of the steps."""
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | StopRequested | None:
-        """Return the alert of a row. The answer depends only on what is alike on all ranks."""
+    def __call__(self, step: int, details: RowDetails) -> Event | StopRequested | None:
+        """Return the alert of a row. The result may depend only on numbers that are equal on all ranks."""
         ...
 
 
 @runtime_checkable
 class StatefulAlert(Protocol):
-    """An alert whose answers rest on earlier steps: checkpoints keep its state."""
+    """An alert that depends on earlier steps, so its state is saved in checkpoints."""
 
     name: str
-    """Name of its state in a checkpoint."""
+    """Key of the alert's state in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values, alike on all ranks."""
+        """Return the state as JSON values, equal on all ranks."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, or begin anew if it does not hold for this process."""
+        """Restore the state, or start afresh if it is not valid for this process."""
         ...
 
 
 def collect_alert_state(alerts: Iterable[Alert]) -> dict[str, Any]:
-    """Return the state of the alerts for a checkpoint."""
+    """Return the state of all stateful alerts by name, for a checkpoint."""
     return {each.name: each.state_dict() for each in alerts if isinstance(each, StatefulAlert)}
 
 
 def restore_alerts(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
-    """Restore the alerts that a checkpoint has the state of."""
+    """Restore the alerts whose state the checkpoint contains."""
     for each in alerts:
         if isinstance(each, StatefulAlert) and each.name in state:
             each.load_state_dict(state[each.name])
 
 
 def check_row(
-    alerts: Iterable[Alert], step: int, seen: RowDetails, handle_alert: HandleAlert
+    alerts: Iterable[Alert], step: int, details: RowDetails, handle_alert: HandleAlert
 ) -> RollbackRequested | None:
-    """Show a row to each alert, and hand on what it says.
+    """Apply each alert to a row, and handle the events that they return.
+
+    Args:
+        alerts: Alerts in the order in which they are applied.
+        step: Step of the row.
+        details: The row and its steps.
+        handle_alert: Handles the events.
 
     Returns:
-        The first request to roll back; no further alert is asked then.
+        The first request to roll back. The alerts after it are not applied.
 
     Raises:
-        PipelineError: an alert ends the run.
+        PipelineError: An alert ends the run.
     """
     for alert in alerts:
-        answer = alert(step, seen)
-        if isinstance(answer, StopRequested):
-            raise answer.error
-        if answer is not None and (rollback := handle_alert(step, answer)) is not None:
+        result = alert(step, details)
+        if isinstance(result, StopRequested):
+            raise result.error
+        if result is None:
+            continue
+        rollback = handle_alert(step, result)
+        if rollback is not None:
             return rollback
     return None

@@ -227,18 +227,18 @@ class NonFiniteAlert:
         """Take the lowest fp16 loss scale of DeepSpeed, or the fixed one; `None` without fp16."""
         self._lowest_scale = lowest_scale
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
-        skipped, scale = sum(seen.skipped), seen.row.get("train/loss_scale")
+        skipped, scale = sum(details.skipped), details.row.get("train/loss_scale")
         bad = (
-            [bool(each) for each in seen.skipped] if skipped else [not math.isfinite(x) for x in seen.losses]
+            [bool(each) for each in details.skipped] if skipped else [not math.isfinite(x) for x in details.losses]
         )
         if True not in bad:
             return None
         steps = list(range(step - len(bad) + 1, step + 1))
         named = f"step{'s' * (sum(bad) > 1)} {format_ranges(set(compress(steps, bad)), steps)}"
         first = float(steps[bad.index(True)])
-        told = {"at_step": first, "steps": float(seen.steps), "skipped": float(skipped)}
+        told = {"at_step": first, "steps": float(details.steps), "skipped": float(skipped)}
         if not skipped:
             line = f"the loss of {named} is infinite or NaN, the gradient is not"
             advice = "look at what the objective gives for these batches, and at how they are masked"
@@ -252,7 +252,7 @@ class NonFiniteAlert:
             line = f"{line}, and the fp16 loss scale cannot fall below {scale:g}"
             return Event("loss_scale_floor", line, f"use bf16; or {advice}", fields=told)
         line = f"{line}; the fp16 loss scale is now {scale:g}"
-        if not all(map(math.isfinite, compress(seen.losses, bad))):  # which no loss scale multiplies
+        if not all(map(math.isfinite, compress(details.losses, bad))):  # which no loss scale multiplies
             line = f"{line}, and the loss itself is infinite or NaN"
             return Event("non_finite", line, advice, fields=told)
         return Event("non_finite", line, level="info", fields=told)
@@ -267,9 +267,9 @@ class NonFiniteStepLimit:
         self._first_step = first_step
         self._max_steps = max_steps
 
-    def __call__(self, step: int, seen: RowDetails) -> StopRequested | None:
+    def __call__(self, step: int, details: RowDetails) -> StopRequested | None:
         """See Alert."""
-        skips = int(seen.row.get("train/skipped_in_a_row", 0))
+        skips = int(details.row.get("train/skipped_in_a_row", 0))
         too_many = MAX_CONSECUTIVE_SKIPS[self._precision]
         if step == self._max_steps and self._precision != "fp16":  # which searches its loss scale first
             too_many = min(too_many, step - self._first_step)
@@ -277,7 +277,7 @@ class NonFiniteStepLimit:
             return None
         return StopRequested(
             NonFiniteLossError(
-                f"the last {skips} steps had an infinite or NaN gradient (loss {seen.row['train/loss']}) and "
+                f"the last {skips} steps had an infinite or NaN gradient (loss {details.row['train/loss']}) and "
                 "were skipped; the parameters are those of the last good step. Look at the data, lower "
                 "optimizer.learning_rate, or raise schedule.warmup"
             )
@@ -293,10 +293,10 @@ class SpikeAlert:
         self._detector = detector
         self._calm = CALM_STEPS
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
         found = None
-        values = seen.losses if self.name == LOSS_SPIKE else seen.grad_norms
+        values = details.losses if self.name == LOSS_SPIKE else details.grad_norms
         for at, value in enumerate(values, step - len(values) + 1):
             limit = self._detector.limit
             if math.isfinite(value) and value > limit and self._calm >= CALM_STEPS and found is None:
@@ -324,16 +324,16 @@ class SpikeAlert:
         self._calm = int(state["calm"])
 
 
-def report_no_targets(step: int, seen: RowDetails) -> Event | None:
+def report_no_targets(step: int, details: RowDetails) -> Event | None:
     """Report global batches and evaluation sets in which nothing counts in the loss. An Alert."""
-    empty = [name for name, value in seen.row.items() if name.endswith("/targets") and not value]
+    empty = [name for name, value in details.row.items() if name.endswith("/targets") and not value]
     if empty:
         sets = ", ".join(name.removesuffix("/targets") for name in empty)
         return Event(NO_TARGETS, f"no target counts in any held-out sample of {sets}", NO_TARGETS_ADVICE)
-    if all(seen.target_counts):
+    if all(details.target_counts):
         return None
-    number, steps = sum(not count for count in seen.target_counts), len(seen.target_counts)
-    first = step - steps + 1 + list(map(bool, seen.target_counts)).index(False)
+    number, steps = sum(not count for count in details.target_counts), len(details.target_counts)
+    first = step - steps + 1 + list(map(bool, details.target_counts)).index(False)
     message = f"no target counts in the global batch of {number} of {steps} steps, first of step {first}"
     return Event(
         NO_TARGETS, message, NO_TARGETS_ADVICE, fields={"at_step": float(first), "steps": float(steps)}
@@ -364,15 +364,15 @@ class NonFiniteEval:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
-        if "eval/loss" not in seen.row:
+        if "eval/loss" not in details.row:
             return None
         before = self._told
         self._told = {
             name
-            for name, value in seen.row.items()
-            if not math.isfinite(value) and seen.row.get(f"{name.rpartition('/')[0]}/targets") != 0
+            for name, value in details.row.items()
+            if not math.isfinite(value) and details.row.get(f"{name.rpartition('/')[0]}/targets") != 0
         }
         if not self._told - before:
             return None
@@ -395,13 +395,13 @@ class EvalDivergence:
     def __init__(self) -> None:
         self._history = _EvalHistory()
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
         so_far = self._history
-        losses = list(filter(math.isfinite, seen.losses))
+        losses = list(filter(math.isfinite, details.losses))
         so_far.loss_sum += sum(losses)
         so_far.steps += len(losses)
-        loss = seen.row.get("eval/loss")
+        loss = details.row.get("eval/loss")
         if loss is None or not math.isfinite(loss):
             return None
         train = so_far.loss_sum / so_far.steps if so_far.steps else None
@@ -460,12 +460,12 @@ class LossRise:
         self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
         self._is_told = False
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
         if step == 0:
-            self._evaluated = seen.row.get("eval/loss", 0.0)
+            self._evaluated = details.row.get("eval/loss", 0.0)
         found = None
-        for at, loss in enumerate(seen.losses, step - seen.steps + 1):
+        for at, loss in enumerate(details.losses, step - details.steps + 1):
             if at == 1:
                 self._first = loss
             if self._is_told or not self._first > 0 or not loss > 0 or math.isinf(loss):
@@ -544,11 +544,11 @@ class FrozenParameters:
         }
         self._steps = 0
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert. Collective at one of the rows."""
         if self._before is None:
             return None
-        self._steps += seen.steps - sum(seen.skipped)
+        self._steps += details.steps - sum(details.skipped)
         if self._steps < FROZEN_STEPS:
             return None
         moved, was_given = self._look(self._before)
@@ -726,14 +726,14 @@ class DataStarvation:
         self._is_told = False
         self._starved = 0
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert. The median rank counts."""
-        if self._is_told or "data" not in seen.per_rank or not (rows := self._window.add(seen)):
+        if self._is_told or "data" not in details.per_rank or not (rows := self._window.add(details)):
             return None
         wait = sum(row.steps * median_low(row.per_rank["data"]) for row in rows) / _steps(rows)
         whole = _seconds(rows) / _steps(rows)
         share = wait / whole
-        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not seen.is_cpu_contended
+        is_starved = share > STARVATION_SHARE and wait >= STARVATION_SECONDS and not details.is_cpu_contended
         self._starved = self._starved + 1 if is_starved else 0
         if self._starved < STARVED_WINDOWS:
             return None
@@ -758,15 +758,15 @@ class ThroughputDrop:
         self._slow = 0
         self._is_told = False
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert. The median row of a window counts."""
-        if "step" not in seen.per_rank or not (rows := self._window.add(seen)):
+        if "step" not in details.per_rank or not (rows := self._window.add(details)):
             return None
         now = median(max(row.per_rank["step"]) for row in rows)
         waits = median(max(row.per_rank["data"]) for row in rows)
         if self._fast is None or now < self._fast[0]:
             self._fast = (now, waits)
-        is_slow = now > DROP * self._fast[0] and not seen.is_cpu_contended
+        is_slow = now > DROP * self._fast[0] and not details.is_cpu_contended
         self._slow = self._slow + 1 if is_slow else 0
         self._is_told &= is_slow
         if self._is_told or self._slow < SLOW_WINDOWS:
@@ -830,9 +830,9 @@ class SlowRank:
         self._suspected_steps = 0
         self._suspected_seconds = 0.0
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
-        if "data" not in seen.per_rank or not (rows := self._window.add(seen)):
+        if "data" not in details.per_rank or not (rows := self._window.add(details)):
             return None
         steps = _steps(rows)
         step_seconds = _seconds(rows) / steps
@@ -842,7 +842,7 @@ class SlowRank:
                 for rank in range(len(rows[0].per_rank[phase]))
             ]
             for phase in PHASES
-            if phase in seen.per_rank
+            if phase in details.per_rank
         }
         load = max(row.load for row in rows)
         lasting = SUSPECTED_SECONDS * max(1.0, load) ** 2
@@ -918,11 +918,11 @@ class MemoryGrowth:
         self._series: dict[tuple[str, int], _MemoryWindows] = {}
         self._told: set[str] = set()
 
-    def __call__(self, step: int, seen: RowDetails) -> Event | None:
+    def __call__(self, step: int, details: RowDetails) -> Event | None:
         """See Alert."""
         found: Event | None = None
-        for kind in MEMORY_KINDS.keys() & seen.per_rank.keys() - self._told:
-            for rank, gib in enumerate(seen.per_rank[kind]):
+        for kind in MEMORY_KINDS.keys() & details.per_rank.keys() - self._told:
+            for rank, gib in enumerate(details.per_rank[kind]):
                 windows = self._series.setdefault((kind, rank), _MemoryWindows())
                 if windows.add(gib, step) and found is None and (grown := windows.growth(self._least)):
                     self._told.add(kind)
