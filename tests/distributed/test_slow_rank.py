@@ -61,7 +61,7 @@ def test_a_slowed_rank_is_named_once_and_measured(ranks, tmp_path, split, slow):
     found = ranks(2).run(warnings_of_a_run, tmp_path, SPLITS[split], slow)
     (line,) = found[0][0]
     assert f": rank {slow} on {platform.node()} " in line
-    assert f"(pid {found[slow][1]}) is slow: the forward takes it" in line
+    assert f"(pid {found[slow][1]}) is slow: its forward takes" in line
     (event,), rows = slow_events(tmp_path)
     assert (event["rank"], event["phase"]) == (slow, "forward")
     assert event["step"] <= 20

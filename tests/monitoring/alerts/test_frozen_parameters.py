@@ -40,7 +40,7 @@ def test_one_that_moved_a_little_is_not_named_and_one_that_did_not_is():
     *before, event = said(held, lambda: held.weights["moving"].add_(1e-6))
     assert before == [None] * (FROZEN_STEPS - 1)
     assert event.name == "frozen_parameter"
-    assert event.message == "trained parameters stand still: still did not move in 20 steps"
+    assert event.message == "trained parameters are not learning: still did not change in 20 steps"
     assert event.fields == {"parameters": 1, "first": "still"}
 
 
@@ -54,7 +54,7 @@ def test_one_that_is_decayed_and_has_no_gradient():
         {"dead": torch.zeros(4), "alive": torch.tensor([0.0, 1e-9])}, dead=torch.ones(4), alive=torch.ones(2)
     )
     event = said(held, lambda: [each.mul_(0.99) for each in held.weights.values()])[-1]
-    assert event.message == "trained parameters stand still: dead had no gradient but 0 in 20 steps"
+    assert event.message == "trained parameters are not learning: dead had only zero gradients in 20 steps"
 
 
 def test_an_update_that_is_too_small_for_the_weights_precision():
@@ -87,7 +87,7 @@ def test_one_that_moved_on_another_rank():
     held = Held(here=torch.ones(3))
     assert said(held, lambda: None, gather=lambda mine: [mine, ({"here": True}, {})])[-1] is None
     event = said(held, lambda: None, gather=lambda mine: [mine, ({"there": False, "other": True}, {})])[-1]
-    assert event.message == "trained parameters stand still: here, there did not move in 20 steps"
+    assert event.message == "trained parameters are not learning: here, there did not change in 20 steps"
 
 
 def test_two_copies_that_changed_places_have_moved():

@@ -29,8 +29,8 @@ def test_the_slow_one_is_named_once_with_its_phase():
     (event,) = said(*[seen(QUICK, [0.4, 0.41, 0.9, 0.39])] * 20)
     assert event.name == "slow_rank"
     assert event.message == (
-        "rank 2 on node2 (pid 72) is slow: the forward takes it 900 ms a step and the median rank 400 ms; "
-        "the others wait for it in 500 of every 1000 ms"
+        "rank 2 on node2 (pid 72) is slow: its forward takes 900 ms a step (the median rank: 400 ms); "
+        "the others wait for it 500 of every 1000 ms"
     )
     assert event.fields["rank"] == 2
     assert event.fields["phase"] == "forward"
@@ -39,7 +39,7 @@ def test_the_slow_one_is_named_once_with_its_phase():
 @pytest.mark.parametrize("forward", [None, [0.4, 0.4, 0.4, 0.4]], ids=["data alone", "both"])
 def test_one_that_reads_slowly(forward):
     (event,) = said(*[seen([0.01, 0.3, 0.01, 0.01], forward)] * 20)
-    assert event.message.startswith("rank 1 on node1 (pid 71) is slow: reading data takes it 300 ms a step")
+    assert event.message.startswith("rank 1 on node1 (pid 71) is slow: reading data takes 300 ms a step")
     assert event.fields["phase"] == "data"
 
 
@@ -124,8 +124,8 @@ def test_ranks_of_one_stage_are_compared_with_each_other():
     assert said(*[usual] * 20, stages=2) == []
     (event,) = said(*[seen(QUICK, [0.2, 0.2, 0.4, 0.4], backward=[0.3, 0.4, 0.5, 0.5])] * 20, stages=2)
     assert event.message == (
-        "rank 1 on node1 (pid 71) is slow: the backward takes it 400 ms a step and the median rank of its "
-        "stage 300 ms; the others wait for it in 100 of every 1000 ms"
+        "rank 1 on node1 (pid 71) is slow: its backward takes 400 ms a step (the median rank of its "
+        "stage: 300 ms); the others wait for it 100 of every 1000 ms"
     )
 
 
@@ -138,4 +138,4 @@ def test_a_stage_of_one_rank_is_compared_with_no_other():
 
 def test_stages_read_data_alike():
     (event,) = said(*[seen([0.0, 0.0, 0.3, 0.0], STAGES, backward=STAGES)] * 20, stages=4)
-    assert event.message.startswith("rank 2 on node2 (pid 72) is slow: reading data takes it 300 ms a step")
+    assert event.message.startswith("rank 2 on node2 (pid 72) is slow: reading data takes 300 ms a step")
