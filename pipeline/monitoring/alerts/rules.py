@@ -98,7 +98,7 @@ class SpikeDetector:
         """Add the next value unless it is a spike or not finite.
 
         Returns:
-            Whether it is a spike. After NEW_LEVEL_SPIKES spikes in a row the detector restarts at their level.
+            Whether it is a spike. After NEW_LEVEL_SPIKES in a row the detector restarts at their level.
         """
         if not math.isfinite(value):
             return False

@@ -1,6 +1,6 @@
-"""Where a run's numbers go: metrics.jsonl (the record), the console, W&B, TensorBoard, a user's own.
+"""Trackers of a run: metrics.jsonl (the record), the console, W&B, TensorBoard, alerts, and custom ones.
 
-Which of them a recipe asks for, and how each is made.
+This module opens the trackers that a recipe asks for.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from pipeline.redaction import redact
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that trackers are opened for."""
+    """Run for which trackers are opened."""
 
     config: RunConfig
     directory: Path
-    """Directory of the run, which exists already."""
+    """Existing directory of the run."""
     start_step: int
     """Optimizer steps done before this process."""
     max_steps: int
     settings: dict[str, Any]
-    """The run's configuration as trackers show it, without secrets."""
+    """Configuration of the run without secrets, for trackers to show."""
     record: Path
     """Path of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class TrackerKind:
-    """A kind of place for metrics that a recipe can ask for."""
+    """Entry of TRACKERS: a kind of tracker that a recipe can ask for."""
 
     build: Callable[[TrackedRun], Sequence[Tracker]]
-    """Opens what the recipe asks for; empty if it asks for nothing, or if that cannot be opened now."""
+    """Function that opens the trackers; empty if the recipe asks for none or they cannot be opened now."""
     check: Callable[[RunConfig], object] = lambda config: None
-    """Raises a ConfigError if the recipe asks for what it cannot have."""
+    """Function that raises a ConfigError if the recipe asks for a tracker that is not available."""
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Refuse what a recipe asks for and cannot have, before anything is built.
+    """Check before anything is built that the trackers of a recipe are available.
 
     Raises:
         ConfigError: See build_trackers.
@@ -77,20 +77,20 @@ def build_trackers(
     run_config: dict[str, Any],
     redo_evaluation: bool = False,
 ) -> Trackers:
-    """Open every tracker the recipe asks for.
+    """Open every tracker that the recipe asks for.
 
     Args:
-        config: The recipe; `log`, `wandb` and `notify` are read.
-        run_dir: Existing directory of the run; everything is written under it.
-        is_main_process: False gives an empty `Trackers`: only one process of a job writes.
-        start_step: Optimizer steps done before this process. Rows of later steps are taken back.
+        config: The recipe; its sections `log`, `wandb` and `notify` are read.
+        run_dir: Existing directory of the run; all files are written under it.
+        is_main_process: Whether this is the main process. Other processes get an empty `Trackers`.
+        start_step: Optimizer steps done before this process. Rows of later steps are removed.
         max_steps: Optimizer steps of the whole run.
-        run_config: Configuration of the run that trackers show; they get it without secrets.
-        redo_evaluation: Whether the evaluation of `start_step` comes again.
+        run_config: Configuration of the run for trackers to show; secrets are removed here.
+        redo_evaluation: Whether the evaluation of `start_step` is repeated.
 
     Raises:
-        ConfigError: A tracker's package is missing, its import path is wrong, or `notify` names what is not
-            there.
+        ConfigError: A tracker's package is missing, its import path is wrong, or `notify` names a program or
+            variable that does not exist.
         MetricsFileError: metrics.jsonl cannot be written.
     """
     if not is_main_process:
@@ -137,15 +137,15 @@ def _open_own(run: TrackedRun) -> Sequence[Tracker]:
 
 
 def _check_wandb(config: RunConfig) -> None:
-    if config.wandb.mode in ("online", "offline"):  # auto does without
+    if config.wandb.mode in ("online", "offline"):  # `auto` runs without the package
         require_package("wandb", f"wandb.mode: {config.wandb.mode}", "set wandb.mode=disabled")
 
 
 def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
-    """Return the tracker of Weights & Biases; none where it cannot be started."""
+    """Return the tracker of Weights & Biases; an empty list if it is disabled or cannot be started."""
     if run.config.wandb.mode == "disabled":
         return []
-    # 0.4 s of imports: only where it is used.
+    # Importing it takes 0.4 s, so only if it is used.
     from pipeline.monitoring.trackers.weights_and_biases import open_wandb
 
     online = open_wandb(
@@ -159,22 +159,22 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
     if online is None:
         return []
     same_run = format_shell_line(f"run_dir={run.directory.absolute()}")
-    resend = f", and the same command with {same_run} sends them to W&B"
+    resend = f"; the same command with {same_run} sends them to W&B"
     return [TrackerThread(lambda: online, "W&B", resend=resend)]
 
 
 def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
-    ways = build_channels(run.config.notify)
-    if not ways:
+    channels = build_channels(run.config.notify)
+    if not channels:
         return []
-    make = partial(NotifyTracker, ways, run.config.notify.level, run.directory.resolve().name)
+    make = partial(NotifyTracker, channels, run.config.notify.level, run.directory.resolve().name)
     return [TrackerThread(make, "notify", takes_rows=False)]
 
 
 def _open_console(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.shows_rows:
         return []
-    # Not on a thread: its lines stand between those of the log, in the order of what happened.
+    # Not on a thread, so that its lines and those of the log keep their order.
     return [OptionalTracker(ConsoleTracker(run.max_steps), "the console")]
 
 
@@ -187,5 +187,5 @@ TRACKERS = {
     "notify": TrackerKind(_open_notify, lambda config: build_channels(config.notify)),
     "log.console": TrackerKind(_open_console),
 }
-"""Key of the recipe that asks for a tracker -> how it is opened and checked, in the order in which they are
-opened. `log.trackers` takes a user's own by import path."""
+"""Key of the recipe -> the kind of tracker that it asks for, in the order in which trackers are opened.
+`log.trackers` opens custom trackers by import path."""

@@ -1,6 +1,6 @@
-"""The run on a screen: a short plain line every few seconds.
+"""Console tracker: a short plain line every few seconds.
 
-The numbers are those of the row, rounded; only the time left is computed here.
+The numbers are those of the row, rounded. Only the time left is computed here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GAP = "  "
 
 @contextmanager
 def ignore_closed_terminal() -> Iterator[None]:
-    """Ignore that the terminal was just closed: its SIGHUP comes a moment later."""
+    """Ignore the EIO of a terminal that was just closed, since its SIGHUP arrives a moment later."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,7 @@ def ignore_closed_terminal() -> Iterator[None]:
 
 
 class ConsoleTracker:
-    """Shows the newest row; every evaluation stays on the screen."""
+    """Prints the newest row every few seconds, and every evaluation."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class ConsoleTracker:
         min_interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Print nothing before the first row.
+        """Create the tracker, which prints nothing before the first row.
 
         Args:
             max_steps: Optimizer steps of the whole run.
-            file: Where to print; `None`: to what standard output is by then.
-            min_interval: Least seconds between two lines; the first, the last and evaluations always have
-                one.
-            clock: Monotonic seconds.
+            file: Output file; `None` prints to the current standard output.
+            min_interval: Minimum seconds between two lines. The first row, the last one and evaluations are
+                always printed.
+            clock: Monotonic clock in seconds.
         """
         self._max_steps = max_steps
         self._file = file
@@ -60,7 +60,7 @@ class ConsoleTracker:
 
     @ignore_closed_terminal()
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Show one row: as an evaluation, as training, or as both."""
+        """Print a row: its training metrics, its evaluation, or both."""
         evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
         if len(evaluation) < len(row):
             self._print_throttled(step, train_line(step, self._max_steps, row, self._seconds_left(step, row)))
@@ -69,16 +69,16 @@ class ConsoleTracker:
                 self._print(line)
 
     def tell(self, step: int, event: Event) -> None:
-        """Do nothing: the log shows events on the screen."""
+        """Do nothing: the log prints events."""
 
     @ignore_closed_terminal()
     def close(self, exit_code: int) -> None:
-        """Leave the newest row on the screen."""
+        """Print the newest row if it was held back."""
         if self._unprinted is not None:
             self._print(self._unprinted)
 
     def _seconds_left(self, step: int, row: Mapping[str, float]) -> float | None:
-        """Return the steps to go times the mean step so far, with its evaluations and checkpoints."""
+        """Return the remaining steps times the mean time of a step, with its evaluations and checkpoints."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -104,7 +104,14 @@ class ConsoleTracker:
 
 
 def train_line(step: int, max_steps: int, row: Mapping[str, float], seconds_left: float | None) -> str:
-    """Return the line of a training row."""
+    """Return the line of a training row.
+
+    Args:
+        step: Step of the row.
+        max_steps: Optimizer steps of the whole run.
+        row: Columns of the row.
+        seconds_left: Estimated seconds until the end; `None` if unknown.
+    """
     parts = [_head("step", step, max_steps)]
     if (skipped := row.get("train/skipped_steps", 0)) > 0:
         parts.append(f"skipped {skipped:.0f}")
@@ -117,33 +124,33 @@ def train_line(step: int, max_steps: int, row: Mapping[str, float], seconds_left
 
 
 def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]:
-    """Return the lines of an evaluation: of all sets together, then of each set, numbers below each other."""
+    """Return the lines of an evaluation in aligned columns: first all sets together, then each set."""
     by_set: dict[str, dict[str, float]] = {"": {}}
     for key, value in row.items():
-        of_set, _, metric = key.removeprefix("eval/").rpartition("/")
-        by_set.setdefault(of_set, {})[metric] = value
+        name, _, metric = key.removeprefix("eval/").rpartition("/")
+        by_set.setdefault(name, {})[metric] = value
     head = _head("eval", step, max_steps)
     width = max([len(head), *map(len, by_set)])
     lines = []
-    for of_set, numbers in by_set.items():
-        shown = {"perplexity": format_norm}
-        fields = [f"{name} {shown.get(name, format_loss)(value):>7}" for name, value in numbers.items()]
-        lines.append(GAP.join([of_set.rjust(width) if of_set else head.ljust(width), *fields]))
+    formats = {"perplexity": format_norm}
+    for name, metrics in by_set.items():
+        fields = [f"{key} {formats.get(key, format_loss)(value):>7}" for key, value in metrics.items()]
+        lines.append(GAP.join([name.rjust(width) if name else head.ljust(width), *fields]))
     return lines
 
 
 def format_loss(value: float) -> str:
-    """Return a loss with four decimals, or four digits if it is huge."""
+    """Return a loss with four decimals, or with four significant digits from 10,000 on."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def format_norm(value: float) -> str:
-    """Return a norm or a perplexity with two decimals, or as a power of ten if those say nothing."""
+    """Return a norm or a perplexity with two decimals, or in scientific notation if too small or large."""
     return f"{value:.2f}" if value == 0 or 0.01 <= abs(value) < 1e4 else f"{value:.1e}"
 
 
 def format_count(value: float) -> str:
-    """Return a rate as 12.3k or 1.2M."""
+    """Return a count or a rate in the form 12.3k or 1.2M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
             return f"{value / size:.1f}{unit}"
@@ -160,7 +167,7 @@ TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str], str, int], ...] = (
     ("memory/peak_allocated_gib", "mem", "{:.1f}".format, "GiB", 5),
     ("train/loss_scale", "scale", "{:g}".format, "", 5),
 )
-"""Metric, word before, how its value is shown, unit after, least width of the value."""
+"""Metric, word before the value, format of the value, unit after it, minimum width of the value."""
 
 
 def _head(word: str, step: int, max_steps: int) -> str:

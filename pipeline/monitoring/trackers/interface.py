@@ -1,4 +1,9 @@
-"""Interface of a tracker, several as one, and trackers that are dropped if they fail or block."""
+"""Interface of a tracker, the group of a run's trackers, and trackers that are dropped on failure.
+
+A failure of metrics.jsonl ends the run, since the record would have holes. Any other tracker that raises is
+dropped with one line: a run that a scheduler restarts must not end because a server is down. A wrong
+import path or wrong arguments are errors before the data is prepared.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from pipeline.monitoring.events import RUN_FAILED, Event, Showable
 from pipeline.redaction import redact_text
 
 GIT_DIFF = "git.diff"
-"""File of a run directory with the changes since the commit; a tracker may upload it."""
+"""File of a run directory with the uncommitted changes; a tracker may upload it."""
 TRACKER_METHODS = ("write", "tell", "close")
 BEST_BY_SUFFIX: dict[str, Literal["min", "max"]] = {
     "loss": "min",
@@ -32,54 +37,55 @@ BEST_BY_SUFFIX: dict[str, Literal["min", "max"]] = {
     "per_second": "max",
     "mfu": "max",
 }
-"""End of a metric's name -> which of its values is the best."""
+"""Suffix of a metric's name -> whether its minimum or maximum is the best value."""
 
 
 def best_direction(name: str) -> Literal["min", "max"] | None:
-    """Return which value of a metric is the best; `None` if none is."""
+    """Return whether the minimum or maximum of a metric is best; `None` if neither is."""
     return next((best for end, best in BEST_BY_SUFFIX.items() if name.endswith(end)), None)
 
 
 class Tracker(Protocol):
-    """A place where the numbers of a run go."""
+    """Destination of a run's rows and events."""
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Take one row.
+        """Write one row.
 
         Args:
-            step: Optimizer steps done (`global_step`); smaller than in the row before only after a ROLLBACK.
-            row: Metric key (`group/snake_case`) to value.
+            step: Optimizer steps done (`global_step`). It decreases only after a ROLLBACK event.
+            row: Metric key (`group/snake_case`) -> value.
         """
 
     def tell(self, step: int, event: Event) -> None:
-        """Take what happened at a step.
+        """Write an event.
 
         Args:
-            step: As of `write`, but that the row of the same step may come after it.
+            step: Optimizer steps done. The row of the same step may come after the event.
+            event: The event.
         """
 
     def close(self, exit_code: int) -> None:
-        """Write out what is left.
+        """Write out buffered data and close.
 
         Args:
-            exit_code: 0 for a run that ended as it should, 128 + n for one that signal n stopped, anything
-                else for one that failed.
+            exit_code: 0 for a run that ended normally, 128 + n for one that signal n stopped, any other value
+                for one that failed.
         """
 
 
 @runtime_checkable
 class SupportsShow(Protocol):
-    """A tracker that takes what is neither a row nor an event, too. metrics.jsonl has none of it."""
+    """A tracker that also takes objects that are neither rows nor events. metrics.jsonl omits them."""
 
     def show(self, what: Showable) -> None:
-        """Take it. Histograms come behind their row."""
+        """Show the object. Histograms follow their row."""
 
 
 def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
-    """Return the class that `kind` names.
+    """Import the class or function that `kind` names.
 
     Raises:
-        ConfigError: There is none, or it does not take the arguments of a tracker.
+        ConfigError: It does not exist, or does not take the arguments of a tracker.
     """
     make = import_object(config.kind, ConfigError)
     message = (
@@ -95,15 +101,16 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
 def open_custom_tracker(
     config: TrackerConfig, run_dir: Path, start_step: int, run_config: dict[str, Any]
 ) -> Tracker:
-    """Make a user's own tracker.
+    """Create a custom tracker.
 
     Args:
+        config: Entry of `log.sinks` in the recipe.
         run_dir: Existing directory of the run.
-        start_step: Optimizer steps done before this process; rows of later steps come again.
+        start_step: Optimizer steps done before this process; rows of later steps are written again.
         run_config: Recipe, DeepSpeed JSON and number of ranks.
 
     Raises:
-        ConfigError: See import_tracker; or the result is no tracker.
+        ConfigError: See import_tracker; or the result is not a tracker.
     """
     make = import_tracker(config)
     with exit_as_error(f"log.trackers: {config.kind}", ConfigError):
@@ -116,7 +123,7 @@ def open_custom_tracker(
 
 def _lacks(config: TrackerConfig, missing: list[str]) -> str:
     return (
-        f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker has write(step, row), "
+        f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker needs write(step, row), "
         "tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
     )
 
@@ -124,24 +131,29 @@ def _lacks(config: TrackerConfig, missing: list[str]) -> str:
 logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 10_000
-"""Most rows and events that a tracker may be behind: some 30 MB of the host's memory."""
+"""Maximum number of rows and events that a tracker may be behind: about 30 MB of host memory."""
 CLOSE_SECONDS = 20.0
-"""Seconds that all trackers together have at the end of a run. W&B needs up to 16 of them."""
+"""Seconds that all trackers together have to close at the end of a run. W&B needs up to 16 of them."""
 QUIET_SECONDS = 3.0
-"""Seconds until a line says which tracker the run waits for."""
+"""Seconds of waiting after which a line names the tracker that the run waits for."""
 EXIT_SECONDS = 10.0
-"""Seconds in which a process with a hanging tracker exits. wandb's exit handler needs up to 8 of them."""
+"""Seconds within which a process with a hanging tracker exits. wandb's exit handler needs up to 8 of them."""
 _THREAD = "tracker "
 
 
 class OptionalTracker:
     """A tracker that is dropped when it raises for the first time.
 
-    It is not closed then: a close may wait for ever to write out what failed.
+    A dropped tracker is not closed, since `close` may wait forever to write out what failed.
     """
 
     def __init__(self, tracker: Tracker, name: str) -> None:
-        """Wrap a tracker, with its name for the line of the log."""
+        """Wrap a tracker.
+
+        Args:
+            tracker: The tracker.
+            name: Name of the tracker in log lines.
+        """
         self.name = name
         self._tracker: Tracker | None = tracker
 
@@ -156,7 +168,7 @@ class OptionalTracker:
             self._attempt(self._tracker.tell, step, event)
 
     def show(self, what: Showable) -> None:
-        """See Shows."""
+        """See SupportsShow."""
         if isinstance(self._tracker, SupportsShow):
             self._attempt(self._tracker.show, what)
 
@@ -168,31 +180,34 @@ class OptionalTracker:
     def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
         try:
             method(*arguments)
-        except (Exception, SystemExit) as error:  # whatever a library raises: the record is metrics.jsonl
-            self._drop(_told(error))
+        except (Exception, SystemExit) as error:  # any error of a library: the record is metrics.jsonl
+            self._drop(_format_error(error))
 
     def _drop(self, why: str) -> None:
-        tracker, self._tracker = self._tracker, None
+        tracker = self._tracker
+        self._tracker = None
         if tracker is not None:
-            _say_dropped(self.name, why)
+            _log_dropped(self.name, why)
 
 
 class TrackerThread(OptionalTracker):
-    """Makes a tracker and calls it on a daemon thread, in the order of the calls.
+    """Creates a tracker and calls it on a daemon thread, in the order of the calls.
 
-    No call waits for the tracker: calls go into a bounded queue. A tracker whose queue is full is dropped.
+    Calls go into a bounded queue and never wait for the tracker. A tracker is dropped if its queue is full.
+    Without the thread, a server that hangs for a minute would look like a hang to the watchdog, which ends
+    the job.
     """
 
     def __init__(
         self, make: Callable[[], Tracker], name: str, *, takes_rows: bool = True, resend: str = ""
     ) -> None:
-        """Wait until the tracker is made.
+        """Start the thread and wait until the tracker is created.
 
         Args:
-            make: Makes the tracker; what it raises is raised here.
+            make: Creates the tracker; its errors are raised here.
             name: See OptionalTracker.
-            takes_rows: Whether the tracker does something with rows.
-            resend: Clause of the line that says how to send rows again.
+            takes_rows: Whether the tracker uses rows.
+            resend: Clause of the log line that says how to send missing rows again.
         """
         self._takes_rows = takes_rows
         self._resend = resend
@@ -210,18 +225,22 @@ class TrackerThread(OptionalTracker):
             super().write(step, row)
 
     def close(self, exit_code: int) -> None:
-        """Have the tracker closed behind all that it was given. `wait_for` waits for it."""
+        """Queue the close behind all earlier calls, without waiting; see `wait_for_trackers`."""
         super().close(exit_code)
         self._put(None)
 
     def join(self, until: float) -> bool:
-        """Wait for a closed tracker until then (monotonic seconds), and return whether it has ended."""
+        """Wait for a closed tracker, and return whether it has ended.
+
+        Args:
+            until: Deadline in monotonic seconds.
+        """
         self._thread.join(max(0.0, until - time.monotonic()))
         return self._tracker is None or not self._thread.is_alive()
 
     def give_up(self, seconds: float) -> None:
         """Drop a tracker whose thread has not ended within these seconds."""
-        behind = self._calls.unfinished_tasks - 2  # but the close and the end of the queue
+        behind = self._calls.unfinished_tasks - 2  # without the close and the end of the queue
         rows = f"did not take its last {behind:,} rows and events" if behind > 0 else "did not close"
         self._drop(f"it {rows} within {seconds:.0f} s; metrics.jsonl has all rows{self._resend}")
 
@@ -232,7 +251,7 @@ class TrackerThread(OptionalTracker):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            behind = f"it blocks, {QUEUE_SIZE:,} rows and events behind"
+            behind = f"it hangs and is {QUEUE_SIZE:,} rows and events behind"
             self._drop(f"{behind}; metrics.jsonl has all rows{self._resend}")
 
     def _drop(self, why: str) -> None:
@@ -251,13 +270,19 @@ class TrackerThread(OptionalTracker):
             while (call := self._calls.get()) is not None:
                 super()._attempt(*call)
                 self._calls.task_done()
-        except BaseException as error:  # asyncio's CancelledError is no Exception
-            self._drop(_told(error))
+        except BaseException as error:  # asyncio.CancelledError does not derive from Exception
+            self._drop(_format_error(error))
 
 
 def wait_for_trackers(trackers: Sequence[TrackerThread], at_most: float) -> None:
-    """Wait for closed trackers, and drop those that take longer than `at_most` or CLOSE_SECONDS."""
-    began, seconds = time.monotonic(), min(CLOSE_SECONDS, at_most)
+    """Wait for closed trackers, and drop those that take too long.
+
+    Args:
+        trackers: Trackers whose `close` was called.
+        at_most: Maximum seconds to wait; never more than CLOSE_SECONDS.
+    """
+    began = time.monotonic()
+    seconds = min(CLOSE_SECONDS, at_most)
     late = [tracker for tracker in trackers if not tracker.join(began + min(QUIET_SECONDS, seconds))]
     if late and seconds > QUIET_SECONDS:
         names = " and ".join(tracker.name for tracker in late)
@@ -268,9 +293,9 @@ def wait_for_trackers(trackers: Sequence[TrackerThread], at_most: float) -> None
 
 
 def limit_exit_time(exit_code: int) -> None:
-    """Have this process end with that code within EXIT_SECONDS, where the thread of a tracker hangs.
+    """End this process with the code within EXIT_SECONDS if the thread of a tracker hangs.
 
-    A library that hangs in a call hangs in its exit handler, too: wandb waits there for its own process.
+    A library that hangs in a call also hangs in its exit handler: wandb waits there for its own process.
     """
     if any(thread.name.startswith(_THREAD) for thread in threading.enumerate()):
         timer = threading.Timer(EXIT_SECONDS, os._exit, [exit_code])
@@ -279,41 +304,46 @@ def limit_exit_time(exit_code: int) -> None:
 
 
 def open_optional_tracker(name: str, make: Callable[[], Tracker]) -> list[TrackerThread]:
-    """Return the tracker, or none if it cannot be opened now.
+    """Return the tracker on its thread, or an empty list if it cannot be opened now.
 
     A server that is down must not end a run at a restart.
 
+    Args:
+        name: Name of the tracker in log lines.
+        make: Creates the tracker.
+
     Raises:
-        PipelineError: what was asked for is a mistake.
+        PipelineError: The recipe is wrong.
     """
     try:
         return [TrackerThread(make, name)]
     except PipelineError:
         raise
     except (Exception, SystemExit) as error:
-        _say_dropped(name, _told(error))
+        _log_dropped(name, _format_error(error))
         return []
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {summarize_error(error)}"
 
 
-def _say_dropped(name: str, why: str) -> None:
-    logger.warning("%s is dropped (%s); the run goes on without it", name, why)
+def _log_dropped(name: str, why: str) -> None:
+    logger.warning("%s is dropped (%s); the run continues without it", name, why)
 
 
 FAILURE_LINES = 20
-"""Of a traceback, in an event."""
+"""Lines of a traceback in an event."""
 
 
 class Trackers:
-    """Every tracker of the run as one; empty where nothing is written (any rank but the main process).
+    """All trackers of the run as one tracker; empty on every rank but the main process.
 
-    As a context manager it closes them: with exit code 0, or 1 where an exception passes through, of which
-    they are told.
+    As a context manager it closes them with exit code 0. If an exception passes through, it sends them the
+    event of the failure and closes them with 1.
 
     Args:
+        trackers: Trackers of the run.
         step: Optimizer steps done.
     """
 
@@ -323,19 +353,20 @@ class Trackers:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is written, or no more."""
+        """Whether there are no trackers, or they are closed."""
         return not self._trackers
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Hand one row to every tracker."""
+        """Write one row to every tracker."""
         self._step = step
         for tracker in self._trackers:
             tracker.write(step, row)
 
     def tell(self, step: int, event: Event) -> None:
-        """Log what happened, on every rank, and hand it to every tracker.
+        """Log an event, on every rank, and send it to every tracker.
 
-        A rank without trackers logs errors to its file alone: the main process shows them on the console.
+        A rank without trackers logs errors as warnings, so that only the main process shows them on the
+        console.
         """
         self._step = step
         level = logging.getLevelName(event.level.upper())
@@ -345,20 +376,22 @@ class Trackers:
             tracker.tell(step, event)
 
     def show(self, what: Showable) -> None:
-        """Hand what is neither a row nor an event to the trackers that take it. On any thread."""
+        """Pass an object that is neither row nor event to the trackers that support it. On any thread."""
         for tracker in self._trackers:
             if isinstance(tracker, SupportsShow):
                 tracker.show(what)
 
     def close(self, exit_code: int, at_most: float = math.inf) -> None:
-        """Close every tracker, also after one of them failed to; the failure is raised at the end.
+        """Close every tracker, even if closing one fails; the failure is raised at the end.
 
-        Once: a second call does nothing.
+        A second call does nothing.
 
         Args:
-            at_most: Seconds, see wait_for.
+            exit_code: See Tracker.close.
+            at_most: Maximum seconds to wait; see wait_for_trackers.
         """
-        trackers, self._trackers = self._trackers, ()
+        trackers = self._trackers
+        self._trackers = ()
         with ExitStack() as stack:
             stack.callback(
                 wait_for_trackers,
@@ -375,22 +408,22 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._tell_of_failure(error)
+            self._send_failure(error)
         try:
             self.close(0 if error is None else 1)
         except (OSError, PipelineError) as failure:
             if error is None:
                 raise
-            logger.warning("closing the run's metrics failed: %s", failure)  # the first error is the news
+            logger.warning("closing the run's metrics failed: %s", failure)  # report the first error
 
-    def _tell_of_failure(self, error: Exception) -> None:
-        """To the trackers alone: who ends the run shows it on the console."""
+    def _send_failure(self, error: Exception) -> None:
+        """Send the failure to the trackers, without logging it: the caller shows it on the console."""
         is_users = isinstance(error, PipelineError)
         kind = "" if is_users else f"{type(error).__name__}: "
         lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
-        # What a user can cause is in the message; a mistake of ours is in the lines that led there.
+        # The message of a user's error is enough; a bug needs the end of its traceback.
         fields = {} if is_users else {"traceback": "\n".join(lines)}
         event = Event(RUN_FAILED, f"{kind}{summarize_error(error, 1000)}", level="error", fields=fields)
         for tracker in self._trackers:
-            with suppress(OSError, PipelineError):  # as a full disk, of which that very error may be
+            with suppress(OSError, PipelineError):  # such as a full disk, which may be the error itself
                 tracker.tell(self._step, event)

@@ -1,6 +1,6 @@
-"""Alerts to a command or a webhook of the user's own.
+"""Delivery of alerts to a command or a webhook that the recipe names.
 
-An environment variable holds the address of the webhook; nothing that is written or logged here repeats it.
+An environment variable holds the address of the webhook. The address is never written or logged.
 """
 
 from __future__ import annotations
@@ -27,60 +27,68 @@ from pipeline.monitoring.events import RUN_FAILED, Event
 
 logger = logging.getLogger(__name__)
 
-# Seconds.
-TIMEOUT = 10.0  # of a command, and of each answer of a server
-FAILURE_TIMEOUT = 5.0  # of a process that ends by a failure, for its last alert
-MIN_INTERVAL = 60.0  # between two alerts of one name
-MAX_TEXT_LENGTH = 1900  # characters; Discord takes 2000
+TIMEOUT = 10.0  # seconds for a command, and for each response of a server
+FAILURE_TIMEOUT = 5.0  # seconds that a failing process waits for its last alert
+MIN_INTERVAL = 60.0  # seconds between two alerts of the same name
+MAX_TEXT_LENGTH = 1900  # characters; Discord allows 2000
 LEVELS = ("info", "warning", "error")
-CHAT_FIELDS = ("text", "content")  # Slack and Mattermost read the one, Discord the other
+CHAT_FIELDS = ("text", "content")  # Slack and Mattermost show `text`, Discord `content`
 Channel = Callable[[Mapping[str, str | int]], None]
-"""Delivers an alert; raises if it cannot, without the address in its message."""
+"""Function that delivers an alert. Its errors do not contain the address."""
 
 
 class NotifyTracker:
-    """Delivers events of a level or worse: one a minute of each name, with the number that was held back."""
+    """Delivers events from a minimum level on, at most one per minute of each name.
+
+    The next alert of a name says how many were suppressed.
+    """
 
     def __init__(
-        self, ways: Mapping[str, Channel], level: str, run: str, clock: Callable[[], float] = time.monotonic
+        self,
+        channels: Mapping[str, Channel],
+        level: str,
+        run: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Deliver nothing yet.
+        """Create the tracker.
 
         Args:
-            ways: See build_channels.
-            level: Least level to deliver.
+            channels: Channels by key of the recipe; see build_channels.
+            level: Minimum level to deliver.
             run: Name of the run.
-            clock: Monotonic seconds.
+            clock: Monotonic clock in seconds.
         """
-        self._ways = ways
-        self._least = LEVELS.index(level)
+        self._channels = channels
+        self._min_level = LEVELS.index(level)
         self._run = run
         self._clock = clock
-        self._told_at: dict[str, float] = {}
-        self._held_back: dict[str, int] = {}
+        self._delivered_at: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
         self._failed = set[str]()
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Do nothing: rows go elsewhere."""
+        """Do nothing: only events are delivered."""
 
     def tell(self, step: int, event: Event) -> None:
-        """Deliver an alert, unless one of its name was delivered in the last minute. Waits for answers."""
-        if LEVELS.index(event.level) < self._least:
+        """Deliver an alert unless one of its name was delivered within MIN_INTERVAL. Waits for responses."""
+        if LEVELS.index(event.level) < self._min_level:
             return
         now = self._clock()
-        if now - self._told_at.get(event.name, -MIN_INTERVAL) < MIN_INTERVAL:
-            self._held_back[event.name] = self._held_back.get(event.name, 0) + 1
+        if now - self._delivered_at.get(event.name, -MIN_INTERVAL) < MIN_INTERVAL:
+            self._suppressed[event.name] = self._suppressed.get(event.name, 0) + 1
             return
-        self._told_at[event.name] = now
-        more = self._held_back.pop(event.name, 0)
-        said = build_payload(self._run, step, event, more)
-        for name, deliver in self._ways.items():
+        self._delivered_at[event.name] = now
+        more = self._suppressed.pop(event.name, 0)
+        payload = build_payload(self._run, step, event, more)
+        for name, deliver in self._channels.items():
             try:
-                deliver(said)
+                deliver(payload)
             except Exception as error:  # the next alert may be delivered
                 if name not in self._failed:
                     self._failed.add(name)
-                    logger.warning("notify.%s failed (%s); it is tried again", name, summarize_error(error))
+                    logger.warning(
+                        "notify.%s failed (%s); it is tried again at the next alert", name, summarize_error(error)
+                    )
 
     def close(self, exit_code: int) -> None:
         """Do nothing."""
@@ -90,99 +98,127 @@ def build_payload(run: str, step: int, event: Event, more: int = 0) -> dict[str,
     """Return the fields that are delivered.
 
     Args:
-        more: Number of alerts of this name that were held back since the last one.
+        run: Name of the run.
+        step: Step of the event.
+        event: The event.
+        more: Number of alerts of this name that were suppressed since the last one.
     """
-    held_back = f" (and {more} more since the last one told)" if more else ""
-    text = f"{run}, step {step}: {event.name}{held_back}: {event.line}"[:MAX_TEXT_LENGTH]
-    said: dict[str, str | int] = {"run": run, "step": step, "event": event.name, "level": event.level}
-    said |= {"message": event.message + held_back, "advice": event.advice}
-    return said | dict.fromkeys(CHAT_FIELDS, text)
+    suppressed = f" (and {more} more since the last one)" if more else ""
+    text = f"{run}, step {step}: {event.name}{suppressed}: {event.line}"[:MAX_TEXT_LENGTH]
+    payload: dict[str, str | int] = {"run": run, "step": step, "event": event.name, "level": event.level}
+    payload |= {"message": event.message + suppressed, "advice": event.advice}
+    return payload | dict.fromkeys(CHAT_FIELDS, text)
 
 
 def build_channels(config: NotifyConfig) -> dict[str, Channel]:
-    """Return how alerts are delivered, by the key that asks for it; empty if none does.
+    """Return the channels by the key of `notify` that asks for them; empty if none does.
 
     Raises:
-        ConfigError: There is no such program; the variable is not set, or holds no address.
+        ConfigError: The program does not exist, the variable is not set, or it holds no address.
     """
-    ways: dict[str, Channel] = {}
+    channels: dict[str, Channel] = {}
     if config.command is not None:
         words = shlex.split(config.command)
         if shutil.which(words[0]) is None:
-            raise ConfigError(f"notify.command: there is no program {words[0]!r} here, or it may not be run")
-        ways["command"] = lambda said: run_command(words, said)
+            raise ConfigError(
+                f"notify.command: there is no program {words[0]!r} here, or it is not executable; give a "
+                "program on PATH or its full path"
+            )
+        channels["command"] = lambda payload: run_command(words, payload)
     if config.webhook_env is not None:
-        address = _address(config.webhook_env)
-        ways["webhook_env"] = lambda said: post_json(address, said)
-    return ways
+        address = _read_address(config.webhook_env)
+        channels["webhook_env"] = lambda payload: post_json(address, payload)
+    return channels
 
 
-def _address(name: str) -> str:
+def _read_address(name: str) -> str:
+    """Return the webhook address that the environment variable holds."""
     address = os.environ.get(name, "").strip()
     if not address:
         raise ConfigError(
             f"notify.webhook_env: {name} is not set where the main process runs; export {name}=https://... "
-            f"(multi_node.sh: --export {name}), or drop notify.webhook_env"
+            f"(multi_node.sh: --export {name}), or remove notify.webhook_env"
         )
     with suppress(ValueError):
         parts = urlsplit(address)
         is_plain = address.isascii() and address.isprintable() and " " not in address
         if parts.scheme in ("http", "https") and parts.hostname and is_plain:
             return address
-    raise ConfigError(f"notify.webhook_env: what {name} holds is no address; give https://HOST/...")
+    raise ConfigError(
+        f"notify.webhook_env: the value of {name} is not an address; set it to https://HOST/..."
+    )
 
 
 def notify_failure(config: NotifyConfig, run: str, step: int, message: str) -> None:
-    """Send that a run failed, from a process that ends; also on ranks without trackers.
+    """Send the message that a run failed, from a process that is about to end, on any rank.
 
-    The training thread may hang. Raises nothing, logs nothing, and takes PATIENCE seconds at most.
+    The training thread may hang meanwhile. This raises and logs nothing, and takes at most FAILURE_TIMEOUT
+    seconds.
+
+    Args:
+        config: The section `notify` of the recipe.
+        run: Name of the run.
+        step: Step at which it failed.
+        message: Description of the failure.
     """
-    said = build_payload(run, step, Event(RUN_FAILED, message, level="error"))
+    payload = build_payload(run, step, Event(RUN_FAILED, message, level="error"))
 
     def deliver() -> None:
         with suppress(Exception):
-            for way in build_channels(config).values():
+            for send in build_channels(config).values():
                 with suppress(Exception):
-                    way(said)
+                    send(payload)
 
     thread = threading.Thread(target=deliver, name="notify", daemon=True)
     thread.start()
     thread.join(FAILURE_TIMEOUT)
 
 
-def run_command(words: list[str], said: Mapping[str, str | int]) -> None:
-    """Start the program, without a shell, and wait for it.
+def run_command(words: list[str], payload: Mapping[str, str | int]) -> None:
+    """Run a program without a shell and wait for it.
+
+    It gets the alert as JSON on standard input, and its fields as variables `PIPELINE_<FIELD>`.
+
+    Args:
+        words: The program and its arguments.
+        payload: Fields of the alert.
 
     Raises:
-        RuntimeError: It did not end with 0, or not in time: then it is killed with its children.
+        RuntimeError: The exit code is not 0, or TIMEOUT passed; then it is killed with its children.
     """
-    named = {f"PIPELINE_{key.upper()}": str(value) for key, value in said.items() if key not in CHAT_FIELDS}
+    variables = {
+        f"PIPELINE_{key.upper()}": str(value) for key, value in payload.items() if key not in CHAT_FIELDS
+    }
     process = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **named},
+        env={**os.environ, **variables},
         start_new_session=True,
     )
     try:
-        process.communicate(json.dumps(dict(said)).encode(), timeout=TIMEOUT)
+        process.communicate(json.dumps(dict(payload)).encode(), timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise RuntimeError(f"{words[0]} took longer than {TIMEOUT:.0f} s") from None
     if process.returncode:
-        raise RuntimeError(f"{words[0]} ended with {process.returncode}")
+        raise RuntimeError(f"{words[0]} ended with exit code {process.returncode}")
 
 
-def post_json(address: str, said: Mapping[str, str | int]) -> None:
+def post_json(address: str, payload: Mapping[str, str | int]) -> None:
     """Post an alert as JSON.
 
+    Args:
+        address: Address of the webhook.
+        payload: Fields of the alert.
+
     Raises:
-        RuntimeError: The server refused it, is not there or does not answer; the address is not repeated.
+        RuntimeError: The server refused it, does not exist or does not respond; without the address.
     """
-    body = json.dumps(dict(said)).encode()
+    body = json.dumps(dict(payload)).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT):
@@ -190,7 +226,11 @@ def post_json(address: str, said: Mapping[str, str | int]) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         raise RuntimeError(f"the server answered {error.code}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:  # their texts may have the address
+    except (
+        OSError,
+        http.client.HTTPException,
+        ValueError,
+    ) as error:  # their messages may contain the address
         reason = getattr(error, "reason", error)
         what = (isinstance(reason, OSError) and reason.strerror) or type(error).__name__
         raise RuntimeError(f"the server cannot be reached: {what}") from None

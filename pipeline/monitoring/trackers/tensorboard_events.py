@@ -1,4 +1,4 @@
-"""TensorBoard event files under the run directory. Needs the `tensorboard` extra."""
+"""TensorBoard tracker: event files in the run directory. Needs the `tensorboard` extra."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipeline.monitoring.events import ROLLBACK, Event
 
 
 class TensorBoardTracker:
-    """Writes each metric as a scalar under its own key, and hides the points that a run takes back.
+    """Writes each metric as a scalar under its key, and hides the points of removed rows.
 
-    Each row is on the disk before the next: a kill loses none that metrics.jsonl has.
+    Each row is flushed before the next one, so a kill loses no row that metrics.jsonl has.
     """
 
     def __init__(self, folder: Path, start_step: int, recorded: Iterable[Mapping[str, Any]]) -> None:
         """Open a new event file.
 
         Args:
-            folder: Directory of the event files; made where it is missing.
-            start_step: Points of this step and later ones in older event files are no longer shown.
-            recorded: Rows and events that the run's record still has of that step.
+            folder: Directory of the event files; created if it is missing.
+            start_step: First step whose points in older event files are hidden.
+            recorded: Rows and events of the record from that step on, which are written again.
 
         Raises:
             ConfigError: The tensorboard package is missing.
@@ -39,13 +39,13 @@ class TensorBoardTracker:
                 self.write(line["step"], values)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add one scalar a metric."""
+        """Add one scalar for each metric."""
         for key, value in row.items():
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def tell(self, step: int, event: Event) -> None:
-        """Add a text under the event's name; at a rollback, hide the points after its step."""
+        """Add the event as a text under its name. A rollback also hides the points after its step."""
         if event.name == ROLLBACK:
             self._writer.close()
             self._writer = self._open(purge_step=step + 1)
@@ -58,7 +58,7 @@ class TensorBoardTracker:
 
 
 def import_writer() -> Any:
-    """Import torch's SummaryWriter, which torch leaves untyped.
+    """Import and return torch's SummaryWriter class, which is untyped.
 
     Raises:
         ConfigError: The tensorboard package is missing.

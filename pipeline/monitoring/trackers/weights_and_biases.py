@@ -1,8 +1,16 @@
-"""Weights & Biases: one run, logged by one process, which can never stop or hold up training.
+"""Weights & Biases tracker: one run, logged by one process. It never stops or delays training.
 
-Each row is on the server exactly once, also after a kill: W&B loses rows that it had not sent yet, so a
-resumed run is filled up from metrics.jsonl. W&B's own step never falls: a rollback puts it ahead of
-`global_step`.
+Each row is on the server exactly once, even after a kill: W&B loses rows that it had not sent yet, so a
+resumed run sends them again from metrics.jsonl.
+
+W&B accepts no step twice, so its step is `global_step` plus an offset. A rollback adds the steps it dropped,
+and one more. The line of each rollback in metrics.jsonl has the sums so far.
+
+No call of W&B that queries the server runs in the training thread while training: tables and artifacts do so.
+Artifacts have a separate thread; a table is bound to the run first, which sends it as a plain file.
+
+W&B's shared mode is not used (wandb 0.31). It ignores `step=`, numbers rows itself, and sends them through
+the server's asynchronous path, where a second process that repeats rows adds them again.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ from pipeline.monitoring.trackers.interface import GIT_DIFF, TrackerThread, best
 from pipeline.monitoring.trackers.jsonl import is_rollback
 from pipeline.redaction import redact
 
-if TYPE_CHECKING:  # the trackers load no torch
+if TYPE_CHECKING:  # trackers do not import torch
     from pipeline.checkpoint.catalog import SavedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -41,14 +49,14 @@ T = TypeVar("T")
 
 FAILURE = "failure"
 SAMPLES = 100
-"""Lines of the table of samples: each evaluation sends all of them."""
+"""Maximum lines of the table of samples. Each evaluation sends all of them again."""
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
 RUN_ID_FILE = "wandb_run_id"
 PROJECT = "deepspeed-pipeline"
 INIT_TIMEOUT_SECONDS = 10.0
 FINISH_TIMEOUT_SECONDS = 8.0
 ROOM = 8 * 2**20
-"""Free bytes that the disk with W&B's files needs for another row."""
+"""Free bytes on the disk of W&B's files below which no more rows are sent."""
 VARIABLES = {
     "project": "WANDB_PROJECT",
     "entity": "WANDB_ENTITY",
@@ -57,8 +65,8 @@ VARIABLES = {
     "notes": "WANDB_NOTES",
     "job_type": "WANDB_JOB_TYPE",
 }
-"""Key of the section `wandb` and argument of `wandb.init` -> W&B's own variable for it."""
-_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's other words
+"""Key of the section `wandb`, which is also an argument of `wandb.init` -> W&B's variable for it."""
+_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's synonyms
 MOST_HASHED_BYTES = 2**20
 
 
@@ -71,23 +79,23 @@ def open_wandb(
     run_config: dict[str, Any],
     earlier: Callable[[], Iterable[Mapping[str, Any]]],
 ) -> WandbTracker | None:
-    """Open the run, or open it offline where there is no key or no server, and say which in one line.
+    """Open the W&B run, offline if there is no key or no server, and log which in one line.
 
     Args:
         config: The section `wandb` of the recipe.
-        run_name: Group of the run where neither the recipe nor W&B's variable names one.
+        run_name: Default group of the run, if neither the recipe nor W&B's variable names one.
         run_dir: Directory of the run; its folder `wandb` has W&B's files, or links to them.
-        start_step: 0 makes a new W&B run; otherwise the run continues under its id.
-        run_config: Shown as the run's configuration.
-        earlier: Reads rows and rollbacks up to `start_step`; rows that W&B lacks are sent again.
+        start_step: 0 creates a new W&B run; otherwise the run continues under its id.
+        run_config: Configuration to show.
+        earlier: Function that reads rows and rollbacks up to `start_step`. Rows that W&B lacks are sent again.
 
     Returns:
-        The tracker; `None` if W&B is disabled or cannot be started at all.
+        The tracker; `None` if W&B is disabled or cannot be started.
     """
 
     def start() -> WandbTracker | None:
-        # wandb posts its own telemetry to the same server. With a server that hangs, that kept the process
-        # 20 s at its exit. The variable is wandb's own switch and is read when its service starts.
+        # wandb posts telemetry to the same server. If that server hangs, the exit of the process takes 20 s.
+        # wandb reads this variable when its service starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         remove_empty_variables()
         mode, reason = choose_mode(config)
@@ -104,8 +112,8 @@ def open_wandb(
         tracker = WandbTracker(run, newest, AXES[config.x_axis])
         if start_step == 0 and newest >= 0:
             logger.warning(
-                "W&B: run %s has steps up to %d already and keeps them; this run's rows up to there are in "
-                "metrics.jsonl alone (another WANDB_RUN_ID, or none, begins anew)",
+                "W&B: run %s already has steps up to %d and keeps them; this run's rows up to that step are "
+                "only in metrics.jsonl (set another WANDB_RUN_ID, or none, to start a new W&B run)",
                 run.id,
                 newest,
             )
@@ -113,22 +121,22 @@ def open_wandb(
             for record in earlier():
                 tracker.repeat(record)
             if newest > tracker.wandb_step(start_step):
-                logger.info("W&B has steps of this run beyond step %d already and keeps them", start_step)
+                logger.info("W&B already has steps of this run beyond step %d and keeps them", start_step)
         return tracker
 
     return _never_crash("cannot start", start)
 
 
 class WandbTracker:
-    """Hands rows to wandb's own process, which sends them; `write` does not wait for the network."""
+    """Passes rows to wandb's process, which sends them; `write` does not wait for the network."""
 
     def __init__(self, run: Any, newest: int, axis: str = "global_step") -> None:
         """Define the axes of the curves.
 
         Args:
             run: Started run of wandb.
-            newest: W&B's own step up to which it has the rows; it keeps them.
-            axis: Metric that curves are drawn over.
+            newest: W&B step up to which the run already has rows, which cannot be changed.
+            axis: Metric on the x axis of curves.
         """
         self._run = run
         self._newest_there = newest
@@ -136,7 +144,7 @@ class WandbTracker:
         self._has_room = True
         self._artifacts: TrackerThread | None = None
         self._samples = list[list[Any]]()
-        # The newest row, which is still to be sent, and its step.
+        # The newest row, which is not sent yet, and its W&B step.
         self._row = dict[str, Any]()
         self._step = 0
         self._offset = 0
@@ -145,20 +153,23 @@ class WandbTracker:
         for name in {axis, "global_step", "rewinds"}:
             run.define_metric(name, hidden=True)
         run.define_metric("*", step_metric=axis)
-        if FAILURE in run.summary.keys():  # noqa: SIM118 (it is no dict)
-            del run.summary[FAILURE]  # of the start before
+        if FAILURE in run.summary.keys():  # noqa: SIM118 (not a dict)
+            del run.summary[FAILURE]  # of an earlier start
 
     def wandb_step(self, step: int) -> int:
-        """Return W&B's own step, which has to rise, of a global step."""
+        """Return the W&B step of a global step. W&B steps must increase."""
         return step + self._offset
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Log one row with its global step. Rows of one step are one row of W&B, sent when the next comes."""
+        """Log one row with its global step.
+
+        Rows of the same step become one row of W&B, which is sent when the next step's row arrives.
+        """
         for name, value in row.items():
             if (best := best_direction(name)) is not None:
                 better = np.fmin if best == "min" else np.fmax  # ignores a NaN
-                so_far = self._summary.get(name, {}).get(best, math.nan)
-                self._summary[name] = {best: float(better(value, so_far)), "last": float(value)}
+                previous = self._summary.get(name, {}).get(best, math.nan)
+                self._summary[name] = {best: float(better(value, previous)), "last": float(value)}
         at = self.wandb_step(step)
         if at <= self._newest_there:
             return
@@ -170,7 +181,7 @@ class WandbTracker:
             self._row["rewinds"] = self._rewinds
 
     def repeat(self, record: Mapping[str, Any]) -> None:
-        """Take a row or event that the record has from before."""
+        """Process a row or event that an earlier process of the run recorded."""
         if is_rollback(record):
             self._send()
             self._rewinds = int(record["rewinds"])
@@ -181,17 +192,17 @@ class WandbTracker:
             self.write(record["step"], {key: value for key, value in record.items() if key != "step"})
 
     def _add_sample(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add a line to the table, which is sent with the row of its step."""
+        """Add a line to the table of samples, which is sent with the row of its step."""
         self._samples.append([step, self._rewinds, fields["prompt"], fields["text"]])
         if self.wandb_step(step) == self._step and self._row:
             self._row["samples"] = self._samples[-SAMPLES:]
 
     def tell(self, step: int, event: Event) -> None:
-        """Send an alert; W&B holds back repeated ones. A failure is in the summary too, as `failure`."""
+        """Send an alert; W&B suppresses repeated ones. A failure is also `failure` in the summary."""
         if event.name == ROLLBACK:
             self._send()
             self._rewinds += 1
-            # The steps after `step` come again, and so may the evaluation of `step`.
+            # The steps after `step` repeat, and so may the evaluation of `step`.
             self._offset += int(event.fields["from_step"]) - step + 1
         if event.name == SAMPLE:
             self._add_sample(step, event.fields)
@@ -199,7 +210,7 @@ class WandbTracker:
             self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
 
     def show(self, what: Showable) -> None:
-        """Log new checkpoints, or add histograms to the row of their step."""
+        """Log new checkpoints as artifacts, or add histograms to the row of their step."""
         if isinstance(what, Histograms):
             if self.wandb_step(what.step) == self._step and self._row:
                 self._row["histograms"] = what
@@ -210,10 +221,10 @@ class WandbTracker:
             self._artifacts.show(what)
 
     def close(self, exit_code: int) -> None:
-        """Finish the run; waits for the server at most `FINISH_TIMEOUT_SECONDS`.
+        """Finish the run, waiting for the server at most FINISH_TIMEOUT_SECONDS.
 
-        A run that a signal stopped keeps its newest step back, since W&B takes nothing more for a step that
-        it has: an evaluation of it may still come. The resumed run sends both.
+        A run that a signal stopped does not send its newest row: its evaluation may follow after a resume, and
+        W&B accepts no more data for a step that it has. The resumed run sends both.
         """
         is_stopped = exit_code > 128
         if not is_stopped:
@@ -226,14 +237,15 @@ class WandbTracker:
             _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
 
     def _send(self) -> None:
-        row, self._row = self._row, {}
+        row = self._row
+        self._row = {}
         if not (row and self._is_on and self._has_room):
             return
         if (lacking := explain_lack_of_space(Path(self._run.dir))) is not None:
             self._has_room = False
             logger.warning(
-                "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all, and once there is "
-                "room, the run fills W&B up when it goes on",
+                "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all; free some space, and "
+                "the run sends them to W&B when it resumes",
                 self._step,
                 lacking,
             )
@@ -271,7 +283,7 @@ class WandbTracker:
             self._run.finish(exit_code=exit_code)
         except TimeoutError:
             logger.warning(
-                "W&B did not take the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
+                "W&B did not accept the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
                 "%s",
                 FINISH_TIMEOUT_SECONDS,
                 upload_command("--include-online", Path(self._run.dir).parent),
@@ -279,33 +291,35 @@ class WandbTracker:
 
 
 def upload_command(*words: str | Path) -> str:
-    """Return the command of wandb's own client that uploads files."""
+    """Return the command of wandb's client that uploads files."""
     return format_shell_line(find_installed_program("wandb") or "wandb", "sync", *words)
 
 
 def _never_crash(what: str, action: Callable[[], T]) -> T | None:
-    """Return the action's result; `None` after a failure of W&B, which one line says."""
+    """Run the action and return its result. After a failure of W&B, log one line and return `None`."""
     try:
         return action()
-    # Everything: wandb talks to another process and over the network, and raises whatever those raise
-    # (ConnectionResetError, pydantic's errors, assertions). None of it is a reason to lose a training run.
+    # Any error: wandb communicates with another process and over the network, and raises many types
+    # (ConnectionResetError, errors of pydantic, assertions). None of them may end a training run.
     except Exception as error:
         logger.warning(
-            "W&B %s (%s: %s); training goes on without it", what, type(error).__name__, summarize_error(error)
+            "W&B %s (%s: %s); training continues without it", what, type(error).__name__, summarize_error(error)
         )
         if isinstance(error, ConnectionError):
             import wandb
 
-            # Unhooks its dead process from the interpreter's exit, which would end in a traceback.
+            # Removes its dead process from the exit handlers, which would otherwise end in a traceback.
             with contextlib.suppress(ConnectionError):
                 wandb.teardown()
         return None
 
 
 def explain_lack_of_space(folder: Path) -> str | None:
-    """Return why W&B gets no rows; `None` if its disk has room.
+    """Return why W&B gets no more rows; `None` if its disk has enough space.
 
-    W&B's process drops rows on a full disk without a word, also those of an online run.
+    On a full disk wandb 0.31 silently drops rows that it cannot write to its own file, also in online runs,
+    and ends with 0. Of 2,010 rows 12 were missing in the middle, where no resume finds them. So W&B is
+    stopped before the disk is full: then rows are missing only at the end.
     """
     free = shutil.disk_usage(folder).free
     if free >= ROOM:
@@ -314,7 +328,7 @@ def explain_lack_of_space(folder: Path) -> str | None:
 
 
 def remove_empty_variables() -> None:
-    """Remove W&B's variables that are empty: W&B takes the empty text for a value, or refuses it."""
+    """Remove W&B's empty environment variables: W&B uses the empty string as a value, or refuses it."""
     for name, value in list(os.environ.items()):
         if name.startswith("WANDB_") and not value.strip():
             del os.environ[name]
@@ -323,13 +337,13 @@ def remove_empty_variables() -> None:
 def build_run_arguments(
     config: WandbConfig, run_name: str, run_dir: Path, run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return where and under which name `wandb.init` files the run; one line says what the recipe overrides.
+    """Return the arguments of `wandb.init`; one log line names the variables that the recipe overrides.
 
     Args:
-        config: The section `wandb` of the recipe; W&B's variables stand for what it leaves out.
-        run_name: Group of the run where neither names one.
+        config: The section `wandb` of the recipe; W&B's variables replace the keys it omits.
+        run_name: Default group of the run, if neither names one.
         run_dir: Directory of the run.
-        run_config: Shown as the run's configuration.
+        run_config: Configuration to show.
     """
     arguments: dict[str, Any] = {"project": PROJECT, "group": run_name}
     overridden = []
@@ -359,13 +373,13 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
     import wandb
 
     chosen: dict[str, Any] = {} if config.mode == "auto" else {"mode": config.mode}
-    # With nothing chosen here, wandb's settings hold WANDB_MODE, or what `wandb offline` wrote down.
+    # Without a mode, wandb's settings contain WANDB_MODE or the mode that `wandb offline` saved.
     settings = wandb.setup(settings=wandb.Settings(silent=True, **chosen)).settings
     mode = _MODES.get(settings.mode, settings.mode)
     if mode != "online":
         return mode, f"mode {settings.mode}"
     try:
-        has_key = wandb.login(prompt=False, verify=False)  # looks for a key where wandb itself does
+        has_key = wandb.login(prompt=False, verify=False)  # searches for a key where wandb does
     except wandb.Error as error:
         return "offline", summarize_error(error)
     return ("online", "") if has_key else ("offline", f"no API key for {settings.base_url}")
@@ -374,10 +388,17 @@ def choose_mode(config: WandbConfig) -> tuple[str, str]:
 def open_run(
     mode: str, reason: str, arguments: dict[str, Any], run_dir: Path, *, is_resume: bool
 ) -> tuple[Any, int]:
-    """Start a wandb run: online if that is the mode and the server answers, offline otherwise.
+    """Start a wandb run: online if that is the mode and the server responds, else offline.
+
+    Args:
+        mode: `online` or `offline`.
+        reason: Reason for offline.
+        arguments: Arguments of `wandb.init`.
+        run_dir: Directory of the run.
+        is_resume: Whether the run resumes from a checkpoint.
 
     Returns:
-        The run, and W&B's step up to which it has the rows; -1 if it has none.
+        The run, and the W&B step up to which it has rows; -1 if it has none.
     """
     import wandb
 
@@ -387,29 +408,30 @@ def open_run(
         init_timeout=INIT_TIMEOUT_SECONDS,
         finish_timeout=FINISH_TIMEOUT_SECONDS,
         finish_timeout_raises=True,
-        disable_git=True,  # it would upload the diff as it is; the run's git.diff has no secrets
-        x_transaction_log_flush_interval=1.0,  # 15 by default, and a killed run loses what was not flushed
+        disable_git=True,  # wandb would upload the diff unredacted; the run's git.diff has no secrets
+        x_transaction_log_flush_interval=1.0,  # 15 by default; a killed run loses rows that were not flushed
     )
-    # create_new: a run of the user's own in this process stays what it is.
+    # create_new: another wandb run in this process is not affected.
     shared = {"reinit": "create_new", "settings": settings, **arguments}
-    folder, id_file = run_dir / "wandb", run_dir / RUN_ID_FILE
-    is_left = not is_resume and "WANDB_RESUME" in os.environ
-    resume: Literal["allow"] | None = None if is_left else "allow"  # None: as the variable says
+    folder = run_dir / "wandb"
+    id_file = run_dir / RUN_ID_FILE
+    uses_variable = not is_resume and "WANDB_RESUME" in os.environ
+    resume: Literal["allow"] | None = None if uses_variable else "allow"  # None: wandb reads the variable
     if mode == "online":
         try:
-            run_id = _run_id(id_file, is_resume=is_resume, reuse=is_resume)
+            run_id = _choose_run_id(id_file, is_resume=is_resume, reuse=is_resume)
             run = _init("online", folder, id=run_id, resume=resume, **shared)
-            _set_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
+            _move_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
             reason = summarize_error(error)
     # Offline files of one id are uploaded together, in the order of their starts. A run that the server may
-    # know gets a new id: the number of its rows there is not known now, so the file begins with all of them.
+    # know gets a new id: how many rows the server has is unknown now, so the new file begins with all of them.
     newest = _newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
-        _set_aside(folder.glob("offline-run-*"))
-    run_id = _run_id(id_file, is_resume=is_resume, reuse=newest is not None)
+        _move_aside(folder.glob("offline-run-*"))
+    run_id = _choose_run_id(id_file, is_resume=is_resume, reuse=newest is not None)
     run = _init("offline", folder, id=run_id, resume=resume, **shared)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
     logger.warning("W&B is offline (%s); to upload: %s", reason, upload_command(*paths))
@@ -417,15 +439,16 @@ def open_run(
 
 
 def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) -> Any:
-    """Start a run; if its files are elsewhere (WANDB_DIR), `folder` gets a link to them."""
+    """Start a run; if its files are elsewhere (WANDB_DIR), create a link to them in `folder`."""
     import wandb
 
-    # wandb sends sys.argv on, where overrides of the recipe stand.
-    kept, sys.argv = sys.argv, redact(sys.argv)
+    # wandb uploads sys.argv, which contains overrides of the recipe.
+    original = sys.argv
+    sys.argv = redact(original)
     try:
         run = wandb.init(mode=mode, **arguments)
     finally:
-        sys.argv = kept
+        sys.argv = original
     files = Path(run.dir).resolve().parent
     if files.parent != folder.resolve():
         (folder / files.name).symlink_to(files)
@@ -433,14 +456,14 @@ def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) ->
 
 
 def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
-    """Return the newest step in the offline files of the run with the kept id; `None` if there is none.
+    """Return the newest step in the offline files of the run whose id is saved; `None` if there is none.
 
-    Files without a row, as a kill leaves them, are set aside: `wandb sync` would stop at them.
+    Files without a row, which a kill can leave, are moved aside: `wandb sync` would stop at them.
     """
     if not id_file.exists():
         return None
     for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
-        # wandb's own reader prints a record a line; each start's file has only its own rows.
+        # wandb's reader prints one record per line. The file of each start has only the rows of that start.
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
         command += map(str, run.glob("run-*.wandb"))
         steps = []
@@ -451,42 +474,49 @@ def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
                         steps.append(int(json.loads(line)["history"]["step"]["num"]))
         if steps:
             return max(steps)
-        _set_aside([run])
+        _move_aside([run])
     return None
 
 
-def _run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
-    """Return the id that the run directory keeps, or a new one, which it keeps from now on."""
+def _choose_run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
+    """Return the id saved in the run directory, or choose a new one and save it.
+
+    Args:
+        path: File of the id.
+        is_resume: Whether the run resumes from a checkpoint.
+        reuse: Whether to return the saved id if there is one.
+    """
     wanted = os.environ.get("WANDB_RUN_ID")
     if reuse and path.exists():
         run_id = path.read_text().strip()
         if wanted not in (None, run_id):
-            logger.info("W&B: this run goes on under its own id %s, not under WANDB_RUN_ID", run_id)
+            logger.info("W&B: this run continues under its own id %s, not under WANDB_RUN_ID", run_id)
         return run_id
-    # A resume asks for another id than the one before; an agent of a sweep knows its trial by no other.
+    # Here a resume needs an id other than the previous one, so it ignores WANDB_RUN_ID. The agent of a sweep
+    # knows its trial only by that id.
     is_given = not is_resume or "WANDB_SWEEP_ID" in os.environ
     run_id = (wanted if is_given else None) or secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
 
 
-def _set_aside(runs: Iterable[Path]) -> None:
-    """Move offline files out of the way of `wandb sync`, which would double their rows."""
+def _move_aside(runs: Iterable[Path]) -> None:
+    """Move offline files to `superseded/`, since `wandb sync` would upload their rows a second time."""
     for old in sorted(runs):
-        for each in {old, old.resolve()}:  # a link, and what it leads to
+        for each in {old, old.resolve()}:  # a link and its target
             (each.parent / "superseded").mkdir(exist_ok=True)
             each.rename(each.parent / "superseded" / each.name)
 
 
 class CheckpointArtifacts:
-    """Logs each checkpoint as an artifact that refers to its files, on a thread of its own.
+    """Logs each checkpoint as an artifact that refers to its files. Runs on a separate thread.
 
-    The client asks the server before it takes an artifact. A checkpoint is logged once more if it becomes the
-    newest or the best again: the server knows it by its files, and moves the alias.
+    The client queries the server before it accepts an artifact. A checkpoint is logged once more when it
+    becomes the newest or the best again: the server recognises it by its files and moves the alias.
     """
 
     def __init__(self, run: Any) -> None:
-        """Take a started run of wandb, whose id names the artifacts."""
+        """Create the tracker, given a started run of wandb, whose id names the artifacts."""
         self._run = run
         self._aliases: dict[SavedCheckpoint, set[str]] = {}
 
@@ -500,7 +530,8 @@ class CheckpointArtifacts:
         """Log the checkpoints that are new. Waits for the server."""
         if isinstance(what, Histograms):
             return
-        known, self._aliases = self._aliases, {}
+        known = self._aliases
+        self._aliases = {}
         for each in what.saved:
             aliases = {f"step-{each.step}"}
             aliases |= {"latest"} if each is what.saved[-1] else set()
@@ -509,8 +540,8 @@ class CheckpointArtifacts:
             if not aliases <= known.get(each, set()):
                 try:
                     self._run.log_artifact(self._artifact(each), aliases=sorted(aliases))
-                except (OSError, ValueError):  # wandb raises ValueError for a file that is not there
-                    if each.folder.exists():  # else it was deleted before its turn came
+                except (OSError, ValueError):  # wandb raises ValueError for a missing file
+                    if each.folder.exists():  # else the checkpoint was deleted in the meantime
                         raise
 
     def close(self, exit_code: int) -> None:
@@ -528,8 +559,8 @@ class CheckpointArtifacts:
         }
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", "model", metadata=metadata)
         for path in sorted(folder.iterdir()):
-            # By their names, but for the manifest: it has the others' checksums, so that a step which is
-            # saved anew is another version.
+            # Only the manifest is hashed, other files are known by name. It has their checksums, so a step
+            # that is saved again becomes another version.
             is_hashed = path.suffix == ".json" and path.stat().st_size < MOST_HASHED_BYTES
             artifact.add_reference(path.as_uri(), name=path.name, checksum=is_hashed)
         return artifact

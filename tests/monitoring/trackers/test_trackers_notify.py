@@ -149,8 +149,8 @@ def test_of_a_name_one_a_minute_is_told_with_how_many_were_held_back():
     spikes = [(said["step"], said["message"]) for said in way.said if said["event"] == "loss_spike"]
     assert spikes == [
         (0, "the loss is 9"),
-        (60, "the loss is 9 (and 2 more since the last one told)"),
-        (130, "the loss is 9 (and 1 more since the last one told)"),
+        (60, "the loss is 9 (and 2 more since the last one)"),
+        (130, "the loss is 9 (and 1 more since the last one)"),
     ]
     assert len(way.said) == 3 + 6
 
@@ -170,7 +170,7 @@ def test_what_fails_is_said_once_and_tried_again(server, caplog):
     tracker.close(0)
     assert len(server.posted) == 3
     lines = [each.message for each in caplog.records]
-    assert lines == ["notify.webhook_env failed (the server answered 500); it is tried again"]
+    assert lines == ["notify.webhook_env failed (the server answered 500); it is tried again at the next alert"]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}/{secret}", "http://{secret}.invalid/{secret}"])
@@ -182,7 +182,7 @@ def test_no_failure_repeats_the_path_of_the_address(address):
 
 
 def test_a_command_that_fails_or_hangs_is_ended_and_told(tmp_path, monkeypatch):
-    with pytest.raises(RuntimeError, match="ended with 3"):
+    with pytest.raises(RuntimeError, match="ended with exit code 3"):
         run_command([sys.executable, "-c", "raise SystemExit(3)"], {"event": "x"})
     monkeypatch.setattr(notify, "TIMEOUT", 0.5)
     started = tmp_path / "child"
@@ -213,7 +213,7 @@ def test_no_shell_reads_the_command(tmp_path):
     ("value", "says"),
     [
         (None, "PIPELINE_WEBHOOK is not set where the main process runs"),
-        (f"hooks.example/{SECRET}", "what PIPELINE_WEBHOOK holds is no address"),
+        (f"hooks.example/{SECRET}", "the value of PIPELINE_WEBHOOK is not an address"),
         (f"file:///{SECRET}", "is no address"),
         (f"https://hooks.example/{SECRET} x", "is no address"),
         (f"https://[hooks.example/{SECRET}", "is no address"),

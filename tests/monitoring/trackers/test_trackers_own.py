@@ -57,7 +57,7 @@ def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(
             trackers.write(step, {"train/loss": 1.0})
             trackers.tell(step, EVENT)
     dropped = [each.message for each in caplog.records if "dropped" in each.message]
-    assert dropped == [f"trackers_of_tests:Failing is dropped ({why}); the run goes on without it"]
+    assert dropped == [f"trackers_of_tests:Failing is dropped ({why}); the run continues without it"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [call[0] for call in Recorded.calls] == ["made", *["write", "tell"] * 2, "close"]
 
@@ -68,7 +68,7 @@ def test_one_that_fails_is_dropped_with_one_line_and_the_others_have_everything(
         (own("Recordd"), "has no 'Recordd'; did you mean 'Recorded'?"),
         (own("Recorded"), "missing a required argument: 'server'"),
         (own("Recorded", server="x", more=1), "unexpected keyword argument 'more'"),
-        (own("Half"), "has no tell and no close; a tracker has write"),
+        (own("Half"), "has no tell and no close; a tracker needs write"),
         (
             LogConfig(trackers=[TrackerConfig(kind="no_such_module:Tracker")]),
             "there is no module 'no_such_module'",

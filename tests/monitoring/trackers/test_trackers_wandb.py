@@ -186,7 +186,7 @@ def test_death_of_wandbs_own_process_is_one_line(tmp_path: Path, server: Server)
     said = wandb_program.run(tmp_path / "trial-1", env, 0, ["rows", 1, 2, 0], ["core"], ["rows", 3, 12, 0])
     lines = [line for line in said.splitlines() if "W&B" in line]
     assert len(lines) == 2
-    assert "training goes on without it" in lines[1]
+    assert "training continues without it" in lines[1]
     assert len((tmp_path / "trial-1" / "metrics.jsonl").read_text().splitlines()) == 14
 
 

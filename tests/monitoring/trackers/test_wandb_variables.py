@@ -97,7 +97,7 @@ def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path,
     assert kept["tags"] == ["one", "two"]
     other = env | {"WANDB_RUN_ID": "another"}
     said = start(folder, other, 3)
-    assert said[0] == "LOG W&B: this run goes on under its own id my-id, not under WANDB_RUN_ID"
+    assert said[0] == "LOG W&B: this run continues under its own id my-id, not under WANDB_RUN_ID"
     assert list(server.runs()) == ["my-id"]
     assert [row["_step"] for row in server.rows("my-id")] == [1, 2, 3, 4, 5, 6]
 
