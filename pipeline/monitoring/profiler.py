@@ -178,6 +178,7 @@ class OomSnapshotWriter:
         """Whether the observer does nothing any more."""
 
     def __call__(self, *_: Any) -> None:
+        """Write the snapshot, unless one was written or the observer is over."""
         if self.is_over:
             return
         self.is_over = True

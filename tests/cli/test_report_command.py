@@ -37,7 +37,7 @@ def test_one_file_for_one_run_or_several(runs, capsys):
     ("arguments", "said"),
     [
         (["runs/tinny-1"], "runs/tinny-1 does not exist; give a run directory"),
-        (["runs"], "runs has no metrics.jsonl; it holds runs: tiny-1, tiny-2"),
+        (["runs"], "runs has no metrics.jsonl; give one of the runs in it: tiny-1, tiny-2"),
         (["runs/tiny-1/checkpoints"], "checkpoints has no metrics.jsonl; give a run directory"),
         (
             ["runs/tiny-1", "-o", "runs/tiny-1/metrics.jsonl"],

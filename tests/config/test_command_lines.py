@@ -86,7 +86,7 @@ def test_a_report_that_takes_too_long_prints_the_command_for_it(
     monkeypatch.chdir(run_directory.parents[1])
     monkeypatch.setattr(page, "REPORT_TIMEOUT", 0.0)
     page.write_final_report(Path("runs/tiny"))
-    done = run_elsewhere(one(r"this makes it: (.*)", caplog.text))
+    done = run_elsewhere(one(r"to write it, run: (.*)", caplog.text))
     assert done.returncode == 0, done.stderr
 
 

@@ -49,7 +49,7 @@ def test_a_run_needs_none_of_the_optional_packages(tmp_path, split):
     assert "Traceback" not in said
     assert (
         f"{run / 'report.html'} is not written: the report needs plotly, which is not installed: "
-        f"pip install plotly; then: {format_pipeline_command('report', run)}" in said
+        f"pip install plotly; then run: {format_pipeline_command('report', run)}" in said
     )
     assert "wandb.mode: auto needs wandb, which is not installed: pip install wandb" in said
     packages = json.loads((run / "environment.json").read_text())["packages"]
@@ -199,9 +199,7 @@ def test_the_report_of_a_run_is_left_out_without_plotly_and_an_error_on_request(
     said = "the report needs plotly, which is not installed: pip install plotly"
     assert write_final_report(tmp_path) is None
     report = tmp_path / "report.html"
-    assert caplog.messages == [
-        f"{report} is not written: {said}; then: {format_pipeline_command('report', tmp_path)}"
-    ]
+    assert caplog.messages == [f"{report} is not written: {said}; then run: {format_pipeline_command('report', tmp_path)}"]
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not report.exists()

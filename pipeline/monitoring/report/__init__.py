@@ -1,1 +1,1 @@
-"""What a run's files say of it, as one page: a view of metrics.jsonl that keeps nothing of its own."""
+"""Report of a run as one HTML page: a view of metrics.jsonl that stores no data of its own."""

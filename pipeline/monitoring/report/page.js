@@ -1,5 +1,5 @@
 "use strict";
-// Whatever comes from a run is put in as text, or through `escaped` where plotly reads a little markup.
+// Texts of a run are inserted as text nodes, or through `escaped` where plotly interprets markup.
 const COLOURS = ["#2f7ed8", "#e07b24", "#2e9e6b", "#b6519d", "#8468d3", "#cf4a4a", "#1a9aa0", "#9a7b35"];
 const LEVELS = { error: "#d64545", warning: "#c98300", info: "#7c8896" };
 const AXES = { step: 0, tokens: 1, hours: 2 }, LEGEND_LINE = 19; // px
@@ -21,9 +21,9 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null)); // and gaps
+const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null)); // null: a gap
 
-function curveTraces(curve, trace) { // a line, and faint behind it what it stands for
+function curveTraces(curve, trace) { // the line, and behind it the faint raw curve or the bars of the bins
   const level = $("smoothing").selectedIndex, x = curve.axes[AXES[$("x").value]];
   const mode = x.length < 40 ? "lines+markers" : "lines";
   const line = { ...trace, x, y: numbers(curve.lines[level]), mode, hovertemplate: "%{y:.5~g}" };
@@ -33,7 +33,7 @@ function curveTraces(curve, trace) { // a line, and faint behind it what it stan
   return [{ ...faint, x: x.flatMap((place) => [place, place, null]), y: numbers(bars) }, line];
 }
 
-function dashOf(key, keys) { // of several runs, whose colours tell them apart
+function dashOf(key, keys) { // with several runs, colours distinguish runs and dashes distinguish columns
   const isEval = (key) => key.startsWith("eval/");
   const place = keys.filter((other) => isEval(other) === isEval(key)).indexOf(key);
   return (isEval(key) ? ["dash", "longdashdot"] : ["solid", "dot", "dashdot"])[place];
@@ -41,7 +41,7 @@ function dashOf(key, keys) { // of several runs, whose colours tell them apart
 
 const shownRuns = () => data.runs.filter((run, r) => !several || $(`run-${r}`).checked);
 
-function tracesOf(keys) { // curves, alerts at the upper edge, and at the lower one what is not finite
+function tracesOf(keys) { // curves, alerts at the upper edge, and non-finite values at the lower edge
   const marks = [], axis = AXES[$("x").value];
   const traces = shownRuns().flatMap((run) => keys.filter((key) => key in run.record.curves).flatMap((key) => {
     const place = keys.indexOf(key), color = colour(several ? data.runs.indexOf(run) : place);
@@ -50,7 +50,7 @@ function tracesOf(keys) { // curves, alerts at the upper edge, and at the lower 
     for (const [point, number] of Object.entries(curve.not_finite))
       marks.push({ x: curve.axes[axis][point], text: `${name}: ${count(number)} not finite`, color });
     const line = { color, width: 1.6, dash: several ? dashOf(key, keys) : "solid" };
-    const legendgroup = `${data.runs.indexOf(run)} ${key}`; // what is faint goes with its line
+    const legendgroup = `${data.runs.indexOf(run)} ${key}`; // hides the faint curve together with its line
     return curveTraces(curve, { name, legendgroup, line, marker: { color, size: 5 }, meta: key });
   }));
   const alerts = shownRuns().flatMap((run) => run.record.alerts).map((alert) => {
@@ -67,18 +67,18 @@ function tracesOf(keys) { // curves, alerts at the upper edge, and at the lower 
   ];
 }
 
-function rangeOf(curves) { // of y, and the highest and lowest value that are beyond it
+function rangeOf(curves) { // the range of y, and the extremes outside of it
   const extremes = curves.flatMap((curve) => curve.extremes.map(([value]) => value));
   const ends = $("full").checked ? extremes : curves.flatMap((curve) => curve.usual);
   let low = Math.min(...ends), high = Math.max(...ends);
   const beyond = [Math.max(...extremes), Math.min(...extremes)]
     .filter((value) => Number.isFinite(value) && (value > high || value < low));
-  if ($("log").checked) { // what is not above 0 has no place
+  if ($("log").checked) { // a logarithmic axis has positive values only
     const above = curves.flatMap((curve) => curve.lines[0].filter((value) => value > 0));
     [low, high] = [low > 0 ? low : Math.min(...above), high].map(Math.log10);
   }
   const size = Math.max(Math.abs(low), Math.abs(high));
-  const room = high - low > 1e-9 * size ? 0.05 * (high - low) : 0.1 * size || 1; // a constant is flat
+  const room = high - low > 1e-9 * size ? 0.05 * (high - low) : 0.1 * size || 1; // keeps a constant flat
   return { range: Number.isFinite(high - low) ? [low - room, high + room] : undefined, beyond };
 }
 
@@ -97,26 +97,26 @@ function layoutOf(title, keys, entries) {
     paper_bgcolor: "#0000", plot_bgcolor: "#0000", modebar: { bgcolor: "#0000", color: "#8888" },
     showlegend: entries > 0, legend: { x: 0, y: 1, yanchor: "bottom", tracegroupgap: 0, maxheight: 1 },
     hovermode: "x unified", hoverlabel: { bgcolor: style.backgroundColor },
-    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
-    uirevision: `${x} ${isLog} ${$("full").checked}`, // a zoom stays
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // touch scrolls the page
+    uirevision: `${x} ${isLog} ${$("full").checked}`, // keeps the zoom
     xaxis: { ...axis, title: { text: x === "tokens" ? data.unit : x, standoff: 4 }, exponentformat: "SI" },
     yaxis: { ...axis, automargin: true, type: isLog ? "log" : "linear", range, exponentformat: "none" },
     yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
   };
 }
 
-function saveButton(format, icon) { // for a paper: black on white
+function saveButton(format, icon) { // saves black on white, for a paper
   const click = ({ data, layout, ariaLabel }) => {
     const paper = { paper_bgcolor: "#fff", plot_bgcolor: "#fff", font: { ...layout.font, color: "#000" } };
     const filename = ariaLabel.replace(/\W+/g, "-").toLowerCase(), scale = format === "png" ? 3 : 1;
     const figure = { data, layout: { ...layout, ...paper } };
-    const height = 346 + layout.margin.t; // a legend takes nothing of the plot
+    const height = 346 + layout.margin.t; // a legend adds height and does not shrink the plot
     Plotly.downloadImage(figure, { format, filename, width: 700, height, scale });
   };
   return { name: format, title: `save as ${format.toUpperCase()}`, icon, click };
 }
 
-const waiting = new Set(); // plots to be drawn
+const waiting = new Set(); // plots to draw
 let isDrawing = false;
 
 function draw(place) {
@@ -124,18 +124,19 @@ function draw(place) {
   const options = { responsive: true, displaylogo: false, modeBarButtons: [[...save, "resetScale2d"]] };
   const traces = tracesOf(place.keys);
   const entries = traces.filter((trace) => trace.showlegend !== false).length;
-  const lines = several || entries > 1 ? entries : 0; // of the legend
+  const lines = several || entries > 1 ? entries : 0; // lines of the legend
   place.style.height = `${270 + LEGEND_LINE * lines}px`;
   return Plotly.react(place, traces, layoutOf(place.ariaLabel, place.keys, lines), options);
 }
 
-async function drawWaiting() { // one by one: plotly would go round for ever at two of a plot
+// One plot at a time: plotly loops forever if a plot is drawn again before it is finished.
+async function drawWaiting() {
   if (isDrawing || !window.Plotly) return;
   isDrawing = true;
-  for (const place of waiting) { // also what comes meanwhile
+  for (const place of waiting) { // includes plots added meanwhile
     waiting.delete(place);
     await draw(place);
-    await new Promise((done) => setTimeout(done)); // for what the reader does
+    await new Promise((done) => setTimeout(done)); // lets the browser handle input
   }
   isDrawing = false;
 }
@@ -145,13 +146,13 @@ const observer = new IntersectionObserver((entries) => {
   drawWaiting();
 }, { rootMargin: "100px" });
 
-function redraw() { // what is near the window; the rest when it is scrolled to
-  observer.disconnect(); // which lets it look at each anew
+function redraw() { // plots near the window now, the others when they are scrolled to
+  observer.disconnect(); // then `observe` reports each plot again
   for (const place of document.querySelectorAll(".plot")) observer.observe(place);
 }
 
 let wasOpen = false;
-addEventListener("beforeprint", () => { // all plots, in the size and colours of the paper
+addEventListener("beforeprint", () => { // draw all plots in the size and colours of the paper
   document.documentElement.classList.add("printed");
   wasOpen = $("others").open;
   $("others").open = true;
@@ -163,7 +164,7 @@ addEventListener("afterprint", () => {
   redraw();
 });
 
-function rowsOf(field, cell = (value) => value) { // for each name in it: that, and a cell for each run
+function rowsOf(field, cell = (value) => value) { // rows of a table: a name, and a cell for each run
   const trees = data.runs.map((run) => run[field] ?? run.record[field]);
   const names = [...new Set(trees.flatMap(Object.keys))];
   return names.map((name) => [name, ...trees.map((tree) => cell(tree[name], tree))]);
@@ -176,7 +177,7 @@ function table(rows) {
   return rows.length ? element("div", { className: "scroll" }, element("table", {}, ...lines)) : null;
 }
 
-function listOf(field, content) { // what all runs told
+function listOf(field, content) { // entries of all runs
   const items = data.runs.flatMap((run) => run.record[field].map((each) => element("li",
     { style: `border-color: ${colourOf(each)}` }, several ? named(run) : "",
     element("b", {}, ` step ${count(each.step)} `), ...content(each))));
@@ -191,12 +192,12 @@ function share(value = 0, whole) {
 
 function fill(id, title, content) {
   const left = data.runs.reduce((sum, run) => sum + (run.record.num_left_out[id] ?? 0), 0);
-  const note = left ? `, the first and the last, without ${count(left)}` : "";
+  const note = left ? ` (the first and the last; ${count(left)} in between are left out)` : "";
   $(id).hidden = content === null;
   $(id).replaceChildren(element("summary", {}, title + note), content ?? "");
 }
 
-function showFailures() { // a line, and behind it all that is known
+function showFailures() { // the error line, with the traceback folded behind it
   $("failures").replaceChildren(...data.runs.filter((run) => run.error).map((run) => {
     const line = [several ? named(run) : "", several ? ": " : "", run.error];
     if (!run.failure.trim().includes("\n")) return element("div", { className: "failure" }, ...line);
@@ -205,18 +206,18 @@ function showFailures() { // a line, and behind it all that is known
   }));
 }
 
-function showWords() {
+function showTexts() {
   const settings = rowsOf("settings");
   const differing = settings.filter(([, ...values]) => new Set(values).size > 1);
   $("runs").replaceChildren(table([...rowsOf("facts"), ...rowsOf("figures"), ...differing]));
   fill("settings", "Settings", table(settings));
-  fill("phases", "Where the time went, s", table(rowsOf("phases", share)));
+  fill("phases", "Wall time by phase, s", table(rowsOf("phases", share)));
   fill("sources", "Samples by data source", table(rowsOf("sources", share)));
-  const told = ({ event, message = "", advice = "" }) =>
+  const line = ({ event, message = "", advice = "" }) =>
     [element("b", {}, event), ` ${message} `, element("em", {}, advice)];
-  fill("alerts", "Alerts", listOf("alerts", told));
-  fill("events", "Events", listOf("events", told));
-  fill("samples", "What the model wrote", listOf("samples", ({ prompt = "", text = "" }) =>
+  fill("alerts", "Alerts", listOf("alerts", line));
+  fill("events", "Events", listOf("events", line));
+  fill("samples", "Samples of the model", listOf("samples", ({ prompt = "", text = "" }) =>
     [element("pre", {}, element("em", {}, prompt), text)]));
 }
 
@@ -224,7 +225,7 @@ function show() {
   document.querySelector("h1").textContent = several ? `${data.runs.length} runs` : data.runs[0].name;
   $("made").textContent = data.made;
   showFailures();
-  showWords();
+  showTexts();
   const curves = data.runs.flatMap((run) => Object.values(run.record.curves));
   $("binned").hidden = !curves.some((curve) => curve.lowest.length);
   for (const [title, keys, isMain] of data.panels) {
@@ -241,5 +242,5 @@ if (several) $("controls").append(...data.runs.map((run, r) =>
   element("label", {}, element("input", { type: "checkbox", id: `run-${r}`, checked: true }), named(run))));
 $("controls").oninput = redraw;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("DOMContentLoaded", drawWaiting); // plotly is there
+addEventListener("DOMContentLoaded", drawWaiting); // plotly is loaded by then
 show();

@@ -1,4 +1,12 @@
-"""Runs -> one HTML file with plotly.js and all numbers in it; every run writes its own at its end."""
+"""Report of one or more runs: one HTML file that includes plotly.js and all numbers.
+
+Every run writes its own report at its end. The file has about 5 MB, most of which is plotly.js. A page that
+loads it from elsewhere could not be opened on a cluster, or in five years.
+
+The data is JSON in a script element, and all texts become text nodes. A content security policy runs only
+the two scripts that carry the page's random nonce. Smoothing and bins are computed in Python over all rows,
+since the average of thinned rows differs from that of the record.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +42,7 @@ from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_newest
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
-REPORT_TIMEOUT = 5.0  # seconds that the report of a run that ends may take: some 300,000 rows
+REPORT_TIMEOUT = 5.0  # seconds that the report at the end of a run may take: about 300,000 rows
 PANELS = {
     "Loss": ("train/loss", "eval/loss"),
     "Accuracy": ("train/accuracy", "eval/accuracy"),
@@ -55,28 +63,33 @@ PANELS = {
         "memory/peak_resident_gib",
     ),
 }
-"""Plots of columns that share a unit. Each further column has one of its own, further down."""
+"""Title -> columns of a plot, which share a unit. Each other column has its own plot further down."""
 
 
 def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
-    """Return the title, the columns, and whether it is one of PANELS, of each plot."""
+    """Return for each plot its title, its columns, and whether it is one of PANELS."""
     known = {key for run in runs for key in run.record.curves}
     main = [(title, [key for key in keys if key in known], True) for title, keys in PANELS.items()]
-    shown = {key for _, keys, _ in main for key in keys}
-    return [panel for panel in main if panel[1]] + [(key, [key], False) for key in sorted(known - shown)]
+    used = {key for _, keys, _ in main for key in keys}
+    return [panel for panel in main if panel[1]] + [(key, [key], False) for key in sorted(known - used)]
 
 
 def collect_figures(record: RunRecord) -> dict[str, str]:
-    """Return the last and the best value of each column of PANELS that has a best one."""
+    """Return the last and the best value, in words, of each column of PANELS that has a best value."""
     keys = [key for keys in PANELS.values() for key in keys if key in record.curves]
     best = {key: best_direction(key) for key in keys}
-    return {key: format_last_and_best(record.curves[key], of == "min") for key, of in best.items() if of}
+    return {
+        key: format_last_and_best(record.curves[key], direction == "min")
+        for key, direction in best.items()
+        if direction
+    }
 
 
 def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
-    """Return everything that the page shows of these runs, as JSON for a script element.
+    """Return all data of the page as JSON for a script element.
 
     Args:
+        paths: Directories of the runs.
         ended: See read_run.
 
     Raises:
@@ -100,7 +113,7 @@ def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
 
 
 def plotly_source() -> str:
-    """Return plotly.js, which draws the page.
+    """Return the source of plotly.js, which draws the plots.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -113,20 +126,28 @@ def plotly_source() -> str:
 
 
 def render_page(data: str) -> str:
-    """Return the page. The data stays text in it; only our script and plotly's run."""
-    own = Path(__file__).parent
-    parts = {name: (own / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    """Return the HTML page.
+
+    Args:
+        data: Result of encode_runs.
+    """
+    folder = Path(__file__).parent
+    parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     parts |= {"data": data, "plotly": plotly_source(), "nonce": secrets.token_urlsafe()}
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], parts["html"])
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], parts["html"])
 
 
 def write_final_report(directory: Path) -> Path | None:
-    """Write the report of a run whose trackers are closed.
+    """Write the report of a run whose trackers are closed, within REPORT_TIMEOUT.
 
-    Raises nothing: a Ctrl-C ends only the report.
+    Runs on a daemon thread after the line that says how the run ended. Raises nothing: Ctrl-C ends only the
+    report.
+
+    Args:
+        directory: Directory of the run.
 
     Returns:
-        Its path; `None` after a failure or without enough time, which a line of the log says.
+        Path of the report; `None` after a failure or a timeout, which a log line names.
     """
     path = directory / REPORT_FILE
     made: list[Path] = []
@@ -136,9 +157,8 @@ def write_final_report(directory: Path) -> Path | None:
             replace_file(path, render_page(encode_runs([directory], ended=True)))
             made.append(path)
         except ConfigError as error:
-            log.warning(
-                "%s is not written: %s; then: %s", path, error, format_pipeline_command("report", directory)
-            )
+            command = format_pipeline_command("report", directory)
+            log.warning("%s is not written: %s; then run: %s", path, error, command)
         except Exception as error:
             log.warning("%s is not written: %s", path, summarize_error(error))
 
@@ -147,26 +167,28 @@ def write_final_report(directory: Path) -> Path | None:
         thread.start()
         thread.join(REPORT_TIMEOUT)
         if thread.is_alive():
-            said = "%s takes more than %.0f s; this makes it: %s"
-            log.warning(said, path, REPORT_TIMEOUT, format_pipeline_command("report", directory))
+            command = format_pipeline_command("report", directory)
+            log.warning("%s takes more than %.0f s; to write it, run: %s", path, REPORT_TIMEOUT, command)
     return made[0] if made else None
 
 
 def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | None:
-    """Write the report of a run whose last process ended without a word, before the run resumes.
+    """Write the report of a run whose last process ended silently, before the run resumes.
 
     Args:
-        advise: Returns what helps if it was killed for memory.
+        directory: Directory of the run.
+        advise: Returns advice in case it was killed for memory.
 
     Returns:
-        The event that the resumed run tells; `None` if the last process ended in words.
+        The event that the resumed run reports; `None` if the last process recorded how it ended.
     """
     last = read_newest(directory / METRICS_FILE, "step")
     state, why = determine_outcome(directory, last or {})
     if state != ENDED_SILENTLY or (last is None and not why):
         return None
     write_final_report(directory)
-    message = f"the last process of this run {format_state(ENDED_SILENTLY, last['step'] if last is not None else 0)}"
+    step = last["step"] if last is not None else 0
+    message = f"the last process of this run {format_state(ENDED_SILENTLY, step)}"
     if why:
         return Event(RUN_KILLED, f"{message}: {why}", advise())
-    return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and at the scheduler's log")
+    return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and in the scheduler's log")

@@ -1,7 +1,7 @@
-"""A run directory -> the contents of its report and its summary: outcome, settings, curves for a screen.
+"""Contents of a run's report and summary, read from its directory: outcome, settings and thinned curves.
 
-A run notes its processes when it starts. If it ends without a word, the kernel's log, or the last memory of
-those processes, says whether the kernel killed one for memory.
+A run records its processes when it starts. If it ends silently, the kernel's log or the last memory of those
+processes tells whether the kernel killed one for memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from pipeline.monitoring.trackers.console import format_count
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, read_newest
 from pipeline.redaction import redact, redact_text
 
-MAX_CURVES = 400  # columns of a file
-MAX_EVENTS = 400  # and alerts, and samples: the first and the last ones
+MAX_CURVES = 400  # columns of a file that are read
+MAX_EVENTS = 400  # events, alerts and samples each: the first and the last half
 SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",
@@ -52,13 +52,13 @@ SUMMARY_COLUMNS = (
     "eval/accuracy",
     "eval/rewards/accuracy",
 )
-"""Columns with a line at the end of a run."""
+"""Columns that have a line in the summary at the end of a run."""
 MAX_POINTS = 1000
-"""Points of a curve: about as many as a plot has columns of pixels."""
+"""Maximum points of a curve: about as many as a plot has columns of pixels."""
 SMOOTHING_WEIGHTS = (0.6, 0.9, 0.99, 0.999)
-"""Weights of the moving average that the page offers."""
+"""Weights of the moving averages that the page offers."""
 FLAT_SPREAD = 1e-9
-"""Relative spread up to which a curve is a constant."""
+"""Relative spread up to which a curve counts as constant."""
 Array = NDArray[np.float64]
 
 
@@ -69,34 +69,36 @@ class RunRecord:
     curves: dict[str, Curve] = field(default_factory=dict)
     """Column -> its curve."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    """Warnings and errors with their place: step, tokens and hours."""
+    """Warnings and errors, each with its `place`: step, tokens and hours."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """The same for information."""
+    """Events of level `info`, each with its `place`."""
     samples: list[dict[str, Any]] = field(default_factory=list)
+    """Texts that the model generated, each with its `place`."""
     num_left_out: Counter[str] = field(default_factory=Counter)
-    """Name of one of these lists -> number of entries beyond MOST_EVENTS."""
+    """Name of a list (`alerts`, `events` or `samples`) -> number of entries removed beyond MAX_EVENTS."""
     phases: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds."""
     sources: dict[str, float] = field(default_factory=dict)
-    """Data source -> samples taken."""
+    """Data source -> number of its samples."""
     step: int = 0
     tokens: float = 0.0
-    """Tokens seen; samples if no tokens are counted."""
+    """Number of tokens seen; of samples if no tokens are counted."""
     seconds: float = 0.0
+    """Elapsed seconds of the run."""
     training_seconds: float = 0.0
-    """Seconds that went into steps that count."""
+    """Seconds spent on steps that count."""
     last: dict[str, Any] = field(default_factory=dict)
-    """Last line."""
+    """Last line of the file."""
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read the record; a run that failed while it was built may have none.
+    """Read a metrics.jsonl. A run that failed while it was built may have none; its record is empty.
 
     Raises:
         MetricsFileError: The file cannot be read, or is damaged.
     """
     record = RunRecord()
-    # The numbers of rows with the same keys, end to end: Python's own floats would take gigabytes.
+    # The numbers of rows with the same keys in one array: Python's floats would take gigabytes.
     rows: dict[tuple[str, ...], array[float]] = {}
     for number, row in enumerate(iterate_record(path) if path.exists() else ()):
         record.last = row
@@ -110,29 +112,30 @@ def read_record(path: Path) -> RunRecord:
         record.tokens = row.get("train/tokens_seen", row.get("train/samples_seen", record.tokens))
         try:
             rows.setdefault(tuple(row), array("d")).extend((number, *_place(record), *row.values()))
-        except OverflowError:  # a whole number of more than 308 digits
+        except OverflowError:  # an integer with more than 308 digits
             raise MetricsFileError(f"{path}: a number is larger than a float can be") from None
     for name in ("alerts", "events", "samples"):
-        told = getattr(record, name)
-        if len(told) > MAX_EVENTS:
-            record.num_left_out[name] = len(told) - MAX_EVENTS
-            del told[MAX_EVENTS // 2 : -MAX_EVENTS // 2]
+        entries = getattr(record, name)
+        if len(entries) > MAX_EVENTS:
+            record.num_left_out[name] = len(entries) - MAX_EVENTS
+            del entries[MAX_EVENTS // 2 : -MAX_EVENTS // 2]
     _add_curves(record, rows)
     return record
 
 
 def _place(record: RunRecord) -> tuple[int, float, float]:
+    """Return the position on the x axes: step, tokens and hours."""
     return record.step, record.tokens, round(record.seconds / 3600, 6)
 
 
 def _add_event(record: RunRecord, event: dict[str, Any]) -> None:
     if event["event"] == SAMPLE:
-        told = record.samples
+        entries = record.samples
     else:
-        told = record.events if event.get("level") == "info" else record.alerts
-    told.append(event | {"place": (event["step"], *_place(record)[1:])})
+        entries = record.events if event.get("level") == "info" else record.alerts
+    entries.append(event | {"place": (event["step"], *_place(record)[1:])})
     if event["event"] == TIME and isinstance(event.get("elapsed_seconds"), float):
-        # It comes at the end of a process, behind the last row.
+        # The event ends a process, after its last row.
         record.step = event["step"]
         record.seconds = event["elapsed_seconds"]
         record.training_seconds = event.get("goodput", 0.0) * record.seconds
@@ -152,37 +155,42 @@ def _add_curves(record: RunRecord, rows: Mapping[tuple[str, ...], array[float]])
         elif key.startswith("data/"):
             record.sources[key.removeprefix("data/").removesuffix("_samples")] = float(points[-1, -1])
     if record.phases:
-        record.phases["start, end, steps undone"] = max(0.0, record.seconds - sum(record.phases.values()))
+        record.phases["startup, shutdown, dropped steps"] = max(
+            0.0, record.seconds - sum(record.phases.values())
+        )
     record.phases = {phase: seconds for phase, seconds in record.phases.items() if seconds}
 
 
 @dataclass
 class Curve:
-    """A column at up to MOST_POINTS points, each for one row or for a bin of consecutive rows."""
+    """A column with up to MAX_POINTS points, each for one row or for a bin of consecutive rows."""
 
     axes: Array
-    """(3, points): step, tokens and hours."""
+    """Step, tokens and hours of each point, (3, points)."""
     lines: Array
-    """(1 + len(WEIGHTS), points): the centre of each bin, then the moving average of all rows up to there by
-    each weight. NaN where no row of a bin is finite."""
+    """Centre of each bin, then the moving average of all rows up to it for each of SMOOTHING_WEIGHTS,
+    (1 + len(SMOOTHING_WEIGHTS), points). NaN if no row of a bin is finite."""
     lowest: Array
+    """Minimum of each bin, (points,); empty if each point is one row."""
     highest: Array
-    """(points,): extremes of each bin; empty where each row is a point."""
+    """Maximum of each bin, (points,); empty if each point is one row."""
     not_finite: dict[int, int]
     """Point -> number of its rows that are NaN or infinite."""
     usual: list[float]
-    """Lower and upper end of the range that a few spikes do not stretch; empty: no value is finite."""
+    """Lower and upper end of the default y range, which a few spikes do not stretch; empty if no value is
+    finite."""
     extremes: list[tuple[float, float]]
-    """Lowest and highest value of all rows, each with its step; empty: no value is finite."""
+    """Lowest and highest value of all rows, each with its step; empty if no value is finite."""
     last: float
+    """Value of the last row."""
 
 
 def build_curve(points: Array, has_stalls: bool = False) -> Curve:
     """Smooth and thin a column.
 
     Args:
-        points: (4, rows): step, tokens, hours and value.
-        has_stalls: Whether the centre of a bin is its median, which a few long waits do not move, and not
+        points: Step, tokens, hours and value of each row, (4, rows).
+        has_stalls: Whether the centre of a bin is its median, which a few long waits do not move, instead of
             its mean.
     """
     total = points.shape[1]
@@ -191,29 +199,30 @@ def build_curve(points: Array, has_stalls: bool = False) -> Curve:
     width = -(-total // MAX_POINTS)
     bins = np.pad(values, (0, -total % width), constant_values=np.nan).reshape(-1, width)
     at = np.arange(len(bins)) * width + width // 2
-    at[[0, -1]] = 0, total - 1  # the curve is as long as the record
-    bins.sort(axis=1)  # NaN is behind all numbers
+    at[[0, -1]] = 0, total - 1  # the curve spans the whole record
+    bins.sort(axis=1)  # NaN sorts last
     number = np.isfinite(bins).sum(axis=1)
     each = np.arange(len(bins))
-    lowest, highest = bins[:, 0], bins[each, number - 1]
+    lowest = bins[:, 0]
+    highest = bins[each, number - 1]
     with np.errstate(invalid="ignore", over="ignore"):
         centre = bins[each, (number - 1) // 2] if has_stalls else np.nansum(bins, axis=1) / number
-        # The newest average: where a row is not finite, that of the rows before it. -1 finds the NaN.
+        # Index of the newest finite row. Before the first one it is -1, which selects the appended NaN.
         newest = np.cumsum(finite)[at] - 1
         averages = [
             np.append(moving_average(values[finite], weight), np.nan)[newest] for weight in SMOOTHING_WEIGHTS
         ]
     lines = np.where(number > 0, [centre, *averages], np.nan)
-    lines[1:] = _rounded(lines[1:])
+    lines[1:] = _round_digits(lines[1:])
     extremes = []
     if finite.any():
         extremes = [(values[row], points[0, row]) for row in (np.nanargmin(values), np.nanargmax(values))]
     lost = np.bincount(np.flatnonzero(~finite) // width)
     return Curve(
         axes=points[:3, at],
-        lines=lines if width == 1 else _rounded(lines),
-        lowest=_rounded(lowest) if width > 1 else np.empty(0),
-        highest=_rounded(highest) if width > 1 else np.empty(0),
+        lines=lines if width == 1 else _round_digits(lines),
+        lowest=_round_digits(lowest) if width > 1 else np.empty(0),
+        highest=_round_digits(highest) if width > 1 else np.empty(0),
         not_finite={int(point): int(lost[point]) for point in np.flatnonzero(lost)},
         usual=_usual_range(lines[0], lowest, highest),
         extremes=extremes,
@@ -222,38 +231,40 @@ def build_curve(points: Array, has_stalls: bool = False) -> Curve:
 
 
 def moving_average(values: Array, weight: float) -> Array:
-    """Return the exponential moving average at each value, without the pull of its start."""
-    sums, reach = values.copy(), 1
+    """Return the exponential moving average at each value, without the bias of its start."""
+    sums = values.copy()
+    reach = 1
     while reach < values.size and weight**reach > 1e-17:
-        sums[reach:] += weight**reach * sums[:-reach]  # sums of `reach` values become sums of twice as many
+        sums[reach:] += weight**reach * sums[:-reach]  # doubles the number of values in each sum
         reach *= 2
     return sums * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
 
 
 def _usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
-    """Return the ends of the values near to most values, to the first and to the last ones."""
+    """Return the range of the values close to the bulk of them, the first and the last ones."""
     centre = centre[np.isfinite(centre)]
     if not centre.size:
         return []
     values = np.concatenate([centre, lowest[np.isfinite(lowest)], highest[np.isfinite(highest)]])
     most = np.quantile(values, (0.1, 0.9), method="nearest")
     ends = *most, np.median(centre[:5]), np.median(centre[-5:])
-    lower, upper = min(ends), max(ends)
+    lower = min(ends)
+    upper = max(ends)
     size = max(abs(lower), abs(upper))
     reach = 1.5 * (upper - lower) if upper - lower > FLAT_SPREAD * size else size or 1.0
     near = values[(values >= lower - reach) & (values <= upper + reach)]
     return [near.min(), near.max()]
 
 
-def _rounded(values: Array) -> Array:
-    """Return the values with seven significant digits, which halves the page."""
+def _round_digits(values: Array) -> Array:
+    """Return the values with seven significant digits, which halves the size of the page."""
     scale = 10.0 ** (6 - np.floor(np.log10(np.maximum(np.abs(values), 1e-290))))
     return np.round(values * scale) / scale
 
 
-LOG_TAIL = 1 << 16  # bytes
+LOG_TAIL = 1 << 16  # bytes at the end of a log that are searched for a failure
 FAILURE_LINES = 30
-MOST_LOGS = 256
+MAX_LOGS = 256  # ranks whose logs are searched
 PEAK_COLUMN = "memory/peak_resident_gib"
 ENDED_SILENTLY = "ended without saying how (killed?)"
 PROCESSES_FILE = "logs/processes.json"
@@ -261,57 +272,62 @@ PROCESSES_FILE = "logs/processes.json"
 
 @dataclass
 class RunReport:
-    """Everything that is shown of a run."""
+    """Contents of a run's report."""
 
     name: str
     state: str
-    """finished, running, stopped, failed, or ENDED_SILENTLY."""
+    """Outcome: finished, running, stopped, failed, or ENDED_SILENTLY."""
     error: str
-    """Line that says how it crashed; empty if it did not."""
+    """Line that names the failure; empty if there was none."""
     failure: str
-    """Everything that is known of a crash."""
+    """Details of the failure, such as its traceback; empty if there was none."""
     facts: dict[str, str]
+    """Name -> text of each line in the table at the top."""
     settings: dict[str, str]
-    """Dotted keys of recipe.yaml and, under `ds.`, of ds_config.json; the world size."""
+    """Dotted key -> value of recipe.yaml, of ds_config.json (under `ds.`), and `world_size`."""
     record: RunRecord
     figures: dict[str, str] = field(default_factory=dict)
-    """Last and best values of the main metrics."""
+    """Main metric -> its last and best value, in words."""
 
 
 def check_run_directory(path: Path) -> Path:
-    """Return the path of a run directory.
+    """Return the path if it is a run directory.
 
     Raises:
-        PipelineError: It is none; the message names runs in it.
+        PipelineError: It is not; the message names the runs inside it.
     """
     if any((path / name).is_file() for name in (METRICS_FILE, "recipe.yaml")):
         return path
     within = sorted(each.parent.name for each in path.glob(f"*/{METRICS_FILE}"))
-    hint = f"it holds runs: {format_names(within)}" if within else "give a run directory, as runs/NAME-TIME"
+    hint = "give a run directory, such as runs/NAME-TIME"
+    if within:
+        hint = f"give one of the runs in it: {format_names(within)}"
     what = f"has no {METRICS_FILE}" if path.exists() else "does not exist"
     raise PipelineError(f"{path} {what}; {hint}")
 
 
 def read_run(path: Path, ended: bool = False) -> RunReport:
-    """Read everything that is shown of a run.
+    """Read the contents of a run's report.
 
     Args:
-        ended: Whether the caller knows that the run has ended, as its own process does.
+        path: Directory of the run.
+        ended: Whether the caller knows that the run has ended, as the run's own process does.
 
     Raises:
         MetricsFileError: Its metrics.jsonl cannot be read, or is damaged.
     """
-    record, failure = read_record(path / METRICS_FILE), ""
+    record = read_record(path / METRICS_FILE)
+    failure = ""
     if not ended and is_run_locked(path) and not (path / "summary.json").is_file():
         state = "running"
     else:
         state, failure = determine_outcome(path, record.last)
         failure = redact_text(failure)
-    text = _json(path / "summary.json").get("sample")
+    text = _read_json(path / "summary.json").get("sample")
     if isinstance(text, str) and record.step not in [sample["step"] for sample in record.samples]:
         record.samples.append({"step": record.step, "text": redact_text(text)})
-    settings = dict(_settings(path))
-    environment = _json(path / "environment.json")
+    settings = dict(_iterate_settings(path))
+    environment = _read_json(path / "environment.json")
     devices = environment.get("devices")
     counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
@@ -321,14 +337,14 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
         ENDED_SILENTLY: f"{status}: {failure}".removesuffix(": "),
     }
     lost = {key: sum(curve.not_finite.values()) for key, curve in record.curves.items()}
-    plans = [str(told["message"]) for told in record.alerts + record.events if told["event"] == PLAN]
+    plans = [str(each["message"]) for each in record.alerts + record.events if each["event"] == PLAN]
     facts = {
         "state": status,
         "time": format_duration(record.seconds),
         "model": next((model for model in models if model != "null"), ""),
         "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
         "ranks": settings.get("world_size", ""),
-        "plan": next((told.removeprefix("plan: ") for told in reversed(plans)), ""),
+        "plan": plans[-1].removeprefix("plan: ") if plans else "",
         "not finite": format_names([f"{key} {number:,}" for key, number in lost.items() if number]),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
@@ -348,11 +364,12 @@ def determine_outcome(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state of a run that has ended, and the reason if it failed or was killed.
 
     Args:
+        path: Directory of the run.
         last: Last line of its metrics.jsonl.
     """
     if (path / "summary.json").is_file():
         return "finished", ""
-    if failure := _diagnosis(path) or _first_failure(path):
+    if failure := _read_diagnosis(path) or _find_first_failure(path):
         return "failed", failure
     if last.get("event") == RUN_FAILED:
         return "failed", "\n".join(str(last[key]) for key in ("message", "traceback") if key in last)
@@ -363,7 +380,7 @@ def determine_outcome(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def extract_error_line(failure: str) -> str:
-    """Return the line that names the error: behind the frames of its last traceback, or the first."""
+    """Return the line that names the error: the one after its last traceback, or the first line."""
     lines = failure.rpartition(" pipeline.failure ")[2].strip().splitlines()
     frames = [n for n, line in enumerate(lines, 1) if line.startswith(("Traceback (most", '  File "'))]
     behind = lines[max(frames, default=0) :]
@@ -371,15 +388,15 @@ def extract_error_line(failure: str) -> str:
 
 
 def format_state(state: str, step: int) -> str:
-    """Return the state with its step, in words."""
+    """Return the state with its step: "failed at step 3"."""
     return f"{state} {'after' if state == ENDED_SILENTLY else 'at'} step {step:,}"
 
 
-def _settings(path: Path) -> Iterator[tuple[str, str]]:
+def _iterate_settings(path: Path) -> Iterator[tuple[str, str]]:
     with suppress(ConfigError, OSError):
         yield from _flatten(redact(read_yaml(path / "recipe.yaml").tree), "")
-    yield from _flatten(redact(_json(path / "ds_config.json")), "ds.")
-    if (world_size := _json(path / "split.json").get("world_size")) is not None:
+    yield from _flatten(redact(_read_json(path / "ds_config.json")), "ds.")
+    if (world_size := _read_json(path / "split.json").get("world_size")) is not None:
         yield "world_size", str(world_size)
 
 
@@ -391,34 +408,38 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str).strip('"')[:300]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return the contents of a file; nothing if it is missing or damaged."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         tree = json.loads(read_regular_file(path, CONFIGURATION_LIMIT))
         return tree if isinstance(tree, dict) else {}
     return {}
 
 
-def _diagnosis(path: Path) -> str:
-    """Return why a watchdog has ended the run, unless the run went on."""
-    told, record = path / "hang" / "diagnosis.txt", path / METRICS_FILE
+def _read_diagnosis(path: Path) -> str:
+    """Return why a watchdog ended the run; empty if the run continued afterwards."""
+    diagnosis = path / "hang" / "diagnosis.txt"
+    record = path / METRICS_FILE
     with suppress(OSError):
-        if not record.exists() or told.stat().st_mtime_ns >= record.stat().st_mtime_ns:
-            return read_regular_file(told, CONFIGURATION_LIMIT).decode(errors="replace").strip()
+        if not record.exists() or diagnosis.stat().st_mtime_ns >= record.stat().st_mtime_ns:
+            return read_regular_file(diagnosis, CONFIGURATION_LIMIT).decode(errors="replace").strip()
     return ""
 
 
-def _first_failure(path: Path) -> str:
-    """Return the earliest failure in the logs of all ranks: the others fail because of it."""
+def _find_first_failure(path: Path) -> str:
+    """Return the earliest failure in the logs of all ranks, since it causes the others."""
     with suppress(TypeError, ValueError):
-        world_size = int(_json(path / "split.json").get("world_size", 1))
-        logs = [path / "logs" / f"rank{rank:05d}.log" for rank in range(min(world_size, MOST_LOGS))]
-        return min(filter(None, map(_failure, logs)), default=("", ""))[1]
+        world_size = int(_read_json(path / "split.json").get("world_size", 1))
+        logs = [path / "logs" / f"rank{rank:05d}.log" for rank in range(min(world_size, MAX_LOGS))]
+        return min(filter(None, map(_read_failure, logs)), default=("", ""))[1]
     return ""
 
 
-def _failure(log: Path) -> tuple[str, str] | None:
-    """Return the time and the text of a failure, unless a line of information follows: the run went on."""
+def _read_failure(log: Path) -> tuple[str, str] | None:
+    """Return the time and the text of the failure that ends a log.
+
+    `None` without one, or if a line of level INFO follows: then the run continued.
+    """
     try:
         with open(open_regular_file(log), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
@@ -431,13 +452,15 @@ def _failure(log: Path) -> tuple[str, str] | None:
 
 
 def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
-    """Write down the ranks of a run that starts, and the memory of this machine. Raises nothing.
+    """Record the ranks of a run that starts, and the memory limit of this machine. Raises nothing.
 
     Args:
-        everyone: All ranks; empty if this process is alone.
+        directory: Directory of the run.
+        everyone: All ranks; empty if this process is the only one.
     """
-    now, alone = read_memory_usage(), RankProcess(0, platform.node(), os.getpid(), machine_id())
-    noted = {
+    now = read_memory_usage()
+    alone = RankProcess(0, platform.node(), os.getpid(), machine_id())
+    content = {
         "everyone": [asdict(each) for each in everyone or [alone]],
         "since": time.monotonic(),
         "limit": now.limit,
@@ -445,42 +468,49 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
     }
     with suppress(OSError):
         (directory / PROCESSES_FILE).parent.mkdir(exist_ok=True)
-        replace_file(directory / PROCESSES_FILE, json.dumps(noted))
+        replace_file(directory / PROCESSES_FILE, json.dumps(content))
 
 
 def explain_kill(directory: Path, peak_gib: float) -> str:
-    """Return whether a process was killed for memory, and by whom; empty if nothing says so.
+    """Return the evidence that a process was killed for memory; empty if there is none.
+
+    The kernel's log names a killed process of this machine. Otherwise the last resident memory of all ranks
+    on the machine is compared with its limit.
 
     Args:
+        directory: Directory of the run.
         peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        noted: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT))
-        everyone = [RankProcess(**each) for each in noted["everyone"]]
-        limit, by_kernel = noted["limit"], read_kernel_kills(noted["since"])
+        content: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT))
+        everyone = [RankProcess(**each) for each in content["everyone"]]
+        limit = content["limit"]
+        by_kernel = read_kernel_kills(content["since"])
         here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]
-        killed, held = (here or everyone)[0], peak_gib * GIB
+        killed = (here or everyone)[0]
+        resident = peak_gib * GIB
         number = sum(each.machine == killed.machine for each in everyone)
-        said = "most likely killed for memory"
+        cause = "most likely killed for memory"
         if here:
-            held = by_kernel[killed.pid]
-            said = f"the kernel killed {killed} for memory"
-        if here or number * held > NEARLY_FULL * limit:
-            ranks = f"{number} rank{'s' * (number > 1)} there x {format_bytes(held)}"
-            return f"{said}: {ranks}, and {noted['whose']} {format_bytes(limit)}"
+            resident = by_kernel[killed.pid]
+            cause = f"the kernel killed {killed} for memory"
+        if here or number * resident > NEARLY_FULL * limit:
+            ranks = f"{number} rank{'s' * (number > 1)} there x {format_bytes(resident)}"
+            return f"{cause}: {ranks}, and {content['whose']} {format_bytes(limit)}"
     return ""
 
 
 def format_closing_line(name: str, text: object) -> str:
-    """Return a line of a name and a text, aligned with the others."""
+    """Return a summary line of a name and a text, aligned with the other lines."""
     return f"{name:<13}  {text}"
 
 
 def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
-    """Return aligned lines of a name and a text; none if the record cannot be read.
+    """Return the lines of the summary at the end of a run; none if the record cannot be read.
 
     Args:
-        best_by: Metric that chooses the best checkpoint; it has a line as well.
+        run_dir: Directory of the run.
+        best_by: Section of the recipe that names the metric of the best checkpoint; it has a line as well.
     """
     try:
         record = read_record(run_dir / METRICS_FILE)
@@ -493,7 +523,7 @@ def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]
         took = format_duration(record.training_seconds)
         lines.append(format_closing_line("steps", f"{record.step:,} in {took}{seen}"))
     newest_row = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
-    early = [told["message"] for told in record.events if _is_early_stop(told, newest_row)]
+    early = [event["message"] for event in record.events if _is_early_stop(event, newest_row)]
     if early:
         lines.append(format_closing_line("stopped early", early[-1]))
     for key in dict.fromkeys((*SUMMARY_COLUMNS, f"eval/{chosen.best_metric}")):
@@ -502,14 +532,14 @@ def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]
             is_lowest = chosen.best_is_lowest if is_chosen else key.endswith("loss")
             name = key.removeprefix("train/").replace("eval/", "eval ").replace("rewards/", "")
             lines.append(format_closing_line(name, format_last_and_best(record.curves[key], is_lowest)))
-    plans = [told["message"] for told in record.alerts + record.events if told["event"] == PLAN]
+    plans = [event["message"] for event in record.alerts + record.events if event["event"] == PLAN]
     if plans:
         lines.append(format_closing_line("plan", plans[-1].removeprefix("plan: ")))
     return lines
 
 
-def _is_early_stop(told: Mapping[str, Any], newest_row: float) -> bool:
-    return bool(told["event"] == STOPPED_EARLY and told["step"] >= newest_row)
+def _is_early_stop(event: Mapping[str, Any], newest_row: float) -> bool:
+    return bool(event["event"] == STOPPED_EARLY and event["step"] >= newest_row)
 
 
 def format_last_and_best(curve: Curve, is_lowest: bool) -> str:

@@ -35,8 +35,8 @@ class MetricsFileError(PipelineError):
 class JsonlTracker:
     """Appends rows and events to metrics.jsonl.
 
-    The operating system has each line before `write` returns. The line of each rollback has the running totals
-    of rollbacks and of the steps that they dropped, from which W&B's step offset follows.
+    The operating system has each line before `write` returns. The line of each rollback has the running
+    totals of rollbacks and of the steps that they dropped, from which W&B's step offset follows.
     """
 
     def __init__(self, path: Path, *, start_step: int, redo_evaluation: bool = False) -> None:
@@ -56,7 +56,11 @@ class JsonlTracker:
         self._steps_given_up = 0
         try:
             if start_step > 0 and not path.exists():
-                log.warning("%s is missing, with the rows up to step %d; the run continues", path, start_step)
+                log.warning(
+                    "%s is missing, with the rows up to step %d; the run continues without them",
+                    path,
+                    start_step,
+                )
             elif start_step > 0:
                 rollback = _truncate(path, start_step, redo_evaluation)
                 self._rewinds = int(rollback.get("rewinds", 0))
@@ -72,8 +76,8 @@ class JsonlTracker:
         """Append one row.
 
         Raises:
-            MetricsFileError: The disk is full, a quota is reached or a mount is lost. Training ends, since the
-                record would have holes.
+            MetricsFileError: The disk is full, a quota is reached or a mount is lost. Training ends, since
+                the record would have holes.
         """
         self._append(encode_row(step, row))
 
@@ -131,7 +135,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_newest(path: Path, key: str) -> dict[str, Any] | None:
-    """Return the last row or event with this key within the last MiB; `None` without one or without a file."""
+    """Return the last row or event with this key within the last MiB; `None` if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
@@ -192,8 +196,8 @@ def _decode(line: bytes) -> dict[str, Any] | None:
 def _truncate(path: Path, last_step: int, redo_evaluation: bool) -> RecordLine:
     """Remove damaged lines and those after `last_step`, atomically: a kill leaves the old or the new file.
 
-    Reads one row at a time, since a long run has hundreds of thousands. The file is truncated. It is rewritten
-    if a line in its middle is damaged, or if an event about corruption after `last_step` must stay.
+    Reads one row at a time, since a long run has hundreds of thousands. The file is truncated. It is
+    rewritten if a line in its middle is damaged, or if an event about corruption after `last_step` must stay.
 
     Returns:
         The last rollback of `replay`, or an empty dictionary.
@@ -244,8 +248,8 @@ def _rewrite(path: Path, select: Callable[[dict[str, Any]], dict[str, Any] | Non
 def _move_rows(path: Path, last_step: int, until: int) -> None:
     """Move the lines after `last_step` to `metrics-until-step-<until>.jsonl` in the same directory.
 
-    The lines are at the end of the file, and are copied before the file is truncated. A kill in between leaves
-    them in both files, and the resumed run truncates the first.
+    The lines are at the end of the file, and are copied before the file is truncated. A kill in between
+    leaves them in both files, and the resumed run truncates the first.
     """
     prefix = 0
     with path.open("rb") as file:
@@ -282,8 +286,8 @@ def is_rollback(record: Mapping[str, Any]) -> bool:
 def replay(path: Path, start_step: int) -> Iterator[RecordLine]:
     """Iterate over the rows and events of a run that resumes from a step.
 
-    A rollback to `start_step` itself is skipped: the checkpoint of that step is older than the rollback, so the
-    run repeats it, and it must count once.
+    A rollback to `start_step` itself is skipped: the checkpoint of that step is older than the rollback, so
+    the run repeats it, and it must count once.
 
     Args:
         path: metrics.jsonl without lines of later steps.

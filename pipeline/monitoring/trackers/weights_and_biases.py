@@ -87,7 +87,7 @@ def open_wandb(
         run_dir: Directory of the run; its folder `wandb` has W&B's files, or links to them.
         start_step: 0 creates a new W&B run; otherwise the run continues under its id.
         run_config: Configuration to show.
-        earlier: Function that reads rows and rollbacks up to `start_step`. Rows that W&B lacks are sent again.
+        earlier: Function that reads rows and rollbacks up to `start_step`; those that W&B lacks are sent.
 
     Returns:
         The tracker; `None` if W&B is disabled or cannot be started.
@@ -223,8 +223,8 @@ class WandbTracker:
     def close(self, exit_code: int) -> None:
         """Finish the run, waiting for the server at most FINISH_TIMEOUT_SECONDS.
 
-        A run that a signal stopped does not send its newest row: its evaluation may follow after a resume, and
-        W&B accepts no more data for a step that it has. The resumed run sends both.
+        A run that a signal stopped does not send its newest row: its evaluation may follow after a resume,
+        and W&B accepts no more data for a step that it has. The resumed run sends both.
         """
         is_stopped = exit_code > 128
         if not is_stopped:
@@ -427,7 +427,7 @@ def open_run(
         except (wandb.Error, TimeoutError) as error:
             reason = summarize_error(error)
     # Offline files of one id are uploaded together, in the order of their starts. A run that the server may
-    # know gets a new id: how many rows the server has is unknown now, so the new file begins with all of them.
+    # know gets a new id: how many rows the server has is unknown now, so the new file begins with all rows.
     newest = _newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
         _move_aside(folder.glob("offline-run-*"))

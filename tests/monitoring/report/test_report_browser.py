@@ -150,7 +150,7 @@ def test_one_run(make_run, show):
     assert page.table("phases") == [
         ["backward", "42.9 % · 18"],
         ["forward", "28.6 % · 12"],
-        ["start, end, steps undone", "28.6 % · 12"],
+        ["startup, shutdown, dropped steps", "28.6 % · 12"],
     ]
     assert page.table("sources") == [["a & <b>", "66.7 % · 120"], ["web", "33.3 % · 60"]]
     page.run("document.querySelectorAll('details').forEach((each) => each.open = true)")

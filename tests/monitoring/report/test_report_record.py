@@ -47,11 +47,11 @@ def test_axes_and_where_the_time_went(make_run):
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
     assert record.curves["eval/loss"].axes.T.tolist() == [[0, 0, 0], [20, 20_000, 0.02]]
     assert record.curves["eval/loss"].lines[0].tolist() == [9.0, 4.0]
-    assert record.phases == {"forward": 60.0, "start, end, steps undone": 12.0}
+    assert record.phases == {"forward": 60.0, "startup, shutdown, dropped steps": 12.0}
     ended = read_record(
         make_run("ended", [*lines, event(20, "time", elapsed_seconds=80.5)]) / "metrics.jsonl"
     )
-    assert (ended.seconds, ended.phases["start, end, steps undone"]) == (80.5, 20.5)
+    assert (ended.seconds, ended.phases["startup, shutdown, dropped steps"]) == (80.5, 20.5)
 
 
 def test_events_are_beside_the_curves(make_run):

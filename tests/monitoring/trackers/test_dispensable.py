@@ -115,7 +115,9 @@ def test_one_whose_queue_is_full_is_dropped_and_given_nothing_more(gate, caplog,
             trackers.tell(step, EVENT)
     with Trackers([threaded(other)]) as trackers:
         trackers.write(0, {})
-    why = "it hangs and is 3 rows and events behind; metrics.jsonl has all rows, and a second start sends them"
+    why = (
+        "it hangs and is 3 rows and events behind; metrics.jsonl has all rows, and a second start sends them"
+    )
     assert dropped(caplog) == [f"it is dropped ({why}); the run continues without it"]
     gate.set()
     assert ended(thread)

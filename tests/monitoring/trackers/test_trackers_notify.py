@@ -170,7 +170,9 @@ def test_what_fails_is_said_once_and_tried_again(server, caplog):
     tracker.close(0)
     assert len(server.posted) == 3
     lines = [each.message for each in caplog.records]
-    assert lines == ["notify.webhook_env failed (the server answered 500); it is tried again at the next alert"]
+    assert lines == [
+        "notify.webhook_env failed (the server answered 500); it is tried again at the next alert"
+    ]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{port}/{secret}", "http://{secret}.invalid/{secret}"])
@@ -214,9 +216,9 @@ def test_no_shell_reads_the_command(tmp_path):
     [
         (None, "PIPELINE_WEBHOOK is not set where the main process runs"),
         (f"hooks.example/{SECRET}", "the value of PIPELINE_WEBHOOK is not an address"),
-        (f"file:///{SECRET}", "is no address"),
-        (f"https://hooks.example/{SECRET} x", "is no address"),
-        (f"https://[hooks.example/{SECRET}", "is no address"),
+        (f"file:///{SECRET}", "is not an address"),
+        (f"https://hooks.example/{SECRET} x", "is not an address"),
+        (f"https://[hooks.example/{SECRET}", "is not an address"),
     ],
 )
 def test_a_variable_without_an_address_is_an_error_that_does_not_repeat_it(monkeypatch, value, says):
