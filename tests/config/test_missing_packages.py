@@ -199,7 +199,9 @@ def test_the_report_of_a_run_is_left_out_without_plotly_and_an_error_on_request(
     said = "the report needs plotly, which is not installed: pip install plotly"
     assert write_final_report(tmp_path) is None
     report = tmp_path / "report.html"
-    assert caplog.messages == [f"{report} is not written: {said}; then run: {format_pipeline_command('report', tmp_path)}"]
+    assert caplog.messages == [
+        f"{report} is not written: {said}; then run: {format_pipeline_command('report', tmp_path)}"
+    ]
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not report.exists()

@@ -482,7 +482,9 @@ def explain_kill(directory: Path, peak_gib: float) -> str:
         peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        content: dict[str, Any] = json.loads(read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT))
+        content: dict[str, Any] = json.loads(
+            read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT)
+        )
         everyone = [RankProcess(**each) for each in content["everyone"]]
         limit = content["limit"]
         by_kernel = read_kernel_kills(content["since"])

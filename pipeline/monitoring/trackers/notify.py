@@ -87,7 +87,9 @@ class NotifyTracker:
                 if name not in self._failed:
                     self._failed.add(name)
                     logger.warning(
-                        "notify.%s failed (%s); it is tried again at the next alert", name, summarize_error(error)
+                        "notify.%s failed (%s); it is tried again at the next alert",
+                        name,
+                        summarize_error(error),
                     )
 
     def close(self, exit_code: int) -> None:

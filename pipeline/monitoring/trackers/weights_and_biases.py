@@ -303,7 +303,10 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
     # (ConnectionResetError, errors of pydantic, assertions). None of them may end a training run.
     except Exception as error:
         logger.warning(
-            "W&B %s (%s: %s); training continues without it", what, type(error).__name__, summarize_error(error)
+            "W&B %s (%s: %s); training continues without it",
+            what,
+            type(error).__name__,
+            summarize_error(error),
         )
         if isinstance(error, ConnectionError):
             import wandb
