@@ -444,7 +444,8 @@ class EvalDivergence:
         if loss is None or not math.isfinite(loss):
             return None
         train = so_far.loss_sum / so_far.steps if so_far.steps else None
-        so_far.loss_sum, so_far.steps = 0.0, 0
+        so_far.loss_sum = 0.0
+        so_far.steps = 0
         if so_far.best is None or loss < so_far.best:
             first = so_far.first if so_far.best is not None else loss
             self._history = _EvalHistory(

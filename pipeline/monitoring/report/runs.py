@@ -82,7 +82,7 @@ class RunRecord:
     """Data source -> number of its samples."""
     step: int = 0
     tokens: float = 0.0
-    """Number of tokens seen; of samples if no tokens are counted."""
+    """Number of tokens trained on, or of samples if the loss does not count tokens."""
     seconds: float = 0.0
     """Elapsed seconds of the run."""
     training_seconds: float = 0.0
@@ -521,9 +521,9 @@ def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]
     chosen = best_by or EvalConfig()
     lines = []
     if record.step:
-        seen = f", {format_count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
+        tokens = f", {format_count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
         took = format_duration(record.training_seconds)
-        lines.append(format_closing_line("steps", f"{record.step:,} in {took}{seen}"))
+        lines.append(format_closing_line("steps", f"{record.step:,} in {took}{tokens}"))
     newest_row = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
     early = [event["message"] for event in record.events if _is_early_stop(event, newest_row)]
     if early:
