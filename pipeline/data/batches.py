@@ -1,4 +1,4 @@
-"""Forms of samples and batches, and the one form that loaders, engines and objectives know: a dict.
+"""Converts samples and batches of any form to the one that loaders, engines and objectives use: a dict.
 
 A sample or a batch may be a dict, a tuple or list `(input, target, ...)`, a named tuple or a plain tensor.
 """
@@ -16,49 +16,49 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pipeline.errors import DataError, PipelineError
 
-TUPLE_NAMES = ("inputs", "targets")  # the first entries of a tuple
-FIELD_PREFIX = "field_"  # its further ones: field_2, field_3, ...
-IGNORE_INDEX = -100  # the label that counts in no loss
+TUPLE_NAMES = ("inputs", "targets")  # names of the first entries of a tuple
+FIELD_PREFIX = "field_"  # begins the names of its further entries: field_2, field_3, ...
+IGNORE_INDEX = -100  # the label that is excluded from every loss
 MAX_LISTED_ENTRIES = 12  # entries of a batch that a message lists
 Batch = dict[str, Any]
 
 
 class MissingEntryError(DataError, KeyError):
-    """A batch was asked for an entry that it does not have."""
+    """Code read an entry that the batch does not have."""
 
-    __str__ = PipelineError.__str__  # a KeyError would be shown in quotes
+    __str__ = PipelineError.__str__  # KeyError would put quotes around the message
 
 
 class ValueRange(NamedTuple):
-    """Range of the whole numbers of one entry."""
+    """Range of the integers in one entry of a batch."""
 
     lowest: int
     lowest_counted: int
-    """Lowest number without IGNORE_INDEX; 0 if none is negative."""
+    """Lowest value apart from IGNORE_INDEX; 0 if no other value is negative."""
     highest: int
 
 
 class BatchOrigin(NamedTuple):
-    """Samples of a batch as it was read."""
+    """Samples that a batch was made of."""
 
     indices: Sequence[int]
-    """Indices in the data set."""
+    """Indices of the samples in the data set."""
     sources: Sequence[tuple[str, int]]
-    """(name, samples) of each source of the data set, one behind the other."""
+    """Name and number of samples of each source, in the order of the data set."""
     value_ranges: Mapping[str, ValueRange] = MappingProxyType({})
-    """Ranges of the entries, measured where the batch was read: no step looks at the values again."""
+    """Ranges of the integer entries, measured when the batch is read: no step has to scan the values again."""
 
 
 class LoadedBatch(Batch):
     """A batch on its way to the model and the loss.
 
-    Values are tensors (also in nested tuples, lists and dicts) or what else a data set gave, such as strings.
+    Its values are tensors, nested tuples, lists and dicts of tensors, or other objects such as strings.
 
     Attributes:
-        num_samples: None where it was not loaded.
-        host: Where it was moved to a device: what it was on the host, so that a look at a value there waits
-            for no device.
-        reading: Its samples, where it was loaded.
+        num_samples: Number of samples; `None` if no loader made the batch.
+        host: The same batch in host memory, if this one was moved to a device. Code that inspects values
+            reads them there, and so does not wait for the device.
+        origin: Samples that the batch was made of; `None` if no loader made it.
     """
 
     num_samples: int | None = None
@@ -66,31 +66,31 @@ class LoadedBatch(Batch):
     origin: BatchOrigin | None = None
 
     def copy_metadata_from(self, other: Mapping[str, Any]) -> LoadedBatch:
-        """Return this batch, with what is known of the other."""
+        """Copy `num_samples`, `host` and `origin` from `other`, and return this batch."""
         for name in ("num_samples", "host", "origin"):
             setattr(self, name, getattr(other, name, None))
         return self
 
     def __missing__(self, key: str) -> Any:
-        raise MissingEntryError(f"{key!r} was asked of a batch that has no such entry: {format_batch(self)}")
+        raise MissingEntryError(f"the batch has no entry {key!r}; it has: {format_batch(self)}")
 
 
 def get_host_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch as it was before it went to a device, where that is known."""
+    """Return the batch as it was before it was moved to a device, or the batch itself if that is unknown."""
     return getattr(batch, "host", None) or batch
 
 
 def count_samples(batch: Mapping[str, Any]) -> int:
-    """Return the number of samples: as it was loaded, or the length of its first tensor."""
+    """Return the number of samples that the loader noted, or else the length of the first tensor."""
     known = getattr(get_host_batch(batch), "num_samples", None)
     return known if known is not None else next((len(t) for t in iter_tensors(batch) if t.dim()), 1)
 
 
 def map_tensors(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor]) -> LoadedBatch:
-    """Return the batch with `move(key, tensor)` for each tensor; it remembers the host's."""
+    """Return the batch with each tensor replaced by `move(key, tensor)`; its `host` is the original."""
     result = LoadedBatch(
         {
-            key: move(key, value) if isinstance(value, Tensor) else _mapped(value, key, move)
+            key: move(key, value) if isinstance(value, Tensor) else _map_value(value, key, move)
             for key, value in batch.items()
         }
     )
@@ -98,18 +98,18 @@ def map_tensors(batch: Mapping[str, Any], move: Callable[[str, Tensor], Tensor])
     return result
 
 
-def _mapped(value: Any, key: str, move: Callable[[str, Tensor], Tensor]) -> Any:
+def _map_value(value: Any, key: str, move: Callable[[str, Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return move(key, value)
     if isinstance(value, Mapping):
-        return {name: _mapped(each, key, move) for name, each in value.items()}
+        return {name: _map_value(each, key, move) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(each, key, move) for each in value)
+        return type(value)(_map_value(each, key, move) for each in value)
     return value
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a value, in order."""
+    """Yield every tensor in a nested value, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
@@ -121,13 +121,13 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def format_batch(batch: Mapping[str, Any]) -> str:
-    """Return `inputs (8, 3) float32, names (list of str)`: entries of a batch, for a message."""
+    """Return the entries of a batch for a message, such as `inputs (8, 3) float32, names (list of str)`."""
     parts = [f"{key} {describe_value(value)}" for key, value in list(batch.items())[:MAX_LISTED_ENTRIES]]
     return ", ".join(parts) + ", ..." * (len(batch) > MAX_LISTED_ENTRIES) or "nothing"
 
 
 def describe_value(value: Any) -> str:
-    """Return the shape and type of a tensor, or the type of anything else."""
+    """Return the shape and dtype of a tensor or array, or the type of any other value."""
     if isinstance(value, (Tensor, np.ndarray)):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, (tuple, list)) and value:
@@ -136,16 +136,16 @@ def describe_value(value: Any) -> str:
 
 
 def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
-    """Return a batch in the one form.
+    """Return a batch of any form as a dict.
 
     Args:
-        collated: A dict, or a tuple or list whose first entry is the model's (`inputs`, or the entries of a
-            dict), whose second is the target (`targets`), and whose further ones are `field_2`, `field_3`
-            ...; a named tuple keeps its names; a tensor or array is `inputs`.
-        samples: How many samples it was made of.
+        collated: One of these. A dict. A tensor or array, which becomes `inputs`. A named tuple, which keeps
+            its names. A tuple or list, whose entries become `inputs` (or the entries of a dict), `targets`,
+            `field_2`, `field_3` and so on.
+        samples: Number of samples in the batch.
 
     Raises:
-        DataError: it is nothing of that, or empty.
+        DataError: The batch has none of these forms, or it is empty.
     """
     if isinstance(collated, PackedSequence):
         raise DataError(_NO_PACKED)
@@ -154,7 +154,7 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
     elif isinstance(collated, tuple) and hasattr(collated, "_asdict"):
         entries = collated._asdict()
     elif isinstance(collated, (tuple, list)) and collated:
-        entries = dict(zip(map(_name, range(len(collated))), collated, strict=True))
+        entries = dict(zip(map(_entry_name, range(len(collated))), collated, strict=True))
         if isinstance(collated[0], Mapping):
             entries = {**collated[0], **{key: entries[key] for key in list(entries)[1:]}}
     elif isinstance(collated, (Tensor, np.ndarray)):
@@ -169,24 +169,24 @@ def as_batch(collated: Any, samples: int | None = None) -> LoadedBatch:
         if not isinstance(key, str):
             raise DataError(f"the batch has an entry called {key!r}; names are strings")
     batch = LoadedBatch(
-        {key: value if isinstance(value, Tensor) else _tensors_in(value) for key, value in entries.items()}
+        {key: value if isinstance(value, Tensor) else _to_tensors(value) for key, value in entries.items()}
     )
     lengths = [len(tensor) for tensor in iter_tensors(batch) if tensor.dim()]
     if not lengths or 0 in lengths[:1]:
         raise DataError(
-            f"a batch without a sample: {format_batch(batch)}; a collate that leaves samples out must keep at least "
-            "one, and a data set must give tensors"
+            f"a batch without a sample: {format_batch(batch)}; a collate that leaves samples out must keep "
+            "at least one, and a data set must give tensors"
         )
-    # A tensor may begin with another dimension, such as time; a collate may leave samples out.
+    # A tensor may begin with another dimension, such as time, and a collate function may drop samples.
     batch.num_samples = samples if samples in lengths else lengths[0]
     return batch
 
 
 def raise_if_error(batch: Any) -> Batch:
-    """Return a batch of a loader.
+    """Return what a loader yielded if it is a batch.
 
     Raises:
-        PipelineError: the loader gave it in place of a batch.
+        PipelineError: The loader yielded this error in place of a batch.
     """
     if isinstance(batch, PipelineError):
         raise batch
@@ -195,32 +195,32 @@ def raise_if_error(batch: Any) -> Batch:
 
 
 _NO_PACKED = (
-    "the batch holds a PackedSequence, which cannot be divided over devices; collate with pad_sequence, hand "
-    "on the lengths, and let the model's forward call pack_padded_sequence"
+    "the batch holds a PackedSequence, which cannot be divided over devices; collate with pad_sequence, pass "
+    "the lengths along, and let the model's forward call pack_padded_sequence"
 )
 
 
-def _name(place: int) -> str:
+def _entry_name(place: int) -> str:
     return TUPLE_NAMES[place] if place < len(TUPLE_NAMES) else f"{FIELD_PREFIX}{place}"
 
 
-def _tensors_in(value: Any) -> Any:
-    """Return a value with tensors in place of arrays and numbers."""
+def _to_tensors(value: Any) -> Any:
+    """Return a nested value with tensors in place of arrays and numbers."""
     if isinstance(value, PackedSequence):
         raise DataError(_NO_PACKED)
     if isinstance(value, Mapping):
-        return {key: _tensors_in(each) for key, each in value.items()}
+        return {key: _to_tensors(each) for key, each in value.items()}
     if _is_numeric(value):
-        return _tensor_of(value)
+        return _to_tensor(value)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {key: _tensors_in(each) for key, each in value._asdict().items()}
+        return {key: _to_tensors(each) for key, each in value._asdict().items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_tensors_in(each) for each in value)
+        return type(value)(_to_tensors(each) for each in value)
     return value
 
 
 def _is_numeric(value: Any) -> bool:
-    """Return whether it is a number, a tensor, an array of numbers, or lists of numbers of one length."""
+    """Return whether `value` is a number, a tensor, a numeric array, or nested lists of equal lengths."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, (np.ndarray, np.generic)):
@@ -233,7 +233,7 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def _tensor_of(value: Any) -> Tensor:
+def _to_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
@@ -242,10 +242,16 @@ def _tensor_of(value: Any) -> Tensor:
 
 
 def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
-    """Make samples of one form a batch: tensors and numbers along a new first axis, others listed.
+    """Make a batch of samples of one form.
+
+    Tensors and numbers are stacked along a new first axis. Other values become a list.
+
+    Args:
+        samples: Samples of a batch, or their values of one entry; at least one.
+        where: Name of the entry in messages.
 
     Raises:
-        DataError: they differ in form or shape, or are nothing of that; the message names both.
+        DataError: The samples differ in form or shape, or one has no entries.
     """
     first = samples[0]
     if where == "samples" and not _is_sample(first):
@@ -258,7 +264,9 @@ def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
     kinds = list(dict.fromkeys(type(sample).__name__ for sample in samples))
     forms = [isinstance(sample, (Mapping, tuple)) + 2 * _is_numeric(sample) for sample in samples]
     if any(forms) and (len(set(forms)) > 1 or (1 in forms and len(kinds) > 1)):
-        raise DataError(f"{where} of one batch differ in type: {', '.join(kinds)}; give all the same form")
+        raise DataError(
+            f"{where} of one batch differ in type: {', '.join(kinds)}; return the same type for every sample"
+        )
     inside = "" if where == "samples" else f"{where}."
     if isinstance(first, Mapping):
         keys = [set(sample) for sample in samples]
@@ -270,13 +278,13 @@ def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
     if isinstance(first, (tuple, list)) and not is_row:
         if len({len(sample) for sample in samples}) > 1:
             raise DataError(_uneven(where, [len(sample) for sample in samples]))
-        names: Sequence[str] = getattr(first, "_fields", [_name(place) for place in range(len(first))])
+        names: Sequence[str] = getattr(first, "_fields", [_entry_name(place) for place in range(len(first))])
         pairs = zip(names, zip(*samples, strict=True), strict=True)
         columns = [stack_samples(column, f"{inside}{name}") for name, column in pairs]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     if not all(forms):
         return list(samples)
-    values = [_tensor_of(sample) for sample in samples]
+    values = [_to_tensor(sample) for sample in samples]
     shapes = list(dict.fromkeys(tuple(value.shape) for value in values))
     if len(shapes) > 1:
         raise DataError(_uneven(where, shapes))
@@ -284,7 +292,7 @@ def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
 
 
 def _is_sample(value: Any) -> bool:
-    """Return whether it has entries, or is a tensor, an array of numbers or a number."""
+    """Return whether `value` is a container with entries, a tensor, a numeric array or a number."""
     return len(value) > 0 if isinstance(value, (Mapping, tuple, list)) else _is_numeric(value)
 
 
@@ -295,66 +303,65 @@ def _uneven(where: str, shapes: list[Any]) -> str:
     )
 
 
-INTEGER_TYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, which nothing looks up
-UNMEASURED = (
-    "position_ids",
-    "attention_mask",
-    "segments",
-    "segment_kinds",
-)  # made by the data pipeline itself, or no indices
+INTEGER_TYPES = (torch.int64, torch.int32, torch.int16)  # uint8 holds pixels, which are no indices
+# Entries that are no indices, or that this package makes itself.
+UNMEASURED = ("position_ids", "attention_mask", "segments", "segment_kinds")
 
 
 class BadValue(NamedTuple):
-    """A number that is out of range."""
+    """A value that is out of range."""
 
     value: int
     sample: str
-    """` (sample 7 of wiki)`, or empty: not known."""
+    """Text such as ` (sample 7 of wiki)`; empty if the sample is not known."""
 
 
 def describe_origin(
     batch: LoadedBatch, indices: Sequence[int], sources: Sequence[tuple[str, int]]
 ) -> BatchOrigin:
-    """Return the samples of a batch with the ranges of its entries."""
-    extents = {}
+    """Return the samples of a batch, with the ranges of its integer entries."""
+    value_ranges = {}
     for name, value in batch.items():
         if name in UNMEASURED or not isinstance(value, Tensor) or value.dtype not in INTEGER_TYPES:
             continue
         if value.device.type != "cpu" or not value.numel():
             continue
-        values = value.numpy()  # torch would wake all its threads for a few kB
+        values = value.numpy()  # torch would start all its threads for a few kB
         lowest = counted = int(values.min())
         if lowest < 0:
             below = values[values < 0]
             counted = int(below[below != IGNORE_INDEX].min(initial=0))
-        extents[name] = ValueRange(lowest, counted, int(values.max()))
-    return BatchOrigin(indices, sources, extents)
+        value_ranges[name] = ValueRange(lowest, counted, int(values.max()))
+    return BatchOrigin(indices, sources, value_ranges)
 
 
-def _is_looked_at(value: Any) -> bool:
-    is_whole = isinstance(value, Tensor) and value.dtype in INTEGER_TYPES
-    return is_whole and value.device.type == "cpu" and value.numel() > 0
+def _has_integers_on_host(value: Any) -> bool:
+    is_integer = isinstance(value, Tensor) and value.dtype in INTEGER_TYPES
+    return is_integer and value.device.type == "cpu" and value.numel() > 0
 
 
 def find_bad_value(
     batch: Mapping[str, Any], name: str, below: int, ignored: int | None = IGNORE_INDEX
 ) -> BadValue | None:
-    """Return the first number of an entry that is not in [0, below), where there is one.
+    """Return the first value of an entry that is not in [0, below); `None` if there is none.
 
-    Reads host memory alone, and only if the batch's known range does not fit.
+    Only host memory is read, and only if the value range that was noted when the batch was read is too wide.
 
     Args:
-        ignored: Number that is allowed besides; `None` if there is none.
+        batch: The batch, on any device.
+        name: Name of the entry.
+        below: Upper bound of the values (exclusive).
+        ignored: Further value that is allowed; `None` if there is none.
     """
     host = get_host_batch(batch)
-    reading: BatchOrigin | None = getattr(host, "origin", None)
-    extent = reading.value_ranges.get(name) if reading is not None else None
-    if extent is not None:
-        lowest = extent.lowest_counted if ignored == IGNORE_INDEX else extent.lowest
-        if lowest >= 0 and extent.highest < below:
+    origin: BatchOrigin | None = getattr(host, "origin", None)
+    value_range = origin.value_ranges.get(name) if origin is not None else None
+    if value_range is not None:
+        lowest = value_range.lowest_counted if ignored == IGNORE_INDEX else value_range.lowest
+        if lowest >= 0 and value_range.highest < below:
             return None
     value = host.get(name)
-    if not isinstance(value, Tensor) or not _is_looked_at(value):
+    if not isinstance(value, Tensor) or not _has_integers_on_host(value):
         return None
     values = value.numpy()
     wrong = (values < 0) | (values >= below)
@@ -364,19 +371,21 @@ def find_bad_value(
         return None
     place = np.argwhere(wrong)[0].tolist()
     sample = ""
-    # A collate may have made other rows.
-    if reading is not None and (len(values) if values.ndim else 1) == len(reading.indices):
-        source, own = locate_sample(reading.indices[place[0] if place else 0], reading.sources)
+    # The rows are samples only if the collate function kept their number.
+    if origin is not None and (len(values) if values.ndim else 1) == len(origin.indices):
+        source, own = locate_sample(origin.indices[place[0] if place else 0], origin.sources)
         sample = f" (sample {own} of {source})" if source else f" (sample {own})"
     return BadValue(int(values[tuple(place)]), sample)
 
 
 def locate_sample(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """Return the source of a sample, and its index there; an empty name: not known.
+    """Return the name of a sample's source, and the sample's index in that source.
+
+    The name is empty if the source is not known.
 
     Args:
-        index: In the data set of all sources.
-        sources: (name, samples) of what it consists of, one behind the other.
+        index: Index in the data set of all sources.
+        sources: Name and number of samples of each source, in the order of the data set.
     """
     own = index
     for name, samples in sources:
@@ -387,5 +396,5 @@ def locate_sample(index: int, sources: Sequence[tuple[str, int]]) -> tuple[str, 
 
 
 def collate_items(items: Any) -> Any:
-    """Return a batch as it is (from a vectorised `__getitems__`), or samples of one shape stacked."""
+    """Stack a list of samples; return anything else, such as a batch from `__getitems__`, unchanged."""
     return stack_samples(items) if isinstance(items, list) and items else items

@@ -1,4 +1,4 @@
-"""What every kind of data comes down to: data sets, how to batch and mix them, what a model must know."""
+"""The common result of every kind of data: data sets, how to batch and mix them, and sizes for the model."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ Collate = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class DataBundle:
-    """Data that is ready to be loaded; the same on every rank that was given the same recipe.
+    """Data that is ready to be loaded, the same on every rank that has the same recipe.
 
     Attributes:
-        train: Map-style data set (`__len__`, `__getitem__`) of samples (see batches.py). Random numbers it
-            draws from torch's, numpy's or Python's own generators are seeded for each batch; one that says
-            `is_deterministic = True` draws none, and is spared the 0.1 ms. Where it has
-            `augmented(index, draw)`, training samples come from that: `draw` is a random 64-bit number that
-            belongs to the sample's place in the run.
-        eval: Held-out samples by name, such as each source's. Empty: none.
-        collate: Makes a batch (see batches.as_batch) of what the data set's `__getitems__` (or a list of
-            `__getitem__`) returned.
-        tokenizer: Text only.
-        vocab_size: Token ids are below this (special tokens included). Text only.
-        num_classes: Labels are below this. Classification only.
-        fingerprint: Changes when the samples or their order in the data set do; a resumed run can compare it.
-        mixture: What `train` consists of, in its order. Empty: one source.
-        num_channels: Of the images. Images only.
-        longest: Tokens of the longest text that positions count through. `None`: those of a sequence.
-        eval_sets: Further sets to evaluate on, by name, which are no part of `eval/loss`.
-        answers: Number of judged answers that are trained on, by kind (see preference_layouts.py). Empty: not
-            known.
-        weights_at: Weights of the sources at a step, see curriculum.py. `None`: they do not change.
+        train: Map-style data set (`__len__`, `__getitem__`) of training samples (see batches.py). The random
+            generators of torch, numpy and Python are seeded for each batch, which takes 0.1 ms. A data set
+            with `is_deterministic = True` draws no random numbers, and is read without seeding. If it has
+            `augmented(index, draw)`, training samples come from that method: `draw` is a random 64-bit
+            number that follows from the sample's position in the run.
+        eval: Held-out data sets by name, such as one for each source; may be empty.
+        collate: Function that makes a batch (see batches.as_batch) of the result of `__getitems__`, or of a
+            list of results of `__getitem__`.
+        tokenizer: Tokenizer of text data; `None` for other kinds.
+        vocab_size: Upper bound of token ids (exclusive), special tokens included; `None` without text.
+        num_classes: Upper bound of labels (exclusive); `None` except for classification.
+        fingerprint: Text that changes with the samples or their order, so that a resumed run can compare it.
+        mixture: Sources of `train`, in its order; empty for a single source.
+        num_channels: Channels of the images; `None` for other kinds.
+        longest: Largest number of tokens with consecutive positions; `None` if that is a whole sequence.
+        eval_sets: Further evaluation sets by name, which are not part of `eval/loss`.
+        answers: Number of judged training answers by kind (see preference_layouts.py); empty if not known.
+        weights_at: Function from step to the weights of the sources (see curriculum.py); `None` if the
+            weights are constant.
     """
 
     train: Dataset[Any]
@@ -61,15 +61,14 @@ class DataBundle:
 
     @property
     def sources(self) -> tuple[SourceShare, ...]:
-        """The mixture, also where there is one source."""
+        """Sources of `train`; a single one if there is no mixture."""
         return self.mixture or (SourceShare("train", len(self.train)),)  # type: ignore[arg-type]
 
 
 class JoinedDataset(Dataset[Batch]):
-    """Data sets of tokens one behind the other: the training data of several sources.
+    """Concatenation of token data sets: the training data of several sources.
 
-    Each makes a batch of its own rows (its `__getitems__`), all of the same keys and shapes; what is returned
-    has them in the order that was asked for.
+    The `__getitems__` of each data set must return batches with the same keys and shapes.
     """
 
     is_deterministic = True
@@ -85,7 +84,7 @@ class JoinedDataset(Dataset[Batch]):
         return {key: tensor[0] for key, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return a whole batch: each tensor (B, ...)."""
+        """Return a batch of these rows in the order of `indices`; each tensor is (B, ...)."""
         rows = np.asarray(indices)
         owners = np.searchsorted(self._ends, rows, side="right")
         batch: dict[str, Tensor] = {}
@@ -97,5 +96,5 @@ class JoinedDataset(Dataset[Batch]):
                 return part
             for key, tensor in part.items():
                 whole = batch.setdefault(key, tensor.new_empty((len(rows), *tensor.shape[1:])))
-                whole.numpy()[mine] = tensor.numpy()  # torch would wake all its threads for a few kB
+                whole.numpy()[mine] = tensor.numpy()  # torch would start all its threads for a few kB
         return batch

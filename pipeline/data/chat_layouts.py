@@ -1,6 +1,6 @@
-"""Rows of chat data -> conversations: one form, whatever the layout of the row. Knows no tokenizer.
+"""Reads conversations from rows of any layout. No tokenizer is involved.
 
-Every assistant's turn counts as an answer, also one that stands in a `prompt` of several turns.
+Every turn of the assistant is an answer, including the turns of a `prompt` that has several.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.data.documents.records import Record, get_json_type_name
 from pipeline.errors import DataError
 
 Turn = dict[str, Any]
-Spans = list[tuple[int, int]]  # stretches of a text: (start, end) in characters
+Spans = list[tuple[int, int]]  # parts of a text: (start, end) in characters
 
 ASSISTANT = "assistant"
 ROLES = {
@@ -33,25 +33,26 @@ ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT's turns whose text is a call, as JSON
-# Other tools' names for whether an answer is learned: OpenAI's, ms-swift's, Mistral's and Axolotl's.
+CALLING_ROLES = ("function_call", "tool_call")  # roles of ShareGPT turns whose text is a call in JSON
+# Fields that say whether an answer is in the loss, as OpenAI, ms-swift, Mistral and Axolotl name them.
 WEIGHT_FIELDS = ("weight", "loss", "loss_mask", "train")
-UNLEARNED = "\0unlearned"  # key of a turn that is not learned, until its conversation is made
+UNLEARNED = "\0unlearned"  # marks a turn that is not in the loss, until the Conversation is built
 ROW = "row"  # the layout whose template reads the row itself, and the field of a turn that holds the row
-DETAIL = "train_detail"  # Axolotl's: which characters of an answer are learned; refused
-# What a template may read of a turn besides its role and content.
+DETAIL = "train_detail"  # Axolotl's field for the characters of an answer that are in the loss; an error here
+# Fields of a turn that a template may read besides role and content.
 FURTHER_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in their order.
+    """Turns of a conversation, in order.
 
     Attributes:
-        turns: Each with its `role`, one of ROLES' values, and its text as `content`, and what there is of
-            FURTHER_FIELDS. Arguments of tool calls are objects.
-        tools: Functions that the assistant may call, each wrapped in an object with its type; None: none.
-        unlearned: Numbers, from 0, of the assistant's turns that are context and not learned.
+        turns: Dicts with `role` (a value of ROLES), `content` (text) and the FURTHER_FIELDS that the row has.
+            Arguments of tool calls are objects.
+        tools: Functions that the assistant may call, each wrapped in an object with its type; `None` if there
+            are none.
+        unlearned: Numbers (from 0) of the assistant's turns that are context only and not in the loss.
     """
 
     turns: list[Turn]
@@ -65,22 +66,22 @@ class Conversation:
 
     @property
     def learned_answers(self) -> list[int]:
-        """Return the numbers of the turns that are learned."""
+        """Return the numbers of the assistant's turns that are in the loss."""
         return [number for number in self.answers if number not in self.unlearned]
 
     @property
     def key(self) -> bytes:
-        """Return bytes that are equal for equal conversations, whatever row, template and tokenizer."""
+        """Return bytes that identify the conversation, independent of layout, template and tokenizer."""
         content: Any = self.turns if self.tools is None else [self.turns, self.tools]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
         return text.encode()
 
     def texts(self) -> Iterator[str]:
-        """Return the text of each turn."""
+        """Yield the text of each turn."""
         return (turn["content"] for turn in self.turns)
 
-    def first(self, count: int) -> Conversation:
-        """Return its first turns alone."""
+    def truncate(self, count: int) -> Conversation:
+        """Return a conversation of the first `count` turns."""
         return replace(self, turns=self.turns[:count])
 
 
@@ -90,12 +91,12 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of LAYOUTS, or `auto`: the first of them whose fields the row has.
-            ROW: the one turn is the assistant's, with the row itself under `row`.
+        layout: A key of LAYOUTS; or `auto`, the first layout whose fields the row has; or ROW, for one turn
+            of the assistant with the row itself under `row`.
 
     Raises:
-        DataError: the row has none, or none in this layout; it is empty; a turn has no text, or an unknown
-            role.
+        DataError: The row has no conversation in this layout, the conversation is empty, or a turn has no
+            text or an unknown role.
     """
     if not isinstance(record, dict):
         raise DataError(
@@ -118,31 +119,36 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     conversation = Conversation(turns, read_tools(where, row), unlearned)
     try:
         _ = conversation.key
-    except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
+    except (
+        UnicodeEncodeError
+    ) as error:  # half of a surrogate pair, which JSON allows and no tokenizer accepts
         raise DataError(f"{where}: the conversation holds no valid text: {error.reason}") from None
     return conversation
 
 
 def has_field(record: dict[str, Any], name: str) -> bool:
-    """Return whether the row has something there."""
-    return record.get(name) is not None  # tables fill what a row lacks with null
+    """Return whether the row has a value in the field."""
+    return record.get(name) is not None  # tables store null where a row has no value
 
 
 def read_tools(where: str, record: dict[str, Any]) -> list[Any] | None:
-    """Return the functions of a row's `tools`: a list or its JSON, with or without a wrapper around each."""
-    tools = _parsed(where, "field 'tools'", record.get("tools") or None)
+    """Return the functions in a row's `tools`, each wrapped; `None` if there are none.
+
+    The field is a list or a list in JSON. Its functions may have a wrapper already.
+    """
+    tools = _parse_json(where, "field 'tools'", record.get("tools") or None)
     if isinstance(tools, list):
-        tools = [_parsed(where, "an entry of field 'tools'", tool) for tool in tools]
-    tools = without_nulls(tools)  # as of tools that are no JSON
+        tools = [_parse_json(where, "an entry of field 'tools'", tool) for tool in tools]
+    tools = without_nulls(tools)  # the row's own nulls are gone, those inside of JSON are not
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(
             f"{where}: field 'tools' is a {get_json_type_name(tools)}; expected a list of objects"
         )
-    return [_wrapped(tool) for tool in tools or []] or None
+    return [_wrap_function(tool) for tool in tools or []] or None
 
 
-def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function, or a call of one, with `type` and `function` around it, as templates expect it."""
+def _wrap_function(function: dict[str, Any]) -> dict[str, Any]:
+    """Wrap a function, or a call of one, in `type` and `function`, as templates expect it."""
     if isinstance(function.get("function"), dict) or "name" not in function:
         return function
     outside: dict[str, Any] = {key: function[key] for key in ("id", "type") if key in function}
@@ -150,8 +156,8 @@ def _wrapped(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", **outside, "function": inside}
 
 
-def _parsed(where: str, what: str, value: Any) -> Any:
-    """Return the value that a string of JSON holds, or a value that is no string as it is."""
+def _parse_json(where: str, what: str, value: Any) -> Any:
+    """Return the value of a JSON string; return anything but a string unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -161,23 +167,23 @@ def _parsed(where: str, what: str, value: Any) -> Any:
 
 
 def read_calls(where: str, what: str, calls: Any) -> list[Any]:
-    """Return tool calls in the one form that all rows have here: wrapped, with arguments as an object.
+    """Return tool calls in one form: wrapped, with arguments as an object.
 
     Raises:
-        DataError: They are no list of objects, or arguments are no object and no JSON of one.
+        DataError: The calls are not a list of objects, or their arguments are neither an object nor its JSON.
     """
-    calls = _parsed(where, f"'tool_calls' of {what}", calls)
+    calls = _parse_json(where, f"'tool_calls' of {what}", calls)
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(
             f"{where}: 'tool_calls' of {what} is a {get_json_type_name(calls)}; expected a list of objects"
         )
     read = []
-    for call in map(_wrapped, calls):
+    for call in map(_wrap_function, calls):
         function = call.get("function")
         if isinstance(function, dict) and function.get("arguments") is not None:
             of_what = f"'arguments' of a tool call of {what}"
-            arguments = _parsed(where, of_what, function["arguments"] or {})
+            arguments = _parse_json(where, of_what, function["arguments"] or {})
             if not isinstance(arguments, dict):
                 raise DataError(
                     f"{where}: {of_what} is a {get_json_type_name(arguments)}; expected an object"
@@ -188,23 +194,23 @@ def read_calls(where: str, what: str, calls: Any) -> list[Any]:
     return read
 
 
-def _messages(where: str, record: dict[str, Any]) -> list[Turn]:
+def _read_messages(where: str, record: dict[str, Any]) -> list[Turn]:
     return read_turns(where, "messages", record["messages"])
 
 
-def _sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
+def _read_sharegpt(where: str, record: dict[str, Any]) -> list[Turn]:
     return read_system(where, record) + read_turns(where, "conversations", record["conversations"])
 
 
 def read_instruction(where: str, record: dict[str, Any]) -> str:
-    """Return Alpaca's instruction, and its input where there is one."""
+    """Return the instruction of an Alpaca row, followed by its input if it has one."""
     question = read_content(where, "field 'instruction'", record["instruction"])
     if record.get("input"):
         question += "\n\n" + read_content(where, "field 'input'", record["input"])
     return question
 
 
-def _alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
+def _read_alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
     question = read_instruction(where, record)
     answer = read_content(where, "field 'output'", record["output"])
     return [
@@ -214,33 +220,38 @@ def _alpaca(where: str, record: dict[str, Any]) -> list[Turn]:
     ]
 
 
-def _prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
+def _read_prompt_completion(where: str, record: dict[str, Any]) -> list[Turn]:
     turns = []
     for name, role in (("prompt", "user"), ("completion", ASSISTANT)):
         value = record[name]
-        text = isinstance(value, str)
-        turns += [{"role": role, "content": value}] if text else read_turns(where, name, value)
+        is_text = isinstance(value, str)
+        turns += [{"role": role, "content": value}] if is_text else read_turns(where, name, value)
     return turns
 
 
 def read_system(where: str, record: dict[str, Any]) -> list[Turn]:
-    """Return the turn of a row's own `system` field, in a list."""
+    """Return the system turn from a row's `system` field in a list; an empty list if it has none."""
     if not record.get("system"):
         return []
     return [{"role": "system", "content": read_content(where, "field 'system'", record["system"])}]
 
 
 def read_turns(where: str, name: str, value: Any) -> list[Turn]:
-    """Return the turns of a list of role and content, or of from and value; the list may be JSON."""
+    """Return the turns in a list of objects; the list may be JSON.
+
+    The objects have `role` and `content`, or `from` and `value`.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = without_nulls(_parsed(where, f"field {name!r}", value))
+        value = without_nulls(_parse_json(where, f"field {name!r}", value))
     if not isinstance(value, list):
         raise DataError(f"{where}: field {name!r} is a {get_json_type_name(value)}; expected a list of turns")
-    return [_turn(where, f"turn {number} of {name!r}", turn) for number, turn in enumerate(value, start=1)]
+    return [
+        _read_turn(where, f"turn {number} of {name!r}", turn) for number, turn in enumerate(value, start=1)
+    ]
 
 
-def _turn(where: str, what: str, turn: Any) -> Turn:
-    """Return a turn of role and content, or of from and value."""
+def _read_turn(where: str, what: str, turn: Any) -> Turn:
+    """Return the turn in an object of role and content, or of from and value."""
     if not isinstance(turn, dict):
         raise DataError(
             f"{where}: {what} is a {get_json_type_name(turn)}; expected an object of role and content"
@@ -256,7 +267,7 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
         found["tool_calls"], content = content, None
     if found.get("tool_calls"):
         found["tool_calls"] = read_calls(where, what, found["tool_calls"])
-        content = content or ""  # the calls may be all it says
+        content = content or ""  # a turn may have calls and no text
     read = {"role": role, "content": read_content(where, what, content), **found}
     if role == ASSISTANT:
         _read_weight(where, what, turn, read)
@@ -264,7 +275,7 @@ def _turn(where: str, what: str, turn: Any) -> Turn:
 
 
 def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
-    """Note in `read`, under UNLEARNED, that a turn is not to be learned."""
+    """Mark the turn `read` with UNLEARNED if the fields of `turn` exclude it from the loss."""
     for name in WEIGHT_FIELDS:
         weight = turn.get(name)
         if weight is None:
@@ -272,27 +283,27 @@ def _read_weight(where: str, what: str, turn: Turn, read: Turn) -> None:
         if weight not in (0, 1):
             raise DataError(
                 f"{where}: {what} has {name} {weight!r}; expected 0 or 1 (false or true): an answer is "
-                "learned or not"
+                "either in the loss or not"
             )
         if not weight:
             read[UNLEARNED] = True
             return
     if turn.get(DETAIL):
         raise DataError(
-            f"{where}: {what} has {DETAIL}, for parts of an answer; an answer is learned whole or, with "
-            "weight 0, not at all"
+            f"{where}: {what} has {DETAIL}, which selects parts of an answer; an answer is in the loss as a "
+            "whole or, with weight 0, not at all: remove the field"
         )
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without fields that are null, at any depth: tables fill what a row lacks with null."""
+    """Return a value without fields that are null, at any depth; tables store null for missing fields."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def read_content(where: str, what: str, content: Any) -> str:
-    """Return a string, or a list of pieces of text, put together."""
+    """Return text, from a string or a list of text pieces."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -305,36 +316,38 @@ def read_content(where: str, what: str, content: Any) -> str:
 
 
 def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many characters, or turns, two texts or conversations begin with in common."""
+    """Return the number of items (characters or turns) with which both sequences begin."""
     shortest = min(len(one), len(other))
     return next((place for place in range(shortest) if one[place] != other[place]), shortest)
 
 
-# Fields by which a layout is known, and its reader. Rows of conversations often have a `prompt` too.
+# Layout -> fields that identify it, and its reader. Rows with conversations often have a `prompt` as well, so
+# the order matters.
 LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[Turn]]]] = {
-    "messages": (("messages",), _messages),
-    "sharegpt": (("conversations",), _sharegpt),
-    "alpaca": (("instruction", "output"), _alpaca),
-    "prompt_completion": (("prompt", "completion"), _prompt_completion),
+    "messages": (("messages",), _read_messages),
+    "sharegpt": (("conversations",), _read_sharegpt),
+    "alpaca": (("instruction", "output"), _read_alpaca),
+    "prompt_completion": (("prompt", "completion"), _read_prompt_completion),
 }
 
 
-# Fields whose value says what something is. They choose how the rest is written.
+# Fields whose value is a type. It decides how the template writes the rest, and is not written itself.
 STRUCTURE = frozenset({"role", "from", "type"})
 
 
 def find_unwritten_fields(record: Any, text: str) -> list[str]:
-    """Return the fields of a row whose strings are not, or not wholly, in a text, and turns' unknown numbers.
+    """Return the fields of a row whose content is missing in a text, at least in part.
 
-    A string counts as written if each of its lines is there, as it is or as JSON has it. A string that holds
-    JSON counts as the strings in it, or as the names of its fields where it has no strings.
+    A string is written if the text has each of its lines, as it is or escaped as in JSON. For a string that
+    holds JSON, the strings in it must be written, or the names of its fields if it has no strings. Numbers in
+    unknown fields of a turn are never written.
 
     Args:
-        record: The row, as it was read.
-        text: Tokens of the row, as text.
+        record: The row as it was read.
+        text: Decoded tokens of the row.
 
     Returns:
-        Names such as `messages[].tool_calls[].id`, each once, in the row's order.
+        Names such as `messages[].tool_calls[].id`, each once, in the order of the row.
     """
     found: dict[str, None] = {}
     for name, value in _strings(record, ""):
@@ -344,7 +357,7 @@ def find_unwritten_fields(record: Any, text: str) -> list[str]:
 
 
 def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Yield field and string; None is a number, or true or false, in a field of a turn that nothing reads."""
+    """Yield the name and string of each field; `None` for a number in an unknown field of a turn."""
     if isinstance(value, str):
         try:
             inside = json.loads(value) if value.lstrip()[:1] in ("[", "{") else None
@@ -368,14 +381,17 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _is_written(value: Any, text: str) -> bool:
-    return not isinstance(value, str) or all(_is_there(line.strip(), text) for line in value.splitlines())
+    return not isinstance(value, str) or all(
+        _contains_line(line.strip(), text) for line in value.splitlines()
+    )
 
 
-def _is_there(line: str, text: str) -> bool:
+def _contains_line(line: str, text: str) -> bool:
     if line in text:
         return True
     forms = []
     for is_ascii in (False, True):
         once = json.dumps(line, ensure_ascii=is_ascii)[1:-1]
-        forms += [once, json.dumps(once, ensure_ascii=is_ascii)[1:-1]]  # twice: arguments as text in a call
+        # Escaped twice: arguments of a call that are JSON in a string.
+        forms += [once, json.dumps(once, ensure_ascii=is_ascii)[1:-1]]
     return any(form in text for form in forms)

@@ -372,7 +372,7 @@ class ChatEncoder:
 
         @cache
         def first(end: int) -> WrittenConversation:
-            (written,) = self._writer.write([(long.where, long.conversation.first(end))])
+            (written,) = self._writer.write([(long.where, long.conversation.truncate(end))])
             return written
 
         turns = len(long.conversation.turns)
