@@ -46,7 +46,7 @@ class BatchOrigin(NamedTuple):
     sources: Sequence[tuple[str, int]]
     """Name and number of samples of each source, in the order of the data set."""
     value_ranges: Mapping[str, ValueRange] = MappingProxyType({})
-    """Ranges of the integer entries, measured when the batch is read: no step has to scan the values again."""
+    """Ranges of the integer entries, measured when the batch is read; no step scans the values again."""
 
 
 class LoadedBatch(Batch):

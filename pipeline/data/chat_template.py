@@ -1,6 +1,6 @@
-"""Chat templates: which one a recipe uses, conversations written out by it, and where the assistant speaks.
+"""Chat templates: finds a recipe's template, renders conversations, and locates the assistant's answers.
 
-Text alone: no tokens here. An answer goes from behind the generation prompt to the end of its turn.
+This module works on text, not on tokens. An answer begins after the generation prompt and ends with its turn.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ BUILT_IN = {
 }
 SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Halves of a surrogate pair cannot stand in valid text, so these are never part of a conversation.
-BEGIN, END = "\ud800", "\ud801"  # around a special token in what somebody said
-DIVIDE = "\ud806"  # what stands on both sides is tokenised apart; a template writes it as {{ divide }}
-# The first of these in a generation prompt belongs to the answer: whether the model thinks is its own choice.
+# Valid text has no single halves of surrogate pairs, so these marks never occur in a conversation.
+BEGIN, END = "\ud800", "\ud801"  # around a special token that is part of a conversation's content
+DIVIDE = (
+    "\ud806"  # the text before and after it is tokenised separately; a template writes it as {{ divide }}
+)
+# One of these at the end of a generation prompt belongs to the answer: the model decides whether to think.
 THINKING = re.compile(r"<think>|<thinking>|<thought>|<reasoning>|\[THINK\]")
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of the same
-LONGEST_PROBE = 1 << 20  # characters for a question or two: longer text takes seconds to search
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # synonyms
+LONGEST_PROBE = 1 << 20  # characters for a question or two; searching longer text takes seconds
 _QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
 _ANSWER: dict[str, Any] = {"role": ASSISTANT, "content": "!"}
-# Whatever goes wrong in a template is a fault of the template's.
+# Any of these exceptions inside of a template is an error of the template.
 FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
 def find_template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str:
-    """Return the Jinja text of the recipe's template: built in, a file, or the tokenizer's own.
+    """Return the Jinja text of the recipe's template: a built-in one, a file, or the tokenizer's own.
 
     Args:
         config: The recipe's data section.
-        own: What the tokenizer brings: a template, several by name, or None.
+        own: The tokenizer's template, its templates by name, or `None`.
 
     Raises:
-        DataError: there is none, or the file cannot be read.
+        DataError: There is no template, or the file cannot be read.
         ConfigError: jinja2 is not installed.
     """
     require_package("jinja2", "the chat template")  # before a tokenizer is trained
@@ -76,30 +78,34 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
 
 
 def get_special_tokens(config: ConversationsConfig) -> tuple[str, ...]:
-    """Return tokens that a tokenizer trained for the recipe's template needs; else they are plain text."""
+    """Return the special tokens of the recipe's template.
+
+    A tokenizer that is trained for the recipe needs them; without them it would split the template's markers.
+    """
     return SPECIAL_TOKENS.get(config.chat_template or "", ())
 
 
 class ChatTemplate:
-    """Writes conversations out.
+    """Renders conversations as text with a chat template.
 
     Args:
-        text: Jinja.
-        variables: That it may read besides the conversation: `bos_token` and the like.
-        special_tokens: Those that may end a turn.
+        text: Jinja text of the template.
+        variables: Further variables that the template may read, such as `bos_token`.
+        special_tokens: Special tokens that may end a turn.
 
     Attributes:
-        turn_stop: Special token that begins a user's turn, where an assistant's has no end of its own. The
-            model ends its turn with that. None: a turn has its own end, or the document's.
+        turn_stop: Special token that begins a user's turn, if an assistant's turn has no end token of its
+            own. The model then ends its turn with that token. `None` if a turn has an end token, or ends with the
+            document.
 
     Raises:
-        DataError: it is no Jinja.
+        DataError: The text is not valid Jinja.
     """
 
     def __init__(self, text: str, variables: dict[str, Any], special_tokens: Sequence[str]) -> None:
         from jinja2 import TemplateSyntaxError
 
-        from pipeline.data.template_turns import MarkedTemplate  # jinja2 is there
+        from pipeline.data.template_turns import MarkedTemplate  # needs jinja2, which is optional
 
         self._text = text
         self._variables = variables
@@ -110,14 +116,16 @@ class ChatTemplate:
         try:
             self._marked = MarkedTemplate(text, variables, self._restore_marks)
         except TemplateSyntaxError as error:
-            raise DataError(f"the chat template is no Jinja: line {error.lineno}: {error.message}") from None
+            raise DataError(
+                f"the chat template is no Jinja: line {error.lineno}: {error.message}; correct the template"
+            ) from None
         self._content_is_list = self._takes_content_as_list()
         self._arguments_are_text = self._takes_arguments_as_text()
         self._header = self._find_header()
         self.turn_stop = self._find_turn_stop()
 
     def _takes_content_as_list(self) -> bool:
-        """Return whether a template, as of a model that sees images, writes a list of pieces, no string."""
+        """Return whether the template reads content as a list of pieces, as those of vision models do."""
         text = "probe"
         for is_list in (False, True):
             rendered = self._try(
@@ -128,7 +136,7 @@ class ChatTemplate:
         return False
 
     def _takes_arguments_as_text(self) -> bool:
-        """Return whether a template puts the arguments of a call into its text as they are, not as JSON."""
+        """Return whether the template writes a call's arguments unchanged, and so needs them as JSON."""
         arguments = {"key": "value"}
         written = []
         for value in (arguments, json.dumps(arguments)):
@@ -138,19 +146,19 @@ class ChatTemplate:
             rendered = self._try(turns)
             written.append("" if rendered is None else rendered.text)
         as_object, as_text = written
-        if not as_object:  # refused
+        if not as_object:  # the template raised an error
             return "value" in as_text
         return json.dumps(arguments) in as_text and ("value" not in as_object or str(arguments) in as_object)
 
     def _turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return turns in the form that this template writes rightly."""
+        """Return turns in the form that this template expects."""
         return (
-            [self._turn(turn) for turn in turns]
+            [self._adapt_turn(turn) for turn in turns]
             if self._content_is_list or self._arguments_are_text
             else turns
         )
 
-    def _turn(self, turn: dict[str, Any]) -> dict[str, Any]:
+    def _adapt_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
         if self._content_is_list and isinstance(turn["content"], str):
             changes["content"] = [{"type": "text", "text": turn["content"]}]
@@ -159,9 +167,9 @@ class ChatTemplate:
         return {**turn, **changes}
 
     def _find_header(self) -> str:
-        """Return what stands before an answer; empty where the template does not say.
+        """Return the text before an answer; empty if the template has no generation prompt.
 
-        That is the generation prompt up to where the model begins to think: whether it does is its answer's.
+        It is the generation prompt up to an opening tag of reasoning, which belongs to the answer.
         """
         question = self._turns(_QUESTION)
         rendered = [self._try(question, prompt=True), self._try(question)]
@@ -171,7 +179,7 @@ class ChatTemplate:
         return THINKING.split(prompt)[0]
 
     def _find_turn_stop(self) -> str | None:
-        """Return the special token that begins a user's turn if it alone ends the assistant's; else None."""
+        """Return the special token that begins a user's turn if nothing else ends the assistant's turn."""
         rendered = self._try(self._turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
         if rendered is None or not rendered.spans[1] or not rendered.spans[2]:
             return None
@@ -182,7 +190,7 @@ class ChatTemplate:
         return next((token for token in self._special_tokens if opening.startswith(token)), None)
 
     def _try(self, turns: list[dict[str, Any]], prompt: bool = False) -> RenderedTurns | None:
-        """Return what the template makes of a short conversation; None if it refuses or writes too much."""
+        """Render a short conversation; return `None` if the template raises an error or writes too much."""
         from jinja2 import TemplateError
 
         try:
@@ -201,7 +209,7 @@ class ChatTemplate:
         return self._marked.render(given, tools, prompt=prompt, longest=longest)
 
     def _restore_marks(self, text: str) -> str:
-        """Return a text with the marks around special tokens that Python escapes where it writes a list."""
+        """Restore marks around special tokens that Python escaped when the template printed a list."""
         return self._escaped_mark.sub(f"{BEGIN}\\1{END}", text) if "ud800" in text else text
 
     def _write_marked(
@@ -223,20 +231,20 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Raises:
-            DataError: the template refuses it.
+            DataError: The template raises an error.
         """
-        return self._say(f"{where}: the chat template refuses the conversation", conversation)
+        return self._render_text(f"{where}: the chat template refuses the conversation", conversation)
 
     def write_question(self, question: str) -> str:
-        """Return a user's question as text, up to where the assistant begins.
+        """Return a user's question as text, including the generation prompt.
 
         Raises:
-            DataError: the template refuses it.
+            DataError: The template raises an error.
         """
         asked = Conversation([{"role": "user", "content": question}])
-        return self._say("the chat template refuses the question", asked, prompt=True)
+        return self._render_text("the chat template refuses the question", asked, prompt=True)
 
-    def _say(self, refusal: str, conversation: Conversation, prompt: bool = False) -> str:
+    def _render_text(self, refusal: str, conversation: Conversation, prompt: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -247,16 +255,17 @@ class ChatTemplate:
         return self._restore_marks(text)
 
     def find_answers(self, where: str, conversation: Conversation, text: str) -> list[Spans]:
-        """Return where in `text`, which `write` gave, the assistant speaks.
+        """Return the positions of the assistant's answers in `text`, the result of `write`.
 
-        An answer is the text of its turn behind the turn's header, or what the template marks with
-        `{% generation %}` in it. If a turn has no end of its own, the token that begins the next one ends it.
+        An answer is the text of its turn after the turn's header, or the part that the template marks with
+        `{% generation %}`. If a turn has no end token, the token that begins the next turn ends it.
 
         Returns:
-            For each of the conversation's answers its stretches of `text`; none if it is not written.
+            Spans of `text` for each answer of the conversation; empty for an answer that is not written.
 
         Raises:
-            ConfigError: The template does not show it. No row is to blame, so none may be skipped for it.
+            ConfigError: The answers cannot be located. This is no DataError, because the template is to blame
+                and no row may be skipped for it.
         """
         from jinja2 import TemplateError
 
@@ -269,9 +278,9 @@ class ChatTemplate:
                 if self._has_marks:
                     same, marks = self._write_marked(given, conversation.tools, False, marks=True)
                     if same == text:
-                        found = _by_turn(marks, rendered.spans, conversation.answers)
+                        found = _group_by_answer(marks, rendered.spans, conversation.answers)
                 else:
-                    found = [self._answer(text, own) for own in turns]
+                    found = [self._strip_header(text, own) for own in turns]
         except (TemplateError, *FAULTS):
             found = []
         if not any(found):
@@ -282,8 +291,8 @@ class ChatTemplate:
             )
         return found
 
-    def _answer(self, text: str, turn: Spans) -> Spans:
-        """Return the stretches of a turn without its header."""
+    def _strip_header(self, text: str, turn: Spans) -> Spans:
+        """Return the spans of a turn without its header."""
         if not turn:
             return []
         (start, end), *others = turn
@@ -296,7 +305,7 @@ class ChatTemplate:
         return spans
 
     def _header_length(self, turn: str) -> int:
-        """Return how many characters of an assistant's turn stand before its answer."""
+        """Return the number of characters in an assistant's turn that precede its answer."""
         place = turn.find(self._header)
         if place >= 0 and not self._without_special_tokens(turn[:place]).strip():
             return place + len(self._header)
@@ -320,10 +329,7 @@ def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a turn with its reasoning under each name that templates read.
-
-    transformers does the same.
-    """
+    """Copy a turn with its reasoning under each name that templates read, as transformers does."""
     names = (name for name in REASONING_FIELDS if turn.get(name) is not None)
     reasoning = next((turn[name] for name in names), None)
     return (
@@ -331,11 +337,13 @@ def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _by_turn(marks: Spans, turns: list[Spans], answers: list[int]) -> list[Spans]:
-    """Return the marks of each answer. What a template marks behind all turns belongs to the last answer.
+def _group_by_answer(marks: Spans, turns: list[Spans], answers: list[int]) -> list[Spans]:
+    """Return the marked spans of each answer.
+
+    A span after all turns belongs to the last answer.
 
     Raises:
-        ValueError: A mark belongs to no answer.
+        ValueError: A span belongs to no answer.
     """
     found: list[Spans] = [[] for _ in answers]
     last_end = max((turn[-1][1] for turn in turns if turn), default=0)

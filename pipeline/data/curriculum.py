@@ -1,8 +1,8 @@
 """Curricula: weights of the sources that change with the optimizer step.
 
-The order stays a pure function of the position, as without one. Each step is a block of `samples_per_step`
-positions with a whole number of samples from each source, and a permutation mixes them. So a resume, a
-rollback, a left-out batch and any number of ranks read the same samples.
+As without a curriculum, the order is a pure function of the position. Each step is a block of
+`samples_per_step` positions with an integer number of samples from each source, mixed by a permutation.
+So the samples are the same after a resume, a rollback or a left-out batch, and with any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from pipeline.data.sampler import MixtureOrder, ShuffledOrder, SourceShare
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
-PROBES = 64  # steps of a run whose weights all ranks compare
+PROBES = 64  # steps of a run at which all ranks compare their weights
 
 WeightsAt = Callable[[int], Sequence[float]]
-"""Number of optimizer steps done -> weight of each source for the next one."""
+"""Function from the number of optimizer steps done to the weight of each source in the next step."""
 
 
 class CurriculumOrder(MixtureOrder):
-    """The samples of all sources in shares that change from step to step.
+    """Order of the samples of several sources whose shares change from step to step.
 
-    After each step, the samples of a source differ by about one from the sum of its shares. A source is gone
-    through whole, in its own order, before it repeats. Memory is 8 bytes a step and source, and the weights
-    of a million steps take some seconds.
+    After each step, the number of samples from a source differs by about one from the sum of its shares. All
+    samples of a source are drawn, in its own order, before one is repeated. The table of counts takes 8 bytes
+    per step and source; the weights of a million steps take some seconds.
 
     Args:
-        sources: In the order they have in the data set.
-        seed: Fixes the order.
-        weights_at: Weights of the sources. It must be pure.
+        sources: Sources in the order of the data set.
+        seed: Seed of the permutations.
+        weights_at: Pure function that returns the weights of the sources at a step.
         samples_per_step: Samples of a global batch.
     """
 
@@ -54,9 +54,10 @@ class CurriculumOrder(MixtureOrder):
             for number, source in enumerate(sources)
             if source.num_samples
         }
-        self._owed = [0.0] * len(sources)  # shares so far, less the samples taken
-        self._known = 0  # steps in the table
-        self._before = np.zeros((1024, len(sources)), dtype=np.int64)  # (steps, sources): taken before a step
+        self._owed = [0.0] * len(sources)  # sum of the shares so far, minus the samples taken
+        self._known = 0  # number of steps in the table
+        # (steps, sources): samples taken before each step.
+        self._before = np.zeros((1024, len(sources)), dtype=np.int64)
 
     def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         assert self._slot_order is not None
@@ -71,19 +72,19 @@ class CurriculumOrder(MixtureOrder):
         return sources, (before - ends + taken)[rows, sources] + slots
 
     def count(self, first: int, last: int) -> NDArray[np.int64]:
-        """Count the positions in [first, last) that draw from each source: (sources,)."""
+        """Return the number of positions in [first, last) that draw from each source: (sources,)."""
         return self._count_until(last) - self._count_until(first)
 
     def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
-        """Compare the samples of a checkpoint with those of the weights.
+        """Check that the sample counts of a checkpoint follow from the current weights.
 
         Raises:
-            DataError: the weights were other ones.
+            DataError: The checkpoint was made with other weights.
         """
         now = dict(zip(self.names, self.count(0, samples_seen).tolist(), strict=True))
         if now != dict(counts):
             raise DataError(
-                f"data.curriculum: of the first {samples_seen} samples the checkpoint has {dict(counts)}, "
+                f"data.curriculum: the checkpoint counts {dict(counts)} in the first {samples_seen} samples, "
                 f"and the weights now give {now}; use the weights that the run began with, or another run_dir"
             )
 
@@ -94,12 +95,12 @@ class CurriculumOrder(MixtureOrder):
         return self._before[step] + np.bincount(of_step, minlength=len(self.names))
 
     def _extend(self, step: int) -> None:
-        """Have the table reach the samples taken before this step."""
+        """Extend the table to the samples taken before `step`."""
         while len(self._before) <= step:
             self._before = np.concatenate([self._before, np.zeros_like(self._before)])
         for at in range(self._known, step):
             weights = self._weights_at(at)
-            whole = math.fsum(weights)  # the same in every version of Python, unlike sum
+            whole = math.fsum(weights)  # the result of sum() depends on the version of Python
             owed = [
                 before + self._size * (weight / whole)
                 for before, weight in zip(self._owed, weights, strict=True)
@@ -111,10 +112,12 @@ class CurriculumOrder(MixtureOrder):
 
 
 def apportion(owed: Sequence[float], weights: Sequence[float], size: int) -> list[int]:
-    """Divide `size` samples among the sources as nearly as whole numbers can; weight 0 gets none.
+    """Divide the samples of a step among the sources in integers close to `owed`.
 
     Args:
-        owed: Samples due to each source; their sum is `size` but for rounding.
+        owed: Fractional number of samples due to each source; the sum is `size` apart from rounding.
+        weights: Weight of each source; a source with weight 0 gets no samples.
+        size: Number of samples to divide.
     """
     active = [number for number, weight in enumerate(weights) if weight]
     taken = [0] * len(owed)
@@ -129,7 +132,7 @@ def apportion(owed: Sequence[float], weights: Sequence[float], size: int) -> lis
 
 
 def build_weights(config: DocumentsConfig, sources: Sequence[SourceShare]) -> WeightsAt | None:
-    """Return the weights that a recipe asks for; `None`: they do not change.
+    """Return the weight function of a recipe, or `None` if the weights are constant.
 
     Raises:
         DataError: `data.curriculum` names no function.
@@ -138,18 +141,18 @@ def build_weights(config: DocumentsConfig, sources: Sequence[SourceShare]) -> We
     if config.curriculum is not None:
         path = config.curriculum
         function = import_object(path, DataError)
-        return lambda step: _checked(_called(path, function, step, sources), sources, step)
+        return lambda step: _check_weights(_call_function(path, function, step, sources), sources, step)
     if any(isinstance(weight, dict) for weight in given):
-        return lambda step: _checked(
+        return lambda step: _check_weights(
             [interpolate_weight(weight or 0.0, step) for weight in given], sources, step
         )
     return None
 
 
-def _called(
+def _call_function(
     path: str, function: Callable[[int], Mapping[str, float]], step: int, sources: Sequence[SourceShare]
 ) -> list[float]:
-    """Return the weights of a user's function, in the order of the sources."""
+    """Return the weights that a user's function gives at `step`, in the order of the sources."""
     with errors_in_one_line(
         f"data.curriculum: {path}({step}), which is also called past the last step,", DataError
     ):
@@ -163,11 +166,11 @@ def _called(
     return [weights[name] for name in names]
 
 
-def _checked(weights: Sequence[float], sources: Sequence[SourceShare], step: int) -> Sequence[float]:
-    """Return the weights of a step.
+def _check_weights(weights: Sequence[float], sources: Sequence[SourceShare], step: int) -> Sequence[float]:
+    """Return the weights of a step unchanged if they are valid.
 
     Raises:
-        DataError: they are no weights, or one is of a source without samples.
+        DataError: A weight is invalid, all are 0, or a source without samples has a weight.
     """
     for source, weight in zip(sources, weights, strict=True):
         if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
@@ -175,7 +178,7 @@ def _checked(weights: Sequence[float], sources: Sequence[SourceShare], step: int
         if weight and not source.num_samples:
             raise DataError(
                 f"data.sources: {source.name} has weight {weight:g} at step {step} and not one training "
-                "sample; add to it, or take it out"
+                "sample; add documents to it, or remove it"
             )
     if not math.fsum(weights):
         raise DataError(
@@ -185,21 +188,17 @@ def _checked(weights: Sequence[float], sources: Sequence[SourceShare], step: int
 
 
 def build_order(data: DataBundle, seed: int, samples_per_step: int) -> MixtureOrder:
-    """Return the order of the training samples.
-
-    Args:
-        samples_per_step: Samples of a global batch.
-    """
+    """Return the order of the training samples, where `samples_per_step` is the global batch size."""
     if data.weights_at is None:
         return MixtureOrder(data.sources, seed)
     return CurriculumOrder(data.sources, seed, data.weights_at, samples_per_step)
 
 
 def check_same_curriculum(job: Job, data: DataBundle, max_steps: int) -> None:
-    """Compare some weights of a run across ranks. Collective.
+    """Check that all ranks compute the same weights, at PROBES steps of the run. Collective.
 
     Raises:
-        DataError: ranks have other weights, or these are none.
+        DataError: The weights of two ranks differ, or they are invalid.
     """
     if data.weights_at is None:
         return
@@ -209,6 +208,6 @@ def check_same_curriculum(job: Job, data: DataBundle, max_steps: int) -> None:
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise DataError(
-                f"rank {rank} and rank 0 have other weights of sources; data.curriculum must depend on the "
-                "step alone, and every machine needs the same code"
+                f"rank {rank} and rank 0 have different weights of the sources; data.curriculum must depend "
+                "on the step alone, and every machine needs the same code"
             )

@@ -1,4 +1,4 @@
-"""Data of the user's own: a function of theirs, called once for each split."""
+"""Custom data: calls the user's function once for each split, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Param
 
 
 def prepare_custom(config: CustomDataConfig) -> DataBundle:
-    """Call `function("train", **args)` and `function("eval", **args)`.
+    """Return the data sets from `function("train", **args)` and `function("eval", **args)`.
 
-    For `"eval"` it may return a dict of data sets by name; `eval/loss` is then the mean over all of them.
-    `collate_fn` (or `collate`), `vocab_size`, `num_classes` and `num_channels` of the training set, or of
-    what it is a Subset of, are used where it has them.
+    For `"eval"` the function may return a dict of data sets by name; `eval/loss` is then the mean over all of
+    them. The attributes `collate_fn` (or `collate`), `vocab_size`, `num_classes` and `num_channels` of the
+    training set are used if it has them. For a Subset, those of the underlying data set are used.
 
     Raises:
-        DataError: nothing to call at the path, arguments that do not fit, or no data set of known length
-            returned. What the function itself raises keeps its type and traceback.
+        DataError: There is no such function, the arguments do not fit, or it returned no data set of known
+            length. An exception of the function itself keeps its type and traceback.
     """
     function = import_object(config.kind, DataError)
     train = call_for_split(function, "train", config)
@@ -49,17 +49,21 @@ def prepare_custom(config: CustomDataConfig) -> DataBundle:
     return DataBundle(
         train=train,
         eval=held_out,
-        collate=_collate_of(train, config),
+        collate=_find_collate(train, config),
         tokenizer=None,
-        vocab_size=_stated(train, "vocab_size"),
-        num_classes=_stated(train, "num_classes"),
-        num_channels=_stated(train, "num_channels"),
+        vocab_size=_find_attribute(train, "vocab_size"),
+        num_classes=_find_attribute(train, "num_classes"),
+        num_channels=_find_attribute(train, "num_channels"),
         fingerprint=f"{config.kind}-{len(train)}",
     )
 
 
 def call_for_split(function: Callable[..., Any], split: str, config: CustomDataConfig) -> Any:
-    """Return what the function returns for `split`."""
+    """Call the function for `split`, and return its result.
+
+    Raises:
+        DataError: The function does not take these arguments, or it calls `sys.exit`.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # a callable written in C may have none
@@ -78,7 +82,7 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
                 f"data.kind {config.kind}: {name}{signature} cannot be called with ({given}): {mismatch}; "
                 f"{cure}"
             ) from None
-    # Numbers that it draws are the same on every rank and after a restart.
+    # The function draws the same random numbers on every rank and after a restart.
     with (
         isolate_random_numbers(0 if split == "train" else 1),
         exit_as_error(f"data.kind {config.kind}", DataError),
@@ -87,10 +91,10 @@ def call_for_split(function: Callable[..., Any], split: str, config: CustomDataC
 
 
 def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
-    """Check that a data set can be loaded.
+    """Check that `dataset` is a map-style data set with samples.
 
     Raises:
-        DataError: it is no map-style data set, or has no sample.
+        DataError: It is not map-style, or it is empty.
     """
     start = f"data.kind {config.kind}: returned a {type(dataset).__name__} for {role}"
     expected = "expected a map-style torch Dataset: samples by index, and their number"
@@ -104,7 +108,7 @@ def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
         length = len(dataset)
     except (TypeError, ValueError, OverflowError) as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # from inside of __len__
+            raise  # the user's __len__ failed: keep its traceback
         raise DataError(
             f"data.kind {config.kind}: len() of the data set for {role}: {error}; its __len__ has to "
             "return the number of samples"
@@ -113,23 +117,24 @@ def check_dataset(dataset: Any, role: str, config: CustomDataConfig) -> None:
         raise DataError(f"data.kind {config.kind}: the data set for {role} is empty")
 
 
-def _stated(dataset: Any, name: str) -> Any:
-    """Return an attribute of the data set, or of what it is a part of."""
+def _find_attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of the data set, or of the data set that it is a Subset of; else `None`."""
     while not hasattr(dataset, name) and isinstance(dataset, Subset):
         dataset = dataset.dataset
     return getattr(dataset, name, None)
 
 
-def _collate_of(dataset: Any, config: CustomDataConfig) -> Collate:
-    """Return the data set's own collate, or what stacks samples.
+def _find_collate(dataset: Any, config: CustomDataConfig) -> Collate:
+    """Return the collate function of the recipe or the data set; by default, the one that stacks samples.
 
     Raises:
-        DataError: its own does not take a list of samples.
+        DataError: The function does not take a list of samples.
     """
-    own = _stated(dataset, "collate_fn") or _stated(dataset, "collate")
+    own = _find_attribute(dataset, "collate_fn") or _find_attribute(dataset, "collate")
     where = f"data.kind {config.kind}: the data set's collate_fn"
     if config.collate_fn is not None:
-        own, where = import_object(config.collate_fn, DataError), f"data.collate_fn: {config.collate_fn}"
+        own = import_object(config.collate_fn, DataError)
+        where = f"data.collate_fn: {config.collate_fn}"
     if own is None:
         return collate_items
     if not callable(own):

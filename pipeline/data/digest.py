@@ -1,7 +1,7 @@
 """Compares the data sets of all ranks by a few samples of each.
 
-Data that is prepared here has a fingerprint of its content. Of a data set of the user's own only arguments
-are known, and two machines may hold different files under the same path.
+Data that this package prepares has a fingerprint of its content. For a custom data set only the arguments are
+known, and two machines may have different files under the same path.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ from pipeline.errors import DataError
 
 log = logging.getLogger(__name__)
 
-SAMPLES_COMPARED = 5  # samples of a data set that are read: the first, and others drawn by its length
+SAMPLES_COMPARED = 5  # samples that are read of a data set: the first, and random ones that its length seeds
 
 
 def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
-    """Check that every rank has rank 0's data. Collective.
+    """Check that every rank has the same data as rank 0. Collective.
 
     Args:
-        is_custom: It is a data set of the user's own: some samples are read and compared, but for one that
-            gives another sample each time it is read.
+        job: The ranks to compare.
+        data: Data of this rank.
+        is_custom: Whether the data sets are the user's own. Then some samples are read and compared, unless a
+            sample differs each time it is read.
 
     Raises:
-        DataError: a rank has other data (two machines with different files); on every rank.
+        DataError: A rank has other data, such as from a machine with different files; raised on every rank.
     """
     if job.ranks.world_size == 1:
         return
-    looks = digest_samples(data) if is_custom else []
-    everyones = job.gather_object((platform.node(), data.fingerprint, looks))
-    first_host, first_fingerprint, first_looks = everyones[0]
-    for rank, (host, fingerprint, its) in enumerate(everyones):
-        where = find_first_difference(first_looks, its)
+    digests = digest_samples(data) if is_custom else []
+    of_all_ranks = job.gather_object((platform.node(), data.fingerprint, digests))
+    first_host, first_fingerprint, first_digests = of_all_ranks[0]
+    for rank, (host, fingerprint, its_digests) in enumerate(of_all_ranks):
+        where = find_first_difference(first_digests, its_digests)
         if where is None and fingerprint == first_fingerprint:
             continue
-        draws = job.gather_object(
-            is_custom and find_first_difference(looks, digest_samples(data)) is not None
-        )
-        if any(draws) and fingerprint == first_fingerprint:
+        changes = is_custom and find_first_difference(digests, digest_samples(data)) is not None
+        all_changes = job.gather_object(changes)
+        if any(all_changes) and fingerprint == first_fingerprint:
             log.info("two reads of one sample differ: whether all ranks have the same data is not known")
             return
         raise DataError(
@@ -57,34 +58,34 @@ def check_same_data(job: Job, data: DataBundle, *, is_custom: bool) -> None:
 
 
 class SampleDigest(NamedTuple):
-    """One sample: a hash of what must be equal, and numbers that may differ by a machine's rounding."""
+    """Digest of one sample: a hash of its exact values, and moments, which may differ by rounding errors."""
 
     where: str
     exact: str
     moments: tuple[float, ...]
-    """Mean and root mean square of each array of floating-point numbers or of 8-bit ones (decoded images)."""
+    """Mean and root mean square of each floating-point or 8-bit array; decoded images are 8-bit."""
 
 
 def digest_samples(data: DataBundle) -> list[SampleDigest]:
-    """Return the sizes of all data sets, and samples of each: of the same places on every rank.
+    """Return digests of the sizes of all data sets and of some samples, at the same indices on every rank.
 
-    Numbers that a sample draws from the generators of torch, numpy and Python are the same on every rank.
+    Random numbers that a sample draws from torch, numpy and Python are the same on every rank.
     """
     datasets: dict[str, Any] = {"train": data.train, **data.eval, **data.eval_sets}
     sizes = {name: len(dataset) for name, dataset in datasets.items()}
-    looks = [SampleDigest("the number of samples", repr(sizes), ())]
+    digests = [SampleDigest("the number of samples", repr(sizes), ())]
     for name, dataset in datasets.items():
         drawn = np.random.default_rng(sizes[name]).integers(sizes[name], size=SAMPLES_COMPARED - 1).tolist()
         for index in dict.fromkeys([0, *drawn]):
             with isolate_random_numbers(index):
-                exact, moments = _look(dataset[index])
+                exact, moments = _summarize(dataset[index])
             digest = hashlib.blake2b(repr(exact).encode(), digest_size=16).hexdigest()
-            looks.append(SampleDigest(f"sample {index} of {name!r}", digest, tuple(moments)))
-    return looks
+            digests.append(SampleDigest(f"sample {index} of {name!r}", digest, tuple(moments)))
+    return digests
 
 
 def find_first_difference(ours: Sequence[SampleDigest], theirs: Sequence[SampleDigest]) -> str | None:
-    """Return where the looks of two ranks differ first; `None`: they are of the same data."""
+    """Return the name of the first digest in which two ranks differ; `None` if all agree."""
     for one, other in zip(ours, theirs, strict=False):
         if one.exact != other.exact or len(one.moments) != len(other.moments):
             return one.where
@@ -93,18 +94,21 @@ def find_first_difference(ours: Sequence[SampleDigest], theirs: Sequence[SampleD
     return None
 
 
-def _look(value: Any) -> tuple[Any, list[float]]:
-    """Return what must be equal of a part of a sample, and moments; of an unknown object only its type."""
+def _summarize(value: Any) -> tuple[Any, list[float]]:
+    """Return the exact values in a part of a sample, and the moments of its floating-point and 8-bit arrays.
+
+    The exact value of an object of unknown type is the name of that type.
+    """
     if isinstance(value, (str, bytes, int, type(None))):
         return value, []
     if isinstance(value, Mapping):
         value = sorted(value.items(), key=lambda pair: repr(pair[0]))
     if isinstance(value, (list, tuple)):
-        inside = [_look(each) for each in value]
+        inside = [_summarize(each) for each in value]
         return [exact for exact, _ in inside], [moment for _, moments in inside for moment in moments]
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value  # numpy has no bf16
+        value = value.float() if value.is_floating_point() else value  # numpy does not support bf16
     array = np.asarray(value)
     if array.dtype == object:
         return type(value).__name__, []

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits (Alpaydin & Kaynak 1998): real images that come with the package."""
+"""Handwritten digits of scikit-learn (Alpaydin & Kaynak 1998): real images that come with the package."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import Batch, DataBundle
 
 NUM_CLASSES = 10
-SPLIT_SEED = 20240229  # fixed: the split belongs to the data set, not to a run
+SPLIT_SEED = 20240229  # constant, so that all runs have the same split
 
 
 class DigitsDataset(Dataset[Batch]):
-    """Images in memory: items `inputs` (1, H, W) float32 in 0..1 and `labels` () int64."""
+    """Images in memory; items have `inputs` (1, H, W) float32 from 0 to 1, and `labels` () int64."""
 
     is_deterministic = True
 
@@ -35,7 +35,7 @@ class DigitsDataset(Dataset[Batch]):
         return {"inputs": self.images[index], "labels": self.labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return a whole batch at once: `inputs` (B, 1, H, W), `labels` (B,)."""
+        """Return a batch: `inputs` (B, 1, H, W) and `labels` (B,)."""
         rows = torch.as_tensor(indices)
         return {"inputs": self.images[rows], "labels": self.labels[rows]}
 
@@ -47,7 +47,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
         ConfigError: scikit-learn is not installed.
     """
     require_package("sklearn", "data.kind: digits")
-    from sklearn.datasets import load_digits  # 1.7 s to import
+    from sklearn.datasets import load_digits  # importing it takes 1.7 s
 
     digits = load_digits()
     images = torch.from_numpy(digits.images / 16.0).float().unsqueeze(1)  # (N, 1, 8, 8)
@@ -68,7 +68,7 @@ def prepare_digits(config: DigitsDataConfig) -> DataBundle:
 def stratified_split(
     labels: NDArray[np.int64], eval_fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return sorted row numbers of train and eval; each class has at least one row on either side."""
+    """Return the sorted row numbers of both splits; each split has at least one row of every class."""
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):

@@ -196,7 +196,7 @@ def compared(job, function):
 
 def test_ranks_with_other_weights_are_told(ranks):
     assert all(
-        "rank 1 and rank 0 have other weights" in said for said in ranks(2).run(compared, "of_the_clock")
+        "rank 1 and rank 0 have different weights" in said for said in ranks(2).run(compared, "of_the_clock")
     )
 
 

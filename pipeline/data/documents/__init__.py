@@ -1,4 +1,4 @@
-"""Documents: from the sources of a recipe to parts, and from a part to records, one by one.
+"""Reads documents: divides the sources of a recipe into parts, and yields the records of a part.
 
-`part.py` is the way in: `find_parts`, then `read_records` or `read_texts` in any process.
+Start with `part.py`: call `find_parts`, then `read_records` or `read_texts` in any process.
 """

@@ -1,6 +1,6 @@
-"""Hugging Face datasets: folders written by `save_to_disk`, folders of data files, and names on the hub.
+"""Reads Hugging Face datasets: folders from `save_to_disk`, folders of data files, and names on the hub.
 
-Never runs code that comes with a data set.
+Code that comes with a data set is never run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ SPLITS, STATE = "dataset_dict.json", "state.json"  # files that `save_to_disk` w
 def load_split(
     name: str, split: str, *, subset: str | None = None, revision: str | None = None, streaming: bool = False
 ) -> Dataset | IterableDataset:
-    """Return a split of a folder that `save_to_disk` wrote, of a folder of data files, or of a hub's name.
+    """Load a split from a folder that `save_to_disk` wrote, a folder of data files, or the hub.
 
-    Where the hub does not answer, `datasets` takes its cache on this machine.
+    If the hub does not answer, `datasets` uses its cache on this machine.
 
     Raises:
-        DataError: it cannot be found or loaded, has no such split, or leads out of its folder.
+        DataError: The data set cannot be found or loaded, has no such split, or refers to files outside of
+            its folder.
     """
     import datasets
 
     folder = Path(name).expanduser()
     if is_path(name) and not folder.exists():
         raise DataError(f"data dataset {name}: there is no such folder")
-    saved = _saved_split(folder, split)
+    saved = _find_saved_split(folder, split)
     try:
         if saved is not None:
             return datasets.load_from_disk(str(saved))
@@ -57,7 +58,7 @@ def load_split(
         )
     except DataError:
         raise
-    except Exception as error:  # the library raises bare Exceptions as well
+    except Exception as error:  # `datasets` raises plain Exception as well
         where = "" if folder.is_dir() else ", and there is no folder of that name"
         raise DataError(
             f"data dataset {name}: cannot be loaded{' from the hub' if where else ''}: "
@@ -65,32 +66,35 @@ def load_split(
         ) from error
 
 
-def _saved_split(folder: Path, split: str) -> Path | None:
-    """Return the folder of one split that `save_to_disk` wrote; `None` where it did not write `folder`."""
+def _find_saved_split(folder: Path, split: str) -> Path | None:
+    """Return the folder of one split that `save_to_disk` wrote; `None` if it did not write `folder`."""
     if (folder / SPLITS).is_file():
         splits = [str(name) for name in _read_list(folder / SPLITS, "splits")[0]]
         if split not in splits:
             raise DataError(f"data dataset {folder}: has no split {split!r}; its splits: {', '.join(splits)}")
-        folder = _inside(folder, split, SPLITS)
+        folder = _resolve_inside(folder, split, SPLITS)
     elif not (folder / STATE).is_file():
         return None
     else:
-        # `train[:1000]` was part of train; what was part of no split is train.
+        # A slice such as `train[:1000]` belongs to train, and so does a data set without a split.
         own = str(_read_list(folder / STATE, "_data_files")[1].get("_split") or "train").partition("[")[0]
         if own != split:
-            raise DataError(f"data dataset {folder}: holds the split {own!r} alone; write split: {own}")
+            raise DataError(f"data dataset {folder}: has only the split {own!r}; write split: {own}")
     files, _ = _read_list(folder / STATE, "_data_files")
     if not files:
         raise DataError(f"data dataset {folder}: has no rows")
     for entry in files:
         name = entry.get("filename") if isinstance(entry, dict) else entry
-        if not _inside(folder, str(name), STATE).is_file():
-            raise DataError(f"{folder / STATE}: names {str(name)[:100]!r}, which is no file there")
+        if not _resolve_inside(folder, str(name), STATE).is_file():
+            raise DataError(
+                f"{folder / STATE}: names {str(name)[:100]!r}, which is no file there; write the data "
+                "set again"
+            )
     return folder
 
 
 def _read_list(path: Path, key: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return the list at a key of a JSON file, and all that is in the file."""
+    """Return the list at a key of a JSON file, and the whole object."""
     try:
         tree = json.loads(read_regular_file(path, DESCRIPTION_LIMIT))
         return list(tree[key]), tree
@@ -100,32 +104,33 @@ def _read_list(path: Path, key: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _check_data_files(folder: Path, subset: str | None) -> None:
-    """Raise DataError if a file that `datasets` finds for a folder is elsewhere, as its README.md may say."""
+    """Raise DataError if `datasets` would read files outside of the folder, as a README.md can ask for."""
     import datasets
 
     files = datasets.load_dataset_builder(str(folder), subset).config.data_files or {}
     root = os.path.join(os.path.abspath(folder), "")
     for path in (str(path) for each in files.values() for path in each):
         if not os.path.abspath(path).startswith(root):
-            raise _outside(folder / "README.md", path)
+            raise _outside_error(folder / "README.md", path)
 
 
-def _inside(folder: Path, name: str, index: str) -> Path:
+def _resolve_inside(folder: Path, name: str, index: str) -> Path:
     path = path_inside(folder, name)
     if path is None:
-        raise _outside(folder / index, name)
+        raise _outside_error(folder / index, name)
     return path
 
 
-def _outside(index: Path, name: object) -> DataError:
+def _outside_error(index: Path, name: object) -> DataError:
     return DataError(
-        f"{index}: points outside of its folder: {str(name)[:100]!r}; only what lies in it is read"
+        f"{index}: points outside of its folder: {str(name)[:100]!r}; only files in the folder are read: "
+        "move the file there"
     )
 
 
 @dataclass(frozen=True)
 class RowsPiece:
-    """Rows `start` to `end` of a data set whose files are mapped into memory."""
+    """Rows `start` to `end` (exclusive) of a data set whose files are memory-mapped."""
 
     name: str
     dataset: Dataset
@@ -135,7 +140,7 @@ class RowsPiece:
     size: int
 
     def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-        """Yield a dict for each row; values stay as they are stored (an image is its bytes)."""
+        """Yield a dict for each row; values are as stored, so an image is its encoded bytes."""
         rows = self.dataset.with_format("arrow").select(range(self.start, self.end))
         if field is not None and field in rows.column_names:
             rows = rows.select_columns([field])
@@ -147,7 +152,7 @@ class RowsPiece:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A shard of a data set that is read as it comes over the network."""
+    """A shard of a data set that is streamed over the network."""
 
     name: str
     dataset: IterableDataset
@@ -158,7 +163,7 @@ class ShardPiece:
         """Yield a dict for each row.
 
         Raises:
-            DataError: the network or a file of the data set fails.
+            DataError: The network fails, or a file of the data set cannot be read.
         """
         wanted = field is not None and field in (self.dataset.column_names or [])
         rows = iter(self.dataset.select_columns([field]) if wanted else self.dataset)
@@ -167,7 +172,7 @@ class ShardPiece:
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as error:  # of any of the libraries that fetch and decode
+            except Exception as error:  # raised by any of the libraries that fetch and decode
                 raise DataError(
                     f"{self.name}: reading row {number} failed: {summarize_error(error, 300)}"
                 ) from error
@@ -175,13 +180,13 @@ class ShardPiece:
 
 
 def split_dataset(source: SourceConfig, digests: DigestCache, size: int) -> Sequence[SourcePiece]:
-    """Return the source's data set in rows of about `size` bytes; where it streams, in the shards it has.
+    """Return the source's data set in pieces of about `size` bytes; a streaming data set in its shards.
 
-    A digest is of the data set's files and the piece's place among them. Of one that streams from the hub it
-    is of the commit.
+    A piece's digest covers the files of the data set, and the rows or shard. For a data set that streams from
+    the hub, it covers the commit in place of the files.
 
     Raises:
-        DataError: it cannot be found or loaded, has no such split, or has no rows.
+        DataError: The data set cannot be found or loaded, has no such split, or has no rows.
     """
     assert source.dataset is not None
     dataset = load_split(
@@ -193,15 +198,15 @@ def split_dataset(source: SourceConfig, digests: DigestCache, size: int) -> Sequ
     )
     name = f"{source.dataset} ({source.split})"
     if hasattr(dataset, "num_rows"):
-        return _rows(name, dataset, digests, size)
-    return _shards(name, dataset, source, digests)
+        return _split_rows(name, dataset, digests, size)
+    return _list_shards(name, dataset, source, digests)
 
 
-def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[RowsPiece]:
+def _split_rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[RowsPiece]:
     if dataset.num_rows == 0:
         raise DataError(f"data dataset {name}: has no rows")
     files = [file["filename"] for file in dataset.cache_files]
-    content = _content(files, digests) or [dataset._fingerprint]  # one that is not on disk
+    content = _hash_files(files, digests) or [dataset._fingerprint]  # a data set in memory has no files
     step = max(1, size * dataset.num_rows // max(1, dataset.data.nbytes))
     pieces = []
     for start in range(0, dataset.num_rows, step):
@@ -212,15 +217,15 @@ def _rows(name: str, dataset: Dataset, digests: DigestCache, size: int) -> list[
     return pieces
 
 
-def _shards(
+def _list_shards(
     name: str, dataset: IterableDataset, source: SourceConfig, digests: DigestCache
 ) -> list[ShardPiece]:
     folder = Path(str(source.dataset)).expanduser()
     if folder.is_dir():
         files = sorted(str(file) for file in folder.rglob("*") if file.is_file())
-        content = _content(files, digests)
+        content = _hash_files(files, digests)
     else:
-        content = [str(source.dataset), _commit(str(source.dataset), source.revision)]
+        content = [str(source.dataset), _read_commit(str(source.dataset), source.revision)]
     length = dataset.info.dataset_size or 0
     shards = dataset.num_shards
     return [
@@ -234,17 +239,15 @@ def _shards(
     ]
 
 
-def _content(files: list[str], digests: DigestCache) -> list[str]:
+def _hash_files(files: list[str], digests: DigestCache) -> list[str]:
     found = digests.get_or_compute(files, "content", hash_file)
     return [found[file][1][1] for file in files]
 
 
-def _commit(name: str, revision: str | None) -> str:
+def _read_commit(name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
-    except Exception as error:  # whatever the network, a proxy or a certificate can do
-        raise DataError(
-            f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}"
-        ) from None
+    except Exception as error:  # the network, a proxy or a certificate can raise anything
+        raise DataError(f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}") from None

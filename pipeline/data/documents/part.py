@@ -94,8 +94,8 @@ class IterablePiece:
             given = function(**json.loads(self.args))
         if isinstance(given, str | dict) or not isinstance(given, Iterable):
             raise DataError(
-                f"data iterable {self.import_path}: returned a {get_json_type_name(given)}; expected an iterable of "
-                "texts or dicts"
+                f"data iterable {self.import_path}: returned a {get_json_type_name(given)}; expected an "
+                "iterable of texts or dicts"
             )
         for number, record in enumerate(given, start=1):
             where = f"{self.import_path}: item {number}"

@@ -183,7 +183,8 @@ def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterat
         return
     if not isinstance(rows, list):
         raise DataError(
-            f"{span.path}: is one JSON {get_json_type_name(rows)}; expected a list of rows, [...], or an object a line"
+            f"{span.path}: is one JSON {get_json_type_name(rows)}; expected a list of rows, [...], or "
+            "one object per line"
         )
     for number, record in enumerate(rows, start=1):
         where = f"{span.path}: row {number}"

@@ -67,7 +67,7 @@ def test_a_saved_set_has_one_split(tmp_path, saved, split):
     datasets.Dataset.from_list(ROWS, split=saved).save_to_disk(folder)
     assert len(load_split(str(folder), split)) == 100
     message = one_line(source(dataset=str(folder), split="validation"), tmp_path / "cache")
-    assert message.endswith(f"{folder}: holds the split {split!r} alone; write split: {split}")
+    assert message.endswith(f"{folder}: has only the split {split!r}; write split: {split}")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
