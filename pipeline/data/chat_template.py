@@ -95,8 +95,8 @@ class ChatTemplate:
 
     Attributes:
         turn_stop: Special token that begins a user's turn, if an assistant's turn has no end token of its
-            own. The model then ends its turn with that token. `None` if a turn has an end token, or ends with the
-            document.
+            own. The model then ends its turn with that token. `None` if a turn has an end token, or ends with
+            the document.
 
     Raises:
         DataError: The text is not valid Jinja.

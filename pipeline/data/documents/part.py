@@ -1,4 +1,4 @@
-"""Divides a source into parts that are read, and prepared, each by itself; the way in to this package."""
+"""Divides a source into parts that are read and prepared independently. The entry point of this package."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from pipeline.errors import DataError
 
 @dataclass(frozen=True)
 class IterablePiece:
-    """All texts and dicts that a function of the user's returns.
+    """All texts and dicts that a user's function returns.
 
     Attributes:
-        import_path: `package.module:function`.
-        args: Its keyword arguments, as JSON.
-        digest: Of import path, arguments and the text of the function's module. An argument that names a
-            version tells of a change in what the function reads.
-        size: 0: not known.
+        import_path: Function as `package.module:function`.
+        args: Keyword arguments of the function, as JSON.
+        digest: Hash of the import path, the arguments and the source of the function's module. The data that
+            the function reads is not part of it; use an argument such as a version number to signal changes.
+        size: 0, which means unknown.
     """
 
     import_path: str
@@ -59,10 +59,10 @@ class IterablePiece:
 
     @staticmethod
     def of(import_path: str, args: dict[str, Any]) -> IterablePiece:
-        """Return the one piece: how the function's items could be divided is not known.
+        """Return one piece with all items; a function's items cannot be divided.
 
         Raises:
-            DataError: there is no such function, it does not take `args`, or they are no plain values.
+            DataError: There is no such function, it does not take `args`, or `args` are not JSON values.
         """
         function = import_object(import_path, DataError)
         start = f"data iterable {import_path}: "
@@ -78,16 +78,16 @@ class IterablePiece:
         try:
             written = json.dumps(args, sort_keys=True)
         except TypeError as error:
-            raise DataError(f"{start}args hold no plain value: {error}") from None
+            raise DataError(f"{start}args hold no plain value: {error}; use JSON types") from None
         file = getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None)
         source = Path(file).read_text("utf-8") if file is not None and Path(file).is_file() else ""
         return IterablePiece(import_path, written, hash_json([import_path, written, source]))
 
     def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-        """Yield each text or dict of the function.
+        """Yield each text or dict that the function returns.
 
         Raises:
-            DataError: it returns nothing that can be iterated, or something else than texts and dicts.
+            DataError: The function returned no iterable, or an item is neither a text nor a dict.
         """
         function = import_object(self.import_path, DataError)
         with exit_as_error(f"data iterable {self.import_path}", DataError):
@@ -127,8 +127,8 @@ SUFFIX_KINDS = {
 EXPECTED = (
     ".txt .md .rst, source code, .jsonl .json .csv .tsv (also with .gz or .zst), .parquet .arrow .feather"
 )
-TABLES = ("parquet", "arrow")  # which have compression of their own
-# Tests say little that the rest does not; the others belong to one installation, not to a version of Python.
+TABLES = ("parquet", "arrow")  # formats with internal compression
+# Tests add little to the other text. The other folders differ between installations of one Python version.
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 STDLIB_TOPICS = "pydoc_data/topics.py"
 
@@ -136,17 +136,17 @@ STDLIB_TOPICS = "pydoc_data/topics.py"
 def find_files(paths: Sequence[str]) -> list[FileSpan]:
     """Return the files that `paths` name, each once, sorted within each entry.
 
-    Names that begin with a dot, and links to folders inside a folder, are left out: links cannot lead in
-    circles.
+    Names that begin with a dot are left out. So are links to folders inside of a folder, which could form a
+    cycle.
 
     Raises:
-        DataError: an entry does not exist, cannot be read, or holds no file of a known suffix.
+        DataError: An entry does not exist, cannot be read, or contains no file with a known suffix.
     """
     found: dict[str, FileSpan] = {}
     for entry in paths:
         try:
             spans = _find_stdlib() if entry == PYTHON_STDLIB else _find_entry(entry)
-        except OSError as error:  # no right to look, a name that is too long
+        except OSError as error:  # permission denied, a name that is too long
             raise DataError(f"data.paths: {entry}: {error.strerror or error}") from None
         for span in spans:
             found.setdefault(os.path.realpath(span.path), span)
@@ -154,7 +154,7 @@ def find_files(paths: Sequence[str]) -> list[FileSpan]:
 
 
 def classify_file(path: Path) -> FileSpan | None:
-    """Return the file, with what its suffixes say; `None` where they say nothing."""
+    """Return the whole file, with kind and compression by its suffixes; `None` if a suffix is not known."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     if compression:
@@ -166,7 +166,7 @@ def classify_file(path: Path) -> FileSpan | None:
 
 
 def _find_entry(entry: str) -> list[FileSpan]:
-    """Return the files of a file, a folder or a glob."""
+    """Return the files that an entry of `data.paths` names: a file, a folder or a glob."""
     path = Path(entry).expanduser()
     if entry.strip() and path.exists() and not path.is_dir():
         span = classify_file(path)
@@ -178,9 +178,11 @@ def _find_entry(entry: str) -> list[FileSpan]:
             raise DataError(f"data.paths: {entry} cannot be read, by its suffix; expected one of {EXPECTED}")
         return [span]
     if entry.strip() and path.is_dir():
-        matches, what = [path], "folder"
+        matches = [path]
+        what = "folder"
     elif glob.has_magic(entry):
-        matches, what = _glob(entry), "glob"
+        matches = _glob(entry)
+        what = "glob"
     else:
         raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggestion(path)}")
     named = {match for match in matches if not match.is_dir()}
@@ -189,7 +191,9 @@ def _find_entry(entry: str) -> list[FileSpan]:
     for file in files:
         span = classify_file(file)
         if span is not None and not file.exists():
-            raise DataError(f"data.paths: {file} is a link to something that is not there; remove or mend it")
+            raise DataError(
+                f"data.paths: {file} is a link to something that is not there; remove or repair it"
+            )
         if span is not None and file.is_file() and (file in named or not _is_description(span)):
             usable.append(span)
     if not usable:
@@ -200,7 +204,10 @@ def _find_entry(entry: str) -> list[FileSpan]:
 
 
 def _is_description(span: FileSpan) -> bool:
-    """Return whether a file of JSON that was found in a folder holds no list of rows: settings, an index."""
+    """Return whether a JSON file holds no list of rows, as files of settings or an index do.
+
+    Such files are left out if they were found in a folder.
+    """
     if span.kind != "json":
         return False
     with open_stream(span.path, span.compression) as stream:
@@ -208,7 +215,10 @@ def _is_description(span: FileSpan) -> bool:
 
 
 def _glob(entry: str) -> list[Path]:
-    """Return matches without hidden ones. Unlike the glob module's, pathlib's `**` follows no links."""
+    """Return the matches of a glob without hidden ones.
+
+    pathlib's `**` does not follow links, unlike that of the glob module.
+    """
     parts = Path(entry).expanduser().parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root, pattern = Path(*parts[:fixed]), parts[fixed:]
@@ -231,9 +241,9 @@ def _walk(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> It
 
 
 def _find_stdlib() -> list[FileSpan]:
-    """Return the standard library's own source, and the topics of its documentation."""
+    """Return the Python files of the standard library, and the topics of Python's documentation."""
     root = Path(sysconfig.get_path("stdlib"))
-    machine = [path.name for path in root.glob("config-*")]  # says how this Python was built
+    machine = [path.name for path in root.glob("config-*")]  # build settings of this installation
     files = sorted(
         file
         for file in _walk(root, STDLIB_LEFT_OUT | set(machine))
@@ -246,7 +256,7 @@ def _find_stdlib() -> list[FileSpan]:
 
 
 def _suggestion(path: Path) -> str:
-    """Return `; did you mean ...?` for the first part of a path that does not exist."""
+    """Return `; did you mean ...?` for the first component of a path that does not exist."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent
@@ -257,23 +267,23 @@ def _suggestion(path: Path) -> str:
     return f"; did you mean {close[0] if close[0] == PYTHON_STDLIB else missing.parent / close[0]}?"
 
 
-PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost with a process
-READING_VERSION = 2  # part of every digest: raise it when documents would come out differently
+PART_SIZE = 32 * 2**20  # bytes of input: seconds of work, so that little is lost if a process is killed
+READING_VERSION = 2  # part of every digest: increase it when a change alters the documents that are read
 
 
 @dataclass(frozen=True)
 class SourcePart:
-    """A share of a source, in its order. Goes to other processes by pickle.
+    """A share of a source that is read and prepared as a unit; picklable.
 
     Attributes:
         source: Name of the source.
-        digest: Of the content and of how it is read. Two parts with equal content have the same one.
-        size: Bytes of input; 0 where it is not known.
-        pieces: What it is made of, in order.
+        digest: Hash of the content and the settings for reading it; equal for parts with equal content.
+        size: Bytes of input; 0 if not known.
+        pieces: Files or other pieces of input, in order.
         text_field: Field of a row that holds the text.
-        skip_bad_records: Leave out and count what cannot be used.
-        max_documents: The most that are read, or None.
-        fields: Name of a layout -> name of that field in the rows.
+        skip_bad_records: Whether to skip and count records that cannot be used.
+        max_documents: Maximum number of records to read; `None` for all.
+        fields: Field name in the layouts -> field name in the rows.
     """
 
     source: str
@@ -287,19 +297,19 @@ class SourcePart:
 
 
 def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART_SIZE) -> list[SourcePart]:
-    """Return the parts of a source, in order: together they hold each of its documents once.
+    """Return the parts of a source, in order; together they contain each of its documents once.
 
-    Files that are new to `digests` are read once, at about 1 GB/s a core, with `max_documents` too. Whether
-    any document has text shows only when all are read: see `no_text`.
+    Files that `digests` does not know are hashed, at about 1 GB/s per core; `max_documents` does not limit
+    that. A source without any text is an error only after all of it is read: see `no_text_error`.
 
     Args:
-        source: Of the recipe.
-        digests: What is known of files already.
-        part_size: Bytes of input that a part is cut to, where it can be cut. Small files are put together
-            to about a quarter of it.
+        source: A source of the recipe.
+        digests: Cache of the files' digests.
+        part_size: Bytes of input in a part, if the source can be divided. Small files are grouped to about a
+            quarter of it.
 
     Raises:
-        DataError: there is nothing, nothing that can be read, or only empty files.
+        DataError: The source has no files, none that can be read, or only empty ones.
     """
     pieces: Sequence[SourcePiece]
     if source.paths is not None:
@@ -307,21 +317,25 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
         whole = split_files(files, digests, part_size)
         if not whole:
             raise DataError(f"data.paths: no text in {len(files)} files, all empty (first: {files[0].path})")
-        pieces, groups = whole, _group_files(whole, part_size // 4)
+        pieces = whole
+        groups = _group_files(whole, part_size // 4)
     else:
         if source.dataset is not None:
             pieces = split_dataset(source, digests, part_size)
         else:
-            assert source.iterable is not None  # the schema: exactly one of the three
+            assert source.iterable is not None  # the schema requires exactly one of the three
             pieces = [IterablePiece.of(source.iterable, source.args)]
         groups = [(piece,) for piece in pieces]
     if source.max_documents is not None:
-        groups = [tuple(pieces)]  # which are the first ones shows only in one go
-    return [_part(source, group) for group in groups]
+        groups = [tuple(pieces)]  # one part, so that the first documents can be counted while reading
+    return [_make_part(source, group) for group in groups]
 
 
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[SourcePiece, ...]]:
-    """Group neighbours. A file's own digest ends a group: after a change groups end where they did."""
+    """Group neighbouring small files into about `mean_size` bytes.
+
+    The digest of a file decides whether it ends a group, so that a changed file leaves other groups as they are.
+    """
     groups: list[list[SourcePiece]] = [[]]
     for piece in pieces:
         if piece.size >= mean_size:
@@ -333,7 +347,7 @@ def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[Sour
     return [tuple(group) for group in groups if group]
 
 
-def _part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourcePart:
+def _make_part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourcePart:
     skip = source.bad_records == "skip"
     reading = [READING_VERSION, source.text_field, source.max_documents, skip, source.fields]
     return SourcePart(
@@ -349,24 +363,26 @@ def _part(source: SourceConfig, pieces: tuple[SourcePiece, ...]) -> SourcePart:
 
 
 def read_records(part: SourcePart, tally: Tally) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) of a part. Texts of white space are left out, rows of it are not.
+    """Yield (location, record) of a part. Texts of white space are skipped; rows are not.
 
     Args:
-        part: What to read.
-        tally: `bad records` counts those that were skipped.
+        part: Part to read.
+        tally: Receives the number of skipped records under `bad records`.
 
     Raises:
-        DataError: a bad record that is not to be skipped; a file that cannot be read, or changed.
+        DataError: A record is bad and may not be skipped, or a file cannot be read or has changed.
     """
     bad = BadRecordPolicy(part.skip_bad_records, tally)
     records = islice(_records(part, bad, None), part.max_documents)
-    return ((where, _renamed(record, part.fields)) for where, record in records) if part.fields else records
+    if not part.fields:
+        return records
+    return ((where, _rename_fields(record, part.fields)) for where, record in records)
 
 
 def read_texts(part: SourcePart, tally: Tally) -> Iterator[tuple[str, str]]:
-    """Yield (where, text) of a part; no text is empty or all white space. See `read_records`.
+    """Yield (location, text) of a part, without empty texts and texts of white space. See `read_records`.
 
-    A row without its text is a bad record like any other. Reads no column but that of the text.
+    A row without text is a bad record. Of a table, only the column with the text is read.
     """
     return islice(_texts(part, BadRecordPolicy(part.skip_bad_records, tally)), part.max_documents)
 
@@ -378,8 +394,8 @@ def _records(part: SourcePart, bad: BadRecordPolicy, column: str | None) -> Iter
                 yield where, record
 
 
-def _renamed(record: Record, fields: Mapping[str, str]) -> Record:
-    """Return a row whose fields have the names of the layouts."""
+def _rename_fields(record: Record, fields: Mapping[str, str]) -> Record:
+    """Return a row whose fields have the names that the layouts use."""
     if isinstance(record, str):
         return record
     own = {name: record[theirs] for name, theirs in fields.items() if theirs in record}
@@ -398,7 +414,7 @@ def _texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, str]]:
 
 
 def no_text_error(source: SourceConfig, tally: Tally) -> DataError:
-    """Return the error for a source of which every part was read and no document has text."""
+    """Return the error for a source whose parts were all read without finding any text."""
     given = source.dataset or source.iterable or ", ".join(source.paths or [])
     bad = tally[BAD_RECORDS]
     left_out = f"; {bad} bad records were skipped (bad_records: error shows the first)" if bad else ""

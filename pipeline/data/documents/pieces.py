@@ -1,6 +1,6 @@
-"""Files as pieces that can be read by themselves: a whole file, a range of lines, a range of row groups.
+"""Divides files into pieces that can be read independently: whole files, ranges of lines or of row groups.
 
-Ranges of lines follow from the first one, so lines added at a file's end change only its last range.
+Ranges of lines are counted from the start of the file. Lines appended to a file change only its last range.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pipeline.errors import DataError
 FileRanges = list[
     tuple[int, int | None, int, int, str]
 ]  # start, end and first of a Span, size in bytes, digest
-LOOK_VERSION = 1  # raise it when the looks below find something else
+LOOK_VERSION = 1  # part of every cache entry: increase it when a change alters the ranges or digests below
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A stretch of a file.
+    """A piece of a file that can be read independently.
 
     Attributes:
-        span: Where it is.
-        size: Bytes; of a parquet file uncompressed.
-        digest: Of its content and kind.
-        stamp: Of the file: what is read is what the digest was made of, or an error.
+        span: Range in the file.
+        size: Number of bytes; for parquet files, the uncompressed size.
+        digest: Hash of the content and kind.
+        stamp: Size, time and inode of the file when the digest was made. If they have changed, `read` fails.
     """
 
     span: FileSpan
@@ -45,17 +45,17 @@ class FilePiece:
     stamp: FileStamp
 
     def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-        """Yield (where, record) one by one.
+        """Yield (location, record) one by one.
 
         Raises:
-            DataError: a bad record, a file that cannot be read, or one that changed after it was found (seen
-                by its size, time and inode: a change that leaves all three is not seen).
+            DataError: A record is bad, or the file cannot be read or has changed since its digest was made. A
+                change that keeps size, time and inode is not detected.
         """
-        self._check()
+        self._check_unchanged()
         yield from READERS[self.span.kind](self.span, bad, field)
-        self._check()
+        self._check_unchanged()
 
-    def _check(self) -> None:
+    def _check_unchanged(self) -> None:
         if read_file_stamp(self.span.path) != self.stamp:
             raise DataError(
                 f"{self.span.path}: changed since its digest was made; start again when it is finished"
@@ -63,12 +63,12 @@ class FilePiece:
 
 
 def split_files(files: Sequence[FileSpan], digests: DigestCache, size: int) -> list[FilePiece]:
-    """Return the pieces of all files in order, of about `size` bytes where a file can be cut.
+    """Return the pieces of all files in order, of about `size` bytes if a file can be divided.
 
-    Empty files have none. Files that are new to `digests` are read: about 1 GB/s a core.
+    Empty files have no pieces. Files that `digests` does not know are hashed, at about 1 GB/s per core.
 
     Raises:
-        DataError: a file cannot be read, or is no parquet.
+        DataError: A file cannot be read, or a .parquet file is invalid.
     """
     found: dict[str, tuple[FileStamp, FileRanges]] = {}
     for kind, compression in sorted({(file.kind, file.compression) for file in files}):
@@ -101,7 +101,7 @@ def _ranges_of_lines(path: str, size: int) -> FileRanges:
     start, first = 0, 1
     with open_stream(path, "") as stream:
         while content := stream.read(size):
-            # Memory: a range and a line.
+            # Memory use is one range and one line.
             rest = b"" if content.endswith(b"\n") else stream.readline()
             end = start + len(content) + len(rest)
             hashed = hashlib.blake2b(content, digest_size=16)
@@ -113,12 +113,13 @@ def _ranges_of_lines(path: str, size: int) -> FileRanges:
 
 
 def hash_file(path: str) -> tuple[int, str]:
-    """Return length in bytes and blake2b (16 bytes) of a file's content.
+    """Return the length in bytes and the blake2b hash (16 bytes) of a file's content.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The file cannot be read.
     """
-    hashed, length = hashlib.blake2b(digest_size=16), 0
+    hashed = hashlib.blake2b(digest_size=16)
+    length = 0
     with open_stream(path, "") as stream:
         while block := stream.read(BUFFER_SIZE):
             hashed.update(block)

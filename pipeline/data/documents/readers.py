@@ -1,4 +1,7 @@
-"""Reads (where, record) from files, one at a time: whole texts, lines of JSON, rows of CSV and of tables."""
+"""Reads records from files one at a time: whole texts, lines of JSON, rows of CSV files and of tables.
+
+Each reader yields (location, record), where the location is file and line or row for messages.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from pipeline.errors import DataError, summarize_error
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS_AT_ONCE = 256  # documents that are Python objects together
+ROWS_AT_ONCE = 256  # rows that exist as Python objects at the same time
 BYTE_ORDER_MARK = "\ufeff"
-NO_UTF8 = re.compile("[\udc80-\udcff]")  # how Python reads other bytes with `surrogateescape`
+NO_UTF8 = re.compile("[\udc80-\udcff]")  # characters that `surrogateescape` reads for bytes that are no UTF-8
 Reader = Callable[[FileSpan, BadRecordPolicy, str | None], Iterator[tuple[str, Record]]]
 
 
 def read_parquet(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of row groups `start` to `end`; only the column `field` where there is one."""
+    """Yield the rows of row groups `start` to `end`; only the column `field` if it is given and exists."""
     import pyarrow.parquet as pq
 
     number = span.first
-    # Read ahead, it would hold all its row groups together.
+    # With pre_buffer, pyarrow would hold all row groups in memory at once.
     with table_errors(span.path, "parquet"), pq.ParquetFile(span.path, pre_buffer=False) as file:
         batches = file.iter_batches(
             ROWS_AT_ONCE,
@@ -42,28 +45,38 @@ def read_parquet(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Ite
 
 
 def split_row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
-    """Return row groups put together to about `size` bytes: start, end, first row from 1, bytes uncompressed.
+    """Return ranges of row groups of about `size` bytes.
+
+    Returns:
+        For each range: first row group, end (exclusive), number of its first row (from 1), bytes uncompressed.
 
     Raises:
-        DataError: the file is no parquet.
+        DataError: The file is not valid parquet.
     """
     import pyarrow.parquet as pq
 
     found: list[tuple[int, int, int, int]] = []
     with table_errors(path, "parquet"), pq.ParquetFile(path, pre_buffer=False) as file:
-        start, first, rows, held = 0, 1, 0, 0
+        start = 0
+        first_row = 1
+        num_rows = 0
+        num_bytes = 0
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
-            rows, held = rows + group.num_rows, held + group.total_byte_size
-            if held >= size or index + 1 == file.num_row_groups:
-                if rows:
-                    found.append((start, index + 1, first, held))
-                start, first, rows, held = index + 1, first + rows, 0, 0
+            num_rows += group.num_rows
+            num_bytes += group.total_byte_size
+            if num_bytes >= size or index + 1 == file.num_row_groups:
+                if num_rows:
+                    found.append((start, index + 1, first_row, num_bytes))
+                start = index + 1
+                first_row += num_rows
+                num_rows = 0
+                num_bytes = 0
     return found
 
 
 def read_arrow(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of an Arrow file or an Arrow stream, as its first bytes say."""
+    """Yield the rows of an Arrow file or an Arrow stream; the first bytes tell which one it is."""
     import pyarrow as pa
 
     number = span.first
@@ -80,13 +93,13 @@ def read_arrow(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Itera
 def iter_table_records(
     batch: pa.RecordBatch | pa.Table, path: str, first: int
 ) -> Iterator[tuple[str, Record]]:
-    """Yield a dict for each row, with `path: row N` counted from `first`.
+    """Yield a location `path: row N`, counted from `first`, and a dict for each row.
 
-    Columns of JSON are decoded: `datasets` stores fields so that have no common type, such as tool calls
-    whose arguments differ.
+    Columns of type JSON are decoded. `datasets` uses that type for fields without a common type, such as tool
+    calls whose arguments differ.
 
     Raises:
-        DataError: A column of JSON holds something else.
+        DataError: A column of type JSON holds invalid JSON.
     """
     of_json = {column.name: column.type for column in batch.schema if "extension<arrow.json>" in str(column)}
     for start in range(0, batch.num_rows, ROWS_AT_ONCE):
@@ -96,7 +109,10 @@ def iter_table_records(
                 try:
                     row[name] = _decode_json(row[name], kind)
                 except (ValueError, RecursionError) as error:
-                    raise DataError(f"{where}: column {name!r} is of JSON, and holds none: {error}") from None
+                    raise DataError(
+                        f"{where}: column {name!r} has the type JSON and holds invalid JSON: {error}; "
+                        "write the table again"
+                    ) from None
             yield where, row
 
 
@@ -114,7 +130,7 @@ def _decode_json(value: Any, kind: pa.DataType) -> Any:
 
 @contextmanager
 def table_errors(path: str, what: str) -> Iterator[None]:
-    """Turn pyarrow's errors into one line."""
+    """Turn errors of pyarrow into a DataError of one line."""
     import pyarrow as pa
 
     try:
@@ -136,7 +152,7 @@ def read_text_file(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> I
 
 
 def read_jsonl(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield an object a line; lines of white space are left out."""
+    """Yield the object on each line; lines of white space are skipped."""
     with open_stream(span.path, span.compression) as stream:
         if span.start:
             stream.seek(span.start)
@@ -146,7 +162,7 @@ def read_jsonl(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Itera
                 return
             where = f"{span.path}:{number}"
             try:
-                record = _object_of_line(line, where, offset)
+                record = _parse_line(line, where, offset)
             except DataError as error:
                 bad.skip_or_raise(str(error))
             else:
@@ -155,7 +171,7 @@ def read_jsonl(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Itera
             offset += len(line)
 
 
-def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
+def _parse_line(line: bytes, where: str, offset: int) -> dict[str, Any] | None:
     content = decode_utf8(line, where, offset)
     if offset == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
@@ -163,7 +179,10 @@ def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | No
         return None
     try:
         record = json.loads(content)
-    except (ValueError, RecursionError) as error:  # no JSON, a number too long to convert, nested too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # invalid JSON, an integer with too many digits, deep nesting
         raise DataError(f"{where}: not a line of JSON: {error}") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: is a {get_json_type_name(record)}; expected an object with fields")
@@ -171,7 +190,7 @@ def _object_of_line(line: bytes, where: str, offset: int) -> dict[str, Any] | No
 
 
 def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield a list's objects. Many tools give lines of objects this name too: such a file is read as them."""
+    """Yield the objects in a list; a file of one object per line, as many tools write, is read as JSONL."""
     with open_stream(span.path, span.compression) as stream:
         text = decode_utf8(stream.read(), span.path, 0).removeprefix(BYTE_ORDER_MARK).strip()
     try:
@@ -195,11 +214,11 @@ def read_json(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterat
 
 
 def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows; the first one names the fields. Quoted fields may hold line breaks.
+    """Yield the rows; the first one names the fields. Quoted fields may contain line breaks.
 
-    Unless the row's one `field` is wanted, a cell with a conversation's turns as JSON becomes these turns.
+    If no single `field` is asked for, a cell that holds conversation turns as JSON becomes a list of turns.
     """
-    csv.field_size_limit(sys.maxsize)  # the csv module's limit of 128 KiB holds for the whole process
+    csv.field_size_limit(sys.maxsize)  # lift the csv module's limit of 128 KiB, for the whole process
     with open_stream(span.path, span.compression) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
         rows = csv.reader(lines, delimiter="\t" if span.kind == "tsv" else ",", strict=True)
@@ -222,19 +241,19 @@ def read_csv(span: FileSpan, bad: BadRecordPolicy, field: str | None) -> Iterato
             elif names and row and len(row) != len(names):
                 fault = f"{where}: {len(row)} fields, where the first row names {len(names)}"
             if fault is not None and not names:
-                raise DataError(fault)  # without names no other row can be used
+                raise DataError(fault)  # without field names no row can be used
             if fault is not None:
                 bad.skip_or_raise(fault)
             elif row and names:
-                cells = row if field is not None else map(_turns_or_text, row)
+                cells = row if field is not None else map(_parse_turns, row)
                 yield where, dict(zip(names, cells, strict=True))
             names = names or row
 
 
-def _turns_or_text(cell: str) -> Any:
-    """Return the turn or the turns that a cell holds as JSON; any other cell as it is.
+def _parse_turns(cell: str) -> Any:
+    """Return the turn or the turns that a cell holds as JSON; return any other cell unchanged.
 
-    A table of text has no lists, so only what is in a cell tells `prompt` of turns from one of text.
+    CSV has no lists, so only the content tells whether a `prompt` holds turns or text.
     """
     if cell[:1] not in ("[", "{"):
         return cell
@@ -250,7 +269,7 @@ def _turns_or_text(cell: str) -> Any:
 def read_stdlib_source(
     span: FileSpan, bad: BadRecordPolicy, field: str | None
 ) -> Iterator[tuple[str, Record]]:
-    """Yield a module of the standard library; a few declare another encoding and are left out."""
+    """Yield a module of the standard library; the few that are not UTF-8 are skipped."""
     with open_stream(span.path, span.compression) as stream:
         content = stream.read()
     try:

@@ -1,4 +1,4 @@
-"""What is read: a record, the text in it, and what happens to one that cannot be used."""
+"""Defines records, extracts their text, and decides what happens to records that cannot be used."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from pipeline.errors import DataError
 
 Record = str | dict[str, Any]
-BAD_RECORDS = "bad records"  # their count in a tally
+BAD_RECORDS = "bad records"  # name under which a tally counts them
 TYPE_NAMES = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
 
 
 class Tally(Counter[str]):
-    """Counts what is worth telling about records, and keeps the place of the first record of each kind.
+    """Counts records worth reporting by kind, and remembers the location of the first record of each kind.
 
     Attributes:
-        first: File and line of the first record that was counted under a name.
+        first: File and line of the first record that was counted, by kind.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Tally(Counter[str]):
         self.first.setdefault(what, where)
 
     def lines(self) -> list[str]:
-        """Return a line for each kind: what, how many, and the first of them."""
+        """Return a line for each kind: its name, the count, and the location of the first record."""
         return [
             f"{what}: {count:,}" + (f" (first: {self.first[what]})" if what in self.first else "")
             for what, count in sorted(self.items())
@@ -41,17 +41,17 @@ class Tally(Counter[str]):
         ]
 
     def add(self, other: Tally) -> None:
-        """Count what another tally counted, of records behind those of this one."""
+        """Add the counts of another tally, whose records come after those of this one."""
         self.update(other)
         self.first = other.first | self.first
 
 
 class BadRecordPolicy:
-    """Stops at a record that cannot be used, or leaves it out and counts it.
+    """Raises an error for a record that cannot be used, or skips and counts it.
 
     Args:
-        skip: Leave it out.
-        tally: Where it is counted, under `bad records`.
+        skip: Whether to skip bad records.
+        tally: Receives the number of skipped records under `bad records`.
     """
 
     def __init__(self, skip: bool, tally: Tally) -> None:
@@ -59,10 +59,10 @@ class BadRecordPolicy:
         self.tally = tally
 
     def skip_or_raise(self, message: str) -> None:
-        """Return where bad records are skipped.
+        """Count a bad record if such records are skipped.
 
         Raises:
-            DataError: with `message`, where they are not.
+            DataError: Bad records are errors; has the text `message`.
         """
         if not self.skip:
             raise DataError(message)
@@ -70,26 +70,25 @@ class BadRecordPolicy:
 
 
 class SourcePiece(Protocol):
-    """What a part is made of. Goes to other processes by pickle.
-
-    Attributes:
-        digest: Of the content, 32 hexadecimal digits; no path and no time of change is in it.
-        size: Bytes of input, as far as known.
-    """
+    """Input that a part is made of, such as a range of a file; picklable."""
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Hash of the content, 32 hexadecimal digits; independent of path and time of change."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Bytes of input; 0 if not known."""
+
     def read(self, bad: BadRecordPolicy, field: str | None) -> Iterator[tuple[str, Record]]:
-        """Yield (where, record). Where `field` is given, a row may come without its others."""
+        """Yield (location, record). If `field` is given, a row may come without its other fields."""
 
 
 def extract_text(where: str, record: Record, field: str) -> str:
     """Return the text of a record: the record itself, or its `field`.
 
     Raises:
-        DataError: there is no such field, or it holds no text.
+        DataError: The record has no such field, or the field holds no valid text.
     """
     if isinstance(record, str):
         text: Any = record
@@ -105,11 +104,13 @@ def extract_text(where: str, record: Record, field: str) -> str:
     if not text.isascii():
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
+        except (
+            UnicodeEncodeError
+        ) as error:  # half of a surrogate pair, which JSON allows and no tokenizer accepts
             raise DataError(f"{where}: field {field!r} is no valid text: {error.reason}") from None
     return text
 
 
 def get_json_type_name(value: object) -> str:
-    """Return what JSON calls the type of `value`."""
+    """Return the name that JSON uses for the type of `value`."""
     return "null" if value is None else TYPE_NAMES.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""Opens files as streams of bytes, decompressed on the way, and remembers what was found in them."""
+"""Opens files as decompressed byte streams, and caches digests of their content."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from pipeline.files import format_bytes
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BUFFER_SIZE = 1 << 20
-LARGEST_RATIO = 200  # text rarely shrinks to a tenth
-HARMLESS_SIZE = 1 << 30  # bytes that a file may decompress to whatever its ratio
+LARGEST_RATIO = 200  # of decompressed to compressed size; text rarely reaches 10
+HARMLESS_SIZE = 1 << 30  # decompressed bytes below which the ratio is not checked
 
 
 @dataclass(frozen=True)
 class FileSpan:
-    """A stretch of a file.
+    """A range of a file.
 
     Attributes:
-        path: The file.
-        kind: How it is read: a key of READERS.
-        compression: A value of COMPRESSIONS, or "".
-        start: Where it begins: bytes of lines, row groups of a parquet file. 0 with any other kind.
-        end: Where it ends; None: with the file.
-        first: Number of its first line or row in the file, from 1.
+        path: Path of the file.
+        kind: Reader of the file, a key of READERS.
+        compression: A value of COMPRESSIONS, or "" for a plain file.
+        start: Begin of the range: a byte offset in JSONL files, a row group in parquet files, else 0.
+        end: End of the range (exclusive), in the same unit; `None` for the end of the file.
+        first: Number (from 1) of the first line or row in the file.
     """
 
     path: str
@@ -48,10 +48,10 @@ class FileSpan:
 
 @contextmanager
 def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
-    """Open the decompressed content, to be read once from its beginning; a plain file can be sought.
+    """Open the decompressed content for reading from its beginning; only plain files can seek.
 
     Raises:
-        DataError: the file cannot be read, or its compression is damaged or cut short.
+        DataError: The file cannot be read, or its compressed content is damaged or incomplete.
     """
     try:
         with open(path, "rb", buffering=BUFFER_SIZE) as file:
@@ -61,17 +61,20 @@ def open_stream(path: str, compression: str) -> Iterator[BinaryIO]:
             import pyarrow as pa
 
             stream: Any = pa.CompressedInputStream(pa.PythonFile(file), compression)
-            yield io.BufferedReader(_Bounded(path, stream), BUFFER_SIZE)
+            yield io.BufferedReader(_BoundedStream(path, stream), BUFFER_SIZE)
     except OSError as error:
-        if compression and error.errno is None:  # pyarrow's own
+        if compression and error.errno is None:  # raised by pyarrow, not by the system
             raise DataError(
                 f"{path}: the {compression} compression is damaged or cut short ({error}); fetch it again"
             ) from None
         raise unreadable_error(path, error) from None
 
 
-class _Bounded(io.RawIOBase):
-    """Decompressed content, unless a small file holds endless amounts: one line of it may fill the memory."""
+class _BoundedStream(io.RawIOBase):
+    """Decompressed content, which raises an error if a small file decompresses to enormous amounts.
+
+    One line of such a file could fill the memory.
+    """
 
     def __init__(self, path: str, stream: Any) -> None:
         self._path = path
@@ -93,20 +96,20 @@ class _Bounded(io.RawIOBase):
 
 
 def unreadable_error(path: str | os.PathLike[str], error: OSError) -> DataError:
-    """Return the error for a file the system does not give."""
+    """Return the error for a file that the system cannot read."""
     return DataError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}")
 
 
 def decode_utf8(content: bytes, where: str, offset: int) -> str:
-    """Return bytes as text.
+    """Decode UTF-8.
 
     Args:
-        content: Bytes at `offset` of the (decompressed) file.
-        where: Beginning of the message: the file, or file and line.
-        offset: In bytes.
+        content: Bytes of the (decompressed) file.
+        where: Location for messages: the file, or file and line.
+        offset: Offset of `content` in the file, in bytes.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: The content is not UTF-8.
     """
     try:
         return content.decode("utf-8")
@@ -118,8 +121,10 @@ def decode_utf8(content: bytes, where: str, offset: int) -> str:
 
 
 FILE_NAME = "digests.sqlite"
-WAIT_SECONDS = 60.0  # for other processes that write
-SETTLED_NANOSECONDS = 2_000_000_000  # a file may change twice within one tick of its file system's clock
+WAIT_SECONDS = 60.0  # longest wait for other processes that write to the database
+# Files that changed within this time are not cached: a second change within one tick of the file system's
+# clock would not show in the time stamp.
+SETTLED_NANOSECONDS = 2_000_000_000
 TABLE = (
     "CREATE TABLE IF NOT EXISTS found (path TEXT, what TEXT, size INTEGER, mtime_ns INTEGER, inode INTEGER,"
     " value TEXT, PRIMARY KEY (path, what)) WITHOUT ROWID"
@@ -129,7 +134,7 @@ log = logging.getLogger(__name__)
 
 
 class FileStamp(NamedTuple):
-    """Tells whether a file is still what it was: size in bytes, time of its last change, inode."""
+    """Size in bytes, time of last change and inode of a file; a different stamp means a changed file."""
 
     size: int
     mtime_ns: int
@@ -137,10 +142,10 @@ class FileStamp(NamedTuple):
 
 
 def read_file_stamp(path: str | Path) -> FileStamp:
-    """Return the stamp of a file as it is now.
+    """Return the current stamp of a file.
 
     Raises:
-        DataError: it is gone, or cannot be read.
+        DataError: The file does not exist or cannot be read.
     """
     try:
         stat = os.stat(path)
@@ -150,32 +155,33 @@ def read_file_stamp(path: str | Path) -> FileStamp:
 
 
 def hash_json(content: Any) -> str:
-    """Return 32 hexadecimal digits that stand for a JSON value; the order of keys does not count."""
+    """Return a hash of a JSON value, 32 hexadecimal digits, independent of the order of keys."""
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class DigestCache:
-    """Values found in files, by path and stamp, in `cache_dir`; any number of processes may use it.
+    """Cache of values computed from files, by path and stamp, in `cache_dir`; safe for concurrent processes.
 
     Args:
-        folder: The `cache_dir` of the recipe; made where it is missing.
+        folder: The `cache_dir` of the recipe; created if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
 
     def get_or_compute(
-        self, paths: Sequence[str], what: str, look: Callable[[str], Any]
+        self, paths: Sequence[str], what: str, compute: Callable[[str], Any]
     ) -> dict[str, tuple[FileStamp, Any]]:
-        """Return the value that `look` finds in each file; only new and changed files are read, in threads.
+        """Return the stamp and value of each file; compute the values of new and changed files, in threads.
 
         Args:
-            paths: Files.
-            what: Name of what `look` finds; another look has another name.
-            look: From path to something JSON can hold.
+            paths: Paths of the files.
+            what: Name that identifies the function `compute` in the cache.
+            compute: Function from path to a JSON value.
 
         Raises:
-            DataError: a file is gone, cannot be read, or changes meanwhile; and what `look` raises.
+            DataError: A file does not exist, cannot be read, or changes while it is read. Errors of `compute`
+                are raised as they are.
         """
         stamps = {path: read_file_stamp(path) for path in paths}
         keys = {path: (os.path.abspath(path), what, *stamp) for path, stamp in stamps.items()}
@@ -183,12 +189,12 @@ class DigestCache:
         missing = [path for path in stamps if path not in found]
         size = sum(stamps[path].size for path in missing)
         if size > 1e9:
-            message = "reading %d files of %s to know them by their content"
+            message = "hashing the content of %d files of %s"
             log.info(message, len(missing), format_bytes(size))
-        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))  # hashing leaves Python's lock alone
+        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))  # threads, since hashing releases the GIL
         news: dict[str, tuple[Any, ...]] = {}
         try:
-            for path, value in zip(missing, pool.map(look, missing), strict=True):
+            for path, value in zip(missing, pool.map(compute, missing), strict=True):
                 if read_file_stamp(path) != stamps[path]:
                     raise DataError(f"{path}: changed while it was read; start again when it is finished")
                 found[path] = value
@@ -200,7 +206,7 @@ class DigestCache:
         return {path: (stamps[path], found[path]) for path in paths}
 
     def _run(self, command: str, values: dict[str, tuple[Any, ...]]) -> list[tuple[str, list[Any]]]:
-        """Return what the database answers to a command for each path; nothing where it cannot be used."""
+        """Run a command for each path and return the rows; return nothing if the database cannot be used."""
         if not values:
             return []
         try:
@@ -209,5 +215,5 @@ class DigestCache:
                 database.execute(TABLE)
                 return [(path, database.execute(command, each).fetchall()) for path, each in values.items()]
         except (sqlite3.Error, OSError) as error:
-            log.warning("%s cannot be used (%s): files are read again; delete it", self.path, error)
+            log.warning("%s cannot be used (%s): files are hashed again; delete it", self.path, error)
             return []
