@@ -1,6 +1,6 @@
-"""Loaders of a rank: a group of training micro-batches for each step, and the held-out batches.
+"""Loaders of a rank: a group of training micro-batches for each step, and batches of held-out data.
 
-Batches are read in this process or by workers. Enters no collective and moves nothing to a device.
+Batches are read in this process or by worker processes. The loaders take part in no collective.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from pipeline.data.sampler import (
 from pipeline.distributed.progress import Phase, phase
 from pipeline.errors import DataError, PipelineError
 
-PREFETCH = 2  # batches a worker fetches ahead
+PREFETCH = 2  # batches that each worker prefetches
 
-ORDER_BLOCK = 4096  # samples ordered at once: numpy calls cost the same for one micro-batch as for hundreds
+ORDER_BLOCK = 4096  # samples ordered per call: numpy takes as long for one micro-batch as for hundreds
 
 
 class BatchReader(Dataset[Any]):
-    """Reads one batch: a data set whose index is a Draw, so that torch's workers can be handed it.
+    """Data set whose index is a BatchIndices: it reads one batch, and a DataLoader can run it in workers.
 
-    Random numbers are a function of the seed and a position: the same in this process and in a worker,
-    whenever it is fetched, and after a resume. Those of `augmented` and `__getitem__` go by the sample's own
-    position, and are the same at any number of ranks; those of `__getitems__` and the collate by the batch's.
+    Random numbers are a function of the seed and a position. They are the same in this process and in a
+    worker, independent of when the batch is read, and after a resume. In `augmented` and `__getitem__` the
+    position is the sample's, so the numbers do not depend on the number of ranks. In `__getitems__` and the
+    collate function the position is that of the batch's first sample.
     """
 
     def __init__(
@@ -63,7 +64,16 @@ class BatchReader(Dataset[Any]):
         sources: Sequence[Sequence[tuple[str, int]]] | None = None,
         num_words: int | None = None,
     ) -> None:
-        """Make a reader; sources: (name, samples) of each part of each data set."""
+        """Initialize the reader.
+
+        Args:
+            datasets: Map-style data sets.
+            collate: Makes a batch of a list of samples, or of the result of `__getitems__`.
+            seed: Seed of the random numbers that samples draw.
+            is_training: Whether to read samples by `augmented`, if a data set has it.
+            sources: Name and number of samples of each source, for each data set.
+            num_words: Number of token ids that the model has; `None` to accept any id.
+        """
         self._datasets = datasets
         self._collate = collate
         self._seed = seed
@@ -73,15 +83,15 @@ class BatchReader(Dataset[Any]):
 
     def __getitems__(self, draw: BatchIndices) -> LoadedBatch | PipelineError:
         try:
-            batch = as_batch(self._collated(draw), len(draw.indices))
+            batch = as_batch(self._read_and_collate(draw), len(draw.indices))
             batch.origin = describe_origin(batch, draw.indices, self._sources[draw.dataset])
             if self._num_words is not None:
                 check_ids(batch, self._num_words)
             return batch
         except PipelineError as error:
-            return error  # as a value: what a worker raises arrives with its traceback for a message
+            return error  # returned, because torch puts a worker's traceback into the message of a raised one
 
-    def _collated(self, draw: BatchIndices) -> Any:
+    def _read_and_collate(self, draw: BatchIndices) -> Any:
         dataset = self._datasets[draw.dataset]
         if self._is_training and hasattr(dataset, "augmented"):
             places = enumerate(draw.indices, start=draw.position)
@@ -94,13 +104,13 @@ class BatchReader(Dataset[Any]):
             return self._read(dataset, draw.indices, draw.position)
 
     def _read(self, dataset: Any, indices: list[int], position: int | None = None) -> Any:
-        """Read samples; position: of the first one; `None`: nothing is drawn."""
+        """Read and collate samples; `position` is the first one's, or `None` if nothing random is drawn."""
         source = dataset
-        while isinstance(source, Subset):  # it has __getitems__ whatever it is a part of
+        while isinstance(source, Subset):  # Subset has __getitems__ even if its data set has not
             source = source.dataset
         if hasattr(source, "__getitems__"):
             return self._collate(dataset.__getitems__(indices))
-        if position is None or type(source) in (TensorDataset, list):  # which draw nothing
+        if position is None or type(source) in (TensorDataset, list):  # these types draw no random numbers
             return self._collate([dataset[index] for index in indices])
         samples = []
         for bits, index in zip(derive_seeds(self._seed, position, len(indices)), indices, strict=True):
@@ -111,38 +121,37 @@ class BatchReader(Dataset[Any]):
 
 
 def check_ids(batch: LoadedBatch, num_words: int) -> None:
-    """Check the ids of a batch where it is read.
-
-    Args:
-        num_words: Rows of the model's table of words.
+    """Check that the token ids of a batch are below `num_words`, the rows of the model's embedding.
 
     Raises:
-        DataError: an id has no row there; names it and its sample.
+        DataError: An id has no row in the embedding. The message names the id and its sample.
     """
     if (wrong := find_bad_value(batch, "input_ids", num_words, None)) is not None:
         raise DataError(
             f"'input_ids' has {wrong.value}{wrong.sample}, and the model knows {num_words} words: expected 0 "
-            f"to {num_words - 1} (model.vocab_size; the tokenizer that made them must be the model's)"
+            f"to {num_words - 1} (model.vocab_size); use the tokenizer that belongs to the model"
         )
 
 
 def read_batches(
     fetch: BatchReader, draws: Iterable[BatchIndices], num_workers: int, *, pin_memory: bool, persistent: bool
 ) -> Iterable[LoadedBatch | PipelineError]:
-    """Return the batches of these draws, to be iterated over as often as `draws` can be.
+    """Return an iterable of the batches that `draws` describes; it can be iterated as often as `draws`.
 
     Args:
-        num_workers: Processes that fetch ahead; 0 fetches in this one.
-        pin_memory: Copy batches to page-locked memory.
-        persistent: The workers stay between two passes.
+        fetch: Reads a batch.
+        draws: Samples of each batch.
+        num_workers: Number of worker processes that prefetch batches; 0 to read in this process.
+        pin_memory: Whether to copy batches to page-locked memory.
+        persistent: Whether the workers are kept between two passes.
     """
-    # Its own generator: by default each iteration draws from torch's global one, and dropout would differ.
+    # By default each iteration draws from torch's global generator, which would change dropout.
     generator = torch.Generator()
     generator.manual_seed(0)
     return DataLoader(
         fetch,
-        batch_sampler=draws,  # type: ignore[arg-type]  # one Draw for a list of indices
-        collate_fn=_as_it_is,
+        batch_sampler=draws,  # type: ignore[arg-type]  # BatchIndices in place of a list of indices
+        collate_fn=_return_unchanged,
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         persistent_workers=persistent and num_workers > 0,
@@ -151,38 +160,38 @@ def read_batches(
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch
 
 
-MAX_LISTED_SAMPLES = 8  # samples that a line names
+MAX_LISTED_SAMPLES = 8  # samples that a message names
 
 
 class BatchSource(Protocol):
-    """The training rows of one rank: a group of micro-batches for each optimizer step.
+    """Source of one rank's training data: a group of micro-batches for each optimizer step.
 
-    A rollout can serve it: nothing has to be known before it is made. The state says where the source is. A
-    run that resumes from it is given the rows that the unbroken run would have been given.
+    Rollouts can implement it, because rows may be made when they are asked for. The state is the position in
+    the data. A run that resumes from it gets the rows that the uninterrupted run would have got.
     """
 
     @property
     def samples_seen(self) -> int:
-        """Number of samples handed out so far, over all ranks, with those passed over."""
+        """Number of samples returned so far over all ranks, including those that were left out."""
 
     def next_group(self) -> list[Batch]:
         """Return this rank's micro-batches of the next optimizer step."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the columns of a row that say how far the source is. Not collective."""
+        """Return metrics that tell the position in the data, such as the epoch. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain numbers, names and lists of them, the same on every rank."""
+        """Return the state as numbers, strings and lists of them, the same on every rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`, also from one of another number of ranks."""
+        """Resume from a `state_dict`, possibly of another number of ranks."""
 
     def close(self) -> None:
-        """End what the source has started."""
+        """Stop workers and free what the source has opened."""
 
 
 @runtime_checkable
@@ -190,50 +199,53 @@ class PrefetchingSource(Protocol):
     """A source that can read a group before it is asked for."""
 
     is_prefetching: bool
-    """Whether it does."""
+    """Whether `prefetch` reads a group; the step calls it only then."""
 
     def prefetch(self) -> None:
-        """Begin with the next group. Called once a step is on its way."""
+        """Begin to read the next group. Called after a step is launched."""
 
 
 @runtime_checkable
 class ReplayableSource(Protocol):
-    """A source whose samples have a fixed order, so that a group can be named, read again and left out."""
+    """A source with a fixed order of samples: groups can be described, read again and left out."""
 
     def describe(self, first: int, last: int) -> str:
-        """Return in words which samples are at [first, last) of the order: by source and index."""
+        """Describe the samples at positions [first, last) of the order by source and index."""
 
     def read_again(self, first: int) -> list[Batch]:
-        """Return the group that begins at a position of the order."""
+        """Return the group that begins at position `first` of the order."""
 
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """Have no later step take the samples at these positions of the order, [first, last) each."""
+        """Exclude positions of the order, [first, last) each, from all later steps."""
 
 
 class TrainLoader:
-    """A BatchSource, PrefetchingSource and ReplayableSource that reads a data set, and brings the batches to the device.
+    """Loader of a map-style data set, which prefetches batches to the device and can replay them.
 
-    `prefetch` reads the next group and copies it on a stream of its own, so that neither is waited for.
-    There is no thread: what is read in this process shares Python with the step, and worker processes read
-    ahead by themselves.
+    Implements BatchSource, PrefetchingSource and ReplayableSource.
 
-    On a CPU nothing is fetched ahead: the step has been computed when `prefetch` is called, so it would be
-    the same work a little earlier, and a data set of one's own would see a group that is then thrown away.
-    When a group is read does not change what is in it: see Fetch.
+    `prefetch` reads the next group and copies it on a separate stream, so that the step waits for neither.
+    There is no thread: in this process it would compete with the step for the GIL, and worker processes read
+    in parallel anyway.
+
+    On a CPU nothing is prefetched. The step is complete when `prefetch` is called, so that the work would
+    only be done earlier, and a custom data set might be read for a group that is never used. A group's
+    content does not depend on when it is read: see BatchReader.
 
     Args:
-        dataset: Map-style, at least one sample; it may be smaller than a global batch.
-        collate: Makes a batch of what the data set returns for a list of indices.
-        order: Of the samples.
-        device: Of this rank.
-        micro_batch_size: Samples of one micro-batch of one rank.
-        gradient_accumulation_steps: Micro-batches of one rank in an optimizer step.
-        dp_rank: This rank among those that split the batch.
-        dp_world_size: Number of those ranks.
-        seed: Fixes the random numbers that the data set draws.
-        num_workers: Processes that fetch ahead; 0 fetches in this one.
-        is_prefetching: Whether to fetch ahead; by default on anything but a CPU.
-        num_words: That the model knows: `input_ids` are held to it. None: they are not.
+        dataset: Map-style data set with at least one sample; it may be smaller than a global batch.
+        collate: Makes a batch of a list of samples, or of the result of `__getitems__`.
+        order: Order of the samples.
+        device: Device of this rank.
+        micro_batch_size: Samples per micro-batch and rank.
+        gradient_accumulation_steps: Micro-batches per optimizer step and rank.
+        dp_rank: Data-parallel rank; ranks with equal values read the same samples.
+        dp_world_size: Number of data-parallel ranks.
+        seed: Seed of the random numbers that the data set draws.
+        num_workers: Number of worker processes that prefetch batches; 0 to read in this process.
+        is_prefetching: Whether to prefetch to the device; by default on every device but a CPU.
+        num_words: Number of token ids that the model has, against which `input_ids` are checked; `None` for
+            no check.
         left_out: Positions of the order that no step takes, [first, last) each.
     """
 
@@ -285,11 +297,14 @@ class TrainLoader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimizer steps of one pass over the data, not rounded."""
+        """Number of optimizer steps in one pass over the data, not rounded."""
         return self.samples_per_epoch / self.global_batch_size
 
     def metrics(self) -> dict[str, float]:
-        """See BatchSource. The same on every rank; the samples of each source where there are several."""
+        """Return samples and epochs so far, and the samples of each source if there are several.
+
+        The values are the same on every rank.
+        """
         row: dict[str, float] = {
             "train/samples_seen": self.samples_seen,
             "train/epoch": self.samples_seen / self.samples_per_epoch,
@@ -300,12 +315,12 @@ class TrainLoader:
         return row
 
     def source_samples(self) -> dict[str, int]:
-        """Return the samples handed out so far, over all ranks, by their source."""
+        """Return the number of samples returned so far over all ranks, by source."""
         return self._counts.count_up_to(self.samples_seen)
 
     @phase(Phase.DATA)
     def next_group(self) -> list[Batch]:
-        """See BatchSource. On the device, where groups are fetched ahead."""
+        """Return the next group, on the device if groups are prefetched, else in host memory."""
         if self.is_prefetching:
             self.prefetch()
             group = self._take()
@@ -318,7 +333,7 @@ class TrainLoader:
 
     @phase(Phase.DATA)
     def prefetch(self) -> None:
-        """Begin to bring the next group to the device; wait until it is read, not for the device."""
+        """Read the next group and start to copy it to the device, without waiting for the copy."""
         if not self.is_prefetching or self._ahead is not None:
             return
         group = self._read()
@@ -330,7 +345,7 @@ class TrainLoader:
 
     def _read(self) -> list[Batch]:
         if self._batches is None:
-            # The draws never end, so neither do the workers: nothing to keep them for.
+            # The iterator is endless, so its workers live on without being persistent.
             batches = read_batches(
                 self._fetch,
                 self._draws_from(samples_seen=self.samples_seen, left_out=self._left_out),
@@ -347,11 +362,12 @@ class TrainLoader:
         current = self._streams.current_stream()
         current.wait_stream(self._stream)  # the device waits, not the host
         for tensor in (tensor for tensor in iter_tensors(group) if tensor.is_cuda):
-            tensor.record_stream(current)  # else the copying stream, whose memory it is, reuses it too early
+            # The memory belongs to the copying stream, which would otherwise reuse it too early.
+            tensor.record_stream(current)
         return group
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data is: what was handed out, not what was fetched ahead."""
+        """Return the position in the data; prefetched groups do not count."""
         return {
             "samples_seen": self.samples_seen,
             "source_samples": self.source_samples(),
@@ -359,14 +375,14 @@ class TrainLoader:
         }
 
     def leave_out(self, stretches: Iterable[Sequence[int]]) -> None:
-        """See ReplayableSource. What was fetched ahead is read anew."""
+        """Exclude positions of the order, [first, last) each, and drop prefetched groups."""
         self._left_out = LeftOutPositions([*self._left_out.stretches, *stretches])
         self.close()
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
-        """Divide the next groups of as many samples into other micro-batches.
+        """Divide the following global batches into other micro-batches, and drop prefetched groups.
 
-        What was fetched ahead is read anew.
+        The new sizes must have the same product.
         """
         how = {
             "micro_batch_size": micro_batch_size,
@@ -377,12 +393,12 @@ class TrainLoader:
         self.close()
 
     def read_again(self, first: int) -> list[Batch]:
-        """See ReplayableSource. In this process."""
+        """Read the group that begins at position `first` of the order once more, in this process."""
         draws = islice(self._draws_from(samples_seen=first), self._gradient_accumulation_steps)
         return [raise_if_error(batch) for batch in map(self._fetch.__getitems__, draws)]
 
     def describe(self, first: int, last: int) -> str:
-        """See ReplayableSource. At most SHOWN of them: `wiki 7, 12; code 3 ...`."""
+        """Describe samples, MAX_LISTED_SAMPLES of them at most, such as `wiki 7, 12; code 3 ...`."""
         own = defaultdict[str, list[str]](list)
         for index in self._order.samples_at(np.arange(first, min(last, first + MAX_LISTED_SAMPLES))).tolist():
             name, place = locate_sample(index, self._order.sources)
@@ -391,46 +407,47 @@ class TrainLoader:
         return f"{named}{' ...' if last - first > MAX_LISTED_SAMPLES else ''}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`, also one of another number of ranks or another batch size.
+        """Resume from a `state_dict`, possibly of another number of ranks or another batch size.
 
-        The state of a source of the user's own may have `samples_seen` alone.
+        The state of a user's own source may have only `samples_seen`.
         """
         self.leave_out(state.get("left_out", ()))
         self.seek(int(state["samples_seen"]), state.get("source_samples"))
 
     def seek(self, samples_seen: int, source_samples: Mapping[str, int] | None = None) -> None:
-        """Go on as if `samples_seen` samples had been handed out, also by another number of ranks."""
+        """Continue after `samples_seen` samples over all ranks, whatever their number was."""
         assert samples_seen >= 0
         self.close()
         self.samples_seen = samples_seen
         self._counts.seek(samples_seen, source_samples)
 
     def close(self) -> None:
-        """End the workers and drop what was fetched ahead; a next group is read anew."""
+        """Stop the workers and drop prefetched groups; `next_group` starts new workers."""
         self._ahead = None
         self._batches = None  # the iterator's destructor stops its workers
 
 
 class EvalLoader:
-    """Iterates over `(name, batch, is_real)`: each data set in order, as many batches on every rank.
+    """Iterates over `(name, batch, is_real)` of each data set in order; every rank gets as many batches.
 
-    Forward passes may be collective (ZeRO-3), so a rank without samples left gets a batch of one sample with
-    `is_real` False, to be run and not counted. The last real batch of a data set may be short.
+    Forward passes may be collective (ZeRO-3). A rank that has no samples left therefore gets a batch of one
+    sample with `is_real` False, which it must run and not count. The last real batch of a data set may be
+    short.
 
     Args:
-        datasets: Map-style, by name; at least one, and in each at least one sample.
-        collate: Makes a batch of what a data set returns for a list of indices.
-        total: Names of those that `eval/loss` is the mean over; none: all.
-        micro_batch_size: Samples of one batch of one rank.
-        dp_rank: This rank among those that split the data.
-        dp_world_size: Number of those ranks.
-        max_samples: Samples of a data set over all ranks at the most, the first ones; None: all.
-        num_workers: Processes that fetch ahead; they stay between two passes.
-        pin_memory: Copy batches to page-locked memory.
-        num_words: See TrainLoader.
+        datasets: Map-style data sets by name; at least one, each with at least one sample.
+        collate: Makes a batch of a list of samples, or of the result of `__getitems__`.
+        total: Names of the data sets whose mean is `eval/loss`; empty for all.
+        micro_batch_size: Samples per batch and rank.
+        dp_rank: Data-parallel rank; ranks with equal values read the same samples.
+        dp_world_size: Number of data-parallel ranks.
+        max_samples: Maximum number of samples of a data set over all ranks; `None` for all.
+        num_workers: Number of worker processes, which are kept between two passes.
+        pin_memory: Whether to copy batches to page-locked memory.
+        num_words: Number of token ids that the model has; `None` for no check.
 
     Raises:
-        DataError: a data set is empty.
+        DataError: A data set is empty.
     """
 
     def __init__(
@@ -450,18 +467,16 @@ class EvalLoader:
         assert datasets
         self.names = tuple(datasets)
         self.total = tuple(total) or self.names
-        whole = {name: _length(name, dataset) for name, dataset in datasets.items()}
+        whole = {name: _check_length(name, dataset) for name, dataset in datasets.items()}
         sizes = list(whole.values())
         if max_samples is not None:
             sizes = [min(size, max_samples) for size in sizes]
         self._sampler = EvalSampler(
             sizes, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_world_size=dp_world_size
         )
-        sets, sources = (
-            list(datasets.values()),
-            [[(f"{name}, held out", size)] for name, size in whole.items()],
-        )
-        # One reader of all sets: each with workers of its own would leave a crowd of idle processes.
+        sets = list(datasets.values())
+        sources = [[(f"{name}, held out", size)] for name, size in whole.items()]
+        # One reader for all sets: a pool of workers for each would leave many processes idle.
         self._batches = read_batches(
             BatchReader(sets, collate, 0, is_training=False, sources=sources, num_words=num_words),
             self._sampler,
@@ -475,7 +490,7 @@ class EvalLoader:
             yield self.names[draw.dataset], raise_if_error(batch), self._sampler.is_real(draw)
 
 
-def _length(name: str, dataset: Dataset[Any]) -> int:
+def _check_length(name: str, dataset: Dataset[Any]) -> int:
     length = len(dataset)  # type: ignore[arg-type]
     if length == 0:
         raise DataError(
@@ -494,10 +509,10 @@ def iter_batch_indices(
     samples_seen: int,
     left_out: LeftOutPositions = NONE_LEFT_OUT,
 ) -> Iterator[BatchIndices]:
-    """Yield what one rank's micro-batches are made of, without end, from `samples_seen` on.
+    """Yield the samples of one rank's micro-batches, without end, from position `samples_seen` on.
 
-    Of optimizer step s, micro-batch m belongs at positions s * global + (m * dp_world_size + dp_rank) * micro
-    + [0, micro). So a step takes the same samples whatever the number of ranks and of accumulation steps.
+    Micro-batch m of optimizer step s takes the positions s * global + (m * dp_world_size + dp_rank) * micro +
+    [0, micro). So a step takes the same samples whatever the number of ranks and accumulation steps.
     """
     global_batch_size = micro_batch_size * gradient_accumulation_steps * dp_world_size
     micro_batches = np.arange(gradient_accumulation_steps) * dp_world_size + dp_rank

@@ -250,4 +250,6 @@ def _read_commit(name: str, revision: str | None) -> str:
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
     except Exception as error:  # the network, a proxy or a certificate can raise anything
-        raise DataError(f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}") from None
+        raise DataError(
+            f"data dataset {name}: the hub does not answer: {summarize_error(error, 300)}"
+        ) from None

@@ -334,7 +334,7 @@ def find_parts(source: SourceConfig, digests: DigestCache, part_size: int = PART
 def _group_files(pieces: Sequence[FilePiece], mean_size: int) -> list[tuple[SourcePiece, ...]]:
     """Group neighbouring small files into about `mean_size` bytes.
 
-    The digest of a file decides whether it ends a group, so that a changed file leaves other groups as they are.
+    The digest of a file decides whether it ends a group, so that a changed file does not alter other groups.
     """
     groups: list[list[SourcePiece]] = [[]]
     for piece in pieces:

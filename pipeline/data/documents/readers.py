@@ -48,7 +48,8 @@ def split_row_groups(path: str, size: int) -> list[tuple[int, int, int, int]]:
     """Return ranges of row groups of about `size` bytes.
 
     Returns:
-        For each range: first row group, end (exclusive), number of its first row (from 1), bytes uncompressed.
+        First row group, end (exclusive), number of the first row (from 1) and uncompressed bytes of each
+        range.
 
     Raises:
         DataError: The file is not valid parquet.

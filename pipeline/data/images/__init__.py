@@ -1,4 +1,4 @@
-"""`data.kind: images`: stored.py finds stored images, in folders and in tables."""
+"""Images (`data.kind: images`): stored.py finds the files, dataset.py decodes them."""
 
 from pipeline.data.images.dataset import prepare_images
 

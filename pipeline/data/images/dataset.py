@@ -1,4 +1,4 @@
-"""`data.kind: images`: stored images become normalised, augmented tensors when a sample is asked for."""
+"""Decodes stored images to normalised, augmented tensors when a sample is read: `data.kind: images`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-# Modes of Pillow's that it converts without clipping. Alpha is dropped; a palette gives its colours.
+# Pillow's modes that convert to 8 bits per channel without clipping. Alpha is dropped, palettes are resolved.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 log = logging.getLogger(__name__)
 
 
 class ImageDataset(Dataset[Batch]):
-    """Items `inputs` (C, H, W) float32, normalised, and `labels` () int64.
+    """Data set of images with `inputs` (C, H, W) float32, normalised, and `labels` () int64.
+
+    `__getitem__` raises DataError if an image is damaged or missing.
 
     Args:
-        images: As stored.
-        rows: (N,) which of them.
+        images: Stored images.
+        rows: (N,) numbers of the images in this data set.
         config: Size, channels and normalisation.
-        augmentation: Of training images; None: there is none.
-
-    Raises:
-        DataError: from `__getitem__`, that an image is damaged or gone.
+        augmentation: Augmentation of training images; `None` for no augmentation.
     """
 
     def __init__(
@@ -68,16 +67,16 @@ class ImageDataset(Dataset[Batch]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Batch:
-        """Return the image as it is."""
+        """Return the image without augmentation."""
         return self._item(index, self.pixels(index))
 
     def augmented(self, index: int, draw: int) -> Batch:
-        """Return the image changed at random, as `draw` decides: equal numbers give equal results."""
+        """Return the augmented image; `draw` is the seed of all random numbers."""
         pixels = self.pixels(index)
         return self._item(index, pixels if self._augmentation is None else self._augmentation(pixels, draw))
 
     def pixels(self, index: int) -> Tensor:
-        """Return (C, H, W), 0 to 1, neither changed nor normalised."""
+        """Return the image as (C, H, W), 0 to 1, neither augmented nor normalised."""
         row = int(self.rows[index])
         try:
             encoded = self.images.encoded(row)
@@ -90,16 +89,17 @@ class ImageDataset(Dataset[Batch]):
 
 
 def prepare_images(config: ImagesDataConfig) -> DataBundle:
-    """Find the images and divide them; none is decoded yet.
+    """Find the images and split them into training and evaluation data, without decoding any.
 
     Raises:
-        DataError: a folder, dataset, class or augmentation is not there or does not fit; too few images.
+        DataError: A folder, class or augmentation does not exist or does not fit, or there are too few
+            images.
         ConfigError: pillow is not installed.
     """
     require_package("PIL", "data.kind: images")
     augmentation = Augmentation(config.augmentations) if config.augmentations else None
     images = find_folder_images(config.path, "path")
-    held_out, eval_rows = _held_out(config, images)
+    held_out, eval_rows = _find_held_out(config, images)
     train_rows = np.arange(len(images.labels))
     if held_out is images:
         train_rows = np.setdiff1d(train_rows, eval_rows, assume_unique=True)
@@ -123,8 +123,8 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
     )
 
 
-def _held_out(config: ImagesDataConfig, images: FolderImages) -> tuple[FolderImages, NDArray[np.int64]]:
-    """Return the stored images with the held-out ones, and the rows of these."""
+def _find_held_out(config: ImagesDataConfig, images: FolderImages) -> tuple[FolderImages, NDArray[np.int64]]:
+    """Return the stored images that contain the held-out ones, and the rows of the held-out ones."""
     if config.eval_path is not None:
         other = find_folder_images(config.eval_path, "eval_path", images.class_names)
         return other, np.arange(len(other.labels))
@@ -147,38 +147,39 @@ def _check_training(config: ImagesDataConfig, images: FolderImages, rows: NDArra
 
 def _fingerprint(images: FolderImages, rows: NDArray[np.int64]) -> str:
     digest = hashlib.blake2b("\0".join(images.class_names).encode(), digest_size=16)
-    # Names: asking for a million sizes at every start would cost more than it tells.
+    # Hash names rather than sizes: reading the sizes of a million files at every start would take too long.
     for array in (images.names, images.labels, rows):
         digest.update(array.tobytes())
     return f"images-{digest.hexdigest()}"
 
 
 def decode_image(encoded: bytes, where: str, image_size: int, channels: int) -> Tensor:
-    """Return (C, image_size, image_size) float32, 0 to 1.
+    """Return an image as (C, image_size, image_size) float32, 0 to 1.
 
     Args:
         encoded: Content of an image file.
-        where: What messages call it.
-        image_size: Pixels a side.
-        channels: 1: grey, 3: colour.
+        where: Name of the image for messages.
+        image_size: Pixels per side.
+        channels: 1 for grey, 3 for colour.
 
     Raises:
-        DataError: not an image, or a damaged one.
+        DataError: The content is not an image, or it is damaged.
     """
     from PIL import Image, ImageOps
 
     mode = "L" if channels == 1 else "RGB"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of very large images, odd EXIF, palettes with transparency
+            # Pillow warns of very large images, unusual EXIF and palettes with transparency.
+            warnings.simplefilter("ignore")
             image: Image.Image = Image.open(io.BytesIO(encoded))
-            # A JPEG of far more pixels is decoded at half, a quarter or an eighth: several times faster.
+            # Decode a much larger JPEG at a half, a quarter or an eighth of its size: several times faster.
             image.draft(mode, (2 * image_size, 2 * image_size))
-            image = _eight_bits(ImageOps.exif_transpose(image), where).convert(mode)
+            image = _scale_to_eight_bits(ImageOps.exif_transpose(image), where).convert(mode)
             image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
     except DataError:
         raise
-    except Exception as error:  # Pillow's decoders raise what they like
+    except Exception as error:  # Pillow's decoders raise exceptions of any type
         raise DataError(
             f"{where}: not a readable image ({describe_error(error)}); repair or remove it"
         ) from error
@@ -186,11 +187,11 @@ def decode_image(encoded: bytes, where: str, image_size: int, channels: int) -> 
     return torch.from_numpy(array / 255.0).permute(2, 0, 1).contiguous()
 
 
-def _eight_bits(image: Image.Image, where: str) -> Image.Image:
-    """Return the image in 8 bits a channel: Pillow clips other modes at 255 instead of scaling them.
+def _scale_to_eight_bits(image: Image.Image, where: str) -> Image.Image:
+    """Scale an image to 8 bits per channel, because Pillow clips modes with larger values at 255.
 
     Raises:
-        DataError: its mode has no rule, or its values lie outside of what the rule covers.
+        DataError: There is no rule for the image's mode, or its values are outside of the rule's range.
     """
     if image.mode in EIGHT_BITS:
         return image
@@ -201,7 +202,7 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
         raise DataError(f"{where}: an image of mode {image.mode}; save it as RGB or as grey (L)")
     values = np.asarray(image).astype(np.float64)
     low, high = float(values.min()), float(values.max())
-    if not 0 <= low <= high <= most:  # nor a NaN
+    if not 0 <= low <= high <= most:  # false for NaN, too
         raise DataError(
             f"{where}: an image of mode {image.mode} with values from {low:g} to {high:g}; expected 0 to "
             f"{most:g}: scale them to that, or save it in 8 bits a channel"
@@ -211,6 +212,6 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an exception of Pillow's or the file system's in a few words, on one line."""
+    """Return the message of an exception from Pillow or the file system, shortened to one line."""
     reason = getattr(error, "strerror", None) or str(error).split(" <_io")[0]
     return " ".join(str(reason).split())[:200] or type(error).__name__

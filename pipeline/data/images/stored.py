@@ -1,6 +1,9 @@
-"""Stored, labelled images: files in folders of classes. Not decoded.
+"""Finds labelled images: files in one folder for each class. Nothing is decoded.
 
-Class numbers follow the names of the training data; held-out images take theirs by name.
+Classes are numbered by the sorted names of the training data's folders; held-out images use the same numbers.
+
+`datasets` with its imagefolder is not used: it takes a class folder called `test` for a split and drops all
+labels, silently skips empty class folders, and cannot give held-out folders the training classes.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from pipeline.config.loading import did_you_mean
 from pipeline.errors import DataError
 from pipeline.files import IMAGE_LIMIT, open_regular_file, read_regular_file
 
-TAIL = 4096  # bytes
-READER_THREADS = 16  # threads that read the ends of files: over a network each one waits
-CHUNK = 256  # files a thread takes together
+TAIL = 4096  # bytes at a file's end that are hashed
+READER_THREADS = 16  # more than cores, since threads wait for a network file system
+CHUNK = 256  # files per task of a thread
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 SUFFIXES |= {".pbm", ".jp2", ".avif", ".tga", ".ico"}
-HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")  # names of folders of splits, beside train
+HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")  # usual names of split folders beside train
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,11 @@ class FolderImages:
     """Image files of one split.
 
     Attributes:
-        class_names: By class number.
+        class_names: Names of the classes, by class number.
         labels: (N,) class numbers.
-        root: The folder.
-        names: (N,) paths under root. One array: workers would copy a million Python strings.
+        root: Folder that contains the class folders.
+        names: (N,) paths relative to `root`, in one array because worker processes would copy a million
+            Python strings.
     """
 
     class_names: tuple[str, ...]
@@ -44,18 +48,22 @@ class FolderImages:
     names: NDArray[np.bytes_]
 
     def encoded(self, index: int) -> bytes:
-        """Return the image as stored. OSError where it cannot be read."""
+        """Return the bytes of an image file.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         return read_regular_file(self.where(index), IMAGE_LIMIT)
 
     def where(self, index: int) -> str:
-        """Return the name of the image for messages."""
+        """Return the path of an image."""
         return str(self.root / os.fsdecode(self.names[index]))
 
     def hashes(self) -> NDArray[np.uint64]:
-        """Return 64 bits of each image's size and end (N,), which spares reading the whole.
+        """Return 64-bit hashes (N,) of each file's size and last TAIL bytes, without reading whole files.
 
         Raises:
-            DataError: a file cannot be read.
+            DataError: A file cannot be read.
         """
         starts = range(0, len(self.names), CHUNK)
         with ThreadPoolExecutor(READER_THREADS) as pool:
@@ -72,7 +80,7 @@ class FolderImages:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - TAIL))
                 content = size.to_bytes(8, "big") + file.read()
-            # Compressed pixels end as individually as they go on.
+            # The end of compressed pixels differs between images as much as the rest does.
             digests.append(hashlib.blake2b(content, digest_size=8).digest())
         return b"".join(digests)
 
@@ -81,14 +89,16 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
     """Find all images in the class folders of a folder, in the order of class and name.
 
     Args:
-        given: The folder.
-        key: The recipe's word for it, for messages.
-        class_names: Of the training images, for held-out ones. None: these are the training images.
+        given: Path of the folder.
+        key: Key of the recipe that names the folder, for messages.
+        class_names: Classes of the training images, if these are held-out images; otherwise `None`.
 
     Raises:
-        DataError: no such folder, no class folders, one without images, or other classes than in training.
+        DataError: The folder does not exist or has no class folders, a class folder has no images, or a class
+            is not among the training classes.
     """
-    root, where = Path(given).expanduser(), f"data.{key} {given}"
+    root = Path(given).expanduser()
+    where = f"data.{key} {given}"
     if not root.is_dir():
         siblings = [entry.name for entry in root.parent.glob("*/")] if root.parent.is_dir() else []
         raise DataError(f"{where}: no such folder{did_you_mean(root.name, siblings) if siblings else ''}")
@@ -125,7 +135,7 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
 
 
 def _refuse_splits(root: Path, found: list[str], where: str) -> None:
-    """Raise DataError for folders of splits, each with class folders: they would be taken for classes."""
+    """Raise DataError if the folders are splits with class folders, which would be read as classes."""
     held_out = [name for name in HELD_OUT_FOLDERS if name in found]
     if not held_out or set(found) != {"train", *held_out}:
         return
@@ -137,7 +147,7 @@ def _refuse_splits(root: Path, found: list[str], where: str) -> None:
 
 
 def _image_names(root: Path, class_name: str) -> Iterable[str]:
-    """Yield sorted names, also from folders inside the class folder; hidden files are none of the data."""
+    """Yield the sorted paths of images in a class folder and its subfolders, without hidden files."""
     for folder, inner, files in os.walk(root / class_name, followlinks=True):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in sorted(files):
