@@ -1,6 +1,9 @@
-"""Rows of tokens for the model, out of a store of documents: the ways of `data.packing`.
+"""Packs documents from a token store into rows of equal length, as `data.packing` says.
 
-Shapes: B rows, T = sequence_length. What a batch holds is said under `PackedDataset`.
+Several documents share a row and are separated by position ids that restart from 0. The usual alternative, a
+(B, T, T) mask, costs a multiple of attention itself. `PackedDataset` describes the entries of a batch.
+
+Shapes: B rows, T = sequence_length.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DocumentPieces:
-    """Documents, or parts of them, in their order.
+    """Documents, or pieces of long ones, in order.
 
     Attributes:
         starts: (N,) offset of the first token.
-        lengths: (N,) tokens that take a place in a row, 2 to `size`.
-        is_end: (N,) whether the piece ends its document; otherwise one more token of it follows.
-        documents_cut: Documents that are in more than one piece.
+        lengths: (N,) number of tokens that a row contains, 2 to `size`.
+        is_end: (N,) whether the piece ends its document; otherwise the document has at least one more token.
+        documents_cut: Number of documents that are divided into several pieces.
     """
 
     starts: Ints
@@ -46,7 +49,7 @@ class DocumentPieces:
 
 
 def concatenate_pieces(several: Sequence[DocumentPieces]) -> DocumentPieces:
-    """Return the pieces of all, one behind the other."""
+    """Concatenate several sequences of pieces."""
     return DocumentPieces(
         starts=np.concatenate([np.empty(0, np.int64), *(pieces.starts for pieces in several)]),
         lengths=np.concatenate([np.empty(0, np.int32), *(pieces.lengths for pieces in several)]),
@@ -56,15 +59,19 @@ def concatenate_pieces(several: Sequence[DocumentPieces]) -> DocumentPieces:
 
 
 def cut_documents(ends: Ints, size: int, first: int = 0) -> DocumentPieces:
-    """Return the documents that end at `ends` (offsets, increasing), in pieces of at most `size` tokens.
+    """Divide documents into pieces of at most `size` tokens.
 
-    A single last token is left out: nothing is predicted from it. So is a document of one token.
+    A piece of a single token is left out, because nothing is predicted from it.
 
     Args:
-        first: Where the first document starts; added to every offset.
+        ends: (documents,) increasing offsets after the last token of each document.
+        size: Maximum number of tokens in a piece.
+        first: Offset of the first document, which is added to every offset.
     """
     begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    full = np.maximum(ends - begins - 1, 0) // size  # pieces with a token of the same document behind them
+    full = (
+        np.maximum(ends - begins - 1, 0) // size
+    )  # pieces that are followed by a token of the same document
     rest = ends - begins - full * size
     counts = full + (rest > 1)
     document = np.repeat(np.arange(len(ends)), counts)
@@ -79,16 +86,17 @@ def cut_documents(ends: Ints, size: int, first: int = 0) -> DocumentPieces:
 
 
 def assign_best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
-    """Return the bin (N,) of each length; bins hold `size` each and are numbered by their first item.
+    """Assign items to bins of capacity `size` by best fit, and return the bin (N,) of each item.
 
-    Every item, the longest first, goes to the fullest bin it fits in. All items of a length and all bins with
-    the same room are one step, so millions take seconds; the result depends on the lengths alone.
+    Items are assigned from the longest to the shortest, each to the fullest bin in which it fits. All items
+    of one length and all bins with the same room are handled together, so that millions of items take
+    seconds. The result depends on the lengths alone. Bins are numbered by their first item.
     """
     order = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=size + 1)
-    bins = np.empty(len(lengths), dtype=np.int64)  # of the items in `order`
+    bins = np.empty(len(lengths), dtype=np.int64)  # bin of each item, in `order`
     with_room: list[list[Ints]] = [[] for _ in range(size + 1)]
-    occupied = 0  # bit r is set where a bin has room for r: the next larger one is found in C
+    occupied = 0  # bit r is set if a bin has room for r; integer operations find the next larger room fast
     num_bins = item = 0
     for length in range(size, 0, -1):
         left = int(counts[length])
@@ -118,11 +126,11 @@ def assign_best_fit(lengths: NDArray[np.int32], size: int) -> Ints:
                 if len(group) and remaining:
                     with_room[remaining].append(group)
                     occupied |= 1 << remaining
-    return _by_first_item(bins, order, num_bins)
+    return _renumber_bins(bins, order, num_bins)
 
 
-def _by_first_item(bins: Ints, order: Ints, num_bins: int) -> Ints:
-    """Return the bins in the order of the items. Else the first rows would hold the longest documents."""
+def _renumber_bins(bins: Ints, order: Ints, num_bins: int) -> Ints:
+    """Renumber the bins by their first item; otherwise the first rows would contain the longest documents."""
     of_item = np.empty_like(bins)
     of_item[order] = bins
     first = np.full(num_bins, len(bins))
@@ -132,26 +140,30 @@ def _by_first_item(bins: Ints, order: Ints, num_bins: int) -> Ints:
     return number[of_item]
 
 
-MOST_OPEN = 512  # parts of a data set: 16 GB of JSONL
+MAX_OPEN = 512  # parts of a data set: 16 GB of JSONL
 
 
 def get_max_open_parts() -> int:
-    """Return how many parts a data set keeps mapped, the last used ones: a descriptor or two each."""
-    return max(8, min(MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
+    """Return the number of parts that a data set keeps mapped; the least recently used one is closed first.
+
+    A map takes one or two file descriptors and one of the 65,530 maps that Linux allows a process. Mapping
+    another part takes about 50 microseconds.
+    """
+    return max(8, min(MAX_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64))
 
 
 class PackedDataset(Dataset[Batch]):
-    """Map-style; `__getitems__` returns a batch of `input_ids` and `shift_labels`, both (B, T) int64.
+    """Map-style data set of rows; `__getitems__` returns `input_ids` and `shift_labels`, both (B, T) int64.
 
-    Position t of `shift_labels` is the token that comes after position t, or -100 where nothing is to be
-    predicted: behind a document's end, in padding, and where the token counts in no loss. With
-    separate documents there are also `position_ids` (B, T) int64, which start from 0 at every document and
-    at the padding; models keep documents apart by them.
+    Position t of `shift_labels` is the token after position t, or -100 if it is not in the loss: after the
+    end of a document, in padding, and where the loss mask is 0. With separate documents a batch also has
+    `position_ids` (B, T) int64, which restart from 0 at every document and at the padding. Models use them to
+    separate documents.
 
     Attributes:
-        documents_cut: Documents that do not lie whole in one row; None where that is not counted.
-        padding_share: Part of all places that hold no token of a document, 0 to 1.
-        pad_id: The token of those places; None where there are none.
+        documents_cut: Number of documents that are divided over rows; `None` if not counted.
+        padding_share: Share of all positions that are padding, 0 to 1.
+        pad_id: Token of the padding; `None` if there is no padding.
     """
 
     documents_cut: int | None = None
@@ -174,10 +186,10 @@ class PackedDataset(Dataset[Batch]):
         self._open = lru_cache(get_max_open_parts())(self._open_part)
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """Return tokens and loss mask of a part, mapped."""
+        """Return the memory-mapped tokens and loss mask of a part."""
         part = self._parts[number]
         mask = part.loss_mask
-        # Plain arrays: slices of numpy's memmap class are slow.
+        # Convert to plain arrays, because slicing numpy's memmap class is slow.
         return np.asarray(part.tokens), None if mask is None else np.asarray(mask).view(np.bool_)
 
     @abstractmethod
@@ -193,7 +205,7 @@ class PackedDataset(Dataset[Batch]):
         return {key: rows[0] for key, rows in self.__getitems__([index]).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        mapped = ("_parts", "_open")  # each process maps the files itself
+        mapped = ("_parts", "_open")  # each process maps the files for itself
         return {key: value for key, value in self.__dict__.items() if key not in mapped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,7 +213,10 @@ class PackedDataset(Dataset[Batch]):
         self._map()
 
     def _batch(self, pair: NDArray[np.int64], begins: Ints | None) -> Batch:
-        """Make a batch of inputs and labels (2, B, T); begins: of documents in the B * T places."""
+        """Return a batch of inputs and labels (2, B, T).
+
+        `begins` are the starts of documents in the B * T positions; `None` for no position ids.
+        """
         inputs, labels = torch.from_numpy(pair)
         batch = {"input_ids": inputs, "shift_labels": labels}
         if begins is not None:
@@ -213,46 +228,51 @@ class PackedDataset(Dataset[Batch]):
 
 
 def compute_offsets(sizes: Any) -> Ints:
-    """Return where each of several things one behind the other starts, and where the last one ends."""
+    """Return the cumulative offsets of consecutive items with these sizes; the last offset is the total."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 class PiecePlacement(NamedTuple):
-    """Where the N pieces of a batch of B rows lie in its B * T places."""
+    """Positions of the N pieces in the B * T positions of a batch."""
 
     rows: int
+    """Number of rows, B."""
     pieces: Ints
-    """(N,) their numbers."""
+    """(N,) numbers of the pieces in the data set."""
     lengths: Ints
-    """(N,)"""
+    """(N,) number of tokens of each piece."""
     of_row: Ints
-    """(N,) the row of each, from 0."""
+    """(N,) row of each piece, from 0."""
     places: Ints
-    """(N,) where each begins."""
+    """(N,) position of each piece's first token."""
     row_ends: Ints
-    """(B,) where the padding of each row begins."""
+    """(B,) position at which the padding of each row begins."""
 
 
 class PaddedRows(PackedDataset):
-    """Rows of pieces, padded on the right. A piece whose document goes on predicts its next token.
+    """Rows of pieces, padded on the right.
 
-    Keeps 13 bytes a piece and 8 a row in memory.
+    The last token of a piece predicts the next token of its document, if there is one. The index takes 13
+    bytes per piece and 8 bytes per row in memory.
     """
 
     def _arrange(self, pieces: DocumentPieces, share_rows: bool, units: Ints | None = None) -> Ints:
-        """Put pieces in rows, once; return their new order.
+        """Assign the pieces to rows, and return their new order. Called once.
 
         Args:
-            share_rows: Several units to a row where they fit, else each has one of its own.
-            units: (N,) from 0, not decreasing: pieces of one unit stay together. None: each is one.
+            pieces: Pieces of all documents.
+            share_rows: Whether several units share a row if they fit; otherwise each has a row of its own.
+            units: (N,) unit of each piece, from 0 and not decreasing; pieces of one unit stay in one row.
+                `None` if each piece is a unit.
         """
         sizes = pieces.lengths if units is None else np.bincount(units, pieces.lengths).astype(np.int32)
         row = assign_best_fit(sizes, self.sequence_length) if share_rows else np.arange(len(sizes))
         row = row if units is None else row[units]
         order = np.argsort(row, kind="stable")
-        self._starts, self._lengths = pieces.starts[order], pieces.lengths[order]
+        self._starts = pieces.starts[order]
+        self._lengths = pieces.lengths[order]
         self._is_end = pieces.is_end[order]
-        self._bounds = compute_offsets(np.bincount(row))  # row i holds the pieces [bounds[i], bounds[i + 1])
+        self._bounds = compute_offsets(np.bincount(row))  # row i has the pieces [bounds[i], bounds[i + 1])
         self.pad_id = self.end_id
         self.documents_cut = pieces.documents_cut
         places = len(self) * self.sequence_length
@@ -264,13 +284,14 @@ class PaddedRows(PackedDataset):
 
     @cached_property
     def _first(self) -> Ints:
-        """Where the tokens of each part begin; they run on from part to part."""
+        """Offset of each part's first token, counted over all parts."""
         return compute_offsets([part.num_tokens for part in self._parts])
 
     def _place(self, indices: Sequence[int]) -> PiecePlacement:
+        """Return the positions of the pieces in a batch of these rows."""
         rows = np.asarray(indices, dtype=np.int64)
         counts = self._bounds[rows + 1] - self._bounds[rows]
-        before = np.cumsum(counts) - counts  # pieces of this batch before each row's
+        before = np.cumsum(counts) - counts  # number of pieces in the rows before each row
         pieces = np.repeat(self._bounds[rows] - before, counts) + np.arange(counts.sum())
         lengths = self._lengths[pieces].astype(np.int64)
         filled = np.cumsum(lengths)
@@ -288,13 +309,14 @@ class PaddedRows(PackedDataset):
         )
 
     def _fill(self, placed: PiecePlacement) -> NDArray[np.int64]:
-        """Return inputs and labels (2, B, T)."""
+        """Return the inputs and labels of a batch, (2, B, T)."""
         starts = self._starts[placed.pieces]
         parts = self._first.searchsorted(starts, side="right") - 1
         starts -= self._first[parts]
         predicted = placed.lengths - self._is_end[placed.pieces]
         pair = np.empty((2, placed.rows, self.sequence_length), dtype=np.int64)
-        pair[0], pair[1] = self.end_id, IGNORE_INDEX
+        pair[0] = self.end_id
+        pair[1] = IGNORE_INDEX
         inputs, labels = pair.reshape(2, -1)
         table = np.stack([parts, starts, placed.places, placed.lengths, predicted], axis=1).tolist()
         for part, start, place, length, followed in table:
@@ -310,11 +332,12 @@ class PaddedRows(PackedDataset):
 
 
 class ConcatenatedRows(PackedDataset):
-    """`concatenate`: row i of a part is its tokens [i T, i T + T], the last of them only predicted.
+    """Rows of `data.packing: concatenate`: row i of a part has its tokens [i T, i T + T].
 
-    Rows cross from document to document, never from part to part; a part's last tokens that fill no row are
-    left out. Documents are told apart by `end_id`, which no document of plain text has inside: a look-up of
-    every row in `ends` would cost several times what fetching the row does.
+    The last of these tokens is a label only. Rows contain the ends and starts of several documents, but never
+    of two parts. The last tokens of a part that do not fill a row are left out. A document's end is found by
+    `end_id`, which plain text never contains: looking up every row in `ends` would take several times as long
+    as reading the row.
     """
 
     def __init__(
@@ -322,10 +345,10 @@ class ConcatenatedRows(PackedDataset):
     ) -> None:
         super().__init__(stores, sequence_length, separate_documents, end_id)
         counts = [max(0, part.num_tokens - 1) // sequence_length for part in self._parts]
-        self._first = compute_offsets(counts)  # row of each part
+        self._first = compute_offsets(counts)  # number of each part's first row
 
     def _open_part(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """Return both in windows (rows of the part, T + 1) that overlap by one; no copy."""
+        """Return tokens and loss mask as overlapping windows (rows of the part, T + 1), without a copy."""
         tokens, mask = super()._open_part(number)
         return self._windows(tokens), None if mask is None else self._windows(mask)
 
@@ -343,7 +366,7 @@ class ConcatenatedRows(PackedDataset):
         rows = np.array(indices, dtype=np.int64)
         parts = self._first.searchsorted(rows, side="right") - 1
         rows -= self._first[parts]
-        windows, in_loss = self._rows(parts, rows)  # each (B, T + 1), the one read of the files
+        windows, in_loss = self._read_rows(parts, rows)  # each (B, T + 1); reads the files once
         pair = np.empty((2, len(rows), size), dtype=np.int64)
         pair[0] = windows[:, :-1]
         pair[1] = windows[:, 1:]
@@ -351,12 +374,12 @@ class ConcatenatedRows(PackedDataset):
             pair[1][~in_loss[:, 1:]] = IGNORE_INDEX
         if not self.separate_documents:
             return self._batch(pair, None)
-        ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # places of the batch that end a document
+        ends = np.flatnonzero(windows[:, :-1] == self.end_id)  # positions in the batch that end a document
         pair[1].reshape(-1)[ends] = IGNORE_INDEX
         return self._batch(pair, ends + 1)
 
-    def _rows(self, parts: Ints, rows: Ints) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
-        """Return copies: a batch of rows of as many parts keeps none of them open."""
+    def _read_rows(self, parts: Ints, rows: Ints) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """Return copies of the rows' tokens and loss masks, so that the batch keeps no part open."""
         tokens, mask = self._open(int(parts[0]))
         if len(self._parts) == 1:
             return tokens[rows], None if mask is None else mask[rows]
@@ -371,11 +394,14 @@ class ConcatenatedRows(PackedDataset):
 
 
 class DocumentRows(PaddedRows):
-    """`best_fit` and `none`: documents, and pieces of those longer than a row.
+    """Rows of `data.packing: best_fit` and `none`: whole documents, and pieces of those longer than a row.
 
     Args:
-        end_id: The token of padded places; nothing is predicted from it.
-        share_rows: Several pieces to a row where they fit, else each has one of its own.
+        stores: Stores of the documents.
+        sequence_length: Tokens of a row, T.
+        separate_documents: Whether batches have `position_ids` that separate documents.
+        end_id: Token of the padding, which is not in the loss.
+        share_rows: Whether several pieces share a row if they fit; otherwise each has a row of its own.
     """
 
     def __init__(
@@ -406,10 +432,14 @@ class DocumentRows(PaddedRows):
 def pack_documents(
     store: TokenStore, packing: str, sequence_length: int, separate_documents: bool, end_id: int
 ) -> PackedDataset:
-    """Return the rows of `data.packing`: `concatenate`, `best_fit` or `none`. There may be none at all.
+    """Return the rows of a store's documents; there may be none.
 
     Args:
-        end_id: The end-of-document token.
+        store: Store of the documents.
+        packing: Value of `data.packing`: `concatenate`, `best_fit` or `none`.
+        sequence_length: Tokens of a row.
+        separate_documents: Whether batches have `position_ids` that separate documents.
+        end_id: Id of the end-of-document token.
     """
     if packing == "concatenate":
         return ConcatenatedRows([store], sequence_length, separate_documents, end_id)
@@ -418,5 +448,5 @@ def pack_documents(
 
 
 def join_datasets(datasets: Sequence[PackedDataset]) -> Dataset[Batch]:
-    """Return the rows of all, one behind the other; several have the attribute `datasets`."""
+    """Return the concatenated rows: the data set itself if there is one, else a JoinedDataset."""
     return datasets[0] if len(datasets) == 1 else JoinedDataset(datasets)

@@ -1,6 +1,6 @@
-"""Rows of preference data -> a prompt and its judged answers: one form, whatever the row looks like.
+"""Reads a prompt and its judged answers from rows of preference data of any layout. No tokenizer is involved.
 
-Knows no tokenizer. A row has a prompt, under one of PROMPTS, and a pair of answers, or one that was judged.
+A row has a prompt in one of the fields PROMPTS, and either a pair of answers or one answer with a judgement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipeline.data.chat_layouts import (
 from pipeline.data.documents.records import Record
 from pipeline.errors import DataError
 
-CHOSEN, REJECTED, MISMATCHED = 1, 2, 3  # kinds of a segment; 0: there is none
+CHOSEN, REJECTED, MISMATCHED = 1, 2, 3  # kinds of segments; 0 means no segment
 KIND_NAMES = {CHOSEN: "chosen", REJECTED: "rejected", MISMATCHED: "mismatched"}
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 LABELS = ("label", "kto_tag")
@@ -46,26 +46,26 @@ TextOrTurns = str | list[Turn]  # plain text, or turns
 
 @dataclass(frozen=True)
 class JudgedAnswer:
-    """What was judged.
+    """An answer with its judgement.
 
     Attributes:
-        kind: CHOSEN or REJECTED.
-        said: Plain text, or turns, as the prompt is.
+        kind: Judgement, CHOSEN or REJECTED.
+        content: Plain text or turns, the same as the prompt.
     """
 
     kind: int
-    said: TextOrTurns
+    content: TextOrTurns
 
 
 @dataclass(frozen=True)
 class PreferenceExample:
-    """A prompt and its answers.
+    """A prompt and its judged answers.
 
     Attributes:
-        prompt: Plain text, or turns.
-        answers: A chosen and a rejected one, or one of either kind.
-        margin: By how much the chosen one is better, where that is known.
-        tools: What the assistant may call, for the template.
+        prompt: Plain text or turns.
+        answers: A chosen and a rejected answer, or one answer of either kind.
+        margin: Difference between the scores of the chosen and the rejected answer; `None` if not known.
+        tools: Functions that the assistant may call, for the template; `None` if there are none.
     """
 
     prompt: TextOrTurns
@@ -75,8 +75,8 @@ class PreferenceExample:
 
     @property
     def key(self) -> bytes:
-        """Equal for equal examples, whatever the row, the template and the tokenizer look like."""
-        answers = [[answer.kind, _without_weights(answer.said)] for answer in self.answers]
+        """Bytes that identify the example, independent of layout, template and tokenizer."""
+        answers = [[answer.kind, _without_weights(answer.content)] for answer in self.answers]
         content = [_without_weights(self.prompt), answers, self.margin]
         if self.tools is not None:
             content.append(self.tools)
@@ -84,15 +84,15 @@ class PreferenceExample:
         return text.encode()
 
     def texts(self) -> Iterator[str]:
-        """Return all that is said in it, the prompt once."""
-        for said in (self.prompt, *(answer.said for answer in self.answers)):
+        """Yield the texts of the prompt and of each answer."""
+        for said in (self.prompt, *(answer.content for answer in self.answers)):
             yield from [said] if isinstance(said, str) else (turn["content"] for turn in said)
 
-    def conversation(self, answer: JudgedAnswer) -> Conversation:
-        """Return prompt and answer, where they are turns."""
+    def build_conversation(self, answer: JudgedAnswer) -> Conversation:
+        """Return the conversation of prompt and answer, which must be turns."""
         assert not isinstance(self.prompt, str)
-        assert not isinstance(answer.said, str)
-        turns = [*self.prompt, *answer.said]
+        assert not isinstance(answer.content, str)
+        turns = [*self.prompt, *answer.content]
         unlearned = frozenset(number for number, turn in enumerate(turns) if UNLEARNED in turn)
         return Conversation(_without_weights(turns), self.tools, unlearned)
 
@@ -103,12 +103,12 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of LAYOUTS, or `auto`: the first prompt of PROMPTS that the row has, plain or not.
-        unpaired: One answer with a judgement is an example too.
+        layout: A key of LAYOUTS; or `auto`, the first field of PROMPTS that the row has.
+        unpaired: Whether one answer with a judgement is an example.
 
     Raises:
-        DataError: the row has none, or none in this layout; an answer is missing or empty; both are the same;
-            the prompt is not that of both.
+        DataError: The row has no example in this layout, an answer is missing or empty, both answers are the
+            same, or they do not share the prompt.
     """
     if not isinstance(record, dict):
         raise DataError(
@@ -125,20 +125,25 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     else:
         example = _read_pair(where, row, field, pair, is_plain)
     for answer in example.answers:
-        _refuse_empty(where, KIND_NAMES[answer.kind] if pair is not None else "judged", answer.said)
+        _refuse_empty(where, KIND_NAMES[answer.kind] if pair is not None else "judged", answer.content)
     if not example.prompt:
         raise DataError(f"{where}: the prompt is empty; an answer's first token is predicted from it")
-    if len(example.answers) == 2 and example.answers[0].said == example.answers[1].said:
+    if len(example.answers) == 2 and example.answers[0].content == example.answers[1].content:
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
     try:
         _ = example.key
-    except UnicodeEncodeError as error:  # half of a pair, as JSON can write it: no tokenizer takes it
+    except (
+        UnicodeEncodeError
+    ) as error:  # half of a surrogate pair, which JSON allows and no tokenizer accepts
         raise DataError(f"{where}: the row holds no valid text: {error.reason}") from None
     return example
 
 
 def _find_prompt(where: str, record: dict[str, Any], layout: str) -> tuple[str | None, bool]:
-    """Return the prompt's field (None: answers are whole conversations), and whether strings are plain."""
+    """Return the field of the prompt, and whether strings are plain text rather than a user's turn.
+
+    The field is `None` if the answers are whole conversations.
+    """
     has_pair = any(has_field(record, side) for pair in PAIRS for side in pair)
     fields = PROMPTS if layout == "auto" else LAYOUTS[layout]
     field = next((field for field in fields if has_field(record, field)), None)
@@ -165,9 +170,11 @@ def _read_pair(
         prompt, chosen, rejected = _split_text(where, pair, chosen, rejected)
     elif isinstance(chosen, str) and isinstance(rejected, str):
         if not (is_plain and isinstance(prompt, str) and not record.get("system")):
-            chosen, rejected = _as_answer(chosen), _as_answer(rejected)
+            chosen = _as_answer(chosen)
+            rejected = _as_answer(rejected)
     else:
-        chosen, rejected = _as_answer(chosen), _as_answer(rejected)
+        chosen = _as_answer(chosen)
+        rejected = _as_answer(rejected)
         if prompt is None or any(said and said[0]["role"] != ASSISTANT for said in (chosen, rejected)):
             shared, chosen, rejected = _split_turns(where, pair, chosen, rejected)
             _refuse_other_prompt(where, field, prompt, shared)
@@ -190,11 +197,11 @@ def _read_unpaired(
         )
     if not unpaired:
         raise DataError(
-            f"{where}: one answer with a {label!r}, and data.examples is pairs; kto learns from such: set "
-            "data.examples: unpaired"
+            f"{where}: one answer with a {label!r}, and data.examples is pairs; to train on such rows "
+            "with kto, set data.examples: unpaired"
         )
     kind = CHOSEN if _read_label(where, label, record[label]) else REJECTED
-    assert field is not None  # without a pair there is a prompt
+    assert field is not None  # only a pair of whole conversations has no prompt field
     prompt = PROMPTS[field](where, record)
     given = next((name for name in ("completion", "output", "response") if has_field(record, name)), None)
     if given is None:
@@ -205,12 +212,16 @@ def _read_unpaired(
     else:
         said = _read_said(where, given, record[given])
     if not (isinstance(prompt, str) and isinstance(said, str) and is_plain and not record.get("system")):
-        prompt, said = _with_system(where, record, prompt), _as_answer(said)
+        prompt = _with_system(where, record, prompt)
+        said = _as_answer(said)
     return PreferenceExample(prompt, (JudgedAnswer(kind, said),), None, read_tools(where, record))
 
 
 def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> PreferenceExample:
-    """Return an example whose template reads the row. Each turn has it; an answer's content is its side."""
+    """Return an example for a template that reads the row itself.
+
+    Each turn has the row. The content of an answer is the name of its side.
+    """
     prompt = [{"role": "user", "content": "", ROW: row}]
     label = next((label for label in LABELS if _has_value(row, label)), None) if unpaired else None
     if label is None:
@@ -226,7 +237,7 @@ def _read_row(where: str, row: dict[str, Any], unpaired: bool) -> PreferenceExam
 
 
 def _read_said(where: str, field: str, value: Any) -> TextOrTurns:
-    """Return a string, a turn or several."""
+    """Return a string unchanged; return a turn or a list of turns as turns."""
     if isinstance(value, str):
         return value
     return read_turns(where, field, [value] if isinstance(value, dict) else value)
@@ -237,7 +248,7 @@ def _without_weights(said: list[Turn]) -> list[Turn]: ...
 @overload
 def _without_weights(said: TextOrTurns) -> TextOrTurns: ...
 def _without_weights(said: TextOrTurns) -> TextOrTurns:
-    """Return turns without the note that they are not learned."""
+    """Return text or turns without the mark UNLEARNED."""
     if isinstance(said, str):
         return said
     return [{key: value for key, value in turn.items() if key != UNLEARNED} for turn in said]
@@ -248,7 +259,7 @@ def _as_answer(said: TextOrTurns) -> list[Turn]:
 
 
 def _with_system(where: str, record: dict[str, Any], prompt: TextOrTurns) -> list[Turn]:
-    """Return the prompt as turns, behind the row's own `system` where it does not begin with another."""
+    """Return the prompt as turns, after the row's `system` turn unless the prompt begins with one."""
     if not prompt:
         return []
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -258,7 +269,7 @@ def _with_system(where: str, record: dict[str, Any], prompt: TextOrTurns) -> lis
 def _split_turns(
     where: str, pair: tuple[str, str], chosen: list[Turn], rejected: list[Turn]
 ) -> tuple[list[Turn], list[Turn], list[Turn]]:
-    """Return the turns that both begin with, and what each goes on with."""
+    """Return the turns with which both conversations begin, and the remaining turns of each."""
     count = common_prefix_length(_without_weights(chosen), _without_weights(rejected))
     if count == len(chosen) == len(rejected):
         raise DataError(f"{where}: the chosen and the rejected answer are the same; nothing is preferred")
@@ -271,7 +282,7 @@ def _split_turns(
 
 
 def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the text that both begin with, up to a space, and what each goes on with."""
+    """Return the text with which both answers begin, up to a space, and the remaining text of each."""
     count = common_prefix_length(chosen, rejected)
     if count and count < max(len(chosen), len(rejected)) and chosen[count - 1] == " ":
         count -= 1  # a word and the space before it are one token
@@ -285,7 +296,7 @@ def _split_text(where: str, pair: tuple[str, str], chosen: str, rejected: str) -
 def _refuse_other_prompt(
     where: str, field: str | None, prompt: TextOrTurns | None, shared: list[Turn]
 ) -> None:
-    """Raise DataError where the row's prompt is not what both conversations begin with."""
+    """Raise DataError if the conversations do not begin with the row's prompt."""
     if isinstance(prompt, str):
         is_same = any(turn["content"].strip() == prompt.strip() for turn in shared)
     else:
@@ -305,12 +316,12 @@ def _refuse_empty(where: str, side: str, said: TextOrTurns) -> None:
 
 
 def _has_value(record: dict[str, Any], field: str) -> bool:
-    """Return whether a row has something in a field that holds no text; an empty cell of CSV is nothing."""
+    """Return whether the row has a value in a field of labels or numbers; an empty CSV cell is no value."""
     return record.get(field) not in (None, "")
 
 
 def _read_label(where: str, field: str, value: Any) -> bool:
-    """Return a judgement; of CSV it is text."""
+    """Return a judgement, which is text in CSV files."""
     label = LABEL_TEXTS.get(value.lower()) if isinstance(value, str) else value
     if label not in (True, False):
         raise DataError(f"{where}: field {field!r} is {value!r}; expected true or false")
@@ -318,7 +329,7 @@ def _read_label(where: str, field: str, value: Any) -> bool:
 
 
 def _read_number(where: str, field: str, value: Any) -> float:
-    """Return a number; of CSV it is text."""
+    """Return a number, which is text in CSV files."""
     try:
         number = float(value) if isinstance(value, (str, int, float)) else math.nan
     except (ValueError, OverflowError):
@@ -338,7 +349,7 @@ def _read_margin(where: str, record: dict[str, Any]) -> float | None:
     return chosen - rejected
 
 
-# Fields that hold a prompt, in the order in which they are looked for: rows often have several.
+# Fields of the prompt and their readers. Rows often have several; the first of them is used.
 PROMPTS: dict[str, Callable[[str, dict[str, Any]], TextOrTurns]] = {
     "prompt": lambda where, record: _read_said(where, "prompt", record["prompt"]),
     "conversations": lambda where, record: read_turns(where, "conversations", record["conversations"]),

@@ -1,4 +1,4 @@
-"""Documents as tokens in the cache: `prepare_documents` is the way in, TokenStore what it gives."""
+"""Tokenises documents into the cache: call `prepare_documents`, which returns a TokenStore for each split."""
 
 from pipeline.data.prepared.part_files import TokenStore
 from pipeline.data.prepared.prepare import PreparedDocuments, PreparedSource, prepare_documents

@@ -1,6 +1,6 @@
-"""Conversations -> tokens and their loss mask: what the assistant says counts, up to the end of its turn.
+"""Encodes conversations as tokens and a loss mask, which selects the assistant's answers up to their end.
 
-An answer is kept whole or left out, and counted.
+An answer is kept whole or left out; what is left out is counted in the tally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pipeline.errors import ConfigError
 
 MARKS = re.compile(f"[{BEGIN}{END}{DIVIDE}]")
 MARKED = re.compile(f"{BEGIN}([^{BEGIN}{END}]*){END}|{MARKS.pattern}")
-MaskedTokens = tuple[NDArray[Any], NDArray[np.bool_] | None]  # (n,) ids, and which of them count; None: all
+MaskedTokens = tuple[
+    NDArray[Any], NDArray[np.bool_] | None
+]  # (n,) ids and loss mask; None if all are in the loss
 
 
 CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat template does not write"
@@ -32,13 +34,14 @@ CALLS_UNWRITTEN = "answers not learned: they are tool calls, which the chat temp
 
 @dataclass(frozen=True)
 class WrittenConversation:
-    """A conversation as its template writes it, and the tokens of that.
+    """A conversation as text that the template wrote, and its tokens.
 
     Attributes:
-        conversation: With special tokens in it marked.
-        text: n characters.
-        ids: (m,) of the text alone.
-        offsets: (m,) pairs: which of its characters each token stands for.
+        where: File and line, for messages.
+        conversation: Conversation with marks around special tokens in its content.
+        text: Text of the conversation, with the same marks.
+        ids: (m,) token ids of the text, without an added end-of-document token.
+        offsets: (m,) pairs of the first character (inclusive) and last (exclusive) of each token in `text`.
     """
 
     where: str
@@ -48,13 +51,13 @@ class WrittenConversation:
     offsets: list[tuple[int, int]]
 
     @property
-    def said(self) -> str:
-        """The text without marks."""
+    def plain_text(self) -> str:
+        """Text of the conversation without marks."""
         return MARKS.sub("", self.text)
 
     @property
     def is_escaped(self) -> bool:
-        """Whether somebody wrote a special token."""
+        """Whether the conversation's content contains a special token."""
         return BEGIN in self.text
 
 
@@ -64,10 +67,10 @@ def _are_written(calls: list[Any], text: str) -> bool:
 
 
 class ConversationWriter:
-    """Writes conversations as tokens: the template's, and the end-of-document token where they do not end so.
+    """Encodes conversations by the chat template, and adds the end-of-document token if it is missing.
 
     Args:
-        settings: Of data with conversations.
+        settings: Settings for chat or preference data.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -76,8 +79,10 @@ class ConversationWriter:
         self._config = settings.config.conversations
         self._learns_content = self._config.learn_from == "content"
         self._core = plain_text_tokenizer(settings.tokenizer)
-        self._core.encode_special_tokens = False  # unlike plain text, a template writes them as tokens
-        self._core.post_processor = None  # it adds no special tokens here, but may cut spaces off the offsets
+        self._core.encode_special_tokens = (
+            False  # special tokens that the template writes are tokens, not text
+        )
+        self._core.post_processor = None  # no tokens are to be added, and it may trim spaces off the offsets
         added = self._core.get_added_tokens_decoder().values()
         special = (token.content for token in added if token.special)
         self._special_tokens = sorted(special, key=len, reverse=True)
@@ -85,7 +90,11 @@ class ConversationWriter:
 
     @cached_property
     def template(self) -> TemplateProcess:
-        """Raises DataError where there is no chat template, or it is no Jinja."""
+        """Process that runs the chat template.
+
+        Raises:
+            DataError: There is no chat template, or it is not valid Jinja.
+        """
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
@@ -99,7 +108,7 @@ class ConversationWriter:
         return TemplateProcess(template, variables, self._special_tokens)
 
     def escape(self, conversation: Conversation) -> Conversation:
-        """Return a conversation with marks around the special tokens that somebody wrote."""
+        """Return the conversation with marks around special tokens in its content."""
 
         def escape(value: Any) -> Any:
             if isinstance(value, str):
@@ -108,32 +117,35 @@ class ConversationWriter:
                 return {key: escape(each) for key, each in value.items()}
             return [escape(each) for each in value] if isinstance(value, list) else value
 
-        turns, tools = escape(conversation.turns), escape(conversation.tools)
-        escaped = replace(conversation, turns=turns, tools=tools)
+        escaped = replace(conversation, turns=escape(conversation.turns), tools=escape(conversation.tools))
         return conversation if escaped == conversation else escaped
 
     @cached_property
     def plain(self) -> Any:
-        """The tokenizer that knows no special tokens; most conversations need none."""
+        """Tokenizer that encodes special tokens as text, for content that contains them."""
         core = plain_text_tokenizer(self._settings.tokenizer)
         core.post_processor = None
         return core
 
     def find_answers(self, written: Sequence[WrittenConversation], tally: Tally) -> list[list[Spans]]:
-        """Return for each of the conversations where in its text the answers are that are learned.
+        """Return the positions of the answers that are in the loss, for each conversation.
 
-        An answer of tool calls alone, which the template does not write, is not learned, and counted.
+        An answer of tool calls alone that the template does not write is left out of the loss, and counted.
 
         Returns:
-            For each of the conversation's answers its stretches of the text; none where it is context.
+            Spans of the text for each answer of a conversation; empty for an answer that is not in the loss.
 
         Raises:
-            ConfigError: The template does not show it.
+            ConfigError: The answers cannot be located in the template's text.
         """
         found = self.template.find_answers([(each.where, each.conversation, each.text) for each in written])
-        return [self._learned(each, answers, tally) for each, answers in zip(written, found, strict=True)]
+        return [
+            self._select_learned(each, answers, tally) for each, answers in zip(written, found, strict=True)
+        ]
 
-    def _learned(self, written: WrittenConversation, answers: list[Spans], tally: Tally) -> list[Spans]:
+    def _select_learned(
+        self, written: WrittenConversation, answers: list[Spans], tally: Tally
+    ) -> list[Spans]:
         conversation = written.conversation
         learned: list[Spans] = []
         for number, spans in zip(conversation.answers, answers, strict=True):
@@ -150,11 +162,11 @@ class ConversationWriter:
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])
                 continue
-            learned.append(self._content(written, turn, spans) if self._learns_content else spans)
+            learned.append(self._find_content(written, turn, spans) if self._learns_content else spans)
         return learned
 
-    def _content(self, written: WrittenConversation, turn: Turn, spans: Spans) -> Spans:
-        """Return where a turn's reasoning and content are, and the end-of-document token behind them."""
+    def _find_content(self, written: WrittenConversation, turn: Turn, spans: Spans) -> Spans:
+        """Return the spans of a turn's reasoning and content, and of the end-of-document token after them."""
         if not spans:
             return []
         start, end = spans[0][0], spans[-1][1]
@@ -164,25 +176,30 @@ class ConversationWriter:
         place = written.text.find(content, start, end)
         reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name)), None)
         if turn.get("tool_calls"):
-            first, last = start, start + len(written.text[start:end].removesuffix(self._eos).rstrip())
+            first = start
+            last = start + len(written.text[start:end].removesuffix(self._eos).rstrip())
         elif not content.strip() or place < 0:
             return []
         else:
             thought = -1 if reasoning is None else written.text.find(reasoning.strip(), start, place)
-            first, last = (place if thought < 0 else thought), place + len(content)
+            first = place if thought < 0 else thought
+            last = place + len(content)
         behind = re.compile(rf"\s*({re.escape(self._eos)})").match(written.text, last)
         return [(first, last), *([behind.span(1)] if behind else [])]
 
     @cached_property
     def _eos(self) -> str:
-        """The end-of-document token as it is written."""
+        """Text of the end-of-document token."""
         return str(self._core.id_to_token(self._settings.end_of_document))
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[WrittenConversation]:
-        """Return each (where, conversation that `escape` gave) as the template writes it.
+        """Render and tokenise conversations.
+
+        Args:
+            given: Location for messages, and conversation as `escape` returned it.
 
         Raises:
-            DataError: the template refuses one.
+            DataError: The template raises an error for a conversation.
         """
         texts = self.template.write(given)
         clean = [text for text in texts if MARKS.search(text) is None]
@@ -198,9 +215,10 @@ class ConversationWriter:
         return written
 
     def _encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return ids and offsets of a text with marks: what they enclose as plain text, the marks not at all.
+        """Return the ids and offsets of a text with marks, which are removed.
 
-        A piece behind DIVIDE is tokenised as if nothing stood before it.
+        Special tokens that marks enclose are encoded as plain text. Text after DIVIDE is encoded separately
+        from the text before it.
         """
         pieces = []
         done = 0
@@ -214,13 +232,13 @@ class ConversationWriter:
         offsets: list[tuple[int, int]] = []
         for core, start, end in pieces:
             if start < end:
-                lead = (
-                    "\n" if start and text[start - 1] != DIVIDE else ""
-                )  # some tokenizers put a space before the first word of a text
+                # Some tokenizers put a space before the first word of a text, but not after a line break.
+                lead = "\n" if start and text[start - 1] != DIVIDE else ""
                 encoding = core.encode(lead + text[start:end], add_special_tokens=False)
                 skip = len(self._newline) if lead else 0
                 if encoding.ids[:skip] != self._newline[:skip]:
-                    lead, skip = "", 0
+                    lead = ""
+                    skip = 0
                     encoding = core.encode(text[start:end], add_special_tokens=False)
                 base = start - len(lead)
                 ids += encoding.ids[skip:]
@@ -233,7 +251,10 @@ class ConversationWriter:
         return ids
 
     def is_ended(self, written: WrittenConversation) -> bool:
-        """Whether nothing is added: the end of a document stands behind all but white space, or never is."""
+        """Return whether no end token is to be added.
+
+        That is so if the text ends with an end token, apart from white space, or if `append_eos` is false.
+        """
         if not self._config.append_eos:
             return True
         for token, (start, end) in zip(reversed(written.ids), reversed(written.offsets), strict=True):
@@ -245,12 +266,12 @@ class ConversationWriter:
 
     @cached_property
     def _end(self) -> int:
-        """Id of the token that ends a conversation: the document's end, or the one that ends its turns."""
+        """Id of the token that ends a conversation: the template's turn stop, or the end of a document."""
         stop = self.template.turn_stop
         return self._settings.end_of_document if stop is None else int(self._core.token_to_id(stop))
 
     def _is_end(self, ids: NDArray[Any], written: WrittenConversation, first: int) -> bool:
-        """Whether tokens from `first` on are white space and ends of the document, and nothing else."""
+        """Return whether the tokens from `first` on are only white space and end tokens."""
         ends = (self._settings.end_of_document, self._end)
         texts = [written.text[start:end] for start, end in written.offsets[first:]]
         others = [
@@ -258,15 +279,15 @@ class ConversationWriter:
         ]
         return not others
 
-    def length(self, written: WrittenConversation) -> int:
-        """Return the number of tokens, the end-of-document token included."""
+    def count_tokens(self, written: WrittenConversation) -> int:
+        """Return the number of tokens, including an added end token."""
         return len(written.ids) + (not self.is_ended(written))
 
-    def tokens(self, written: WrittenConversation, spans: Spans | None) -> MaskedTokens:
-        """Return the tokens; those in `spans` of the text count. `None`: all count.
+    def mask_tokens(self, written: WrittenConversation, spans: Spans | None) -> MaskedTokens:
+        """Return the tokens, with a loss mask of those in `spans` of the text; `None` for all tokens.
 
-        The end counts with the last answer it follows, and so does white space between the two: a model whose
-        turns have no end of their own learns to stop.
+        An end token after the last answer is in the loss, and so is white space before it. So a model learns
+        to stop even if its turns have no end token.
         """
         is_ended = self.is_ended(written)
         ids = written.ids if is_ended else [*written.ids, self._end]
@@ -276,8 +297,9 @@ class ConversationWriter:
         starts, ends = np.array(written.offsets, dtype=np.int64).reshape(-1, 2).T
         loss_mask = np.zeros(len(row), dtype=np.bool_)
         behind = 0
-        for start, end in spans:  # a token that is partly in the answer is the answer's
-            first, behind = int(ends.searchsorted(start, "right")), int(starts.searchsorted(end, "left"))
+        for start, end in spans:  # a token that is partly in an answer belongs to the answer
+            first = int(ends.searchsorted(start, "right"))
+            behind = int(starts.searchsorted(end, "left"))
             loss_mask[first:behind] = True
         if self._config.append_eos and self._is_end(row[behind:], written, behind):
             loss_mask[behind:] = True
@@ -292,31 +314,31 @@ ESCAPED = "conversations with a special token read as text"
 
 
 class ChatEncoder:
-    """Records with a conversation each -> documents.
+    """Encodes records with conversations as documents.
 
-    A conversation that the template refuses is a bad record, as is a row without one. Counted in the tally:
-    SHORTENED, TOO_LONG, NO_ANSWER, UNWRITTEN and ESCAPED.
+    A row without a conversation is a bad record, and so is one for which the template raises an error. The
+    tally counts SHORTENED, TOO_LONG, NO_ANSWER, UNWRITTEN and ESCAPED.
 
     Args:
-        settings: Of chat data.
+        settings: Settings for chat data.
 
     Raises:
-        DataError: there is no chat template, or it is no Jinja.
+        DataError: There is no chat template, or it is not valid Jinja.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
         assert settings.config.chat is not None
         self._config = settings.config.chat
         self._writer = ConversationWriter(settings)
-        _ = self._writer.template  # what is wrong with it shows before a record is read
+        _ = self._writer.template  # errors of the template are raised before a record is read
 
     def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
         """Return a document for each conversation that is kept, in order.
 
         Raises:
-            DataError: a record holds no conversation, or one the template refuses.
-            ConfigError: a conversation is too long, which the recipe forbids; the template does not show what
-                the assistant says.
+            DataError: A record has no conversation, or the template raises an error for it.
+            ConfigError: A conversation is too long and `data.too_long` is `error`, or the answers cannot be
+                located in the template's text.
         """
         is_all = self._config.learn_from == "all"
         given: list[tuple[str, Conversation]] = []
@@ -330,7 +352,7 @@ class ChatEncoder:
                 rows.append((conversation.key, record))
         written = self._writer.write(given)
         for each, (_, record) in zip(written, rows, strict=True):
-            for name in find_unwritten_fields(record, each.said):
+            for name in find_unwritten_fields(record, each.plain_text):
                 tally.note(f"{UNWRITTEN}: {name}", each.where)
             if each.is_escaped:
                 tally.note(ESCAPED, each.where)
@@ -338,23 +360,23 @@ class ChatEncoder:
         kept = [each if self._fits(each) else next(shorter) for each in written]
         found = [(each, key) for each, (key, _) in zip(kept, rows, strict=True) if each is not None]
         if is_all:
-            return [TokenizedDocument(*self._writer.tokens(each, None), key) for each, key in found]
+            return [TokenizedDocument(*self._writer.mask_tokens(each, None), key) for each, key in found]
         documents = []
         answers = self._writer.find_answers([each for each, _ in found], tally)
         for (each, key), own in zip(found, answers, strict=True):
             spans = [span for spans in own for span in spans]
             if spans:
-                documents.append(TokenizedDocument(*self._writer.tokens(each, spans), key))
+                documents.append(TokenizedDocument(*self._writer.mask_tokens(each, spans), key))
             else:
                 tally.note(NO_ANSWER, each.where)
         return documents
 
     def _fits(self, written: WrittenConversation) -> bool:
-        """Return whether it fits in a sequence and the token behind it, which is only predicted."""
-        return self._writer.length(written) <= self._config.sequence_length + 1
+        """Return whether the conversation fits in a sequence and one more token, which is a label only."""
+        return self._writer.count_tokens(written) <= self._config.sequence_length + 1
 
     def _shorten(self, written: list[WrittenConversation], tally: Tally) -> list[WrittenConversation | None]:
-        """Return the first turns, up to an answer, of each that is too long, or None."""
+        """Return the first turns, up to an answer, of each conversation; `None` if it is dropped."""
         if written and self._config.too_long == "error":
             raise ConfigError(
                 f"{written[0].where}: the conversation has {len(written[0].ids):,} tokens, a sequence "
@@ -368,7 +390,7 @@ class ChatEncoder:
         return shortened
 
     def _first_turns(self, long: WrittenConversation) -> WrittenConversation | None:
-        """Return as many turns, up to an answer, as fit; `None`: the first answer does not."""
+        """Return as many turns, up to an answer, as fit; `None` if the first answer does not fit."""
 
         @cache
         def first(end: int) -> WrittenConversation:

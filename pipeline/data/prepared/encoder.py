@@ -1,4 +1,4 @@
-"""Records -> documents of token ids, batch by batch: the interface, and plain text."""
+"""Encodes batches of records as documents of token ids: the interface, and the encoder for plain text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipeline.config.data_schema import DocumentsConfig
 from pipeline.data.documents.records import Record, Tally
 from pipeline.data.tokenizer import PIECE_CHARACTERS, cut_text
 
-Records = list[tuple[str, Record]]  # where it stands, and what is there
-LONG = 1_000_000  # characters: longer texts are cut, and no more of their pieces encoded together
+Records = list[tuple[str, Record]]  # location for messages, and record
+LONG = 1_000_000  # characters above which a text is divided, and that are encoded at once
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class TokenizedDocument:
     """One tokenised document.
 
     Attributes:
-        ids: (n,) unsigned integers, the end-of-document token included.
-        loss_mask: (n,) bool, which tokens count in the loss; None: all.
-        key: Content of its hash, by which it is held out and duplicates are found.
-        segments: (1 or 2, 3) int32, where answers were judged: of each its kind (preference_layouts.py), the
-            tokens of its prompt, and all its tokens. None: one text.
-        margin: By how much the first is better, where that is known.
+        ids: (n,) token ids (unsigned), including the end-of-document token.
+        loss_mask: (n,) bool, whether each token is in the loss; `None` if all are.
+        key: Bytes that identify the content. Their hash decides whether the document is held out.
+        segments: (1 or 2, 3) int32, of judged answers: the kind of each (see preference_layouts.py), the
+            tokens of its prompt, and all its tokens. `None` for other documents.
+        margin: Difference between the scores of the first and the second answer; `None` if not known.
     """
 
     ids: NDArray[Any]
@@ -39,20 +39,20 @@ class TokenizedDocument:
     margin: float | None = None
 
 
-# Tokenises a batch of records; what it leaves out, or changes, is counted in the tally.
+# Function that tokenises a batch of records, and counts in the tally what it leaves out or changes.
 Encoder = Callable[[Records, Tally], list[TokenizedDocument]]
 
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """All that a worker process needs to make its encoder; picklable.
+    """Settings from which a worker process builds its encoder; picklable.
 
     Attributes:
         config: The recipe's data section.
         tokenizer: Folder with the tokenizer's files.
-        end_of_document: Id of the token that ends a document.
-        vocab_size: Ids are below this.
-        threads: Threads that one call may use.
+        end_of_document: Id of the end-of-document token.
+        vocab_size: Upper bound of token ids (exclusive).
+        threads: Number of threads that one call may use.
     """
 
     config: DocumentsConfig
@@ -63,12 +63,12 @@ class EncoderSettings:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of ids on disk: the smallest that holds them all, little-endian."""
+        """Type of token ids on disk: the smallest that fits, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
 
 def plain_text_tokenizer(folder: Path) -> Any:
-    """Return the `tokenizers.Tokenizer` of a folder, set up for plain text: all of it, no special tokens."""
+    """Return the `tokenizers.Tokenizer` in a folder, set up to encode special tokens as text, untruncated."""
     from tokenizers import Tokenizer
 
     core = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -79,7 +79,7 @@ def plain_text_tokenizer(folder: Path) -> Any:
 
 
 class TextEncoder:
-    """A text, and the end-of-document token behind it. Records are texts, as `read_texts` gives them."""
+    """Encodes texts from `read_texts`, and appends the end-of-document token to each."""
 
     def __init__(self, settings: EncoderSettings) -> None:
         self._dtype = settings.dtype
@@ -87,8 +87,9 @@ class TextEncoder:
         self._core = plain_text_tokenizer(settings.tokenizer)
 
     def __call__(self, records: Records, tally: Tally) -> list[TokenizedDocument]:
+        """Return a document for each text, in order."""
         texts = [record for _, record in records if isinstance(record, str)]
-        assert len(texts) == len(records), "read_texts gives texts"
+        assert len(texts) == len(records), "read_texts yields texts"
         keys = [text.encode() for text in texts]
         short = iter(self._encode([text for text in texts if len(text) <= LONG]))
         rows = [next(short) if len(text) <= LONG else self._encode_long(text) for text in texts]

@@ -1,6 +1,11 @@
-"""The files of a prepared part: little-endian arrays and an index, written batch by batch, mapped from disk.
+"""Files of a prepared part: little-endian arrays and an index, written batch by batch and memory-mapped.
 
-No file stays open here: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
+A part is a folder, named by the hash of everything that decides its bytes: some tens of MB of input, the
+tokenizer and the settings. A changed file changes only its part, and unchanged data is found without reading
+a token. Parts that several machines prepared need no merging, and a killed process leaves the finished parts.
+Arrow or a single file would have to be rewritten.
+
+Parts keep no file open: a map takes a file descriptor, and a terabyte of text is 30,000 parts.
 """
 
 from __future__ import annotations
@@ -27,21 +32,21 @@ from pipeline.errors import DataError
 from pipeline.files import format_bytes, publish_folder, replace_file
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORMAT_VERSION = 2  # part of every key: raise it when the files would come out differently
+FORMAT_VERSION = 2  # part of every key: increase it when a change alters the files
 INDEX = "part.json"
-CHECKED = "checked.json"  # times of last change at which the content is known to be right
+CHECKED = "checked.json"  # times of last change at which the files' checksums were right
 SPLITS = ("train", "eval")
-MOST_SEGMENTS = 2  # of a document
-NOTICE_SECONDS = 20.0  # between two lines of a process that waits for another one
+MAX_SEGMENTS = 2  # segments per document
+NOTICE_SECONDS = 20.0  # between two log lines of a process that waits for another one
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def explain_write_errors(cache_dir: Path, what: str) -> Iterator[None]:
-    """Turn a failure to write into one line that says where, how much is free, and what to do.
+    """Turn an OSError of the body into an error that names the folder, the free space and what to do.
 
     Raises:
-        DataError: the disk is full, or `cache_dir` cannot be written.
+        DataError: The disk is full, or `cache_dir` cannot be written.
     """
     try:
         yield
@@ -49,23 +54,27 @@ def explain_write_errors(cache_dir: Path, what: str) -> Iterator[None]:
         try:
             free = f"{format_bytes(shutil.disk_usage(cache_dir).free)} free there"
         except OSError:
-            free = "the folder is not there"
+            free = "the folder does not exist"
         todo = "make room, or set" if error.errno in NO_ROOM else "set"
         raise DataError(
             f"data.cache_dir {cache_dir}: {what} cannot be written: {error.strerror or error} ({free}); "
-            f"{todo} data.cache_dir to another folder; what is finished is kept, and the same command goes on"
+            f"{todo} data.cache_dir to another folder; what is finished is kept: run the same command "
+            "again to continue"
         ) from error
 
 
 @contextmanager
 def hold_lock(cache_dir: Path, name: str, notice: Callable[[], str] | None) -> Iterator[bool]:
-    """Hold the lock `name` of the cache; no other process then has it, however that one ended.
+    """Hold a lock of the cache. The system releases it if the process ends in any way.
 
     Args:
-        notice: Returns the line to log now and then while another process holds it. None: do not wait.
+        cache_dir: Folder of the cache.
+        name: Name of the lock.
+        notice: Function that returns the line to log while another process holds the lock; `None` to not
+            wait.
 
     Yields:
-        Whether it is held.
+        Whether the lock is held.
     """
     folder = cache_dir / "locks"
     with explain_write_errors(cache_dir, "a lock file"):
@@ -90,30 +99,32 @@ _unfinished: set[Path] = set()
 
 
 def discard_unfinished() -> None:
-    """Remove what `filling` has not published yet: this process is about to end."""
+    """Remove the folders that `fill_folder` has not published; called when the process is about to end."""
     for folder in _unfinished:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def fill_folder(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
-    """Yield an empty folder, which gets the name `folder` in one rename once all of it is on the disk.
+    """Yield an empty folder, which is renamed to `folder` after all of its files are on the disk.
 
-    Only with a lock held that is this folder's own. If the body raises, nothing is left behind.
+    The caller must hold a lock for this folder. If the body raises an exception, the files are removed.
 
     Args:
-        what: Name of the folder in the error of `writing_to`.
+        folder: Path of the finished folder.
+        cache_dir: Folder of the cache, for messages.
+        what: Name of the content in messages.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     _unfinished.add(temporary)
     try:
         with explain_write_errors(cache_dir, what):
-            shutil.rmtree(temporary, ignore_errors=True)  # of a killed writer
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
             temporary.mkdir(parents=True)
         yield temporary
         with explain_write_errors(cache_dir, what):
-            write_json(temporary / CHECKED, {path.name: _changed(path) for path in temporary.iterdir()})
-            if folder.exists():  # damaged
+            write_json(temporary / CHECKED, {path.name: _read_mtime(path) for path in temporary.iterdir()})
+            if folder.exists():  # a damaged one, which the caller replaces
                 shutil.rmtree(folder)
             publish_folder(temporary, folder, temporary.iterdir())
     except BaseException:
@@ -124,22 +135,23 @@ def fill_folder(folder: Path, cache_dir: Path, what: str) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a value as JSON."""
+    """Write a JSON value to a file."""
     path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
-def _changed(path: Path) -> int:
+def _read_mtime(path: Path) -> int:
     return path.stat().st_mtime_ns
 
 
 def find_damage(folder: Path, index: str, verify: bool) -> str | None:
-    """Return what is wrong with the files that the index of a folder lists; `None`: nothing.
+    """Return a description of damage to the files that a folder's index lists; `None` if there is none.
 
-    The content of a file is read if it was changed or copied since it was last known to be right.
+    The checksum of a file is compared if the file was changed or copied since the last comparison.
 
     Args:
+        folder: Folder with the files.
         index: Name of the index, whose `files` has `bytes` and `xxh3_128` of each file.
-        verify: Whether to read the content of all.
+        verify: Whether to compare the checksums of all files.
     """
     files = (read_json_object(folder / index) or {}).get("files")
     if not files:
@@ -151,20 +163,20 @@ def find_damage(folder: Path, index: str, verify: bool) -> str | None:
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes, {expected['bytes']} were written"
-            times[name] = _changed(folder / name)
+            times[name] = _read_mtime(folder / name)
             is_read = verify or known.get(name) != times[name]
             if is_read and compute_checksum(folder / name) != expected["xxh3_128"]:
                 return f"the content of {name} is not what was written, by its checksum"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
     if not times.items() <= known.items():
-        with suppress(OSError):  # where nothing can be written, the next start reads the content again
+        with suppress(OSError):  # if this cannot be written, the next start compares the checksums again
             replace_file(folder / CHECKED, json.dumps(times))
     return None
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """Return the object of a JSON file; `None` where there is none."""
+    """Return the object in a JSON file; `None` if the file cannot be read or holds no object."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -173,29 +185,32 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def compute_checksum(path: Path) -> str:
-    """Return the checksum of a file's content."""
+    """Return the xxh3_128 checksum of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def find_part_damage(folder: Path, verify: bool) -> str | None:
-    """Return what is wrong with a prepared part that is there; `None`: nothing."""
+    """Return a description of damage to an existing prepared part; `None` if there is none."""
     return find_damage(folder, INDEX, verify)
 
 
 def is_prepared(folder: Path) -> bool:
-    """Return whether a part is there, and whole."""
+    """Return whether a part exists and is undamaged."""
     return folder.is_dir() and find_part_damage(folder, verify=False) is None
 
 
 def hash_keys(keys: Iterable[bytes]) -> NDArray[np.uint64]:
-    """Return 64 bits of each key (documents,): they tell what is held out, and duplicates."""
+    """Return 64-bit hashes (documents,) of keys, which decide what is held out and identify duplicates."""
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys)
     return np.frombuffer(digests, dtype=">u8").astype("<u8")
 
 
 def select_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:
-    """Return (documents,) whether each belongs to eval: by its own hash, so it stays whatever is added."""
+    """Return (documents,) whether each document is held out.
+
+    Only the document's own hash decides, so that its split does not change when other documents are added.
+    """
     bound = math.ceil(eval_fraction * 2**64)
     if bound >= 2**64:
         return np.ones(len(hashes), dtype=bool)
@@ -204,7 +219,7 @@ def select_held_out(hashes: NDArray[np.uint64], eval_fraction: float) -> NDArray
 
 
 class _ChecksummedFile:
-    """A file that grows and knows its size and checksum."""
+    """A file that is appended to, with its size and checksum."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = 0
@@ -224,16 +239,17 @@ class _ChecksummedFile:
 
 
 class PartWriter:
-    """Writes the files of a part: `append` batches, then `finish`.
+    """Writes the files of a part: call `append` for each batch, then `finish`.
 
-    `tokens` are ids, `ends` int64 the offset behind each document, `hashes` uint64, `learned` uint8
-    the loss mask. Of judged answers `segments` int32, and `margins` float32 (NaN: not known), see Document.
+    The files of each split are `tokens` (ids), `ends` (int64, the offset after each document), `hashes`
+    (uint64) and `learned` (uint8, the loss mask). Judged answers have `segments` (int32) and `margins`
+    (float32, NaN if not known) as well; see TokenizedDocument.
 
     Args:
-        folder: To be filled.
-        dtype: Of the ids.
-        has_loss_mask: There is a file `learned` too.
-        has_segments: There are files `segments` and `margins` too.
+        folder: Folder to write to.
+        dtype: Type of the ids.
+        has_loss_mask: Whether to write the files `learned`.
+        has_segments: Whether to write the files `segments` and `margins`.
     """
 
     def __init__(
@@ -251,7 +267,7 @@ class PartWriter:
         self._files = {name: _ChecksummedFile(folder / name) for name in names}
 
     def append(self, documents: Sequence[TokenizedDocument], eval_fraction: float) -> None:
-        """Add documents, each to the split that its hash says."""
+        """Add documents, each to the split that its hash decides."""
         hashes = hash_keys(document.key for document in documents)
         held_out = select_held_out(hashes, eval_fraction)
         for split, chosen in (("train", ~held_out), ("eval", held_out)):
@@ -277,7 +293,7 @@ class PartWriter:
         self._tokens[split] += len(tokens)
 
     def _append_segments(self, split: str, documents: list[TokenizedDocument]) -> None:
-        table = np.zeros((len(documents), MOST_SEGMENTS, 3), dtype="<i4")
+        table = np.zeros((len(documents), MAX_SEGMENTS, 3), dtype="<i4")
         for row, document in zip(table, documents, strict=True):
             assert document.segments is not None
             row[: len(document.segments)] = document.segments
@@ -299,14 +315,14 @@ class PartWriter:
 
 
 class TokenPart:
-    """One split of one prepared part. Arrays are mapped anew each time they are asked for, and read-only.
+    """One split of one prepared part. Each access to an array maps its file again, read-only.
 
     Args:
-        folder: Of the part.
+        folder: Folder of the part.
         split: "train" or "eval".
 
     Raises:
-        DataError: the folder holds no prepared part.
+        DataError: The folder contains no prepared part.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -318,43 +334,43 @@ class TokenPart:
         self.num_documents: int = index["documents"][split]
         self.num_tokens: int = index["tokens"][split]
         self._dtype = np.dtype(index["dtype"])
-        self.has_loss_mask: bool = index["has_learned"]  # as the files call it
+        self.has_loss_mask: bool = index["has_learned"]  # the name in files of format version 2
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """(n,) uint16 or uint32, each document with its end-of-document token."""
+        """Token ids (n,), uint16 or uint32; each document has its end-of-document token."""
         return self._map("tokens", self._dtype, self.num_tokens)
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """(documents,) offset behind the last token of each document."""
+        """Offsets (documents,) after the last token of each document."""
         return self._map("ends", np.dtype("<i8"), self.num_documents)
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
-        """(documents,) equal for equal documents."""
+        """Hashes (documents,) of the documents' keys; equal for equal documents."""
         return self._map("hashes", np.dtype("<u8"), self.num_documents)
 
     @property
     def loss_mask(self) -> NDArray[np.uint8] | None:
-        """(n,) 1 where a token counts in the loss; None: all count."""
+        """Loss mask (n,), 1 if a token is in the loss; `None` if all are."""
         return self._map("learned", np.dtype("u1"), self.num_tokens) if self.has_loss_mask else None
 
     @property
     def segments(self) -> NDArray[np.int32]:
-        """(documents, MOST_SEGMENTS, 3): kind, tokens of the prompt, and tokens; kind 0: there is none."""
-        shape = (self.num_documents, MOST_SEGMENTS, 3)
+        """Table (documents, MAX_SEGMENTS, 3): kind (0 if none), tokens of the prompt, all tokens."""
+        shape = (self.num_documents, MAX_SEGMENTS, 3)
         return self._map("segments", np.dtype("<i4"), math.prod(shape)).reshape(shape)
 
     @property
     def margins(self) -> NDArray[np.float32]:
-        """(documents,) NaN: not known."""
+        """Margins (documents,) between two answers; NaN if not known."""
         return self._map("margins", np.dtype("<f4"), self.num_documents)
 
     def _map(self, name: str, dtype: np.dtype[Any], length: int) -> NDArray[Any]:
         path = self.folder / f"{self.split}.{name}"
         try:
-            # memmap's own class is slow to slice
+            # Convert to a plain array, because slicing numpy's memmap class is slow.
             return np.memmap(path, dtype=dtype, mode="r", shape=(length,)).view(np.ndarray)
         except (OSError, ValueError) as error:
             is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
@@ -363,17 +379,17 @@ class TokenPart:
 
 
 class TokenStore:
-    """All documents of one split of a source, in order. Goes to other processes by pickle.
+    """All documents of one split of a source, in order; picklable.
 
     Args:
-        folders: Of the prepared parts, in order.
+        folders: Folders of the prepared parts, in order.
         split: "train" or "eval".
 
     Attributes:
-        parts: Those that hold documents.
+        parts: Parts that have documents in this split.
 
     Raises:
-        DataError: a folder holds no prepared part.
+        DataError: A folder contains no prepared part.
     """
 
     def __init__(self, folders: Sequence[Path], split: str) -> None:
@@ -382,13 +398,15 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in all parts."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_documents(self) -> int:
+        """Number of documents in all parts."""
         return sum(part.num_documents for part in self.parts)
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether some tokens may count in no loss."""
+        """Whether some tokens may be excluded from the loss."""
         return any(part.has_loss_mask for part in self.parts)

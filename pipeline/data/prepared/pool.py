@@ -1,4 +1,4 @@
-"""Prepares parts, in this process or in worker processes; a part that is finished stays whatever happens."""
+"""Prepares parts, in this process or in worker processes. Finished parts are kept if the process fails."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from pipeline.data.prepared.part_files import (
 from pipeline.errors import DataError
 from pipeline.files import format_bytes
 
-BATCH_CHARACTERS = 1_000_000  # encoded at once: enough for every thread, little enough for memory
-LINE_SECONDS = 10.0  # between two lines in a log: a batch job shows that it lives
-LOOK_SECONDS = 1.0  # between two looks at what the workers have done
+BATCH_CHARACTERS = 1_000_000  # encoded at once: work for every thread, and little memory
+LINE_SECONDS = 10.0  # between two lines of progress in the log
+LOOK_SECONDS = 1.0  # between two readings of the workers' counts
 COUNTED = ("bytes", "documents", "tokens")
-SCRIPT_RAN_CODE = 3  # of a worker in which the user's script, which it imports, began to prepare data itself
+SCRIPT_RAN_CODE = 3  # exit code of a worker whose import of the user's script began to prepare data
 log = logging.getLogger(__name__)
 
 
 ReportProgress = Callable[[Mapping[str, int]], None]
-"""Is called with the bytes, documents and tokens since the last call."""
+"""Function that is called with the bytes, documents and tokens since the last call."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class PartTask:
     """A part to prepare; picklable.
 
     Attributes:
-        part: Where the records are.
-        key: Name of the folder; stands for all that decides the bytes.
-        eval_fraction: Share of the documents held out; 1: all of them.
-        identity: Values that the key is made of; the index has them for people to read.
-        cache_dir: Of the recipe, expanded.
+        part: Part with the records.
+        key: Name of the folder, a hash of everything that decides the bytes of the files.
+        eval_fraction: Share of documents to hold out; 1 for an evaluation set.
+        identity: Values that are hashed to `key`; the index has them for people to read.
+        cache_dir: The recipe's cache folder, expanded.
     """
 
     part: SourcePart
@@ -66,6 +66,7 @@ class PartTask:
 
     @property
     def folder(self) -> Path:
+        """Folder of the prepared part."""
         return self.cache_dir / "parts" / self.key
 
     @property
@@ -75,7 +76,7 @@ class PartTask:
 
 
 class PrepareProgress:
-    """Adds up what is done, and logs a line now and then."""
+    """Counts the work that is done, and logs a line every LINE_SECONDS."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_parts = num_parts
@@ -84,19 +85,20 @@ class PrepareProgress:
         self._start = self._last_line = time.monotonic()
 
     def add(self, done: Mapping[str, int]) -> None:
-        """Count what was prepared since the last call."""
+        """Count work that was done since the last call."""
         self._done.update(done)
         if time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             log.info("preparing: %d of %d parts, %s", self._finished_parts, self._num_parts, self)
 
     def finish_part(self) -> None:
-        """Count a part that is there."""
+        """Count a finished part."""
         self._finished_parts += 1
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
-        size, tokens = self._done["bytes"], self._done["tokens"]
+        size = self._done["bytes"]
+        tokens = self._done["tokens"]
         return (
             f"{self._done['documents']:,} documents, {tokens:,} tokens, {format_bytes(size)} of text in "
             f"{seconds:.1f} s: {format_bytes(size / seconds)}/s, {tokens / seconds:,.0f} tokens/s"
@@ -106,32 +108,32 @@ class PrepareProgress:
 def prepare_part(
     task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress, wait: bool
 ) -> bool:
-    """Make the part's folder, unless it is there.
+    """Prepare a part, unless its folder exists.
 
     Args:
-        task: Which part.
-        settings: Of the encoder.
-        encoder: Made from them.
-        report: Called for every batch.
+        task: Part to prepare.
+        settings: Settings of the encoder.
+        encoder: Encoder that was built from the settings.
+        report: Function to call after every batch.
         wait: Whether to wait for another process that prepares the same part.
 
     Returns:
-        Whether the part is there. If not, another process prepares it.
+        Whether the part exists now. If not, another process is preparing it.
 
     Raises:
-        DataError: a record cannot be used, the cache cannot be written, or there is no memory left.
+        DataError: A record cannot be used, the cache cannot be written, or memory is exhausted.
     """
     notice = f"another process prepares {task.label}: waiting for it"
     with hold_lock(task.cache_dir, task.key, (lambda: notice) if wait else None) as held:
         if held and not is_prepared(task.folder):
             try:
-                _write(task, settings, encoder, report)
+                _write_part(task, settings, encoder, report)
             except MemoryError:
                 raise DataError(f"no memory left for {task.label}; lower data.prepare_workers") from None
         return held
 
 
-def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress) -> None:
+def _write_part(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: ReportProgress) -> None:
     has_rows = settings.config.conversations is not None
     has_segments = settings.config.preferences is not None
     tally = Tally()
@@ -156,7 +158,7 @@ def _write(task: PartTask, settings: EncoderSettings, encoder: Encoder, report: 
 
 
 def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> list[TokenizedDocument]:
-    """Return the documents of a batch. If a record is bad and may be left out, each is encoded by itself."""
+    """Return the documents of a batch; if a record is bad and may be skipped, encode each one separately."""
     counts = Tally()
     try:
         documents = encoder(batch, counts)
@@ -176,33 +178,34 @@ def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> l
 
 
 def _batches(records: Iterable[tuple[str, Record]]) -> Iterator[Records]:
-    """Yield records in lists of about BATCH_CHARACTERS together."""
+    """Yield lists of records with about BATCH_CHARACTERS each."""
     batch: Records = []
     length = 0
     for item in records:
         batch.append(item)
-        length += _length(item[1])
+        length += _estimate_length(item[1])
         if length >= BATCH_CHARACTERS:
             yield batch
-            batch, length = [], 0
+            batch = []
+            length = 0
     if batch:
         yield batch
 
 
-def _length(record: Any) -> int:
-    """Return about how many characters there are."""
+def _estimate_length(record: Any) -> int:
+    """Estimate the number of characters in a record."""
     if isinstance(record, str):
         return len(record)
     if isinstance(record, dict):
-        return sum(map(_length, record.values()), 16)
-    return sum(map(_length, record), 16) if isinstance(record, list) else 16
+        return sum(map(_estimate_length, record.values()), 16)
+    return sum(map(_estimate_length, record), 16) if isinstance(record, list) else 16
 
 
 def build_encoder(settings: EncoderSettings) -> Encoder:
-    """Return the encoder of the recipe's kind of data.
+    """Return the encoder for the recipe's kind of data.
 
     Raises:
-        DataError: the tokenizer does not fit the data (no chat template).
+        DataError: Chat data has no chat template.
     """
     if settings.config.chat is not None:
         from pipeline.data.prepared.chat_encoder import ChatEncoder
@@ -218,7 +221,11 @@ def build_encoder(settings: EncoderSettings) -> Encoder:
 def prepare_here(
     tasks: Sequence[PartTask], settings: EncoderSettings, wait: bool, progress: PrepareProgress
 ) -> list[PartTask]:
-    """Prepare parts in this process, with the tokeniser's own threads; see `prepare_in_pool`."""
+    """Prepare parts in this process, with the threads of the tokenizer.
+
+    Returns:
+        Parts that another process is preparing.
+    """
     encoder = build_encoder(settings)
     left = []
     for task in tasks:
@@ -230,7 +237,7 @@ def prepare_here(
 
 
 class _RecordingContext(SpawnContext):
-    """Records the processes that it starts; multiprocessing.active_children() forgets those that have ended.
+    """Context that records the processes it starts; multiprocessing.active_children() omits ended ones.
 
     Attributes:
         started: Processes in the order of their start.
@@ -253,30 +260,30 @@ def prepare_in_pool(
     wait: bool,
     progress: PrepareProgress,
 ) -> list[PartTask]:
-    """Prepare parts in worker processes; an error ends the workers.
+    """Prepare parts in worker processes, which an error terminates.
 
     Returns:
-        Parts that another process prepares.
+        Parts that another process is preparing.
 
     Raises:
-        DataError: a record cannot be used, the cache cannot be written, or a worker was killed.
+        DataError: A record cannot be used, the cache cannot be written, or a worker was killed.
     """
     context = _RecordingContext()
     counts = context.Array("q", len(COUNTED))
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(settings, counts))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, counts))
     # Start all workers before the pool's thread watches them: a worker that dies while another one is started
     # would break that thread or the start.
     pool._safe_to_dynamically_spawn_children = False  # type: ignore[attr-defined]
-    # Large ones first, so that workers run out of work at about the same time.
+    # Prepare large parts first, so that all workers finish at about the same time.
     by_size = sorted(tasks, key=lambda task: task.part.size, reverse=True)
     left = []
     ended: queue.SimpleQueue[Future[bool]] = queue.SimpleQueue()
     counted = Counter[str]()
-    # Ctrl-C reaches every process of a terminal: workers inherit it blocked, and this process ends them.
+    # Ctrl-C sends SIGINT to every process of a terminal. Workers inherit it blocked; this process ends them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         try:
-            futures = {pool.submit(_work, task, wait): task for task in by_size}
+            futures = {pool.submit(_prepare_in_worker, task, wait): task for task in by_size}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in futures:
@@ -310,55 +317,53 @@ def prepare_in_pool(
 
 def _describe_death(codes: Sequence[int]) -> str:
     if SCRIPT_RAN_CODE in codes:
-        return _unguarded()
+        return _describe_missing_guard()
     code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     hint = "; most often there was too little memory, and fewer data.prepare_workers need less"
     return (
         f"a worker process {how} while parts were prepared{hint if code == -signal.SIGKILL else ''}; what is "
-        "finished is kept, and the same command goes on"
+        "finished is kept: run the same command again to continue"
     )
 
 
 def exit_if_imported() -> None:
-    """End a process that imports a script which trains without asking whether it is the main program.
+    """Exit if this is a worker process that runs the user's script on import, for lack of a `__main__` guard.
 
-    It would wait for its own parent's lock, for ever.
+    Otherwise the worker would wait forever for the lock of its parent process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        print(f"error: {_unguarded()}", file=sys.stderr)
+        print(f"error: {_describe_missing_guard()}", file=sys.stderr)
         sys.exit(SCRIPT_RAN_CODE)
 
 
-def _unguarded() -> str:
-    return (
-        f'{sys.argv[0]} is imported by further processes: put what it does under if __name__ == "__main__":'
-    )
+def _describe_missing_guard() -> str:
+    return f'{sys.argv[0]} is imported by worker processes: put what it does under if __name__ == "__main__":'
 
 
-# Of a worker process.
+# State of a worker process.
 _settings: EncoderSettings | None = None
 _encoder: Encoder | None = None
-_counts: Any = None  # of all workers together
-SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+_counts: Any = None  # shared by all workers
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
-def _start(settings: EncoderSettings, counts: Any) -> None:
+def _start_worker(settings: EncoderSettings, counts: Any) -> None:
     global _settings, _counts
     _settings = settings
     _counts = counts
-    # For the Rust libraries, before they are first used.
+    # The Rust libraries read these when they are first used.
     os.environ["RAYON_NUM_THREADS"] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if settings.threads > 1 else "false"
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _end_worker)
     ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # gone before the line above
+    if parent is not None and os.getppid() != parent.pid:  # the parent ended before prctl took effect
         os._exit(0)
 
 
-def _end(*_: object) -> None:
-    """Remove the part that is being written, and leave."""
+def _end_worker(*_: object) -> None:
+    """Remove the part that is being written, and exit."""
     discard_unfinished()
     os._exit(0)
 
@@ -369,8 +374,8 @@ def _count(sizes: Mapping[str, int]) -> None:
             _counts[index] += sizes[name]
 
 
-def _work(task: PartTask, wait: bool) -> bool:
-    """Prepare a part; see `prepare_part`."""
+def _prepare_in_worker(task: PartTask, wait: bool) -> bool:
+    """Prepare a part in a worker process; see `prepare_part`."""
     global _encoder
     assert _settings is not None
     if _encoder is None:

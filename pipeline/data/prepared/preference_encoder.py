@@ -105,7 +105,8 @@ class PreferenceEncoder:
         """Yield the tokens of each prompt and answer of plain text, and that text."""
         texts, answers_begin = [], []
         for each in judged:
-            prompt, said = each.example.prompt, each.answer.said
+            prompt = each.example.prompt
+            said = each.answer.content
             assert isinstance(prompt, str)
             assert isinstance(said, str)
             texts.append(prompt + said.removesuffix(self._end_text))
@@ -145,7 +146,7 @@ class PreferenceEncoder:
             raise ConfigError(
                 f"{judged[0].where}: its turns are written by a chat template: {error}"
             ) from None
-        conversations = [each.example.conversation(each.answer) for each in judged]
+        conversations = [each.example.build_conversation(each.answer) for each in judged]
         written = self._writer.write(
             [
                 (each.where, self._writer.escape(conversation))
@@ -156,11 +157,11 @@ class PreferenceEncoder:
         for each, conversation, text, found in zip(judged, conversations, written, answers, strict=True):
             prompt = len(each.example.prompt)
             own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
-            ids, mask = self._writer.tokens(text, [span for spans in own for span in spans])
+            ids, mask = self._writer.mask_tokens(text, [span for spans in own for span in spans])
             if self._config.learn_from == "content" and mask is not None and mask.any():
                 end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind is of no use
                 ids, mask = ids[:end], mask[:end]
-            yield (ids, mask), text.said
+            yield (ids, mask), text.plain_text
 
     def _document(
         self, where: str, example: PreferenceExample, segments: list[MaskedTokens]

@@ -122,7 +122,7 @@ def stop_in_every_way(recipe: Path) -> None:
     assert line.startswith(
         "error: a worker process was ended by SIGKILL while parts were prepared; most often"
     )
-    assert line.endswith("what is finished is kept, and the same command goes on")
+    assert line.endswith("what is finished is kept: run the same command again to continue")
     for orphans in (False, True):
         command = Command(recipe)
         command.wait_for_part(4)

@@ -29,14 +29,14 @@ def test_it_is_told_what_to_change(make_config, corpus, tmp_path):
     config = make_config(corpus, tmp_path / "cache", prepare_workers=2)
     ended = run_python(str(path), config.model_dump_json(exclude_unset=True))
     last = ended.stderr.splitlines()[-1]
-    assert f"DataError: {path} is imported by further processes: " in last, ended.stderr
+    assert f"DataError: {path} is imported by worker processes: " in last, ended.stderr
     assert last.endswith('put what it does under if __name__ == "__main__":')
     # So is one of somebody else's, such as a loader's on Python 3.14.
     path.write_text(SCRIPT + START)
     config = make_config(corpus, tmp_path / "other", prepare_workers=1)
     command = str(path), config.model_dump_json(exclude_unset=True)
     said = run_python(*command).stderr
-    assert said.splitlines()[-1].startswith(f"error: {path} is imported by further processes: "), said
+    assert said.splitlines()[-1].startswith(f"error: {path} is imported by worker processes: "), said
     guarded = SCRIPT.replace("\nprepare_data", '\nif __name__ == "__main__":\n    prepare_data')
     path.write_text(guarded)
     assert run_python(*command).returncode == 0
