@@ -1,7 +1,8 @@
-"""Bytes of a micro-batch: what the blocks of a language model and its loss keep, and need, on one rank.
+"""Estimates the bytes of a micro-batch on one rank: activations of a language model's blocks, and its loss.
 
-Blocks go by coefficients of products of sizes, one row a family and way to compute (activations.json, written
-by tests/planner/measure_activations.py from traced allocations).
+The bytes of a block are a sum of products of sizes, such as tokens times hidden size. activations.json has
+their coefficients, one row for each family and way to compute. tests/planner/measure_activations.py writes
+it from traced allocations.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Which blocks recompute in the backward, and what of them."""
+    """Choice of the blocks that recompute their activations in the backward, and of what they keep."""
 
     mode: str = "none"
     """`none`, `full` or `selective`."""
     every: int = 1
-    """Blocks 0, N, 2N, ... recompute."""
+    """Number N: blocks 0, N, 2N, ... recompute."""
     offload: bool = False
-    """Whether the inputs of blocks that recompute wait in host memory."""
+    """Whether the inputs of blocks that recompute are kept in host memory."""
 
     @classmethod
     def from_model(cls, model: CausalLMConfig) -> RecomputePolicy:
-        """Read it from a recipe's model."""
+        """Return the policy of a recipe's model."""
         mode = model.activation_checkpointing
         if mode == "none":
             return cls()
@@ -52,24 +53,26 @@ class RecomputePolicy:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """An adapter's matrices in a block of a rank, as AutoTP has cut them; widths are sums over its layers."""
+    """Low-rank matrices of an adapter in one block of a rank, after tensor parallelism cut them."""
 
     rank: int
     inputs: float
+    """Sum of the input widths of the block's adapted layers."""
     outputs: float
+    """Sum of the output widths of the block's adapted layers."""
     everywhere: bool
-    """Whether all linear layers of a block have some."""
+    """Whether all linear layers of a block are adapted."""
     drops: bool = False
-    """Whether values of their inputs are dropped."""
+    """Whether dropout is applied to the inputs of the low-rank matrices."""
     is_dora: bool = False
     largest: int = 0
-    """Elements of the largest matrix beside them."""
+    """Number of elements of the largest matrix in the frozen base."""
     in_4_bits: bool = False
-    """Whether that is held in 4 bits, and made whole to be multiplied with."""
+    """Whether the base is held in 4 bits, and each matrix is dequantised for its product."""
 
 
 def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterShape | None:
-    """Return the adapter of a rank's part; `None` if the run has none."""
+    """Return the adapter's matrices in a rank's part of the model; `None` if the run has no adapter."""
     if adapter is None:
         return None
     layers = 1 if own.dimensions is None else own.dimensions.layers
@@ -90,7 +93,7 @@ def measure_adapter(own: ModelSpec, adapter: AdapterConfig | None) -> AdapterSha
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """One rank's micro-batch."""
+    """Describes how one rank computes a micro-batch: sizes, precision, split and recomputation."""
 
     family: str
     device: str
@@ -99,37 +102,38 @@ class MicroBatchSpec:
     """`fp32`, `autocast` (fp32 weights, products in bf16) or `half` (weights of 2 bytes)."""
     rows: int
     length: int
-    """Tokens of a row, before sequence parallelism cuts it."""
+    """Number of tokens in a row, before sequence parallelism cuts it."""
     blocks: int
-    """Number that the rank has: of a pipeline those of its stage."""
+    """Number of blocks on the rank; in a pipeline, those of its stage."""
     first: int = 0
-    """Number of the model's blocks before these."""
+    """Number of the model's blocks before the rank's first."""
     micro_batches: int = 1
-    """Number in a step."""
+    """Number of micro-batches in a step."""
     apart: bool = False
-    """Whether rows hold documents that do not see each other."""
+    """Whether rows hold several documents, and attention does not cross between them."""
     recompute: RecomputePolicy = RecomputePolicy()
     compiled: bool = False
     grouped: bool = False
-    """Whether several heads share keys and values."""
+    """Whether several heads share keys and values (grouped-query attention)."""
     loss: str = "linear"
-    """`linear`: of the output layer, without logits; `tokens`: so, but a loss a token; `scores`."""
+    """Form of the loss. `linear`: one sum, computed in the output layer chunk by chunk, without whole logits;
+    `tokens`: the same with one loss for each token; `scores`: a reward model's."""
     tensor: int = 1
     sequence: int = 1
     stages: int = 1
     stage: int = 0
-    """The rank's pipeline stage, the first one 0."""
+    """Index of the rank's pipeline stage, from 0."""
     adapter: AdapterShape | None = None
-    """`None`: the weights themselves are trained."""
+    """`None` if the weights themselves are trained."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank's micro-batch."""
+        """Number of tokens in a rank's micro-batch."""
         return self.rows * self.length // self.sequence
 
     @property
     def in_flight(self) -> int:
-        """Number of micro-batches whose activations exist together: one for each stage from here on."""
+        """Number of micro-batches whose activations exist together: one for each stage from this one on."""
         return min(self.micro_batches, self.stages - self.stage)
 
     @property
@@ -139,34 +143,32 @@ class MicroBatchSpec:
 
     @property
     def adapted(self) -> bool:
-        """Whether blocks have low-rank matrices, which alone are trained."""
+        """Whether blocks have low-rank matrices, and only these are trained."""
         return self.adapter is not None
 
     @property
     def selective(self) -> bool:
-        """Whether blocks keep matrix products alone."""
+        """Whether blocks keep only the results of matrix products, and recompute the rest."""
         return self.recompute.mode == "selective"
 
     @property
     def computes_in(self) -> int:
-        """Bytes of a number that comes out of a product."""
+        """Bytes of an element that a matrix product returns."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def holds_in(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of an element of a weight."""
         return 2 if self.precision == "half" else 4
 
     @classmethod
     def from_run(
         cls, config: RunConfig, resolved: ResolvedSettings, own: ModelSpec, kind: str, stage: int = 0
     ) -> MicroBatchSpec | None:
-        """Return a rank's work; `None` if it is no language model over rows of equal length.
+        """Return the micro-batch of a rank; `None` if it is no language model over rows of equal length.
 
-        Args:
-            own: Part of the model that the rank has.
-            kind: Of the device: `cpu` or `cuda`.
-            stage: Of a pipeline.
+        `own` is the part of the model that the rank has, `kind` is `cpu` or `cuda`, and `stage` is the index
+        of the rank's pipeline stage.
         """
         model = config.model.language_model
         documents = config.data.documents
@@ -191,7 +193,7 @@ class MicroBatchSpec:
             recompute=RecomputePolicy.from_model(model),
             compiled=resolved.compile and not dimensions.experts,
             grouped=dimensions.key_value_heads != dimensions.heads,
-            loss=_loss(config.objective.kind),
+            loss=_loss_form(config.objective.kind),
             tensor=split.tensor_parallel,
             sequence=split.sequence_parallel,
             stages=split.pipeline_stages,
@@ -200,52 +202,60 @@ class MicroBatchSpec:
         )
 
 
-def _loss(objective: str) -> str:
+def _loss_form(objective: str) -> str:
+    """Return `loss` of MicroBatchSpec for an objective."""
     if objective == "reward":
         return "scores"
     return "tokens" if objective in PREFERENCES else "linear"
 
 
 def _row_of(family: str, extra: dict[str, Any]) -> str:
-    """Name GPT-2's row: it keeps masks of dropout, which its configuration has unless the recipe differs."""
+    """Return the family's name in activations.json.
+
+    GPT-2 has a second row with dropout, which its config has by default: dropout keeps its masks.
+    """
     drops = [extra.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     return "gpt2_dropout" if family == "gpt2" and any(drops) else family
 
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes of output layer and loss, beside the gradient of the hidden states."""
+    """Bytes of the output layer and the loss, without the gradient of the hidden states."""
 
     forward: float
-    """The most in its forward."""
+    """Peak in the forward."""
     kept: float
-    """From its forward to its backward."""
+    """Bytes kept between forward and backward."""
     backward: float
-    """The most in its backward, what was kept included."""
+    """Peak in the backward, including `kept`."""
 
 
 def count_loss_bytes(work: MicroBatchSpec, hidden: int, words: int, trained: bool = True) -> LossBytes:
-    """Return the bytes of one micro-batch.
+    """Return the bytes of output layer and loss for one micro-batch.
 
     Args:
+        work: How the rank computes the micro-batch.
+        hidden: Hidden size.
         words: Rows of this rank's output layer.
-        trained: Whether its weight is.
+        trained: Whether the output layer's weight is trained.
     """
     if work.loss == "scores":
         return LossBytes(0.0, 0.0, 0.0)
-    on_cpu, size, tokens = work.device == "cpu", work.computes_in, work.tokens
+    on_cpu = work.device == "cpu"
+    size = work.computes_in
+    tokens = work.tokens
     full = pad_vocabulary(words, work.device)
     copied = work.precision == "autocast" or full > words
     cast = full * hidden * size if copied else 0
     block = choose_block_rows(full, on_cpu)
     chunk = choose_chunk_tokens(tokens, words, size, on_cpu)
-    works = 2 * min(chunk, block) * full * 4
+    temporaries = 2 * min(chunk, block) * full * 4
     added = min(full * hidden, max(256 * hidden, CPU_GRADIENT_ELEMENTS)) * 6 if on_cpu and size == 2 else 0
-    # Hidden states, their copy in half precision, and a copy of those alone that count.
+    # The hidden states, their copy in half precision, and a copy of only those that count in the loss.
     copies = tokens * hidden * (2 if work.precision == "half" else 4)
     copies += tokens * hidden * size * ((work.precision == "autocast") + (work.apart and on_cpu))
     gradient = full * hidden * 4 if trained else 0
-    most = cast + copies + chunk * full * size + max(works, added) + 64 * tokens
+    most = cast + copies + chunk * full * size + max(temporaries, added) + 64 * tokens
     given = words * hidden * work.holds_in if trained and work.holds_in != 4 else 0
     if work.loss == "tokens":
         return LossBytes(most, 0.0, most + gradient + tokens * hidden * size + given)
@@ -253,7 +263,7 @@ def count_loss_bytes(work: MicroBatchSpec, hidden: int, words: int, trained: boo
 
 
 COEFFICIENTS_FILE = Path(__file__).with_name("activations.json")
-# Products without a number of tokens: what of a block are its weights.
+# Products without the number of tokens: the share of a block's bytes that its weights take.
 WEIGHT_TERMS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
 TOKEN_TERMS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
 PAIRS = (*TOKEN_TERMS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
@@ -262,8 +272,12 @@ ALIKE = {"mistral": "llama", "smollm3": "llama"}
 
 
 def format_row_name(way: Any) -> str:
-    """Return the name in activations.json of a way to compute: Work, or whatever has these attributes."""
-    family = ALIKE.get(way.family, way.family)
+    """Return the name of a row in activations.json.
+
+    Args:
+        way: A MicroBatchSpec, or any object with its attributes.
+    """
+    family = SAME_MEMORY_AS.get(way.family, way.family)
     words = [word for word in ("selective", "apart", "grouped", "adapted") if getattr(way, word)]
     return " ".join((family, way.device, way.precision, *words))
 
@@ -271,19 +285,24 @@ def format_row_name(way: Any) -> str:
 def compute_terms(
     of: Any, rows: int, length: int, rank: int = 0, tensor: int = 1, sequence: int = 1
 ) -> dict[str, float]:
-    """Return the products that bytes are sums of.
+    """Return the products of sizes whose weighted sum is a number of bytes.
 
-    N tokens, T of a row, D hidden, I intermediate, Q and K the width of queries and of keys, H heads, G of
-    keys, W the width of one, E experts, A of a token's, R an adapter's rank.
+    A product is named by its factors: N tokens, T tokens of a row, D hidden size, I intermediate size, Q and K
+    widths of all queries and all keys, H heads, G key-value heads, W width of a head, E experts, A experts of
+    a token, R rank of the adapter.
 
     Args:
-        of: Dimensions, or whatever has a block's sizes by these names.
-        rank: Of an adapter.
-        tensor: Ranks that divide matrices.
-        sequence: Ranks that divide rows.
+        of: DecoderDimensions, or any object with these sizes of a block.
+        rows: Rows of the micro-batch.
+        length: Tokens of a row.
+        rank: Rank of the adapter; 0 without one.
+        tensor: Number of tensor-parallel ranks, which divide matrices.
+        sequence: Number of sequence-parallel ranks, which divide rows.
     """
-    n, i = rows * length / sequence, of.intermediate / tensor
-    h, g = of.heads / tensor, of.key_value_heads / tensor
+    n = rows * length / sequence
+    i = of.intermediate / tensor
+    h = of.heads / tensor
+    g = of.key_value_heads / tensor
     found = {
         "1": 1.0,
         "N": n,
@@ -301,42 +320,44 @@ def compute_terms(
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one block."""
+    """Bytes that one block of a model adds."""
 
     kept: float
-    """From its forward to the end of the model's forward."""
+    """Bytes kept from the block's forward to the end of the model's forward."""
     kept_backward: float
-    """From there to its backward: without what autocast's cache held."""
+    """Bytes kept from the end of the model's forward to the block's backward. Without the casts of weights in
+    autocast's cache, which is empty by then."""
     forward: float
-    """The most in its forward, over what exists at its beginning."""
+    """Peak in the block's forward, above the bytes at its start."""
     backward: float
+    """Peak in the block's backward, above the bytes at its start."""
     recomputes: bool = False
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of one micro-batch, of a rank's blocks and of what comes before and after them."""
+    """Activation bytes of one micro-batch on a rank: of its blocks, and before and after them."""
 
     blocks: tuple[BlockBytes, ...]
     start: float
-    """The most before the first block."""
+    """Peak before the first block."""
     before: float
-    """What exists when the first block begins."""
+    """Bytes that exist when the first block's forward begins."""
     end: float
-    """The most after the last block, over what exists at its end; without output layer and loss."""
+    """Peak after the last block, above the bytes at its end; without output layer and loss."""
     of_loss: float
-    """What exists more when the loss begins its backward: normed hidden states, their gradient."""
+    """Bytes added by the time the loss begins its backward: normalised hidden states and their gradient."""
     carried: float
-    """What exists beside the blocks' own when a block begins its backward."""
+    """Bytes that exist besides the blocks' own when a block begins its backward."""
     host: float = 0.0
-    """Inputs of blocks that wait in host memory."""
+    """Bytes of blocks' inputs that are kept in host memory."""
     overestimate: str = ""
-    """Why it is more than will be taken; empty if it is not."""
+    """Reason for which these bytes are an upper bound; empty if they are exact."""
 
 
 def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) -> ActivationBytes | None:
-    """Return the activations of a rank; `None` if no model of this family was traced computing so."""
-    found = _traced(work)
+    """Return the activations of a rank; `None` if no model of this family was traced with such settings."""
+    found = _find_traced(work)
     if found is None:
         return None
     row = read_coefficients()[format_row_name(found)]
@@ -351,16 +372,19 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
 
     casts = value(row["kept"], WEIGHT_TERMS)
     kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
-    if work.adapted and not found.adapted:  # a frozen base is in the precision of products: nothing is cast
+    if work.adapted and not found.adapted:  # a frozen base is held in the precision of products: no casts
         kept -= casts
         kept_backward -= value(row["kept_backward"], WEIGHT_TERMS)
         casts = 0.0
-    more, works = _of_adapter(work, dimensions)
+    more, temporaries = _adapter_bytes(work, dimensions)
     block = BlockBytes(
-        kept + more, kept_backward + more, most("forward") + more + works, most("backward") + works
+        kept=kept + more,
+        kept_backward=kept_backward + more,
+        forward=most("forward") + more + temporaries,
+        backward=most("backward") + temporaries,
     )
     taken = values["ND"] * work.holds_in
-    blocks = _blocks(work, block, taken, casts)
+    blocks = _apply_recomputation(work, block, taken, casts)
     offloads = [b.recomputes or work.selective for b in blocks] if work.recompute.offload else []
     return ActivationBytes(
         blocks=blocks,
@@ -370,18 +394,19 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
         of_loss=value(row["loss"]),
         carried=value(row["left"]) - value(row["kept_backward"]),
         host=taken * sum(offloads),
-        overestimate=_why_more(work),
+        overestimate=_explain_overestimate(work),
     )
 
 
-def _traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
-    """Return the same work, or what comes closest to it among what was traced."""
+def _find_traced(work: MicroBatchSpec) -> MicroBatchSpec | None:
+    """Return the closest to `work` that was traced: first without its adapter, then with other key heads."""
     bare = replace(work, adapter=None)
     others = [replace(each, grouped=g) for each in (work, bare) for g in (work.grouped, not work.grouped)]
     return next((each for each in others if format_row_name(each) in read_coefficients()), None)
 
 
-def _why_more(work: MicroBatchSpec) -> str:
+def _explain_overestimate(work: MicroBatchSpec) -> str:
+    """Return why the estimate is an upper bound, as a remark of the plan; empty if it is none."""
     reasons = []
     if work.compiled:
         reasons.append("blocks as they are without compilation, which keeps less")
@@ -390,44 +415,54 @@ def _why_more(work: MicroBatchSpec) -> str:
     return "; ".join(reasons)
 
 
-def _of_adapter(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
-    """Return what dropout and DoRA keep of a block beside its row, and what they need while a layer computes.
+def _adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple[float, float]:
+    """Return bytes that an adapter adds to a block's row in activations.json: (kept, temporary).
 
-    Under AutoTP layers that are cut by outputs have whole inputs, those cut by inputs give whole outputs.
+    Dropout and DoRA keep more; DoRA and a base in 4 bits need temporaries while a layer computes. Under
+    AutoTP a layer cut by outputs still has whole inputs, and one cut by inputs returns whole outputs.
     """
-    adapter, tokens, size = work.adapter, work.tokens, work.computes_in
+    adapter = work.adapter
+    tokens = work.tokens
+    size = work.computes_in
     if adapter is None:
         return 0.0, 0.0
-    kept, works = 0.0, 0.0
+    kept = 0.0
+    temporaries = 0.0
     if adapter.drops:
-        # Each layer its own mask and input, of which several share one otherwise; autocast copies it anyway.
+        # With dropout each layer has its own mask and input; without, several layers share one input. Autocast
+        # copies the input in either case.
         kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
         cut = dimensions.heads * dimensions.head_dim + dimensions.intermediate
         shared = dimensions.hidden + cut / work.tensor
         if work.precision != "autocast":
             kept += tokens * size * max(0.0, adapter.inputs - shared)
-    if adapter.is_dora:  # what each layer gave, with the base's weight and with theirs
+    if adapter.is_dora:  # each layer's outputs, of the base's weight and of the low-rank matrices
         kept += 2 * tokens * adapter.outputs * size
         widest = max(dimensions.intermediate / work.tensor, dimensions.hidden)
-        works = size * (tokens * widest + adapter.largest)
+        temporaries = size * (tokens * widest + adapter.largest)
     elif adapter.in_4_bits:
-        works = size * adapter.largest
-    return kept, works
+        temporaries = size * adapter.largest
+    return kept, temporaries
 
 
-def _blocks(work: MicroBatchSpec, block: BlockBytes, taken: float, casts: float) -> tuple[BlockBytes, ...]:
-    """Return each block, the first one first.
+def _apply_recomputation(
+    work: MicroBatchSpec, block: BlockBytes, taken: float, casts: float
+) -> tuple[BlockBytes, ...]:
+    """Return the bytes of each block in order, with those that recompute.
 
     Args:
+        work: How the rank computes the micro-batch.
+        block: Bytes of a block that does not recompute.
         taken: Bytes of a block's input.
-        casts: Of its weights in half precision, in autocast's cache.
+        casts: Bytes of a block's weights in half precision, in autocast's cache.
     """
-    how, layers = work.recompute, work.blocks
+    how = work.recompute
+    layers = work.blocks
     if how.mode != "full":
         return (block,) * layers
     own = block.kept_backward - taken
     kept = 0.0 if how.offload and work.device == "cuda" else taken
-    # The forward once more, then its backward with all that it kept.
+    # The backward runs the forward once more, then the backward with all that the forward kept.
     again = max(block.forward, own + block.backward) + taken - kept
     full = BlockBytes(kept + casts, kept, block.forward, again, recomputes=True)
     return tuple(full if (work.first + index) % how.every == 0 else block for index in range(layers))
@@ -435,6 +470,6 @@ def _blocks(work: MicroBatchSpec, block: BlockBytes, taken: float, casts: float)
 
 @cache
 def read_coefficients() -> Mapping[str, Any]:
-    """Return activations.json."""
+    """Return the coefficients of activations.json: name of a row -> its sums."""
     found: dict[str, Any] = json.loads(COEFFICIENTS_FILE.read_text())
     return found

@@ -1,6 +1,7 @@
-"""A model as the planner's formulas see it: parameters by name and shape, and the numbers of its blocks.
+"""Describes a model to the planner's formulas: parameters by name and shape, and the sizes of its blocks.
 
-Also the sizes of the pieces in which losses and attention are computed, which the computing code imports.
+Also chooses how large the pieces are in which losses and attention are computed. The computing code imports
+these sizes from here, so that the plan counts the bytes that the code takes.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One tensor of the whole model, before any split."""
+    """Name and shape of one tensor of the whole model, before any split."""
 
     name: str
-    """As `named_parameters` says it; a tied weight stands once."""
+    """Name in `named_parameters`; a tied weight is listed once."""
     shape: tuple[int, ...]
     trains: bool = True
     layer: Literal["linear", "transposed"] | None = None
-    """The weight of a linear layer that is not the output layer, (outputs, inputs), or as GPT-2 has it,
-    (inputs, outputs)."""
+    """Layout of a linear layer's weight: `linear` is (outputs, inputs), `transposed` (inputs, outputs) as in
+    GPT-2. `None` for any other parameter, and for the output layer."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class DecoderDimensions:
-    """Of a decoder's blocks, as transformers' config has them."""
+    """Sizes of a decoder's blocks, as transformers' config has them."""
 
     family: str
-    """transformers' `model_type`: `llama`."""
+    """transformers' `model_type`, such as `llama`."""
     layers: int
     hidden: int
     intermediate: int
-    """Of the MLP; of one expert where there are several."""
+    """Width of the MLP, or of one expert in a mixture of experts."""
     heads: int
     key_value_heads: int
     head_dim: int
@@ -49,62 +50,72 @@ class DecoderDimensions:
     experts: int = 0
     experts_per_token: int = 0
     window: int | None = None
-    """Tokens that attention looks back, where all layers have that limit."""
+    """Number of tokens that attention looks back; `None` if any layer has no such limit."""
     first: int = 0
-    """Of a pipeline stage: how many blocks stand before its own."""
+    """Number of blocks before those of this pipeline stage."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is trained."""
+    """Model that a run trains, by its parameters and sizes."""
 
     name: str
     parameters: tuple[ParameterSpec, ...]
     dimensions: DecoderDimensions | None = None
-    """None: not a language model whose family is known."""
+    """Sizes of the blocks; `None` if it is no language model of a known family."""
 
     @cached_property
     def numel(self) -> int:
-        """Parameters, each once."""
+        """Number of parameters, each counted once."""
         return sum(p.numel for p in self.parameters)
 
     @cached_property
     def trained(self) -> int:
-        """Those of them that are trained."""
+        """Number of parameters that are trained."""
         return sum(p.numel for p in self.parameters if p.trains)
 
 
-# Bytes of a chunk's logits, and tokens where these are more: products are fast from a few hundred tokens on,
-# and adding up the weight's gradient costs a pass over it a chunk. 5,300 tokens on a GPU in bf16 with 50k
-# words; on a CPU less than the 32 MiB from which on glibc maps a block anew in each step.
+# (bytes of a chunk's logits, least number of tokens in a chunk). A matrix product is fast from a few hundred
+# tokens on, and each chunk costs one pass over the weight's gradient. On a GPU in bf16 with a vocabulary of
+# 50k, a chunk has 5,300 tokens. On a CPU a chunk stays below 32 MiB, because from there on glibc maps each
+# block anew in every step.
 CPU_LOGITS_CHUNK = (30 << 20, 512)
 GPU_LOGITS_CHUNK = (1 << 29, 1)
-# fp32 elements that are worked on at once: 1 MiB stays in a core's cache; a GPU wants few, large kernels.
+# Number of fp32 elements of a softmax that are computed at once. 1 MiB fits into a core's cache; a GPU is
+# faster with few, large kernels.
 CPU_SOFTMAX_ELEMENTS = 1 << 18
 GPU_SOFTMAX_ELEMENTS = 1 << 26
-# By kind of device, what a layer's words are filled up to a multiple of: tensor cores take rows of logits of
-# an odd length, such as 50,257 words', at a fraction of their rate.
+# Multiple to which the output layer's rows are padded, by kind of device. Tensor cores multiply matrices with
+# an odd number of rows, such as a vocabulary of 50,257, at a fraction of their rate.
 VOCABULARY_MULTIPLES = {"cuda": 64}
-# Elements of the weight's gradient that are added up at once on a CPU, 256 words or more: the product is
-# still cached, and neither it nor its fp32 copy is as large as the weight.
+# Number of elements of the weight's gradient that a CPU adds up at once (256 rows at least). The product is
+# then still in the cache, and neither it nor its fp32 copy is as large as the weight.
 CPU_GRADIENT_ELEMENTS = 1 << 19
-# Queries of a block of attention that no kernel computes: fewer are more calls, more are more pairs beside a
-# window.
+# Number of queries in a block of attention that no fused kernel computes. Smaller blocks mean more calls;
+# larger ones compute more pairs outside of a window.
 QUERIES_PER_BLOCK = 256
 
 
 def choose_chunk_tokens(tokens: int, words: int, element_size: int, on_cpu: bool) -> int:
-    """Tokens whose logits are there at once."""
+    """Return the number of tokens whose logits exist at once.
+
+    Args:
+        tokens: Number of tokens in all.
+        words: Rows of the output layer.
+        element_size: Bytes of a logit.
+        on_cpu: Whether a CPU computes the loss.
+    """
     most, least = CPU_LOGITS_CHUNK if on_cpu else GPU_LOGITS_CHUNK
     chunks = math.ceil(tokens / max(least, most // (words * element_size)))
-    return max(1, math.ceil(tokens / max(1, chunks)))  # alike: a remnant would cost as many passes
+    # Chunks of equal size: a short last one would cost as many passes as a full one.
+    return max(1, math.ceil(tokens / max(1, chunks)))
 
 
 def choose_block_rows(words: int, on_cpu: bool) -> int:
-    """Rows of logits that are worked on in fp32 at once."""
+    """Return the number of rows of logits, of `words` each, that are computed in fp32 at once."""
     return max(1, (CPU_SOFTMAX_ELEMENTS if on_cpu else GPU_SOFTMAX_ELEMENTS) // words)
 
 
 def pad_vocabulary(words: int, kind: str) -> int:
-    """Words of a layer with those that only fill it up; kind: of the device."""
+    """Return the number of rows of an output layer after padding for this kind of device."""
     return words + -words % VOCABULARY_MULTIPLES.get(kind, 1)

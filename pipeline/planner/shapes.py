@@ -1,6 +1,7 @@
-"""Shapes of the model that a recipe trains, from files alone: no weights, no torch.
+"""Reads the names and shapes of the model that a recipe trains, from files alone: no weights, no torch.
 
-families.yaml describes transformers' families."""
+families.yaml describes the parameters of transformers' model families.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +28,22 @@ from pipeline.errors import ModelError, summarize_error
 from pipeline.files import DESCRIPTION_LIMIT, is_path, read_regular_file
 from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 
-TEMPLATES = Path(__file__).with_name("families.yaml")
-OUTPUT_LAYER = "lm_head."
-MOST = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
-"""Limits of numbers in a config, no less than a recipe may say; of others 2**24."""
+FAMILIES_FILE = Path(__file__).with_name("families.yaml")
+OUTPUT_LAYER_PREFIX = "lm_head."
+LIMITS = {"num_hidden_layers": 2**14, "max_position_embeddings": 2**31, "vocab_size": 2**28}
+"""Largest number that a config may have in a field; 2**24 in any other. A recipe may not say more either."""
 
 
 @cache
 def read_families() -> Mapping[str, Mapping[str, Any]]:
-    """Return families.yaml: model_type -> its lines."""
+    """Return families.yaml: transformers' `model_type` -> description of the family."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: Mapping[str, Mapping[str, Any]] = yaml.load(TEMPLATES.read_text("utf-8"), loader)
-    return found
+    families: Mapping[str, Mapping[str, Any]] = yaml.load(FAMILIES_FILE.read_text("utf-8"), loader)
+    return families
 
 
 def standardize_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config in the words that most families share: `n_embd` is `hidden_size`."""
+    """Return a config with the field names that most families use: `n_embd` becomes `hidden_size`."""
     words = read_families()[family].get("words", {})
     return {words.get(key, key): value for key, value in config.items()}
 
@@ -51,17 +52,18 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
     """Return the model of a config; `None` if families.yaml does not know the family or its shapes.
 
     Args:
-        stated: What the config says; the family's defaults fill the rest.
-        gives_scores: A reward model: one number in the place of logits.
+        family: transformers' `model_type`.
+        stated: Fields that the config states; the family's defaults fill the rest.
+        gives_scores: Whether it is a reward model, which returns one number in place of logits.
 
     Raises:
-        ModelError: A number of it cannot be.
+        ModelError: A number in the config is missing or out of range.
     """
     template = read_families().get(family)
     if template is None:
         return None
     config = dict(template["defaults"]) | standardize_keys(family, stated)
-    dimensions = _dimensions(family, config, gives_scores)
+    dimensions = _read_dimensions(family, config, gives_scores)
     sizes = {
         "V": dimensions.vocabulary,
         "H": dimensions.hidden,
@@ -69,7 +71,7 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
         "Q": dimensions.heads * dimensions.head_dim,
         "K": dimensions.key_value_heads * dimensions.head_dim,
         "D": dimensions.head_dim,
-        "P": _whole(config, "max_position_embeddings", default=0),
+        "P": _read_int(config, "max_position_embeddings", default=0),
         "E": dimensions.experts,
     }
     for field, allowed in template.get("only", {}).items():
@@ -77,14 +79,14 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
             return None
     outside = [
         each
-        for each in _parameters(template["outside"], config, sizes)
-        if not (each.name == f"{OUTPUT_LAYER}weight" and dimensions.tied)
-        and not (gives_scores and each.name.startswith(OUTPUT_LAYER))
+        for each in _parse_parameters(template["outside"], config, sizes)
+        if not (each.name == f"{OUTPUT_LAYER_PREFIX}weight" and dimensions.tied)
+        and not (gives_scores and each.name.startswith(OUTPUT_LAYER_PREFIX))
     ]
     if gives_scores:
         outside.append(ParameterSpec("score.weight", (1, dimensions.hidden)))
     layer = "transposed" if family == "gpt2" else "linear"
-    block = list(_parameters(template["block"], config, sizes, layer))
+    block = list(_parse_parameters(template["block"], config, sizes, layer))
     blocks = [
         ParameterSpec(f"{template['prefix']}{number}.{each.name}", each.shape, layer=each.layer)
         for number in range(dimensions.layers)
@@ -93,47 +95,49 @@ def build_model_spec(family: str, stated: Mapping[str, Any], gives_scores: bool 
     return ModelSpec(family, (*outside[:1], *blocks, *outside[1:]), dimensions)
 
 
-def _whole(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of these numbers that the config has, else the default."""
+def _read_int(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first of these fields that the config has, a whole number, else the default."""
     for name in names:
-        value, most = config.get(name), MOST.get(name, 2**24)
+        value = config.get(name)
+        limit = LIMITS.get(name, 2**24)
         if value is None or (value == 0 and default is not None):
             continue
-        if type(value) is not int or not 0 < value <= most:
-            raise ModelError(f"{name} is {value!r}: expected a whole number, 1 to {most:,}")
+        if type(value) is not int or not 0 < value <= limit:
+            raise ModelError(f"{name} is {value!r}: expected a whole number, 1 to {limit:,}")
         return value
     if default is None:
         raise ModelError(f"the config has no {names[0]}")
     return default
 
 
-def _dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> DecoderDimensions:
-    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    key_value_heads = _whole(config, "num_key_value_heads", default=heads)
+def _read_dimensions(family: str, config: Mapping[str, Any], gives_scores: bool) -> DecoderDimensions:
+    hidden = _read_int(config, "hidden_size")
+    heads = _read_int(config, "num_attention_heads")
+    key_value_heads = _read_int(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads:
         raise ModelError(f"num_key_value_heads is {key_value_heads}: it does not divide {heads} heads")
-    experts = _whole(config, "num_local_experts", "num_experts", default=0)
-    intermediate = _whole(config, "intermediate_size", default=4 * hidden)
+    experts = _read_int(config, "num_local_experts", "num_experts", default=0)
+    intermediate = _read_int(config, "intermediate_size", default=4 * hidden)
     if experts:
-        intermediate = _whole(config, "moe_intermediate_size", default=intermediate)
+        intermediate = _read_int(config, "moe_intermediate_size", default=intermediate)
     has_window = config.get("use_sliding_window", "layer_types" not in config) and family == "mistral"
     return DecoderDimensions(
         family=family,
-        layers=_whole(config, "num_hidden_layers"),
+        layers=_read_int(config, "num_hidden_layers"),
         hidden=hidden,
         intermediate=intermediate,
         heads=heads,
         key_value_heads=key_value_heads,
-        head_dim=_whole(config, "head_dim", default=max(1, hidden // heads)),
-        vocabulary=_whole(config, "vocab_size"),
+        head_dim=_read_int(config, "head_dim", default=max(1, hidden // heads)),
+        vocabulary=_read_int(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)) and not gives_scores,
         experts=experts,
-        experts_per_token=_whole(config, "num_experts_per_tok", default=0),
-        window=(_whole(config, "sliding_window", default=0) or None) if has_window else None,
+        experts_per_token=_read_int(config, "num_experts_per_tok", default=0),
+        window=(_read_int(config, "sliding_window", default=0) or None) if has_window else None,
     )
 
 
-def _parameters(
+def _parse_parameters(
     lines: str, config: Mapping[str, Any], sizes: Mapping[str, int], layer: Any = None
 ) -> Iterator[ParameterSpec]:
     for line in lines.splitlines():
@@ -141,12 +145,12 @@ def _parameters(
         if field and not config.get(field):
             continue
         name, *dimensions = what.split()
-        shape = tuple(_size(text, sizes) for text in dimensions)
+        shape = tuple(_evaluate_size(text, sizes) for text in dimensions)
         is_linear = len(shape) == 2 and not name.startswith("mlp.gate.")  # a router is no linear layer
         yield ParameterSpec(name, shape, layer=layer if is_linear else None)
 
 
-def _size(text: str, sizes: Mapping[str, int]) -> int:
+def _evaluate_size(text: str, sizes: Mapping[str, int]) -> int:
     total = 0
     for term in text.split("+"):
         match = re.fullmatch(r"(\d*)([A-Z]?)", term)
@@ -155,14 +159,15 @@ def _size(text: str, sizes: Mapping[str, int]) -> int:
     return total
 
 
-TIED = "lm_head.weight"
+TIED_NAME = "lm_head.weight"
 
 
 def read_model_spec(config: RunConfig) -> ModelSpec | None:
-    """Return the model that a recipe trains, with its adapter, and with what is frozen marked.
+    """Return the model that a recipe trains, with its adapter and with frozen parameters marked.
 
     Returns:
-        `None` if it has to be built: a family that is not in families.yaml, a module of a user's own.
+        `None` if the model has to be built to be known: its family is not in families.yaml, or it is a
+        module of the user's own.
 
     Raises:
         ModelError: The folder or the hub has no such model, or its config cannot be read.
@@ -175,7 +180,10 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
     if model.pretrained is not None:
         stated = read_pretrained_config(model.pretrained)
         if stated.get("quantization_config"):
-            raise ModelError(f"model.pretrained: {model.pretrained!r}: its weights are quantised already")
+            raise ModelError(
+                f"model.pretrained: {model.pretrained!r}: its weights are quantised already; "
+                "take the model with weights in 16 or 32 bits, and adapter.quantize for a base in 4 bits"
+            )
         family = str(stated.get("model_type"))
         if family not in read_families():
             return None
@@ -186,7 +194,7 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
         family = model.architecture or ""
         if family not in read_families():
             return None
-        stated = _new(model, family, words, config.data.tokens_per_row)
+        stated = _new_model_config(model, family, words, config.data.tokens_per_row)
     try:
         found = build_model_spec(family, stated, scores)
     except ModelError as error:
@@ -200,13 +208,13 @@ def read_model_spec(config: RunConfig) -> ModelSpec | None:
 
 
 def mark_trained(model: ModelSpec, freeze: list[str] | None, adapter: AdapterConfig | None) -> ModelSpec:
-    """Return the same model, with what stays frozen marked and an adapter's matrices added.
+    """Return the same model with frozen parameters marked and the adapter's matrices added.
 
     Raises:
         ConfigError: A pattern matches nothing.
     """
     if freeze:
-        names = {name: each for each in model.parameters for name in _names(each, model)}
+        names = {name: each for each in model.parameters for name in _all_names(each, model)}
         frozen = {
             names[name].name
             for pattern in freeze
@@ -217,16 +225,16 @@ def mark_trained(model: ModelSpec, freeze: list[str] | None, adapter: AdapterCon
     return model if adapter is None else _with_adapter(model, adapter)
 
 
-def _names(parameter: ParameterSpec, model: ModelSpec) -> tuple[str, ...]:
-    """Return a parameter's names: a tied embedding is the output layer's weight, too."""
+def _all_names(parameter: ParameterSpec, model: ModelSpec) -> tuple[str, ...]:
+    """Return all names of a parameter: a tied embedding is also the output layer's weight."""
     is_tied = model.dimensions is not None and model.dimensions.tied and parameter is model.parameters[0]
-    return (parameter.name, TIED) if is_tied else (parameter.name,)
+    return (parameter.name, TIED_NAME) if is_tied else (parameter.name,)
 
 
-def _new(
+def _new_model_config(
     model: CausalLMConfig, family: str, words: int | None, sequence_length: int | None
 ) -> dict[str, Any]:
-    """Return the config of a new model: what the recipe says, and what follows from it and from the data."""
+    """Return the config of a model with new weights, from the recipe and the data."""
     defaults = read_families()[family]["defaults"]
     fields = standardize_keys(family, model.extra)
     for ours, theirs in TRANSFORMERS_FIELDS.items():
@@ -243,9 +251,9 @@ def _new(
 
 
 def read_vocabulary_size(config: RunConfig) -> int | None:
-    """Return the entries of the data's tokenizer; `None` if there is none, or they are not known.
+    """Return the vocabulary size of the data's tokenizer; `None` if there is none, or it is not known.
 
-    A tokenizer that a run trains may have fewer if the text is short.
+    A tokenizer that the run trains itself may end up smaller if there is little text.
     """
     documents = config.data.documents
     if documents is None:
@@ -259,24 +267,23 @@ def read_vocabulary_size(config: RunConfig) -> int | None:
         ids += [each["id"] for each in tokenizer.get("added_tokens", [])]
         return max(ids) + 1
     except (ModelError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        return None  # another layout, which the run reads
+        return None  # another file layout, which only the run itself can read
 
 
 def check_pretrained(config: RunConfig) -> None:
-    """Look for `model.pretrained` before anything takes its name for a tokenizer's.
+    """Raise a ModelError if the model that a recipe names as pretrained cannot be found or read.
 
-    Raises:
-        ModelError: As `read_config`.
+    Called before the model's name is also looked up as a tokenizer, so that the error names the right key.
     """
     if config.model.pretrained_from is not None:
         read_pretrained_config(config.model.pretrained_from)
 
 
 def read_pretrained_config(given: str) -> dict[str, Any]:
-    """Read config.json of a model's folder, or of a name on the hub.
+    """Return config.json of a model's folder, or of a model on the hub.
 
     Raises:
-        ModelError: It does not exist, or is no JSON object.
+        ModelError: The file does not exist, or is no JSON object.
     """
     try:
         found = json.loads(_read(given, "config.json", "model.pretrained"))
@@ -321,11 +328,11 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
 
 
 def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
-    adapter = _completed(adapter)
+    adapter = _complete_adapter(adapter)
     rank = adapter.rank or DEFAULT_ADAPTER_RANK
-    layers = {_owner(each.name): each for each in model.parameters if each.layer is not None}
+    layers = {_module_name(each.name): each for each in model.parameters if each.layer is not None}
     modules = dict.fromkeys(
-        each for p in model.parameters for name in _names(p, model) for each in _around(_owner(name))
+        each for p in model.parameters for name in _all_names(p, model) for each in _with_parents(_module_name(name))
     )
     targets = set(layers)
     if adapter.targets is not None:
@@ -340,8 +347,8 @@ def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     parameters: list[ParameterSpec] = []
     for each in model.parameters:
         layer, _, last = each.name.rpartition(".")
-        around = {part for name in _names(each, model) for part in _around(_owner(name))}
-        trains = each.name == "score.weight" or bool(saved & around)
+        modules_above = {part for name in _all_names(each, model) for part in _with_parents(_module_name(name))}
+        trains = each.name == "score.weight" or bool(saved & modules_above)
         name = f"{layer}.base_layer.{last}" if layer in targets else each.name
         parameters.append(replace(each, name=name, trains=trains))
         if layer not in targets or each.layer is None:
@@ -354,18 +361,18 @@ def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     return replace(model, parameters=tuple(parameters))
 
 
-def _owner(parameter: str) -> str:
+def _module_name(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _around(module: str) -> list[str]:
-    """Return the module, and those that hold it."""
+def _with_parents(module: str) -> list[str]:
+    """Return the names of the module and of the modules that contain it, the outermost first."""
     parts = module.split(".")
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 
-def _completed(adapter: AdapterConfig) -> AdapterConfig:
-    """Add the rank and the layers of peft's folder that it starts from."""
+def _complete_adapter(adapter: AdapterConfig) -> AdapterConfig:
+    """Return the adapter with rank and layers filled in from the PEFT folder that it starts from."""
     if adapter.weights is None:
         return adapter
     try:
