@@ -1,1 +1,1 @@
-"""What a run takes before it starts: memory, time, and what to change. Imports no torch."""
+"""Planner: memory and time of a run before it starts, and changes that help. Imports no torch."""

@@ -267,8 +267,8 @@ COEFFICIENTS_FILE = Path(__file__).with_name("activations.json")
 WEIGHT_TERMS = ("DI", "DQ", "DK", "D", "I", "Q", "K", "EDI", "ED", "DR", "IR", "QR", "KR")
 TOKEN_TERMS = ("ND", "NI", "NQ", "NK", "NH", "NG", "NW", "NE", "NA", "NR", "TW", "TD")
 PAIRS = (*TOKEN_TERMS, "DI", "DQ", "DK", "ED", "DR", "IR", "QR", "KR")
-# Families whose blocks compute as another's, as far as memory can tell.
-ALIKE = {"mistral": "llama", "smollm3": "llama"}
+# Families whose blocks take the same memory as another family's, and use its row.
+SAME_MEMORY_AS = {"mistral": "llama", "smollm3": "llama"}
 
 
 def format_row_name(way: Any) -> str:
@@ -287,9 +287,9 @@ def compute_terms(
 ) -> dict[str, float]:
     """Return the products of sizes whose weighted sum is a number of bytes.
 
-    A product is named by its factors: N tokens, T tokens of a row, D hidden size, I intermediate size, Q and K
-    widths of all queries and all keys, H heads, G key-value heads, W width of a head, E experts, A experts of
-    a token, R rank of the adapter.
+    A product is named by its factors: N tokens, T tokens of a row, D hidden size, I intermediate size,
+    Q and K widths of all queries and all keys, H heads, G key-value heads, W width of a head, E experts,
+    A experts of a token, R rank of the adapter.
 
     Args:
         of: DecoderDimensions, or any object with these sizes of a block.
@@ -429,8 +429,8 @@ def _adapter_bytes(work: MicroBatchSpec, dimensions: DecoderDimensions) -> tuple
     kept = 0.0
     temporaries = 0.0
     if adapter.drops:
-        # With dropout each layer has its own mask and input; without, several layers share one input. Autocast
-        # copies the input in either case.
+        # With dropout each layer has its own mask and input; without it, several layers share one input.
+        # Autocast copies the input in either case.
         kept += tokens * adapter.inputs * (1 if work.device == "cuda" else work.holds_in)
         cut = dimensions.heads * dimensions.head_dim + dimensions.intermediate
         shared = dimensions.hidden + cut / work.tensor

@@ -1,4 +1,4 @@
-"""Forecast of a run: memory of a rank by what holds it, time of a step, host memory, disk. No torch."""
+"""Forecasts a run: memory of a rank by part, time of a step, host memory, disk. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeline.planner.timing import (
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one run takes at one place."""
+    """Estimated memory, time and disk space of a run on given hardware."""
 
     model: ModelSpec
     config: RunConfig
@@ -34,31 +34,35 @@ class Forecast:
     hardware: PlannedHardware
     memory: RankMemory
     time: StepTime | None
-    """`None`: not known of this model or this device."""
+    """Time of a step; `None` if it is not known for this model or this device."""
 
     @property
     def peak(self) -> int:
-        """Bytes that the fullest rank's device holds at the most."""
+        """Peak bytes on the device of the rank that needs most."""
         return int(self.memory.peak)
 
     @property
     def fits(self) -> bool | None:
-        """Whether device and machine hold it; `None`: activations are not known, and all else fits."""
+        """Whether device and machine have enough memory; `None` if all but the unknown activations fit."""
         if self.lacking:
             return False
         return True if self.memory.is_complete else None
 
     @property
     def lacking(self) -> str:
-        """What there is too little of; empty if it fits."""
-        there, share, needed = self.hardware.memory, self.memory.usable_share, self.peak
+        """Kind of memory that is too small, with its reason; empty if the run fits."""
+        there = self.hardware.memory
+        share = self.memory.usable_share
+        needed = self.peak
         if needed > there:
             return "memory"
         if needed + self.memory.spare_bytes > share * there:
             reason = (
-                f"{format_bytes(self.memory.spare_bytes)} should be free besides, for what is freed in pieces"
+                f"{format_bytes(self.memory.spare_bytes)} more should be free, as freed memory is fragmented"
             )
-            return reason + (f", and a rank can be sure of {share:.0%} alone" if share < 1 else "")
+            return reason + (
+                f", and only {share:.0%} of the memory is sure to be usable" if share < 1 else ""
+            )
         limit = self.hardware.host_memory
         if limit is not None and self.host_bytes > limit:
             return f"host memory, {self.host_bytes / GIB:,.0f} of {limit / GIB:,.0f} GiB a machine"
@@ -66,17 +70,17 @@ class Forecast:
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of ranks on a machine."""
+        """Number of ranks on one machine."""
         return min(self.hardware.per_node, self.resolved.split.world_size)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of one machine, all its ranks together."""
+        """Bytes of main memory in one machine, for all its ranks together."""
         return int(self.memory.host) * self.ranks_per_node
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the peak of the data sheet."""
+        """Model FLOPs utilisation, relative to the peak of the data sheet; `None` if not known."""
         peak = self.hardware.gpu.peak(self.resolved.split.precision, self.resolved.tf32)
         return None if self.time is None or peak is None else self.time.mfu(peak)
 
@@ -87,7 +91,7 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the run's checkpoints at the most: those that stay, and one that is being written."""
+        """Largest number of bytes of the run's checkpoints: those kept, and one that is being written."""
         kept = self.config.checkpoint
         return self.checkpoint_bytes * (kept.keep_last + kept.keep_best + 1)
 
@@ -99,18 +103,18 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """The price by `log.price_per_device_hour`."""
+        """Cost of the run by `log.price_per_device_hour`; `None` if not known."""
         price = self.config.log.price_per_device_hour
         if self.hours is None or price is None:
             return None
         return self.hours * price * self.resolved.split.world_size
 
     def remarks(self) -> Iterator[str]:
-        """Yield what the numbers are not exact in."""
+        """Yield remarks on where the numbers are not exact."""
         if ":" in self.config.optimizer.kind:
             yield f"{self.config.optimizer.kind} is taken to keep as much as AdamW: two numbers a parameter"
         if not self.memory.is_complete:
-            yield "what activations take is not known of this model: the peak is without them"
+            yield "the memory of activations is not known for this model: the peak is without it"
         elif self.memory.overestimate:
             yield self.memory.overestimate
         there = self.hardware.host_memory
@@ -129,8 +133,8 @@ class Forecast:
             and row > DEFAULT_DOCUMENT_TOKENS
         ):
             yield (
-                f"attention is priced for documents of {DEFAULT_DOCUMENT_TOKENS:,} tokens; say how long yours are with "
-                "--document-tokens N"
+                f"attention is timed for documents of {DEFAULT_DOCUMENT_TOKENS:,} tokens; give the average "
+                "length of yours with --document-tokens N"
             )
 
 
@@ -138,7 +142,7 @@ def forecast(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Fo
     """Forecast a run with these settings.
 
     Raises:
-        ConfigError: It cannot be split so over the ranks of the place.
+        ConfigError: The run cannot be split so over the ranks of this hardware.
     """
     return forecast_resolved(settings.config, settings.resolve(place.ranks, place.device), model, place)
 
@@ -146,7 +150,7 @@ def forecast(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Fo
 def forecast_resolved(
     config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
 ) -> Forecast:
-    """Forecast a run whose settings are resolved for the place."""
+    """Forecast a run whose settings are resolved for this hardware."""
     rates = estimate_rates(
         place.gpu,
         place.network,
@@ -169,7 +173,7 @@ def forecast_resolved(
 def choose_auto_micro_batch(
     config: RunConfig, resolved: ResolvedSettings, model: ModelSpec, place: PlannedHardware
 ) -> int:
-    """Return the largest micro-batch that `auto` may become and that fits; the smallest if none does."""
+    """Return the largest micro-batch that `auto` may become and that fits, or the smallest if none fits."""
     sizes = resolved.batch_plan.candidates
     fits = [
         n for n in sizes if forecast_resolved(config, resolved.with_micro_batch_size(n), model, place).fits

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and the place that a run is planned for: devices, machines, network."""
+"""Knows GPUs by their data sheets, and describes the hardware of a plan: devices, machines, network."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from pipeline.files import GIB, MIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as torch counts them; a number that is 0 is not known."""
+    """Speeds and memory of one GPU, as torch counts devices. A number is 0 if it is not known."""
 
     name: str
     memory: int
-    """Bytes, `torch.cuda.mem_get_info`'s total: less than the data sheet's."""
+    """Bytes of memory in total by `torch.cuda.mem_get_info`, which is less than the data sheet says."""
     bf16: float = 0.0
-    """Dense peaks in FLOP/s; 0: it has no such units."""
+    """Dense peak in FLOP/s; 0 if the GPU has no units for it."""
     fp16: float = 0.0
+    """Dense peak in FLOP/s."""
     tf32: float = 0.0
+    """Dense peak in FLOP/s; 0 if the GPU has no units for it."""
     fp32: float = 0.0
+    """Dense peak in FLOP/s, without TF32."""
     bandwidth: float = 0.0
-    """Bytes a second of its memory."""
+    """Bytes per second of the GPU's memory."""
     pcie: float = 0.0
-    """Bytes a second to its host, one way."""
+    """Bytes per second to its host, in one direction."""
     nvlink: float = 0.0
-    """Bytes a second to the GPUs of its node, one way; 0: they talk over PCIe."""
+    """Bytes per second to the other GPUs of its node, in one direction; 0 if these are reached over PCIe."""
     network: float = 0.0
-    """Bytes a second of the network card that the maker's nodes have for each GPU."""
+    """Bytes per second of the network card that the vendor's nodes have for each GPU."""
     host: int = 0
-    """Bytes of host memory that machines have for each such GPU."""
+    """Bytes of host memory for each GPU in machines with this GPU."""
 
     def peak(self, precision: str, tf32: bool = False) -> float | None:
-        """Return the dense peak in FLOP/s for `fp32` (in TF32 or not), `bf16`, `fp16`; `None` if unknown."""
+        """Return the dense peak in FLOP/s for `fp32` (or TF32), `bf16` or `fp16`; `None` if unknown."""
         single = self.tf32 if tf32 and self.tf32 else self.fp32
         return {"bf16": self.bf16, "fp16": self.fp16, "fp32": single}[precision] or None
 
 
-# Makers' data sheets; memory as torch reports it. A loose name means the first line that it fits.
+# Numbers of vendors' data sheets; memory as torch reports it. An incomplete name selects the first fit.
 # name | GiB | TFLOP/s bf16, fp16, TF32, fp32 | GB/s memory | GB/s PCIe or chip to chip | GB/s NVLink
-#      | Gbit/s network card of a GPU | GiB of host memory a GPU, as machines with it are rented or sold
+#      | Gbit/s of the network card per GPU | GiB of host memory per GPU in machines that are rented or sold
 _SHEETS = """
 H100 SXM 80GB       | 79.1   | 989.5 989.5 494.7 67     | 3350 | 64  | 450 | 400 | 256
 H100 PCIe 80GB      | 79.1   | 756 756 378 51           | 2039 | 64  | 0   | 200 | 128
@@ -113,29 +116,30 @@ _NOT_ALONE = {"sxm", "pcie", "nvl", "rtx", "ada", "pro"}
 FP8 = re.compile(r"^(H\d|GH|GB|B\d|L4|RTX (4|50|6000 Ada|PRO)|MI3)")
 
 
-def _words(name: str) -> set[str]:
+def _split_name(name: str) -> set[str]:
+    """Return the words of a GPU's name that tell it from others, in lower case."""
     apart = re.sub(r"(pcie|sxm|nvl|rtx)", r" \1 ", re.sub(r"sxm\d", "sxm", name.lower()))
     return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d+) ?gi?b\b", r"\1", apart))) - _NOISE
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a card by a loose name: `h200`, `A100-40GB`, `rtx4090`, torch's `NVIDIA A100-SXM4-80GB`.
+    """Return a GPU by an incomplete name: `h200`, `A100-40GB`, `rtx4090`, torch's `NVIDIA A100-SXM4-80GB`.
 
     Raises:
-        ConfigError: There is none; the message has the nearest names.
+        ConfigError: No GPU has such a name; the message has the closest names.
     """
-    asked = _words(name)
+    asked = _split_name(name)
     for gpu in GPUS.values():
-        words = _words(gpu.name)
+        words = _split_name(gpu.name)
         if asked <= words and asked - _NOT_ALONE - {gpu.name.rpartition(" ")[2].removesuffix("GB")}:
             return gpu
     near = difflib.get_close_matches(name.lower(), [known.lower() for known in GPUS], 3, 0.3)
-    told = f"nearest: {', '.join(near)}" if near else "such as h100, a100, rtx 4090"
-    raise ConfigError(f"--gpu {name}: no such GPU is known here; {told}; or give --gpu-memory GIB")
+    hint = f"nearest: {', '.join(near)}" if near else "such as h100, a100, rtx 4090"
+    raise ConfigError(f"--gpu {name}: no such GPU is known here; {hint}; or give --gpu-memory GIB")
 
 
 def _find_device(name: str) -> Gpu | None:
-    """Find a card by torch's name; some are sold with another memory than the list has (GH200 480GB)."""
+    """Return a GPU by torch's name, also if it is sold with another memory than listed (GH200 480GB)."""
     for asked in (name, re.sub(r"\d+ ?GB\b", "", name)):
         with suppress(ConfigError):
             return find_gpu(asked)
@@ -145,9 +149,8 @@ def _find_device(name: str) -> Gpu | None:
 def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: float = 0.0) -> float | None:
     """Return the dense peak in FLOP/s of a device by torch's name; `None` if it is not known.
 
-    Args:
-        fp8_share: Share of the FLOPs that is multiplied in fp8, at twice the rate of 16 bits on every card
-            that has it. The peak is of all FLOPs together.
+    `fp8_share` is the share of the FLOPs that are computed in fp8, at twice the rate of 16 bits on every GPU
+    that has it. The result is the peak of the mixture.
     """
     gpu = _find_device(device_name)
     if gpu is None:
@@ -157,18 +160,20 @@ def peak_flops(device_name: str, precision: str, tf32: bool = False, fp8_share: 
 
 
 SHARED_NETWORK = 100
-"""Gbit/s of a whole node, of cards that no maker puts into nodes with a network card each."""
+"""Gbit/s of a whole node's network, for GPUs that no vendor builds into nodes with a network card each."""
 
 
 def choose_network_rate(gigabits: float | None, gpu: Gpu, per_node: int) -> float:
-    """Return the bytes a second between nodes of one GPU.
+    """Return the bytes per second that one GPU can send to other nodes.
 
     Args:
-        gigabits: Gbit/s of the network card of one GPU; `None`: what the maker's nodes have, or 100 a node.
-        per_node: GPUs of a node.
+        gigabits: Gbit/s of the network card of one GPU. `None` takes what the vendor's nodes have, or 100
+            Gbit/s for a whole node.
+        gpu: GPU whose vendor's nodes are meant.
+        per_node: Number of GPUs in a node.
 
     Raises:
-        ConfigError: It is no positive number.
+        ConfigError: `gigabits` is no positive number.
     """
     if gigabits is None:
         return gpu.network or SHARED_NETWORK * 1e9 / 8 / per_node
@@ -184,25 +189,25 @@ class PlannedHardware:
     gpu: Gpu
     device: Device
     per_node: int
-    """GPUs of a machine, or ranks where there is none."""
+    """Number of GPUs in a machine; of ranks if it computes on CPUs."""
     nodes: int
     network: float
-    """Bytes a second between machines of one GPU."""
+    """Bytes per second that one GPU can send to other machines."""
     host_memory: int | None = None
-    """Bytes of one machine; `None`: the ranks compute in it."""
+    """Bytes of main memory in one machine; `None` if the ranks themselves compute in it."""
     assumes_host: bool = False
-    """Whether `host_memory` was not stated: it is what such machines have."""
+    """Whether `host_memory` is an assumption: what machines with such GPUs usually have."""
     document_tokens: int | None = None
-    """Tokens of an average document; `None`: not stated."""
+    """Number of tokens in an average document; `None` if not stated."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in all."""
+        """Number of ranks on all machines."""
         return self.per_node * self.nodes
 
     @property
     def memory(self) -> int:
-        """Bytes that a rank has."""
+        """Bytes of memory for each rank."""
         return self.gpu.memory
 
     def __str__(self) -> str:
@@ -219,10 +224,10 @@ def resolve_hardware(
     host_memory_gib: float | None = None,
     document_tokens: int | None = None,
 ) -> PlannedHardware:
-    """Return what the command line asks for; without a name and a memory, what this machine has.
+    """Return the hardware that the command line names; without a GPU's name and memory, this machine's.
 
     Raises:
-        ConfigError: There is no such GPU, or a number cannot be.
+        ConfigError: There is no such GPU, or a number is out of range.
     """
     host = None if host_memory_gib is None else _in_bytes("--host-memory", host_memory_gib)
     if name is None and memory_gib is None:
@@ -230,11 +235,13 @@ def resolve_hardware(
     gpu = Gpu("GPU", 0) if name is None else find_gpu(name)
     if memory_gib is not None:
         gpu = replace(gpu, memory=_in_bytes("--gpu-memory", memory_gib))
-    if name is None:  # as much host memory as machines have with cards of such a size
+    if name is None:  # assume the host memory of machines with GPUs of about this memory
         gpu = replace(gpu, host=min(GPUS.values(), key=lambda card: abs(card.memory - gpu.memory)).host)
-    has_bf16, has_fp8 = gpu.bf16 > 0, FP8.match(gpu.name) is not None
-    if name is None:  # it is not said what it cannot do
-        has_bf16 = has_fp8 = True
+    has_bf16 = gpu.bf16 > 0
+    has_fp8 = FP8.match(gpu.name) is not None
+    if name is None:  # nothing is known against it
+        has_bf16 = True
+        has_fp8 = True
     return PlannedHardware(
         gpu=gpu,
         device=Device("cuda", bf16=has_bf16, fp16=True, fp8=has_fp8),
@@ -250,9 +257,10 @@ def resolve_hardware(
 def detect_hardware(
     per_node: int, nodes: int = 1, network: float | None = None, host: int | None = None
 ) -> PlannedHardware:
-    """Return this machine's GPUs, or its processors, shared among the ranks."""
-    device, limit = Device.probe(), host or read_memory_usage().limit
-    if device.kind == "cuda" and (found := _driver_says()) is not None:
+    """Return this machine's GPUs, or its CPU cores shared among the ranks."""
+    device = Device.probe()
+    limit = host or read_memory_usage().limit
+    if device.kind == "cuda" and (found := _query_driver()) is not None:
         return build_gpu_hardware(*found, device, per_node=per_node, nodes=nodes, network=network, host=limit)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = max(1, cores // per_node)
@@ -270,7 +278,7 @@ def build_gpu_hardware(
     network: float | None = None,
     host: int | None = None,
 ) -> PlannedHardware:
-    """Return GPUs that are there; of one that is not in the list only the memory is known."""
+    """Return the hardware of GPUs that exist here; only the memory is known of one that is not listed."""
     gpu = replace(_find_device(name) or Gpu(name, memory), memory=memory)
     return PlannedHardware(
         gpu=gpu,
@@ -282,8 +290,8 @@ def build_gpu_hardware(
     )
 
 
-def _driver_says() -> tuple[str, int] | None:
-    """Return name and bytes of the first GPU; asking the driver needs no torch."""
+def _query_driver() -> tuple[str, int] | None:
+    """Return name and memory bytes of the first GPU from nvidia-smi, which needs no torch."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout

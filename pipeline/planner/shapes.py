@@ -332,7 +332,10 @@ def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     rank = adapter.rank or DEFAULT_ADAPTER_RANK
     layers = {_module_name(each.name): each for each in model.parameters if each.layer is not None}
     modules = dict.fromkeys(
-        each for p in model.parameters for name in _all_names(p, model) for each in _with_parents(_module_name(name))
+        each
+        for p in model.parameters
+        for name in _all_names(p, model)
+        for each in _with_parents(_module_name(name))
     )
     targets = set(layers)
     if adapter.targets is not None:
@@ -347,7 +350,9 @@ def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     parameters: list[ParameterSpec] = []
     for each in model.parameters:
         layer, _, last = each.name.rpartition(".")
-        modules_above = {part for name in _all_names(each, model) for part in _with_parents(_module_name(name))}
+        modules_above = {
+            part for name in _all_names(each, model) for part in _with_parents(_module_name(name))
+        }
         trains = each.name == "score.weight" or bool(saved & modules_above)
         name = f"{layer}.base_layer.{last}" if layer in targets else each.name
         parameters.append(replace(each, name=name, trains=trains))

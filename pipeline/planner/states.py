@@ -1,6 +1,7 @@
-"""Weights, gradients, optimizer state, checkpoints and buffers of one rank, to the byte, under any split.
+"""Counts the bytes of weights, gradients, optimizer states, checkpoints and buffers of one rank.
 
-How DeepSpeed (0.19.8) pads and keeps them, and which buckets and gathered weights it holds beside them.
+The counts are exact under any split. They follow how DeepSpeed 0.19.8 pads and keeps states, and which
+buckets and gathered weights it holds in addition.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pipeline.planner.rank import STAND_IN, OptimizerGroup, RankSlice
 
 
 def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: ResolvedSettings) -> int:
-    """Return the bytes of one checkpoint, in which all is as it is held.
+    """Return the bytes of one checkpoint, which stores each tensor in the precision it is held in.
 
-    It has the weights that the optimizer steps and what it keeps of them, and what is frozen in the run's
-    precision. An adapter's base is in none.
+    A checkpoint has the weights that the optimizer steps, the optimizer's states, and frozen parameters in
+    the run's precision. The base of an adapter is not in it.
     """
     optimizer, has_base, json = config.optimizer, config.adapter is not None, resolved.deepspeed or {}
     stepped, kept = 2 if has_16bit_master_weights(json) else 4, 2 if has_16bit_optimizer_states(json) else 4
@@ -39,28 +40,28 @@ def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: Resolv
     return total
 
 
-STEP = 4  # bytes of torch's count of steps
-_ALIGNMENT = 2  # elements a rank to which DeepSpeed pads a flat group
-_PERSISTENCE = 100_000  # elements that DeepSpeed keeps whole where a JSON says nothing
-_SWAPPED = 1 << 20  # bytes; what is smaller does not go to disk
+STEP = 4  # bytes of torch's count of steps, a tensor for each parameter
+_ALIGNMENT = 2  # DeepSpeed pads a flat group to a multiple of this number of elements for each rank
+_PERSISTENCE = 100_000  # DeepSpeed's default: a parameter with no more elements stays whole at ZeRO 3
+_SWAPPED = 1 << 20  # bytes; DeepSpeed does not swap smaller tensors to disk
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes in one kind of memory."""
+    """Bytes of the states of one rank in one kind of memory."""
 
     weights: int = 0
-    """What forward and backward compute with, with a frozen base and what hpZ holds twice."""
+    """Bytes of the weights that forward and backward use, with a frozen base and hpZ's second copy."""
     gradients: int = 0
-    """Right before a step."""
+    """Bytes of the gradients right before a step."""
     masters: int = 0
-    """The copies that the optimizer steps, if those are not the weights."""
+    """Bytes of the copies that the optimizer steps; 0 if it steps the weights themselves."""
     moments: int = 0
-    """What the optimizer keeps of each: means, squares, its count of steps."""
+    """Bytes of the optimizer's own states: means, squares, its count of steps."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.weights + self.gradients + self.masters + self.moments
 
     def __add__(self, other: StateBytes) -> StateBytes:
@@ -74,27 +75,27 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class RankStates:
-    """Bytes that one rank holds, from its first step on."""
+    """Bytes of the states that one rank holds from its first step on, by kind of memory."""
 
     device: StateBytes = field(default_factory=StateBytes)
-    """On the GPU, or in the memory that a rank on a CPU computes in."""
+    """Bytes on the GPU, or in main memory if the rank computes on a CPU."""
     host: StateBytes = field(default_factory=StateBytes)
-    """In the machine's memory, by an offload to `cpu`."""
+    """Bytes in main memory because of an offload to `cpu`."""
     disk: StateBytes = field(default_factory=StateBytes)
-    """By an offload to `nvme`."""
+    """Bytes on disk because of an offload to `nvme`."""
 
 
 def count_states(rank: RankSlice) -> RankStates:
-    """Return what a rank holds between two steps, and of gradients right before one."""
+    """Return the states that a rank holds between two steps, with the gradients right before a step."""
     if rank.resolved.deepspeed is None or rank.stage == 0:
-        return _whole(rank)
+        return _count_whole(rank)
     if rank.stage == 3:
-        return _sharded(rank)
-    return _partitioned(rank)
+        return _count_sharded(rank)
+    return _count_partitioned(rank)
 
 
-def _whole(rank: RankSlice) -> RankStates:
-    """Return the states of plain PyTorch and ZeRO 0: each parameter by itself."""
+def _count_whole(rank: RankSlice) -> RankStates:
+    """Return the states under plain PyTorch and ZeRO 0, where each rank has all of each parameter."""
     weights = sum(map(rank.bytes_of, rank.own.parameters))
     trained = sum(group.numel for group in rank.groups)
     masters = 4 * trained if rank.size == 2 else 0
@@ -110,65 +111,70 @@ def _whole(rank: RankSlice) -> RankStates:
 def count_moment_bytes(
     optimizer: OptimizerConfig, kind: str, shape: tuple[int, ...], size: int = 4, counts: bool = False
 ) -> int:
-    """Return the bytes that an optimizer keeps of a tensor.
+    """Return the bytes that an optimizer keeps for a tensor.
 
     Args:
-        kind: `adamw`, `sgd`, `adafactor` or `muon`. A user's own counts as `adamw`.
-        size: Bytes of a number.
+        optimizer: Section of the recipe.
+        kind: `adamw`, `sgd`, `adafactor` or `muon`. The user's own optimizer counts as `adamw`.
+        shape: Shape of the tensor.
+        size: Bytes of an element of the states.
         counts: Whether to add torch's count of steps, which is a tensor.
     """
-    number, step = prod(shape), STEP if counts else 0
+    number = prod(shape)
+    step = STEP if counts else 0
     if kind == "sgd":
         return size * number if optimizer.momentum else 0
     if kind == "muon":
         return size * number
     if kind == "adafactor":
-        rows, columns = number // shape[-1], number // shape[-2] if len(shape) > 1 else 0
+        rows = number // shape[-1]
+        columns = number // shape[-2] if len(shape) > 1 else 0
         return step + size * (rows + columns if len(shape) > 1 else number)
     return step + 2 * size * number
 
 
 @dataclass(frozen=True)
 class ZeroPartition:
-    """This rank's stretch of a flat group of ZeRO 1 or 2."""
+    """Partition of a flat parameter group that one rank steps at ZeRO 1 or 2."""
 
     own: int
-    """Elements, with padding."""
+    """Number of elements in the partition, with padding."""
     whole: int
-    """Elements of the group, with padding."""
+    """Number of elements in the whole group, with padding."""
     touched: int
-    """Elements of the parameters that have any in it."""
+    """Number of elements of all parameters that overlap the partition, counted whole."""
     missing: int
-    """Elements of it that no parameter has."""
+    """Number of elements of the partition that are padding."""
 
     @classmethod
     def from_group(cls, group: OptimizerGroup, sharers: int, place: int, aligned: int) -> ZeroPartition:
-        """Return the stretch of one of the ranks that share a group.
+        """Return the partition of rank `place` among the `sharers` ranks that share a group.
 
-        Args:
-            aligned: Elements to whose multiple each parameter's start is padded.
+        The start of each parameter is padded to a multiple of `aligned` elements.
         """
-        ends, end = [], 0
+        ends = []
+        end = 0
         for p in group.parameters:
             start = -(-end // aligned) * aligned
             end = start + p.numel
             ends.append((start, end))
         unit = _ALIGNMENT * sharers
         own = -(-end // unit) * unit // sharers
-        first, last = own * place, own * (place + 1)
+        first = own * place
+        last = own * (place + 1)
         inside = [(start, end) for start, end in ends if start < last and end > first]
         filled = sum(min(end, last) - max(start, first) for start, end in inside)
         return cls(own, own * sharers, sum(end - start for start, end in inside), own - filled)
 
 
 def partition_groups(rank: RankSlice) -> list[ZeroPartition]:
-    """Return the stretches of each group, at ZeRO 1 and 2."""
+    """Return the rank's partition of each group at ZeRO 1 and 2."""
     aligned = 16 // rank.size if rank.zero("parameter_alignment") and not rank.adds_in_fp32 else 1
     return [ZeroPartition.from_group(group, rank.sharers, rank.place, aligned) for group in rank.groups]
 
 
-def _partitioned(rank: RankSlice) -> RankStates:
-    """Return the states of ZeRO 1 and 2: flat groups of parameters, of which a rank steps a stretch."""
+def _count_partitioned(rank: RankSlice) -> RankStates:
+    """Return the states at ZeRO 1 and 2, where a rank steps one partition of each flat group."""
     parts = partition_groups(rank)
     frozen = sum(rank.bytes_of(p) for p in rank.own.parameters if not p.trains)
     weights = frozen + rank.size * sum(part.whole for part in parts)
@@ -178,7 +184,7 @@ def _partitioned(rank: RankSlice) -> RankStates:
         gradients = rank.size * trained + rank.summed * sum(part.whole for part in parts)
         return RankStates(StateBytes(weights, gradients, 4 * own, _flat_moments(rank, parts)))
     master = 2 if has_16bit_master_weights(rank.json) else 4
-    is_compact = rank.summed == 4 and rank.size == 2  # DeepSpeed adds up in a flat stretch
+    is_compact = rank.summed == 4 and rank.size == 2  # DeepSpeed adds gradients up in a flat partition
     gradients = rank.summed * own if is_compact else _kept_gradients(rank, parts)
     if rank.offloads("optimizer") is None:
         return RankStates(StateBytes(weights, gradients, master * own, _flat_moments(rank, parts)))
@@ -191,7 +197,7 @@ def _partitioned(rank: RankSlice) -> RankStates:
 
 
 def _kept_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
-    """Return all gradients that reach into this rank's stretches, and zeros for what those lack."""
+    """Return the bytes of all gradients that overlap this rank's partitions, and of zeros for the padding."""
     zeros = sum(part.missing for part in parts)
     for group, part in zip(rank.groups, parts, strict=True):
         if group.parameters[0].name == STAND_IN:
@@ -200,14 +206,15 @@ def _kept_gradients(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
 
 
 def _flat_moments(rank: RankSlice, parts: Sequence[ZeroPartition]) -> int:
+    """Return the bytes of the optimizer's states for the rank's partitions."""
     return sum(_stepped(rank, group.kind, part.own) for group, part in zip(rank.groups, parts, strict=True))
 
 
 def _stepped(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> int:
-    """Return the bytes kept of a flat tensor. DeepSpeed's CPU Adam counts steps in a plain number.
+    """Return the bytes of the optimizer's states for a flat tensor of `number` elements.
 
-    Args:
-        on_host: Whether it is stepped there, if the optimizer is offloaded.
+    DeepSpeed's CPU Adam steps on the host (`on_host`) if the optimizer is offloaded. It counts steps in a
+    Python number, and so keeps no tensor for them.
     """
     is_own = kind == "adamw" and rank.offloads("optimizer") is not None and on_host
     size = 2 if has_16bit_optimizer_states(rank.json) else 4
@@ -215,9 +222,9 @@ def _stepped(rank: RankSlice, kind: str, number: int, on_host: bool = True) -> i
 
 
 def sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
-    """Return what ZeRO 3 steps at a time: (kind of optimizer, elements of this rank's shards).
+    """Return the sub-groups that ZeRO 3 steps one by one: (kind of optimizer, elements on this rank).
 
-    Parameters follow each other until they hold `sub_group_size` elements of a rank.
+    DeepSpeed adds parameters to a sub-group until it has `sub_group_size` elements of a rank.
     """
     limit = int(rank.zero("sub_group_size", 1e9))
     found = []
@@ -236,15 +243,16 @@ def sub_groups(rank: RankSlice) -> list[tuple[str, int]]:
 
 
 def shard_of(p: ParameterSpec, sharers: int) -> int:
-    """Return the elements of a rank's shard."""
+    """Return the number of elements in a rank's shard of a parameter, with padding."""
     return -(-p.numel // sharers)
 
 
 def kept_whole(rank: RankSlice) -> list[ParameterSpec]:
-    """Return what ZeRO 3 gathers once for all."""
+    """Return the parameters that ZeRO 3 gathers once and then keeps whole on every rank."""
     limit = int(rank.zero("stage3_param_persistence_threshold", _PERSISTENCE))
     most = int(rank.zero("stage3_model_persistence_threshold", 1 << 62))
-    found, total = [], 0
+    found = []
+    total = 0
     for p in rank.own.parameters:
         if p.numel <= limit and total + p.numel <= most:
             found.append(p)
@@ -252,25 +260,26 @@ def kept_whole(rank: RankSlice) -> list[ParameterSpec]:
     return found
 
 
-def _sharded(rank: RankSlice) -> RankStates:
-    """Return the states of ZeRO 3: each parameter in equal shards, padded."""
+def _count_sharded(rank: RankSlice) -> RankStates:
+    """Return the states at ZeRO 3, which divides each parameter into equal shards, padded."""
     shards = rank.size * sum(shard_of(p, rank.sharers) for p in rank.own.parameters)
     whole = kept_whole(rank)
     apart = {p.name for p in whole}
     gathered = sum(rank.size * rank.sharers * shard_of(p, rank.sharers) for p in whole)
-    there = rank.offloads("param")
-    if rank.sharers == 1 and (there is None or rank.on_cpu):
-        gathered = 0  # one rank's shard is the parameter
+    offloaded_to = rank.offloads("param")
+    if rank.sharers == 1 and (offloaded_to is None or rank.on_cpu):
+        gathered = 0  # the shard of a single rank is the parameter itself
     if (few := int(rank.zero("zero_hpz_partition_size", 1))) > 1:
         others = [p for p in rank.own.parameters if p.name not in apart]
         gathered += sum(rank.size * rank.sharers * shard_of(p, rank.sharers) // few for p in others)
-    device = StateBytes(gathered + (0 if there else shards))
-    host = StateBytes(shards if there else 0)
+    device = StateBytes(gathered + (0 if offloaded_to else shards))
+    host = StateBytes(shards if offloaded_to else 0)
     offload = rank.offloads("optimizer")
     master = 2 if has_16bit_master_weights(rank.json) else 4
-    disk, gradients = StateBytes(), 0
+    disk = StateBytes()
+    gradients = 0
     groups = sub_groups(rank)
-    # DeepSpeed counts sub-groups, not elements, and steps the first of them on the GPU, if there is one.
+    # offload_optimizer.ratio: DeepSpeed counts sub-groups, not elements, and steps the first ones on the GPU.
     ratio = 1.0 if rank.on_cpu else rank.zero("offload_optimizer.ratio", 1.0)
     staying = int((1 - ratio) * len(groups))
     for index, (kind, own) in enumerate(groups):
@@ -290,64 +299,68 @@ def _sharded(rank: RankSlice) -> RankStates:
     return RankStates(device, host + StateBytes(0, gradients), disk)
 
 
-# Elements: below, a reduction takes its latency. In so many parts a model is reduced beside its backward.
-_SMALLEST_BUCKET, _LARGEST_BUCKET, _BUCKETS = 50_000_000, 500_000_000, 8
-_FLATTENED = 500_000_000  # elements that DeepSpeed copies together where it reduces after the backward
-_REUSED = 1_000_000_000  # elements that ZeRO 3 looks ahead before it lets go of a gathered parameter
-_PREFETCHED = 50_000_000
-_NORM = 8  # bytes of an element in whose precision DeepSpeed takes an offloaded gradient's norm
+_SMALLEST_BUCKET = 50_000_000  # elements; a reduction of fewer takes as long, because of its latency
+_LARGEST_BUCKET = 500_000_000  # elements
+_BUCKETS = 8  # number of buckets to aim for, so that most of a model is reduced during its backward
+_FLATTENED = 500_000_000  # elements that DeepSpeed flattens at once if it reduces after the backward
+_REUSED = 1_000_000_000  # stage3_max_reuse_distance by default: ZeRO 3 keeps a parameter used again within it
+_PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size by default, in elements
+_NORM = 8  # bytes of an element of the fp64 copy from which DeepSpeed takes an offloaded gradient's norm
 
 
 @dataclass(frozen=True)
 class EngineBuffers:
-    """Bytes of one rank's engine beside the states. A phase's number is its most beside `always`."""
+    """Bytes of one rank's engine in addition to the states."""
 
     always: int = 0
-    """On the device from the start on."""
+    """Bytes on the device from the start on."""
     forward: int = 0
+    """Peak in a forward, above `always`."""
     backward: int = 0
-    """Beside the gradients that exist before the step: with those not reduced yet."""
+    """Peak in a backward, above `always` and the gradients kept for the step. Includes gradients that are not
+    reduced yet."""
     step: int = 0
-    """With what reduces all gradients after the last backward."""
+    """Peak in the optimizer's step, above `always`; with the buffers that reduce all gradients before it."""
     host: int = 0
-    """In the machine's memory, from the start on."""
+    """Bytes in main memory from the start on."""
     keeps_gradients: bool = False
-    """Whether gradients exist while forwards run: of micro-batches before, or in a buffer that stays."""
+    """Whether gradients exist during a forward: of earlier micro-batches, or in a buffer never freed."""
 
 
 def fit_bucket_size(stated: Any, num_parameters: int) -> int:
-    """Return the elements of the bucket in which gradients are reduced: no more than there are.
+    """Return the size of the bucket in which gradients are reduced, in elements.
 
-    DeepSpeed's, of half a billion elements, is allocated whole in each step, twice with overlap_comm, and a
-    model that fits into it is reduced after the backward.
+    It is never larger than the model: DeepSpeed allocates its default of half a billion elements whole in
+    each step, twice with overlap_comm, and reduces a model that fits into one bucket only after the backward.
 
     Args:
-        stated: `reduce_bucket_size` of the JSON; `None`: it is left to the trainer.
+        stated: `reduce_bucket_size` of the JSON; `None` if the JSON leaves it to this trainer.
+        num_parameters: Number of parameters that are reduced.
     """
     chosen = min(max(num_parameters // _BUCKETS, _SMALLEST_BUCKET), _LARGEST_BUCKET)
     return min(int(chosen if stated is None else stated), max(1, num_parameters))
 
 
 def count_buffers(rank: RankSlice) -> EngineBuffers:
-    """Return what a rank's engine takes on a device beside the states."""
+    """Return the bytes that a rank's engine takes in addition to the states."""
     accumulates = rank.resolved.batch_plan.gradient_accumulation_steps > 1
     if rank.resolved.deepspeed is not None and rank.stage == 3:
-        return _buffers_of_sharded(rank)
+        return _count_sharded_buffers(rank)
     if rank.resolved.deepspeed is not None and rank.stage > 0 and not rank.adds_in_fp32:
-        return _buffers_of_partitioned(rank, accumulates)
+        return _count_partitioned_buffers(rank, accumulates)
     trained = sum(group.numel for group in rank.groups)
-    # Kernels that are not fused need as much again of the tensor at hand.
+    # Optimizers without a fused kernel need temporaries of the size of the largest parameter.
     unfused = 3 * 4 * _largest(rank) if {group.kind for group in rank.groups} - {"adamw", "sgd"} else 0
-    if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat fp32 copy, as it is sent
+    if rank.adds_in_fp32:  # DeepSpeed's bf16 optimizer reduces a flat copy, made from the fp32 gradients
         step = (rank.summed + rank.size) * min(trained, _FLATTENED)
         return EngineBuffers(step=step, keeps_gradients=True)
-    if rank.resolved.deepspeed is not None:  # ZeRO 0: reduced from a flat copy, stepped in fp32
+    if rank.resolved.deepspeed is not None:  # ZeRO 0 reduces a flat copy, and steps in fp32
         in_fp32 = 4 * trained if rank.size == 2 else 0
         step = max(rank.size * min(trained, _FLATTENED), in_fp32 + unfused)
         return EngineBuffers(step=step, keeps_gradients=accumulates)
     if rank.split.parallel != "ddp":
         return EngineBuffers(step=unfused, keeps_gradients=accumulates)
-    # Gradients lie in DDP's buckets for good; those of earlier micro-batches beside them, until the last.
+    # DDP's buckets hold gradients from the first backward on; those of earlier micro-batches come on top.
     apart = 4 * trained if accumulates else 0
     backward = apart + 4 * _largest(rank)
     return EngineBuffers(forward=apart, backward=backward, step=unfused, keeps_gradients=True)
@@ -363,10 +376,12 @@ def _bucket(rank: RankSlice) -> int:
     return fit_bucket_size(rank.zero("reduce_bucket_size"), number)
 
 
-def _buffers_of_partitioned(rank: RankSlice, accumulates: bool) -> EngineBuffers:
-    """Return those of ZeRO 1 and 2."""
-    parts, size = partition_groups(rank), rank.size
-    trained, largest = size * sum(group.numel for group in rank.groups), size * _largest(rank)
+def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuffers:
+    """Return the engine's buffers at ZeRO 1 and 2."""
+    parts = partition_groups(rank)
+    size = rank.size
+    trained = size * sum(group.numel for group in rank.groups)
+    largest = size * _largest(rank)
     kept = size * sum(part.touched for part in parts)
     is_compact = rank.summed == 4 and size == 2
     offload = rank.offloads("optimizer")
@@ -374,14 +389,16 @@ def _buffers_of_partitioned(rank: RankSlice, accumulates: bool) -> EngineBuffers
     bucket = _bucket(rank)
     apart = (rank.summed if rank.stage == 1 else size) * bucket * (2 if overlaps else 1)
     sent = bucket * 4 if is_compact else size * bucket * (rank.sharers > 1)
-    forward, step, backward = 0, 0, apart + sent + largest
-    if rank.stage == 1 and (accumulates or not overlaps):  # all gradients, until the last ones exist
+    forward = 0
+    step = 0
+    backward = apart + sent + largest
+    if rank.stage == 1 and (accumulates or not overlaps):  # a rank has all gradients until the last backward
         whole = trained - (0 if offload else kept)
         forward = whole if accumulates else 0
         backward = max(whole, trained + apart // (2 if overlaps else 1) + largest if overlaps else whole)
         step = trained if not overlaps and not offload else whole
     elif accumulates and not is_compact and offload is None:
-        backward += kept  # this micro-batch's, before they are added
+        backward += kept  # gradients of this micro-batch, before they are added to the others
     if offload is not None:
         return EngineBuffers(
             always=largest,
@@ -391,7 +408,7 @@ def _buffers_of_partitioned(rank: RankSlice, accumulates: bool) -> EngineBuffers
             host=size * sum(part.own for part in parts) + largest,
             keeps_gradients=accumulates and rank.stage == 1,
         )
-    # A group's flat copy, and that in fp32.
+    # The flat copy of a group's gradients, and the same in fp32.
     copied = 0 if is_compact else (size + 4 if size == 2 else 4) * max(part.own for part in parts)
     return EngineBuffers(
         forward=forward, backward=backward, step=max(step, copied), keeps_gradients=accumulates
@@ -399,7 +416,7 @@ def _buffers_of_partitioned(rank: RankSlice, accumulates: bool) -> EngineBuffers
 
 
 def _by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list[int]:
-    """Return the elements, padded, of each block and of each parameter outside of the blocks."""
+    """Return the number of elements, with padding, of each block and of each parameter outside of blocks."""
     units: dict[str, int] = {}
     for p in parameters:
         words = p.name.split(".")
@@ -409,20 +426,23 @@ def _by_block(parameters: Iterable[ParameterSpec], sharers: int = 1) -> list[int
     return list(units.values()) or [0]
 
 
-def _buffers_of_sharded(rank: RankSlice) -> EngineBuffers:
-    """Return those of ZeRO 3, which gathers a block, or a parameter outside of the blocks, at a time."""
-    size, apart = rank.size, {p.name for p in kept_whole(rank)}
+def _count_sharded_buffers(rank: RankSlice) -> EngineBuffers:
+    """Return the engine's buffers at ZeRO 3, which gathers one block, or one parameter outside, at a time."""
+    size = rank.size
+    apart = {p.name for p in kept_whole(rank)}
     units = _by_block((p for p in rank.own.parameters if p.name not in apart), rank.sharers)
-    block, together = max(units), sum(units)
+    block = max(units)
+    together = sum(units)
     bucket = min(_bucket(rank), int(rank.zero("reduce_bucket_size", 1 << 62)))
-    sent = 4 if rank.split.sequence_parallel > 1 else size  # of a gradient on its way
+    sent = 4 if rank.split.sequence_parallel > 1 else size  # bytes of an element that is being reduced
     prefetched = min(int(rank.zero("stage3_prefetch_bucket_size", _PREFETCHED)), together)
     reused = int(rank.zero("stage3_max_reuse_distance", _REUSED)) // 2 + block
-    gathered, copied = size * min(together, reused), size * block  # the latter while it is put in place
+    gathered = size * min(together, reused)
+    copied = size * block  # gathered shards, before they are copied into the parameters
     if rank.sharers == 1:
         prefetched = copied = 0
         if rank.offloads("param") is None or rank.on_cpu:
-            gathered = 0  # one rank's shard is the parameter
+            gathered = 0  # the shard of a single rank is the parameter itself
     trained = max(_by_block(p for group in rank.groups for p in group.parameters))
     reduced = sent * min(bucket, trained)
     if rank.offloads("optimizer") is not None:
@@ -443,7 +463,7 @@ def _buffers_of_sharded(rank: RankSlice) -> EngineBuffers:
 
 
 def _swapped(rank: RankSlice) -> int:
-    """Return the pinned memory through which goes what lies on a disk."""
+    """Return the bytes of pinned memory through which offloaded states go to and from the disk."""
     host = 0
     if rank.offloads("param") == "nvme":
         count = int(rank.zero("offload_param.buffer_count", 5))

@@ -1,4 +1,4 @@
-"""Seconds of a training step by part: arithmetic from sizes and rates.
+"""Estimates the seconds of a training step by part, with arithmetic from sizes and rates.
 
 docs/performance.md has the formulas with their sources; tests/planner/published_speeds.py compares them
 with published runs.
@@ -15,48 +15,49 @@ from pipeline.planner.hardware import Gpu
 from pipeline.planner.model import ModelSpec, ParameterSpec
 
 TIME_TOLERANCE = 0.2
-"""Share by which a time may be off, up and down: half of the sources that set no constant are within it."""
+"""Share by which a time may be off in either direction. Half of the published sources that set no constant
+are within it."""
 DEFAULT_DOCUMENT_TOKENS = 2048
-"""Tokens of the document that a token is in, where rows are packed and nobody says more."""
+"""Length of the document that an average token is in, if rows are packed and the length is not stated."""
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Sizes and split of one step."""
+    """Sizes and split of one optimizer step."""
 
     parameters: float
-    """Number of the whole model's parameters, each once."""
+    """Number of parameters in the whole model, each counted once."""
     blocks: float
-    """Elements of the blocks' matrices that a token is multiplied by: of experts those chosen."""
+    """Number of elements in the blocks' matrices that a token is multiplied by; only chosen experts count."""
     layers: int
     hidden: int
     length: int
-    """Tokens of a row."""
+    """Number of tokens in a row."""
     vocabulary: int = 0
     width: int = 0
-    """Heads times their width; 0: the hidden size."""
+    """Number of heads times the width of a head; 0 if that is the hidden size."""
     span: int = 0
-    """Tokens of a document, or of a window that is shorter; 0: the row."""
+    """Number of tokens in a document, or in a window if that is shorter; 0 if it is the whole row."""
     rows: float = 1
-    """Rows of a micro-batch of one replica."""
+    """Number of rows in a micro-batch of one replica."""
     micro_batches: int = 1
     data: int = 1
-    """Number of replicas. GPUs: data x tensor x pipeline x sequence."""
+    """Number of replicas. The number of GPUs is data x tensor x pipeline x sequence."""
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
     stage: int = 0
-    """ZeRO stage; 0 is DDP too."""
+    """ZeRO stage; 0 also stands for DDP."""
     recompute: float = 0.0
-    """Share of the blocks' forward that is computed again."""
+    """Share of the blocks' forward that is recomputed in the backward."""
     trained: float = 1.0
     """Share of the parameters whose gradients are reduced."""
     weight_gradients: float = 1.0
-    """Share of the matrices whose gradients are computed: 0 under an adapter."""
+    """Share of the matrices whose gradients are computed; 0 with an adapter."""
     quantised: bool = False
-    """Whether the frozen base is in 4 bits."""
+    """Whether the frozen base is held in 4 bits."""
     weight_bytes: float = 2
-    """Bytes of a parameter, and of its gradient, in collectives."""
+    """Bytes of an element of weights and gradients in collectives."""
 
     @classmethod
     def from_run(
@@ -66,12 +67,12 @@ class StepSpec:
         resolved: ResolvedSettings,
         document_tokens: int | None = None,
     ) -> StepSpec | None:
-        """Return the job of a run; `None` if its time is not known.
+        """Return the step of a run; `None` if its time cannot be estimated.
 
-        Args:
-            document_tokens: Tokens of an average document; `None`: not stated.
+        `document_tokens` is the number of tokens in an average document, or `None` if it is not stated.
         """
-        of, length = model.dimensions, config.data.tokens_per_row
+        of = model.dimensions
+        length = config.data.tokens_per_row
         if of is None or length is None or find_untimed_feature(config, resolved):
             return None
         chosen = of.experts_per_token / of.experts if of.experts else 1.0
@@ -82,7 +83,8 @@ class StepSpec:
         ]
         elements = sum(number for number, _ in matrices)
         trained = sum(number for number, trains in matrices if trains)
-        split, plan = resolved.split, resolved.batch_plan
+        split = resolved.split
+        plan = resolved.batch_plan
         document = (document_tokens or DEFAULT_DOCUMENT_TOKENS) if packs_documents(config) else length
         return cls(
             parameters=model.numel,
@@ -100,7 +102,7 @@ class StepSpec:
             pipeline=split.pipeline_stages,
             sequence=split.sequence_parallel,
             stage=split.zero_stage,
-            recompute=_recomputed(config),
+            recompute=_read_recompute_share(config),
             trained=model.trained / model.numel,
             weight_gradients=trained / elements if elements else 1.0,
             quantised=config.adapter is not None and config.adapter.quantize is not None,
@@ -114,18 +116,18 @@ class StepSpec:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one optimizer step."""
+        """Number of tokens in one optimizer step."""
         return self.rows * self.length * self.micro_batches * self.data
 
     @property
     def looks_back(self) -> int:
-        """Tokens of which attention sees half on average."""
+        """Number of tokens in the stretch within which attention sees, on average, half of the tokens."""
         return min(self.span or self.length, self.length)
 
     def flops_per_token(self) -> float:
-        """Return FLOPs: 6N + 12 L d T, 4N under an adapter.
+        """Return the model FLOPs of a token: 6N + 12 L d T, or 4N + 12 L d T with an adapter.
 
-        perf/mfu has the whole row for T. Here it is what a token may see, as in the time.
+        T is `looks_back`, as in the estimated time. perf/mfu of a run has the whole row for T.
         """
         matrices = self.blocks + self.vocabulary * self.hidden
         attention = 12 * self.layers * (self.width or self.hidden) * self.looks_back
@@ -133,14 +135,18 @@ class StepSpec:
 
 
 def _multiplies(parameter: ParameterSpec) -> bool:
-    """Whether it is a matrix of a block (`model.layers.3.`), and not one that an adapter adds."""
+    """Return whether it is a matrix of a block (`model.layers.3.`) that no adapter added."""
     in_block = any(part.isdecimal() for part in parameter.name.split("."))
     return in_block and len(parameter.shape) > 1 and "lora_" not in parameter.name
 
 
 def find_untimed_feature(config: RunConfig, resolved: ResolvedSettings) -> str:
-    """Return which feature of a run has no time here, as no published run was compared; empty if none."""
-    language, zero = config.model.language_model, (resolved.deepspeed or {}).get("zero_optimization", {})
+    """Return the feature of a run because of which its time is not estimated; empty if there is none.
+
+    These are features for which no published run was compared with the formulas.
+    """
+    language = config.model.language_model
+    zero = (resolved.deepspeed or {}).get("zero_optimization", {})
     offloads = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
     if language is not None and language.fp8 != "none":
         return "fp8"
@@ -148,13 +154,13 @@ def find_untimed_feature(config: RunConfig, resolved: ResolvedSettings) -> str:
 
 
 def packs_documents(config: RunConfig) -> bool:
-    """Return whether rows hold several documents that do not see each other."""
+    """Return whether rows hold several documents, and attention does not cross between them."""
     data = config.data
     documents = data.text or data.chat or data.preferences
     return documents is not None and documents.separate_documents and documents.packing != "none"
 
 
-def _recomputed(config: RunConfig) -> float:
+def _read_recompute_share(config: RunConfig) -> float:
     model = config.model.language_model
     how = "none" if model is None else model.activation_checkpointing
     return {"none": 0.0, "selective": 0.5, "full": 1.0}[how] if isinstance(how, str) else 1.0 / how
@@ -162,50 +168,56 @@ def _recomputed(config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class HardwareRates:
-    """What a GPU and what connects it reach in training. FLOP/s, bytes a second, seconds."""
+    """Rates that a GPU and its links reach in training, in FLOP/s, bytes per second and seconds."""
 
     products: float
     """FLOP/s in matrix products."""
     attention: float
-    """FLOP/s in attention over long rows, of the keys that a token sees."""
+    """FLOP/s of attention over long rows; only the keys that a token sees count."""
     memory: float
-    """Bytes a second of the GPU's own memory."""
+    """Bytes per second of the GPU's own memory."""
     link: float
-    """Bytes a second of a ring inside a node, per GPU."""
+    """Bytes per second of a ring inside a node, per GPU."""
     network: float
-    """Bytes a second between nodes, per GPU."""
+    """Bytes per second between nodes, per GPU."""
     per_node: int
     stream: float
-    """Bytes moved between the products for each element of each layer's stream of each token."""
+    """Bytes moved outside of matrix products, for each hidden element of each token and layer."""
     floor: float
-    """Seconds that the host needs at least to launch a block's forward and backward."""
+    """Seconds that the host needs to launch the kernels of a block's forward and backward."""
     tensor_waiting: float = 1.5
-    """Seconds of a tensor-parallel all-reduce over those of its bytes on the link."""
+    """Ratio of the time of a tensor-parallel all-reduce to the time of its bytes on the link."""
 
 
-# Shares of the data sheet, of cards like an A100 and like an H100: set by the rows of published_speeds.jsonl
-# that are marked `fit`. Links: nccl-tests (bus bandwidth 230 of 300 GB/s on an A100, 370 of 450 on an H100).
-PRODUCTS, ATTENTION = (0.75, 0.65), (0.50, 0.27)
-LINK_SHARE, PCIE_SHARE = 0.8, 0.5
+# Shares of the data sheet's peak, of GPUs like an A100 and like an H100. They were fitted to the rows of
+# published_speeds.jsonl that are marked `fit`.
+PRODUCTS = (0.75, 0.65)
+ATTENTION = (0.50, 0.27)
+# Shares of a link's rate, from nccl-tests: bus bandwidth 230 of 300 GB/s on an A100, 370 of 450 on an H100.
+LINK_SHARE = 0.8
+PCIE_SHARE = 0.5
 STREAM = {"compiled": 164.0, "eager": 890.0}
+"""Bytes moved outside of matrix products, for each hidden element of each token and layer, in 16 bits."""
 ENTRIES = 42
-"""Bytes moved for each word of the vocabulary of each token."""
+"""Bytes moved by the loss for each logit."""
 FLOOR = {"compiled": 1.6e-3, "eager": 4e-3}
+"""Seconds that the host needs to launch the kernels of a block's forward and backward."""
 HOOKS = 5e-3
-"""Seconds more of the host a block at ZeRO 3, whose hooks stand on every module."""
+"""Seconds per block that DeepSpeed's hooks on every module add on the host at ZeRO 3."""
 HALF_NETWORK = 200
-"""Nodes between which a ring has half of the network's rate."""
+"""Number of nodes at which a ring has half of the network's rate."""
 HALF_RATE = 770
-"""Tokens over which attention reaches half of its rate."""
+"""Number of tokens in view at which attention reaches half of its rate."""
 LIKE_H100 = ("H100", "H20", "H800", "GH200", "B200", "B300", "GB", "MI3")
 NVLINK = 3e11
-"""Bytes a second at which a collective takes from the computation beside it all that it hides."""
+"""Bytes per second at which a collective slows the computation beside it by as much time as it hides."""
 OPTIMIZER_BYTES = 30
-"""Of a parameter: weight, moments and gradient in fp32 read, three written, bf16 written."""
+"""Bytes per parameter that a step moves: weight, moments, gradient read; three written; all fp32; bf16 weight
+written."""
 ADAPTER_BYTES = 200
-"""Of a layer's element of the stream and token, for low-rank matrices beside each linear layer."""
+"""Bytes per hidden element, token and layer that low-rank matrices beside all linear layers move."""
 DEQUANTISE_BYTES = 16
-"""Of a parameter and pass, of a base in 4 bits."""
+"""Bytes per parameter and pass that dequantising a base in 4 bits moves."""
 
 
 def estimate_rates(
@@ -216,19 +228,21 @@ def estimate_rates(
     precision: str = "bf16",
     tf32: bool = False,
 ) -> HardwareRates | None:
-    """Return what this GPU reaches; `None` if its peak or its memory's rate is not known.
+    """Return the rates that a GPU reaches; `None` if its peak or its memory's bandwidth is not known.
 
     Args:
-        network: Bytes a second between nodes of one GPU.
-        per_node: GPUs of a node.
-        compiled: Whether blocks are.
-        precision: Of the products: `bf16`, `fp16`, `fp32`.
-        tf32: Whether those of fp32 are made in TF32.
+        gpu: GPU by its data sheet.
+        network: Bytes per second that one GPU can send to other nodes.
+        per_node: Number of GPUs in a node.
+        compiled: Whether blocks are compiled.
+        precision: Precision of matrix products: `bf16`, `fp16` or `fp32`.
+        tf32: Whether products of fp32 matrices are computed in TF32.
     """
     peak = gpu.peak(precision, tf32)
     if peak is None or not gpu.bandwidth:
         return None
-    like, how = int(gpu.name.startswith(LIKE_H100)), "compiled" if compiled else "eager"
+    like = int(gpu.name.startswith(LIKE_H100))
+    how = "compiled" if compiled else "eager"
     wide = 2 if precision == "fp32" else 1
     return HardwareRates(
         products=PRODUCTS[like] * peak,
@@ -244,40 +258,42 @@ def estimate_rates(
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step."""
+    """Estimated time of one optimizer step."""
 
     parts: dict[str, float]
-    """By name: what is computed, and what nothing hides."""
+    """Seconds by name of the part: computation, and communication that no computation hides."""
     tokens: float
-    """Of all GPUs."""
+    """Number of tokens in the step, on all GPUs."""
     gpus: int
     model_flops: float
 
     @property
     def seconds(self) -> float:
-        """The sum of the parts."""
+        """Sum of the parts."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Throughput of all GPUs together."""
         return self.tokens / self.seconds
 
     def mfu(self, peak: float) -> float:
-        """Return model FLOPs over what the GPUs' peak (FLOP/s of one) would do in that time."""
+        """Return the model FLOPs utilisation. `peak` is one GPU's peak in FLOP/s."""
         return self.model_flops / self.gpus / self.seconds / peak
 
 
 def estimate_step_time(job: StepSpec, rates: HardwareRates) -> StepTime:
-    """Return the time of one optimizer step of all GPUs."""
+    """Return the time of one optimizer step on all GPUs."""
     tokens = job.rows * job.length / job.sequence
-    parts = _compute(job, rates, tokens)
+    parts = _time_computation(job, rates, tokens)
     once = sum(parts.values())
-    # Four all-reduces a layer and pass, two each way (Megatron-LM), with nothing to do meanwhile.
-    layers, passes = max(1, job.layers // job.pipeline), 2 + job.recompute
+    # Megatron-LM's tensor parallelism: four all-reduces per layer, two in the forward and two in the
+    # backward, which no computation hides.
+    layers = max(1, job.layers // job.pipeline)
+    passes = 2 + job.recompute
     activation = tokens * job.hidden * job.weight_bytes
     cut = 4 * passes * layers * estimate_ring_seconds(activation, job.tensor, 1, rates) * rates.tensor_waiting
-    # Ulysses: queries, keys, values and outputs change hands, each way.
+    # Ulysses' sequence parallelism: all-to-alls of queries, keys, values, outputs in forward and backward.
     cut += (
         4
         * passes
@@ -288,26 +304,27 @@ def estimate_step_time(job: StepSpec, rates: HardwareRates) -> StepTime:
     if job.pipeline > 1:
         cut += 2 * activation / min(rates.link, rates.network)
     parts = {name: job.micro_batches * seconds for name, seconds in parts.items()} | {
-        "waiting for weights and gradients": _data(job, rates, once),
+        "waiting for weights and gradients": _time_data_parallel(job, rates, once),
         "waiting inside of a replica": job.micro_batches * cut,
         "bubble of the stages": (job.pipeline - 1) * (once + cut),
-        "optimizer": _update(job, rates),
+        "optimizer": _time_optimizer(job, rates),
     }
     return StepTime(parts, job.tokens, job.gpus, job.tokens * job.flops_per_token())
 
 
-def _compute(job: StepSpec, rates: HardwareRates, tokens: float) -> dict[str, float]:
-    """Return seconds of one micro-batch on a GPU of the stage with the most blocks."""
+def _time_computation(job: StepSpec, rates: HardwareRates, tokens: float) -> dict[str, float]:
+    """Return the seconds that a micro-batch computes, by part, on a GPU of the stage with the most blocks."""
     blocks = ceil(job.layers / job.pipeline)
     share = blocks / job.layers / job.tensor
     passes = (3 + job.recompute) / 3
-    units = 2 + job.weight_gradients + job.recompute  # a forward's products: again for inputs, for weights
+    # In units of a forward's products: the forward, gradients of inputs, gradients of weights, recomputation.
+    units = 2 + job.weight_gradients + job.recompute
     width = (job.width or job.hidden) / job.tensor
     speed = rates.attention * job.looks_back / (job.looks_back + HALF_RATE)
     stream = rates.stream
     if job.trained and not job.weight_gradients:
         stream += ADAPTER_BYTES
-    # Norms and residuals, half of the stream, are computed on every tensor rank.
+    # Norms and residuals, half of the bytes, are computed on every tensor-parallel rank.
     moved = job.hidden * tokens * passes * stream * (1 + 1 / job.tensor) / 2 * blocks
     if job.quantised:
         moved += DEQUANTISE_BYTES * job.blocks * share * (2 + job.recompute)
@@ -326,12 +343,13 @@ def _compute(job: StepSpec, rates: HardwareRates, tokens: float) -> dict[str, fl
 
 
 def estimate_ring_seconds(num_bytes: float, ranks: int, inner: int, rates: HardwareRates) -> float:
-    """Return seconds of an all-gather or a reduce-scatter (an all-reduce is both).
+    """Return the seconds of an all-gather or a reduce-scatter; an all-reduce takes both.
 
     Args:
-        num_bytes: Of the whole tensor.
-        ranks: Of the group.
-        inner: GPUs between two of them, such as tensor ranks.
+        num_bytes: Bytes of the whole tensor.
+        ranks: Number of ranks in the process group.
+        inner: Distance between neighbours of the group in global ranks, such as the tensor-parallel degree.
+        rates: Rates of the GPU and its links.
     """
     return (ranks - 1) / ranks * num_bytes / _ring_rate(ranks, inner, rates)
 
@@ -345,21 +363,20 @@ def _ring_rate(ranks: int, inner: int, rates: HardwareRates) -> float:
 
 
 def compute_exposed_seconds(transfer: float, beside: float, disturbance: float) -> float:
-    """Return the seconds of a transfer that `beside` seconds of computation do not hide.
+    """Return the seconds by which a transfer lengthens `beside` seconds of concurrent computation.
 
-    Args:
-        disturbance: Share of the hidden seconds by which the computation beside them takes longer.
+    `disturbance` is the slowdown of the computation, as a share of the seconds that it hides.
     """
     return transfer - (1 - disturbance) * min(transfer, beside)
 
 
-def _data(job: StepSpec, rates: HardwareRates, once: float) -> float:
-    """Return seconds a step waits for weights and gradients of the data-parallel (and sequence) ranks."""
+def _time_data_parallel(job: StepSpec, rates: HardwareRates, once: float) -> float:
+    """Return the seconds that a step waits for weights and gradients of data- and sequence-parallel ranks."""
     units = 3 + job.recompute
     forward, backward = (once * share / units for share in (1, units - 1))
     ranks = job.data * job.sequence
     kept = job.parameters / job.tensor / job.pipeline
-    # A slow link disturbs longer, but less.
+    # A slow link disturbs the computation for longer, but less.
     disturbance = min(1.0, _ring_rate(ranks, job.tensor, rates) / NVLINK) ** 0.5
     reduced = estimate_ring_seconds(kept * job.trained * job.weight_bytes, ranks, job.tensor, rates)
     gathered = estimate_ring_seconds(kept * job.weight_bytes, ranks, job.tensor, rates)
@@ -372,8 +389,8 @@ def _data(job: StepSpec, rates: HardwareRates, once: float) -> float:
     return job.micro_batches * (waits + compute_exposed_seconds(gathered + reduced, backward, disturbance))
 
 
-def _update(job: StepSpec, rates: HardwareRates) -> float:
-    """Return seconds of the optimizer's step."""
+def _time_optimizer(job: StepSpec, rates: HardwareRates) -> float:
+    """Return the seconds of the optimizer's step."""
     kept = job.parameters / job.tensor / job.pipeline
     shard = kept / (job.data * job.sequence) if job.stage else kept
     return shard * job.trained * OPTIMIZER_BYTES / rates.memory

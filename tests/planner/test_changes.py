@@ -139,13 +139,15 @@ def test_why_nothing_can_be_suggested_is_told(tmp_path):
 
 def test_a_change_is_told_by_its_words_its_gain_and_its_price():
     words = ("batch.micro_batch_size=4",)
-    plain = ConfigChange("the same step in 2 times as many parts", BATCH, words, gain=2**30, slower=1.23456)
-    told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step in 2 times as many parts)"
+    plain = ConfigChange(
+        "the same step with 2 times as many micro-batches", BATCH, words, gain=2**30, slower=1.23456
+    )
+    told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step with 2 times as many micro-batches)"
     assert str(plain) == told
-    back = ConfigChange("nothing on the host", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), slower=1.001)
-    assert str(back) == "ds.x=none (+1.00 GiB, nothing on the host)"
-    other = ConfigChange("shorter rows, another curve", OTHER_CURVE, ("data.sequence_length=64",))
-    assert str(other) == "data.sequence_length=64 (shorter rows, another curve)"
+    back = ConfigChange("no offload", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), slower=1.001)
+    assert str(back) == "ds.x=none (+1.00 GiB, no offload)"
+    other = ConfigChange("shorter rows change the loss curve", OTHER_CURVE, ("data.sequence_length=64",))
+    assert str(other) == "data.sequence_length=64 (shorter rows change the loss curve)"
 
 
 class Peak:

@@ -92,7 +92,7 @@ def test_it_fits_with_as_much_free_as_pieces_take(split, ranks, apart, share):
 
     assert on(needed + 2).fits
     assert not on(needed - 2).fits
-    assert "free besides" in on(needed - 2).lacking
+    assert "should be free" in on(needed - 2).lacking
     assert (f"{share:.0%}" in on(needed - 2).lacking) == (share < 1)
     assert on(found.memory.peak - 2).lacking == "memory"
 

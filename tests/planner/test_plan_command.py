@@ -65,7 +65,7 @@ def test_it_answers_without_torch_and_what_stands_on_it():
         "activations kept",
         "MFU",
         "2048.0 (assumed)",
-        "attention is priced for documents of 2,048 tokens",
+        "attention is timed for documents of 2,048 tokens",
     ):
         assert text in done.stdout
     assert re.search(r"there is .* \d+%: fits$", done.stdout, re.M)
@@ -189,7 +189,7 @@ def test_what_ends_a_search_in_place_of_memory_is_told(capsys, tmp_path):
     found = limits(*tiny, "data.sequence_length=2", "--largest")
     assert found["largest micro-batch"].stop_reason == "more is not tried"
     cnn = ["--config", CNN, "--gpu", "a100"]
-    with pytest.raises(ConfigError, match="what activations take is not known of cnn"):
+    with pytest.raises(ConfigError, match="the memory of activations is not known for cnn"):
         limits(*cnn, "--largest")
     config = {"model_type": "llama", "max_position_embeddings": 2000, "hidden_size": 512}
     given = ["--config", str(pretrained(tmp_path, config)), "--gpu", "h100", "engine.precision=bf16"]
@@ -320,10 +320,10 @@ def test_a_config_from_elsewhere_with_a_number_that_can_be_none_is_one_line(caps
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["model.pretrained=./nowhere", "model.architecture=null"], "there is no such folder"),
         (["model.num_layer=3"], "num_layers"),
-        ([*GEMMA, "--longest"], "what activations take is not known of gemma2"),
+        ([*GEMMA, "--longest"], "the memory of activations is not known for gemma2"),
         ([*GEMMA, "--suggest"], "what gemma2 takes on 8 x H100"),
         (["data.sequence_length=4194304", "--suggest"], "no split of llama"),
-        (["--longest", "--config", CNN], "--longest: what a row of cnn takes is known"),
+        (["--longest", "--config", CNN], "--longest: the memory of a row of cnn is known"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(capsys, words, text):
