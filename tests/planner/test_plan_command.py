@@ -321,7 +321,7 @@ def test_a_config_from_elsewhere_with_a_number_that_can_be_none_is_one_line(caps
         (["model.pretrained=./nowhere", "model.architecture=null"], "there is no such folder"),
         (["model.num_layer=3"], "num_layers"),
         ([*GEMMA, "--longest"], "the memory of activations is not known for gemma2"),
-        ([*GEMMA, "--suggest"], "what gemma2 takes on 8 x H100"),
+        ([*GEMMA, "--suggest"], "the memory of gemma2 on 8 x H100"),
         (["data.sequence_length=4194304", "--suggest"], "no split of llama"),
         (["--longest", "--config", CNN], "--longest: the memory of a row of cnn is known"),
     ],
