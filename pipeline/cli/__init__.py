@@ -1,0 +1,1 @@
+"""Commands: `python -m pipeline NAME` and `launch/train.py`."""

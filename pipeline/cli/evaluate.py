@@ -21,7 +21,7 @@ On other data, or on all of it:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to its parser."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
+    """Evaluate a run's checkpoint on its held-out data and print the metrics."""
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
     from pipeline.cli.screen import Screen

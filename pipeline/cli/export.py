@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
+    """Export a checkpoint as a Hugging Face folder."""
     from pipeline.checkpoint.adapters import STATE_KEY, dtype_of
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import CheckpointWeights

@@ -18,7 +18,7 @@ question, in its own template."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to its parser."""
     parser.description = DESCRIPTION
     add_checkpoint_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from, or is asked")
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
+    """Print a continuation of the prompt by a run's checkpoint."""
     log_to_console(Ranks(0, 0, 1, 1))
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")

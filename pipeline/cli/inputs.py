@@ -34,7 +34,7 @@ def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
 
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
-    """The recipe that these arguments name."""
+    """Return the recipe that these arguments name."""
     import_paths = not arguments.no_import_paths
     config = load_settings(arguments.config, None, arguments.overrides, import_paths=import_paths).config
     check_pretrained(config)

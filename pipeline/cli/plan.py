@@ -88,7 +88,8 @@ def format_time_rows(found: Forecast) -> list[tuple[str, str]]:
         rows.append(
             (
                 "MFU",
-                f"{100 * found.mfu * (1 - TIME_TOLERANCE):.0f} to {100 * found.mfu * (1 + TIME_TOLERANCE):.0f} %",
+                f"{100 * found.mfu * (1 - TIME_TOLERANCE):.0f} to "
+                f"{100 * found.mfu * (1 + TIME_TOLERANCE):.0f} %",
             )
         )
     return rows
@@ -172,6 +173,7 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print the expected memory and time of a run, and what to change if it does not fit."""
     settings, place = read_inputs(arguments)
     model = _model(settings)
     if arguments.longest or arguments.largest:

@@ -24,7 +24,7 @@ AFTER_INTERRUPT = "what is finished is kept, and the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the command's arguments to its parser."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -50,6 +50,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Tokenize the recipe's data into the cache."""
     log_to_console(Ranks(0, 0, 1, 1))
     data = read_recipe(arguments).data
     shard = None if arguments.shard is None else parse_shard(arguments.shard)

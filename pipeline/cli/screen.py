@@ -31,6 +31,7 @@ class Screen:
         self.is_coloured = is_terminal and not self._console.no_color
 
     def title(self, words: str) -> None:
+        """Print a bold line after an empty one."""
         self._console.print(Text(f"\n{escape_unprintable(words)}", "bold"), soft_wrap=True)
 
     def line(self, words: str | Text = "") -> None:
@@ -41,7 +42,7 @@ class Screen:
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
     ) -> None:
-        """The first column on the left, numbers on the right.
+        """Print a table: the first column aligned left, the others right.
 
         Args:
             words: Columns of words: on the left, and on several lines where one is too narrow.
@@ -61,7 +62,7 @@ class Screen:
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], object]]:
-        """A function that advances a bar, where stderr is a terminal."""
+        """Yield a function that advances a progress bar; it does nothing unless stderr is a terminal."""
         if not sys.stderr.isatty():
             yield lambda amount: None
             return

@@ -178,7 +178,7 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
 
 
 def format_dry_run(settings: Settings, world_size: int) -> str:
-    """What --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
+    """Format what --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
     resolved = settings.resolve(world_size, Device.probe())
     plan, config = resolved.batch_plan, settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]

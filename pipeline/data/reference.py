@@ -121,8 +121,8 @@ def restore_reference_logps(data: DataBundle, directory: Path, job: Job) -> Data
         table = read_reference_table(directory / REFERENCE_FILE)
         if table is None:
             raise CheckpointError(
-                f"{directory / REFERENCE_FILE} is gone or damaged, and what the run began with cannot be computed from "
-                "what it has trained since; bring it back, or start a new run"
+                f"{directory / REFERENCE_FILE} is gone or damaged, and the run's first weights cannot be "
+                "computed from its later ones; bring the file back, or start a new run"
             )
         return table
 

@@ -125,6 +125,7 @@ class EvalSampler:
         self._stride = dp_world_size * micro_batch_size
 
     def is_real(self, draw: BatchIndices) -> bool:
+        """Return whether the draw is a sample of its data set, not one that fills up the last batch."""
         return draw.position < self._sizes[draw.dataset]
 
     def __iter__(self) -> Iterator[BatchIndices]:

@@ -94,10 +94,11 @@ class PeftFolder:
             ConfigError: The recipe and the folder differ.
         """
         own = self.config
+        kind = "lora"
+        if own.get("use_rslora"):
+            kind = "rslora"
         if own.get("use_dora"):
             kind = "dora"
-        else:
-            kind = "rslora" if own.get("use_rslora") else "lora"
         said = {"kind": kind, "rank": own.get("r"), "alpha": float(own.get("lora_alpha") or 0)}
         for key, theirs in said.items():
             ours = getattr(config, key)
@@ -345,7 +346,7 @@ def _bytes_of(weight: Tensor) -> int:
 
 
 def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
-    """Let peft add its layers without values, since its draws would depend on the part that this rank holds."""
+    """Let peft add its layers without values: its draws would depend on the part that this rank holds."""
     from peft import inject_adapter_in_model
 
     config.use_dora = False  # peft would read whole weights, of which this rank may hold a part

@@ -180,5 +180,4 @@ def accept_fp32_inputs(
     whole = {id(p) for p in trained}
     for layer in layers.values():
         if id(layer.weight) not in whole:
-            layer.__class__ = _build_casting_class(type(layer))  # type: ignore[arg-type] # classes have a
-            hash
+            layer.__class__ = _build_casting_class(type(layer))  # type: ignore[arg-type]

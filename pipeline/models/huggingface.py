@@ -440,7 +440,7 @@ def _read_pretrained(
 
 
 def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedModel:
-    """The model that a run's folder describes (see write_model_description); its weights are still to come.
+    """Return the model that a run's folder describes (see write_model_description), without its weights.
 
     Raises:
         ModelError: the folder does not say what the model is.

@@ -157,7 +157,9 @@ def test_samples_are_counted_whatever_stands_first():
 
 def test_an_entry_that_is_not_there_is_told_with_those_that_are():
     batch = LoadedBatch(inputs=X, targets=Y)
-    with pytest.raises(DataError, match=r"no entry 'target'; it has: inputs \(3, 2\) float32, targets \(3,\)"):
+    with pytest.raises(
+        DataError, match=r"no entry 'target'; it has: inputs \(3, 2\) float32, targets \(3,\)"
+    ):
         batch["target"]
     with pytest.raises(KeyError):
         batch["target"]

@@ -142,7 +142,8 @@ def test_a_change_is_told_by_its_words_its_gain_and_its_price():
     plain = ConfigChange(
         "the same step with 2 times as many micro-batches", BATCH, words, gain=2**30, slower=1.23456
     )
-    told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, the same step with 2 times as many micro-batches)"
+    told = "batch.micro_batch_size=4 (-1.00 GiB, 1.2 times as long, "
+    told += "the same step with 2 times as many micro-batches)"
     assert str(plain) == told
     back = ConfigChange("no offload", BACK_TO_DEVICE, ("ds.x=none",), gain=-(2**30), slower=1.001)
     assert str(back) == "ds.x=none (+1.00 GiB, no offload)"

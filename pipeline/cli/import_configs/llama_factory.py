@@ -119,7 +119,8 @@ def _settle_data(draft: ImportDraft, kind: str) -> None:
         draft.put("data.learn_from", "all" if draft.read_value("train_on_prompt", to_bool) else "assistant")
         if packs and not neat:
             draft.leave_open("packing", "conversations of a row see each other there, and never do here")
-    what = f"a Jinja file that writes what LLaMA-Factory's template {draft.read_value('template', to_text)} writes; "
+    template = draft.read_value("template", to_text)
+    what = f"a Jinja file that writes what LLaMA-Factory's template {template} writes; "
     what += "delete the line where that is the tokenizer's own"
     draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 

@@ -196,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Raises a PipelineError where theirs is none of these, or there is no room for ours."""
+    """Write the recipe; raise a PipelineError for an unknown input or an existing output."""
     theirs: Path = arguments.theirs
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:

@@ -65,10 +65,10 @@ class TokenizerFolder:
 
 
 def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_dir: Path) -> TokenizerFolder:
-    """Return the recipe's tokenizer: loaded, or trained on the training split of `parts`. Where there may be
-    conversations, with a template.
+    """Return the recipe's tokenizer: loaded, or trained on the training split of `parts`.
 
-    One process trains it; others that need the same one wait.
+    If there may be conversations, it has a chat template. One process trains it; others that need the same
+    one wait.
 
     Raises:
         DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
