@@ -263,7 +263,7 @@ def test_a_newcomer_finds_where_a_new_thing_goes():
 
 
 def test_the_page_lists_the_rooms_in_their_order_and_their_places_are_there():
-    rows = rows_of("design.md", "Rooms")
+    rows = rows_of("architecture.md", "Rooms")
     assert [row.split("|")[1].strip().strip("`/") for row in rows] == ROOMS
     for place in re.findall(r"`(pipeline/[\w./]*)`", "".join(rows)):
         assert (ROOT / place).exists(), place
