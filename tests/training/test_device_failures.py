@@ -278,6 +278,6 @@ def test_one_that_loads_no_model(evaluated, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("pipeline.checkpoint.export.CheckpointWeights.read", lambda *_: np.empty(2**50))
     assert main(["export", str(evaluated[1]), str(tmp_path / "out")]) == 12
     assert "out of memory on cpu while weights are read, at" in error_in(capsys.readouterr().err)
-    monkeypatch.setattr("pipeline.cli.checkpoints.find_run", no_room)
+    monkeypatch.setattr("pipeline.cli.checkpoints.find_run_directory", no_room)
     assert main(["checkpoints", str(evaluated[1]), "verify"]) == 12
     assert "What helps, most first: an end to what else" in error_in(capsys.readouterr().err)

@@ -38,7 +38,7 @@ PROGRAM = """
     store = CheckpointStore(run_dir / "checkpoints", Retention(2, keep_best=True), job, "plain PyTorch")
     with build_trackers(config, run_dir=run_dir, is_main_process=True, start_step=start_step, max_steps=99,
                      run_config={}) as trackers:
-        store.shown_to(trackers.show)
+        store.set_listener(trackers.show)
         for word, step, *rest in words:
             if word == "wait":
                 while Path(sys.argv[4]).read_text().count("COMMITTED") < step:
@@ -53,7 +53,7 @@ PROGRAM = """
             elif word == "distrust":
                 store.distrust_after(step)
             elif word == "back":
-                store.go_back(PlainEngine(0, 1), step)
+                store.roll_back(PlainEngine(0, 1), step)
         store.close()
 """
 
