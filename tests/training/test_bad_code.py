@@ -229,7 +229,7 @@ def own(section, name):
         (["data.collate_fn=test_bad_code:no_such"], "has no 'no_such'"),
         ([own("model", "made")], "is a module; name a function or a class that makes it"),
         ([own("objective", "detached")], "the loss does not depend on any parameter that is trained"),
-        ([own("objective", "misnamed")], "'target' was asked of a batch that has no such entry: inputs"),
+        ([own("objective", "misnamed")], "the batch has no entry 'target'; it has: inputs"),
         ([own("objective", "of_one")], "of_one(outputs) cannot be called with (outputs, batch)"),
         ([own("objective", "own_cross_entropy"), own("data", "too_large")], "a cross entropy are for 4"),
         (["objective.kind=causal_lm"], "reads 'labels', and the batch has inputs"),
