@@ -50,7 +50,7 @@ def test_the_numbers_and_what_to_change():
     )
     assert numbers in str(error)
     levers = (
-        "most first: batch.micro_batch_size=3 batch.gradient_accumulation_steps=6 (the same step with 3 times",
+        "most first: batch.micro_batch_size=3 batch.gradient_accumulation_steps=6 (the same step with 3",
         "model.activation_checkpointing=full",
         "ds.zero_optimization.stage=3 (",
     )
