@@ -1,4 +1,4 @@
-"""What a command is given: a recipe, a run or one of its checkpoints, overrides."""
+"""Arguments that commands share: a recipe, a run or one of its checkpoints, overrides."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 @contextmanager
 def report_file_errors() -> Iterator[None]:
-    """Around a command that looks at a run: files that cannot be read, or named, are bad input there."""
+    """Report files of a run that cannot be opened as bad input, in one line."""
     try:
         yield
     except OSError as error:

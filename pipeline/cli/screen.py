@@ -1,4 +1,4 @@
-"""Where inspection writes: tables and text on stdout, progress on stderr."""
+"""Output of `inspect` and `plan`: tables and text on stdout, progress on stderr."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ class PreferenceDataConfig(ConversationsConfig):
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether rows may have a single answer."""
+        """Return whether rows may have a single answer."""
         return self.examples == "unpaired"
 
 

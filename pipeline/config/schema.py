@@ -276,7 +276,7 @@ class LogConfig(RecipeSection):
 
     @property
     def shows_rows(self) -> bool:
-        """Whether the console shows rows and evaluations, not only warnings and errors."""
+        """Return whether the console shows rows and evaluations, not only warnings and errors."""
         return self.console in ("debug", "info")
 
 
@@ -327,7 +327,7 @@ class EvalConfig(RecipeSection):
 
     @property
     def best_is_lowest(self) -> bool:
-        """Whether the lowest value of `best_metric` is the best."""
+        """Return whether the lowest value of `best_metric` is the best."""
         return (self.best_mode or BEST_MODES.get(self.best_metric.rpartition("/")[2])) == "min"
 
     @model_validator(mode="after")

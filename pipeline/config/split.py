@@ -95,7 +95,7 @@ class Split:
 
     @property
     def cuts_matrices(self) -> bool:
-        """Whether the optimizer of a rank steps parts of parameters, not whole matrices."""
+        """Return whether the optimizer of a rank steps parts of parameters, not whole matrices."""
         staged_in_bf16 = self.pipeline_stages > 1 and self.precision == "bf16"
         return self.zero_stage > 0 or self.tensor_parallel > 1 or staged_in_bf16
 

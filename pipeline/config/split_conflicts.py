@@ -47,18 +47,18 @@ class Combination:
 
     @property
     def has_several_optimizers(self) -> bool:
-        """Whether groups of parameters have different kinds of optimizers."""
+        """Return whether groups of parameters have different kinds of optimizers."""
         optimizer = self.config.optimizer
         return any(group.kind not in (None, optimizer.kind) for group in optimizer.groups or [])
 
     @property
     def multiplies_in_fp8(self) -> bool:
-        """Whether linear layers multiply in fp8."""
+        """Return whether linear layers multiply in fp8."""
         return self.model_value("fp8") not in (None, "none")
 
     @property
     def quantizes_base(self) -> bool:
-        """Whether the base of an adapter is stored in 4 bits."""
+        """Return whether the base of an adapter is stored in 4 bits."""
         return self.config.adapter is not None and self.config.adapter.quantize is not None
 
     def model_value(self, field: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the reference says of answers, known by their tokens: the same in any row, order and batch.
+"""Reference log-probabilities of answers, looked up by their tokens: the same in any row, order and batch.
 
 A run keeps the table in a file of its directory.
 
@@ -68,7 +68,7 @@ class ReferenceTable:
 
 
 class ZeroReferenceTable(ReferenceTable):
-    """What stands in for the reference where only its size counts."""
+    """Table of zeros, for trials in which only the size of a batch matters."""
 
     def __init__(self) -> None:
         super().__init__(np.zeros(0, np.uint64), np.zeros(0, np.float32))

@@ -1,4 +1,4 @@
-"""Which samples a rank sees, and when: a pure function of (seed, position), so a run can start anywhere.
+"""Order of samples as a pure function of (seed, position), so that a run can start anywhere.
 
 The order is computed by index, without a shuffled list: no memory, no warm-up, no state to save but a count.
 """
@@ -21,7 +21,7 @@ ROUNDS = 6
 
 
 class SampleOrder(Protocol):
-    """Which sample stands at which position of the run."""
+    """Maps a position of the run to a sample."""
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return indices into the data set at `positions` (any shape)."""
@@ -29,14 +29,14 @@ class SampleOrder(Protocol):
 
 
 class BatchIndices(NamedTuple):
-    """What one batch is made of."""
+    """Samples of one batch."""
 
     dataset: int
     """Number of the data set, where there are several."""
     position: int
-    """Of the first sample in the order: it stands for the random numbers the batch may use."""
+    """Position of the first sample in the order, which also seeds the batch's random numbers."""
     indices: list[int]
-    """Into the data set."""
+    """Indices into the data set."""
 
 
 class ShuffledOrder:
@@ -144,11 +144,11 @@ class SourceShare:
 
     name: str
     num_samples: int
-    """Its samples; those of all sources lie one behind the other in the data set."""
+    """Number of samples; the data set has the sources one after the other."""
     weight: float | None = None
     """Share of the samples drawn, relative to the other sources' weights. All have one, or none."""
     epochs: float = 1.0
-    """How often it is gone through in an epoch of the mixture, without weights."""
+    """Passes over the source in an epoch of the mixture, if sources have no weights."""
 
 
 class MixtureOrder:
@@ -273,7 +273,7 @@ def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
 
 
 class SourceCounts:
-    """How many samples each source has given so far, over all ranks: exact, counted on every rank alike."""
+    """Counts the samples that each source has given, over all ranks: exact, and equal on every rank."""
 
     def __init__(self, order: MixtureOrder) -> None:
         self._order = order

@@ -287,7 +287,7 @@ class Job:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the job has a process group."""
+        """Return whether the job has a process group."""
         return self.store is not None
 
     def broadcast_object(self, value: Any) -> Any:

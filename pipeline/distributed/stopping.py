@@ -44,7 +44,7 @@ class StopOnSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has asked for a stop."""
+        """Return whether a signal has asked for a stop."""
         return self.signal_number is not None
 
     def __enter__(self) -> StopOnSignal:

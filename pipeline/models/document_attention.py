@@ -57,7 +57,7 @@ class ScoreOptions:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether scores are capped or have sinks, which no kernel of torch supports."""
+        """Return whether scores are capped or have sinks, which no kernel of torch supports."""
         return self.softcap is not None or self.sinks is not None
 
 

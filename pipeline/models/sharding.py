@@ -59,7 +59,7 @@ class Sharding(Protocol):
 
     @property
     def loads_by_tensor(self) -> bool:
-        """Whether a model is divided before it has weights, which are then loaded one tensor at a time."""
+        """Return whether a model is divided before its weights are loaded, one tensor at a time."""
         ...
 
     @property

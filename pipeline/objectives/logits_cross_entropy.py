@@ -49,7 +49,7 @@ class FusedKernels:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the kernels run; they are compiled at their first call."""
+        """Return whether the kernels run; they are compiled at their first call."""
         return bool(self._compiled)
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:

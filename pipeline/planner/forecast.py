@@ -43,7 +43,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether device and machine have enough memory; `None` if all but the unknown activations fit."""
+        """Return whether device and machine have enough memory; `None` if only activations are unknown."""
         if self.lacking:
             return False
         return True if self.memory.is_complete else None

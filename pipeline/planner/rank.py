@@ -366,7 +366,7 @@ class RankSlice:
 
     @property
     def adds_in_fp32(self) -> bool:
-        """Whether DeepSpeed's bf16 optimizer steps it, with a flat fp32 copy of all gradients."""
+        """Return whether DeepSpeed's bf16 optimizer steps it, with a flat fp32 copy of all gradients."""
         if self.split.precision != "bf16" or self.stage != 1 or self.offloads("optimizer"):
             return False
         return self.split.pipeline_stages > 1 or self.summed == 4

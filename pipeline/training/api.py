@@ -257,7 +257,7 @@ class Run:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self._job.ranks.is_main_process
 
     @property

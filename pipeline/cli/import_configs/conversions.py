@@ -17,7 +17,7 @@ class LeftOpenError(Exception):
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """What becomes of a key of theirs."""
+    """Recipe keys that one key of the other trainer sets, and the conversion of its value."""
 
     ours: str
     """Dotted keys of the recipe with commas between them; `JSON: ...` of the DeepSpeed JSON."""
@@ -26,7 +26,7 @@ class KeyMapping:
 
 
 def parse_reasons(table: str) -> dict[str, str]:
-    """Read lines `reason: key key` as key -> reason; an indented line goes on."""
+    """Read lines `reason: key key` as key -> reason; an indented line continues the one before."""
     found: dict[str, str] = {}
     for line in table.strip().replace("\n  ", " ").splitlines():
         reason, _, keys = line.rpartition(": ")

@@ -30,37 +30,37 @@ Source = dict[str, Any]  # keys of a source of the recipe
 
 @dataclass(frozen=True)
 class TrainerTable:
-    """A trainer whose configurations are read: its table. A key is dotted, `*` stands for a list's number."""
+    """Table of a trainer whose configurations are imported. Keys are dotted; `*` is any index of a list."""
 
     title: str
     rows: Mapping[str, KeyMapping]
     import_values: Callable[[ImportDraft], None]
     """Reads the rows without a conversion."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What holds there where a file says nothing, of keys that change the curve."""
+    """Defaults of the trainer for keys that change the loss curve."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """transformers' or TRL's name of a key -> this tool's, where they differ."""
+    """Name of a key in transformers or TRL -> its name in this trainer, if they differ."""
 
 
 @dataclass
 class ImportDraft:
-    """A recipe and a DeepSpeed JSON as far as they are known."""
+    """A recipe and a DeepSpeed JSON while they are imported."""
 
     file: ConfigFile
     tool: TrainerTable
     gpus: int
     trainer: str = ""
-    """Which of TRL's trainers the command line names."""
+    """TRL's trainer that the command line names; empty if none."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """Values by dotted key, of two parts at most."""
     remarks: dict[str, str] = field(default_factory=dict)
-    """What was decided, by dotted key."""
+    """Remarks on decided values, by dotted key."""
     json: dict[str, Any] = field(default_factory=dict)
     """Values of the JSON, by dotted key."""
     base: str | dict[str, Any] = "zero2"
-    """What the JSON is made of: their file's name, their JSON itself, or a name in ds_configs/."""
+    """Source of the JSON: the name of the trainer's file, its JSON, or a name in ds_configs/."""
     has_recipe: bool = True
-    """Whether their file says what is trained, not only how the work is split."""
+    """Whether the trainer's file describes the training, not only the split."""
     fill_in: list[str] = field(default_factory=list)
     left_open: dict[str, str] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)

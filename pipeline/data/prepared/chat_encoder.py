@@ -57,7 +57,7 @@ class WrittenConversation:
 
     @property
     def is_escaped(self) -> bool:
-        """Whether the conversation's content contains a special token."""
+        """Return whether the conversation's content contains a special token."""
         return BEGIN in self.text
 
 

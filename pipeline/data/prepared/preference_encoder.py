@@ -43,7 +43,7 @@ class _Judged:
 
     @property
     def is_plain(self) -> bool:
-        """Whether prompt and answer are plain text."""
+        """Return whether prompt and answer are plain text."""
         return isinstance(self.example.prompt, str)
 
 
@@ -121,13 +121,13 @@ class PreferenceEncoder:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """What the tokenizer puts before every text, such as Llama's token for its beginning."""
+        """Return the ids that the tokenizer puts before every text, such as Llama's BOS token."""
         ids: list[int] = self._tokenizer("")["input_ids"]
         return ids[: ids[:1] == [self._tokenizer.bos_token_id]]
 
     @cached_property
     def _end_text(self) -> str:
-        """How the end of a document is written: rows may have it behind an answer."""
+        """Return the text of the end-of-document token, which rows may have after an answer."""
         return str(self._tokenizer.eos_token)
 
     @cached_property

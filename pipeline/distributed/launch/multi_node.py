@@ -78,12 +78,12 @@ class MultiNodeLaunch:
 
     @property
     def over_mpi(self) -> bool:
-        """Whether mpirun starts the ranks."""
+        """Return whether mpirun starts the ranks."""
         return bool(self.options.launcher == "openmpi")
 
     @property
     def chooses(self) -> bool:
-        """Whether some node's devices are not its first ones."""
+        """Return whether some node's devices are not its first ones."""
         return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
 
     def hostfile(self) -> str:

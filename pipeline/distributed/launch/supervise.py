@@ -81,7 +81,7 @@ class _NodeState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is lost, or its ranks are gone and did not all tell of a good end."""
+        """Return whether it is lost, or its ranks are gone and did not all tell of a good end."""
         well = bool(self.exit_records) and all(record["code"] == 0 for record in self.exit_records.values())
         return self.is_lost or (self.is_gone and not well)
 

@@ -68,7 +68,7 @@ class RowDetails:
 
     @property
     def is_cpu_contended(self) -> bool:
-        """Whether other processes compete for the CPUs of the run and slow its steps."""
+        """Return whether other processes compete for the CPUs of the run and slow its steps."""
         return self.load > CONTENDED_LOAD
 
 

@@ -1051,23 +1051,23 @@ class WatchedRun:
 
     @property
     def wants_alerts(self) -> bool:
-        """Whether the recipe asks for alerts."""
+        """Return whether the recipe asks for alerts."""
         return self.config.watch.alerts
 
     @property
     def reports_nonfinite(self) -> bool:
-        """Whether steps that are not finite are reported."""
+        """Return whether steps that are not finite are reported."""
         return self.wants_alerts or self.config.watch.on_nonfinite != "log"
 
     @property
     def reports_spikes(self) -> bool:
-        """Whether spikes are reported. Skipped spikes are not: they never become steps."""
+        """Return whether spikes are reported. Skipped spikes are not: they never become steps."""
         on_spike = self.config.watch.on_spike
         return on_spike != "skip" and (self.wants_alerts or on_spike != "log")
 
     @property
     def reports_frozen(self) -> bool:
-        """Whether frozen parameters are reported. Not with NVMe offload: reading all shards takes minutes."""
+        """Return whether frozen parameters are reported: not with NVMe offload, whose shards read slowly."""
         keys = (f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
         devices = [get_dotted(self.resolved.deepspeed or {}, key) for key in keys]
         return self.wants_alerts and "nvme" not in devices
