@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +46,13 @@ WITHOUT_TORCH = [
     "monitoring/logs.py",
 ]
 """Modules that commands without torch import: importing torch takes seconds."""
+LEANING = re.compile(
+    r"\s*(about|above|across|after|against|along|among|around|as|at|before|behind|below|beside|besides|between|by|down"
+    r"|during|for|from|how|if|in|inside|into|near|of|off|on|onto|out|outside|over|per|since|than|that|through|till|to"
+    r"|toward|under|until|up|upon|via|what|whatever|when|where|which|while|who|whoever|whose|why|with|within|without)\b",
+    re.IGNORECASE,
+)
+"""First words of docstrings that need the line before them."""
 LAZY = {"importlib", "importlib.import_module", "typing", "typing.Any", "typing.TYPE_CHECKING"}
 
 
@@ -267,3 +275,22 @@ def test_the_page_lists_the_rooms_in_their_order_and_their_places_are_there():
     assert [row.split("|")[1].strip().strip("`/") for row in rows] == ROOMS
     for place in re.findall(r"`(pipeline/[\w./]*)`", "".join(rows)):
         assert (ROOT / place).exists(), place
+
+
+def docstrings_of(path: Path) -> Iterator[ast.Constant]:
+    """Yield constants that stand alone as a statement: docstrings of modules, classes, functions, fields."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.value
+
+
+def test_a_docstring_begins_with_its_subject_or_a_verb():
+    """One that begins with "Of" or "What" needs the line before it."""
+    texts = [
+        f"{path.relative_to(ROOT)}:{text.lineno}: {text.value}"
+        for path in FILES
+        for text in docstrings_of(path)
+        if isinstance(text.value, str)
+    ]
+    assert len(texts) > 3000
+    assert [text for text in texts if LEANING.match(text.split(": ", 1)[1])] == []
