@@ -136,9 +136,10 @@ def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings
         if not len(prompt):
             raise DataError(f"prompts[{index}] is empty; give it one token at least")
         if min(prompt) < 0 or (words is not None and max(prompt) >= words):
+            limit = "ids begin at 0" if words is None else f"the model's vocabulary ends at {words}"
             raise DataError(
-                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, and the model's vocabulary "
-                f"ends at {words}; encode it with the model's tokenizer"
+                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, and {limit}; encode it with "
+                "the model's tokenizer"
             )
     length = max(map(len, prompts))
     positions = get_max_positions(module)
