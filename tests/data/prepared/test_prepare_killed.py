@@ -61,27 +61,26 @@ def recipe_for(make_config):
 
 @dataclass(frozen=True)
 class Quiet:
-    """An undisturbed run: what it left, and the seconds between which it worked."""
+    """An undisturbed run: what it left, and how long it worked."""
 
     content: dict[str, bytes]
     tokenizer: Path
     documents: int
-    begin: float
-    end: float
+    seconds: float
+    """Seconds from the first file in the cache to the end."""
 
 
 @pytest.fixture(scope="module")
 def quiet(recipe_for, corpus, tmp_path_factory):
     command = Command(recipe_for(tmp_path_factory.mktemp("quiet"), corpus))
-    while not command.cache.exists() and command.process.poll() is None:
-        time.sleep(0.01)
-    begin = time.monotonic() - command.started
+    command.wait_for("*")
+    begin = time.monotonic()
     ended = command.end()
     assert ended.code == 0, ended
     assert len(parts_of(command.cache)) == FILES
     (tokenizer,) = (command.cache / "tokenizers").iterdir()
-    end = time.monotonic() - command.started
-    return Quiet(bytes_of(command.cache), tokenizer, ended.tokenised, begin, end)
+    seconds = time.monotonic() - begin
+    return Quiet(bytes_of(command.cache), tokenizer, ended.tokenised, seconds)
 
 
 def lock_of(cache: Path, part: str) -> FileLock:
@@ -163,8 +162,11 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(recipe_for, corpus
 
 
 def disturb(command: Command, rng: random.Random, quiet: Quiet, history: list[tuple[str, float]]) -> bool:
-    """Kills one or all of the processes, and notes it; False: the command came to its end before."""
-    whom, moment = WHOM[len(history) % len(WHOM)], rng.uniform(quiet.begin, quiet.end)
+    """Kill one or all of the processes, and note it; return False if the command came to its end before."""
+    whom = WHOM[len(history) % len(WHOM)]
+    moment = rng.uniform(0, quiet.seconds)
+    # Counted from the first file on: importing takes seconds, and fewer from one command to the next.
+    command.wait_for("*")
     try:
         command.process.wait(moment if len(history) < KILLS else PATIENCE)
     except subprocess.TimeoutExpired:
