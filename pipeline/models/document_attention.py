@@ -317,9 +317,9 @@ def whole_row_bounds(rows: int, length: int, device: torch.device) -> Tensor:
 class WholeRowBounds:
     """Chooses the bounds of rows that are one document each.
 
-    cuDNN builds a plan for each new (rows, length): about a second for forward and backward. So only the
-    first shape of training and the first one of evaluation get `no_bounds`, with which cuDNN may compute.
-    Rows of any other shape get their bounds: the variable-length kernels compute, which need no plan.
+    cuDNN builds a plan for each new (rows, length), which takes about a second for forward and backward. So
+    only the first shape of training and the first of evaluation get empty bounds, with which cuDNN may
+    compute. Rows of other shapes get their bounds, and the variable-length kernels compute without a plan.
     """
 
     def __init__(self) -> None:
@@ -355,14 +355,14 @@ class DocumentAttention:
         scaling: float | None = None,
         **rest: Any,
     ) -> tuple[Tensor, None]:
-        """Return (output (B, T, heads, width), None).
+        """Return the output (B, T, heads, width) and `None`.
 
-        Bounds are looked for in `position_ids` where `cu_seq_lens_q` is missing; `sliding_window`, `softcap`
-        and `s_aux` are what transformers' models hand on (see ScoreOptions). With a mask, or keys of tokens
-        before the first query, transformers' sdpa computes.
+        Without `cu_seq_lens_q`, bounds are found in `position_ids`. transformers' models also pass
+        `sliding_window`, `softcap` and `s_aux`; see ScoreOptions. With a mask, or with keys of tokens before
+        the first query, transformers' sdpa computes.
 
         Raises:
-            ModelError: The model asks for more.
+            ModelError: The model passes an argument that is not supported.
         """
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

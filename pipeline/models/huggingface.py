@@ -443,7 +443,7 @@ def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedMo
     """Return the model that a run's folder describes (see write_model_description), without its weights.
 
     Raises:
-        ModelError: the folder does not say what the model is.
+        ModelError: The folder does not describe a model.
     """
     trust = config.trust_remote_code
     try:
