@@ -240,18 +240,20 @@ def add_adapter(
     job: Job,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Give the model its adapters, and freeze all else of it but `modules_to_save`. Collective.
+    """Add the recipe's adapter to the model, and freeze all else of it but `modules_to_save`. Collective.
 
     Args:
-        sharding: What the model was made in: with `config.quantize` a QuantisedBasePlacement; in a
-        HalfBasePlacement, or in that,
-            what is trained is fp32.
-        job: Rank 0 reads `config.weights`.
-        dtype: Of products.
+        model: The model, changed in place.
+        config: The recipe's adapter section.
+        seed: The seed of the initial values.
+        sharding: The placement in which the model was built, a QuantisedBasePlacement with `config.quantize`.
+            In a FrozenBasePlacement, trained parameters are fp32.
+        job: The ranks, of which rank 0 reads `config.weights`.
+        dtype: The dtype of products.
 
     Raises:
-        ConfigError: a name matches nothing.
-        ModelError: `config.weights` cannot be read, or is of another model.
+        ConfigError: A name in the recipe matches nothing.
+        ModelError: `config.weights` cannot be read, or belongs to another model.
     """
     given = PeftFolder.read_on_main(config.weights, job) if config.weights is not None else None
     config = config if given is None else given.complete_config(config)
