@@ -79,8 +79,8 @@ class SpikeDetector:
     A series with a negative value has no ratios, so it has no spikes.
     """
 
-    def __init__(self, reach: SpikeThreshold) -> None:
-        self._reach = reach
+    def __init__(self, threshold: SpikeThreshold) -> None:
+        self._threshold = threshold
         self._values: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._logs: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._refused = 0
@@ -130,10 +130,10 @@ class SpikeDetector:
         logs = np.array(self._logs)
         level = _median(np.sort(logs[-LOCAL:]))
         deviation = estimate_scatter(logs)
-        least = math.log(self._reach.ratio)
-        above = level + max(least, self._reach.deviations * deviation)
+        least = math.log(self._threshold.ratio)
+        above = level + max(least, self._threshold.deviations * deviation)
         if self._first > 0:
-            high = level + max(least, self._reach.of_first * deviation)
+            high = level + max(least, self._threshold.of_first * deviation)
             above = min(above, max(high, math.log(self._first) - NEARLY))
         self.limit = max(math.exp(min(above, 700.0)), self._floor)
 
