@@ -1,4 +1,8 @@
-"""Random numbers of a step and of data sets: functions of a seed and a position; a step's are its own."""
+"""Random numbers of steps and data sets, as functions of a seed and a position.
+
+Generators are reseeded each step. So no generator state is saved, and a resumed run draws the same numbers as
+the uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,12 @@ from pipeline.errors import DataError
 
 
 def derive_seed(*key: int) -> int:
-    """Return 64 random bits that stand for the key."""
+    """Return 64 random bits that follow from the key."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
 def seed_step(seed: int, step: int, seed_rank: int) -> None:
-    """Make a step's random numbers (dropout) a pure function of seed, step and rank.
-
-    No generator state needs to be saved, and a resumed run draws what the unbroken one would have drawn.
-    """
+    """Seed all generators, so that a step's random numbers (dropout) depend on seed, step and rank alone."""
     bits = derive_seed(seed, step, seed_rank) % 2**32
     torch.manual_seed(bits)
     np.random.seed(bits)
@@ -33,7 +34,7 @@ def seed_step(seed: int, step: int, seed_rank: int) -> None:
 
 
 def scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finaliser of splitmix64 (Steele, Lea & Flood 2014) to each, modulo 2**64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea & Flood 2014) to each value, modulo 2**64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,15 +42,15 @@ def scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def derive_seeds(seed: int, position: int, count: int) -> list[int]:
-    """Return 64 random bits for each position from `position` on: one call for a batch."""
+    """Return 64 random bits for each of `count` positions from `position` on."""
     positions = np.arange(position, position + count, dtype=np.uint64)
     return scramble(positions ^ np.uint64(derive_seed(seed))).tolist()
 
 
 def seed_all(bits: int) -> None:
-    """Seed every generator that a data set may draw from on the host."""
-    seed = bits % 2**32  # numpy takes no more
-    # torch.manual_seed would seed the GPUs' generators too, which dropout draws from.
+    """Seed every host generator that a data set may draw from: those of torch, numpy and Python."""
+    seed = bits % 2**32  # numpy accepts at most 32 bits
+    # torch.manual_seed would also seed the GPUs' generators, from which dropout draws.
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -57,7 +58,7 @@ def seed_all(bits: int) -> None:
 
 @contextmanager
 def isolate_random_numbers(*key: int) -> Iterator[None]:
-    """Let numbers drawn inside depend on `key` alone, and leave a step's dropout outside as it is."""
+    """Seed the host generators with `key` inside of the context, and restore their states afterwards."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     seed_all(derive_seed(*key))
     try:
@@ -69,28 +70,31 @@ def isolate_random_numbers(*key: int) -> Iterator[None]:
 
 
 def derive_token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
-    """Return 32 random bits of each token, and of how many tokens its document consists.
+    """Return 32 random bits for each token, and the number of tokens in its document.
 
-    The bits follow from `key`, from all ids of the document and from the place in it: a document has the same
-    ones on any rank, in any row and micro-batch, with or without padding. Two equal documents have the same.
+    The noise of NEFTune is made of these keys. The bits are a hash of `key`, all ids of the document and the
+    position in it. So a document has the same bits on any rank, in any row and micro-batch, with or without
+    padding, and no sample number is needed, which packed rows do not have. The price is that equal documents
+    have equal bits.
 
     Args:
-        batch: `input_ids` (B, T). A document begins with a row and wherever `position_ids` do not go on
-            counting; where there is an `attention_mask` (B, T), a row is one, without what is masked.
+        batch: Batch with `input_ids` (B, T). A document begins with each row, and where `position_ids` do not
+            count up by 1. With an `attention_mask` (B, T), each row is a document without the masked tokens.
+        *key: Numbers that the bits depend on, such as seed and step.
 
     Returns:
-        (B, T) int64, on the host: the bits in the upper half, the number in the lower one.
+        (B, T) int64 in host memory: the bits in the upper half, the number of tokens in the lower half.
 
     Raises:
-        DataError: the batch has no such ids.
+        DataError: The batch has no `input_ids` of two dimensions.
     """
-    seen = get_host_batch(batch)
-    ids = seen.get("input_ids")
+    host = get_host_batch(batch)
+    ids = host.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise DataError(
             f"model.neftune_alpha: the batch has no input_ids (rows, tokens), but {format_batch(batch)}"
         )
-    counts, begins = _documents(seen, ids)
+    counts, begins = _find_documents(host, ids)
     starts = np.flatnonzero(begins)
     document = np.cumsum(begins.reshape(-1)) - 1
     before = np.cumsum(counts) - counts
@@ -103,11 +107,12 @@ def derive_token_keys(batch: Mapping[str, Any], *key: int) -> Tensor:
     return torch.from_numpy(keys.view(np.int64).reshape(tuple(ids.shape)))
 
 
-def _documents(seen: Mapping[str, Any], ids: Tensor) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Return (B * T,) 1 where a token is its document's, else 0; (B, T) whether a document begins."""
+def _find_documents(host: Mapping[str, Any], ids: Tensor) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """Return (B * T,) 0 for masked tokens and 1 for others, and (B, T) whether a document begins."""
     begins = np.zeros(tuple(ids.shape), np.bool_)
     begins[:, 0] = True
-    mask, positions = seen.get("attention_mask"), seen.get("position_ids")
+    mask = host.get("attention_mask")
+    positions = host.get("position_ids")
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return (mask.cpu().numpy() != 0).reshape(-1).astype(np.uint64), begins
     if mask is None and isinstance(positions, Tensor) and positions.shape == ids.shape:

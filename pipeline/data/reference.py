@@ -1,6 +1,8 @@
-"""Reference log-probabilities of answers, looked up by their tokens: the same in any row, order and batch.
+"""Table of the reference model's log-probabilities of answers, by a hash of the answers' tokens.
 
-A run keeps the table in a file of its directory.
+An answer is identified by xxh3 of its ids and labels. So its row, order and batch do not matter, a custom
+data set needs no sample ids, and packing may change between runs. The collate function looks the values up. A
+run saves the table in its directory, since the cache may be deleted.
 
 Shapes: B rows, T tokens, S segments of a row, N answers.
 """
@@ -30,7 +32,7 @@ AnswerKeys = NDArray[np.uint64]
 
 
 def compute_answer_keys(batch: Batch) -> AnswerKeys:
-    """Return (B, S): digests of the tokens and labels of each segment; 0 where there is none."""
+    """Return hashes (B, S) of the tokens and labels of each segment; 0 if there is no segment."""
     ids, segments, kinds = (batch[name].numpy() for name in ("input_ids", "segments", "segment_kinds"))
     labels = batch["shift_labels" if "shift_labels" in batch else "labels"].numpy()
     keys = np.zeros(kinds.shape, dtype=np.uint64)
@@ -42,33 +44,35 @@ def compute_answer_keys(batch: Batch) -> AnswerKeys:
 
 
 class ReferenceTable:
-    """Log-probabilities under the reference.
+    """Log-probabilities of answers under the reference model.
 
     Args:
-        keys: (N,), in order.
-        logps: (N,), fp32.
+        keys: (N,) hashes of the answers, sorted.
+        logps: (N,) log-probabilities, fp32.
     """
 
     def __init__(self, keys: AnswerKeys, logps: NDArray[np.float32]) -> None:
-        self.keys, self.logps = keys, logps
+        self.keys = keys
+        self.logps = logps
 
     @staticmethod
     def from_answers(keys: AnswerKeys, logps: NDArray[np.float32]) -> ReferenceTable:
-        """Return the table of answers in any order, some of them several times."""
+        """Return the table of answers that are in any order and may occur several times."""
         unique, places = np.unique(keys, return_index=True)
         is_answer = unique != 0
         return ReferenceTable(unique[is_answer], logps[places][is_answer])
 
     def look_up(self, keys: AnswerKeys) -> NDArray[np.float32]:
-        """Return values of keys (B, S), 0 where there is no segment; NaN of an answer that is not there."""
-        known, logps = np.append(self.keys, np.uint64(0)), np.append(self.logps, np.float32(np.nan))
+        """Return log-probabilities (B, S): 0 for no segment, NaN for an answer that is not in the table."""
+        known = np.append(self.keys, np.uint64(0))
+        logps = np.append(self.logps, np.float32(np.nan))
         places = self.keys.searchsorted(keys)
         found = np.where(known[places] == keys, logps[places], np.nan)
         return np.where(keys == 0, 0.0, found).astype(np.float32)
 
 
 class ZeroReferenceTable(ReferenceTable):
-    """Table of zeros, for trials in which only the size of a batch matters."""
+    """Table of zeros, for measurements in which only the shapes of batches matter."""
 
     def __init__(self) -> None:
         super().__init__(np.zeros(0, np.uint64), np.zeros(0, np.float32))
@@ -79,26 +83,26 @@ class ZeroReferenceTable(ReferenceTable):
 
 
 class ReferenceCollate:
-    """A collate whose batches have `reference_logps` (B, S), fp32, besides."""
+    """Collate function that adds `reference_logps` (B, S), fp32, to the batches of another one."""
 
     def __init__(self, collate: Collate, table: ReferenceTable) -> None:
         self._collate = collate
         self._table = table
 
     def __call__(self, items: Any) -> Batch:
-        """Return a batch of the collate with the log-probabilities.
+        """Return a batch with the log-probabilities of its answers.
 
         Raises:
-            DataError: an answer is in no table.
+            DataError: An answer is not in the table.
         """
         batch: Batch = as_batch(self._collate(items))
         found = self._table.look_up(compute_answer_keys(batch))
         if np.isnan(found).any():
             row, segment = np.argwhere(np.isnan(found))[0].tolist()
             raise DataError(
-                f"the reference says nothing of an answer (segment {segment} of row {row} of a batch): it was"
-                " not in the data when the run began, or its tokens were others; use that data, or start a "
-                "new run"
+                f"there is no reference log-probability of an answer (segment {segment} of row {row} of a "
+                "batch): it was not in the data when the run began, or its tokens have changed; use that "
+                "data, or start a new run"
             )
         logps: Tensor = torch.from_numpy(found)
         batch["reference_logps"] = logps
@@ -106,23 +110,23 @@ class ReferenceCollate:
 
 
 def add_reference_logps(data: DataBundle, table: ReferenceTable) -> DataBundle:
-    """Return data whose batches have what the table says of their answers."""
+    """Return data whose batches have `reference_logps` from the table."""
     return replace(data, collate=ReferenceCollate(data.collate, table))
 
 
 def restore_reference_logps(data: DataBundle, directory: Path, job: Job) -> DataBundle:
-    """Return the data of a run that has begun: its batches have `reference_logps`. Collective.
+    """Return data whose batches have `reference_logps` from the directory of a resumed run. Collective.
 
     Raises:
-        CheckpointError: the run's directory does not have them any more.
+        CheckpointError: The table in the run's directory is missing or damaged.
     """
 
     def read() -> ReferenceTable:
         table = read_reference_table(directory / REFERENCE_FILE)
         if table is None:
             raise CheckpointError(
-                f"{directory / REFERENCE_FILE} is gone or damaged, and the run's first weights cannot be "
-                "computed from its later ones; bring the file back, or start a new run"
+                f"{directory / REFERENCE_FILE} is missing or damaged, and cannot be computed from weights "
+                "that were trained since; restore the file, or start a new run"
             )
         return table
 
@@ -130,7 +134,7 @@ def restore_reference_logps(data: DataBundle, directory: Path, job: Job) -> Data
 
 
 def read_reference_table(file: Path) -> ReferenceTable | None:
-    """Return the table of a file; `None` if it is missing or damaged."""
+    """Return the table in a file; `None` if the file is missing or damaged."""
     try:
         found = load(file.read_bytes())
         keys, logps = found["keys"], found["logps"]
@@ -141,7 +145,7 @@ def read_reference_table(file: Path) -> ReferenceTable | None:
 
 
 def write_reference_table(file: Path, table: ReferenceTable) -> None:
-    """Write the table to a file, which replaces an older one once it is whole.
+    """Write the table to a file, which replaces an older one atomically.
 
     Raises:
         CheckpointError: The file cannot be written.

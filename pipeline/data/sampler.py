@@ -1,6 +1,8 @@
-"""Order of samples as a pure function of (seed, position), so that a run can start anywhere.
+"""Order of the samples: a pure function of seed and position, the same for any number of ranks.
 
-The order is computed by index, without a shuffled list: no memory, no warm-up, no state to save but a count.
+The order is computed by index, without a shuffled list. It takes no memory and no start-up time, a run can
+start at any position, and the state in a checkpoint is one integer (and one for each source, for the
+metrics).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ROUNDS = 6
 
 
 class SampleOrder(Protocol):
-    """Maps a position of the run to a sample."""
+    """Function from positions of a run to samples."""
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return indices into the data set at `positions` (any shape)."""
@@ -32,19 +34,20 @@ class BatchIndices(NamedTuple):
     """Samples of one batch."""
 
     dataset: int
-    """Number of the data set, where there are several."""
+    """Number of the data set; 0 if there is only one."""
     position: int
-    """Position of the first sample in the order, which also seeds the batch's random numbers."""
+    """Position of the first sample in the order, which seeds the batch's random numbers."""
     indices: list[int]
-    """Indices into the data set."""
+    """Indices of the samples in the data set."""
 
 
 class ShuffledOrder:
-    """A different permutation of `range(num_samples)` for every epoch, one behind the other.
+    """Sequence of permutations of `range(num_samples)`, a different one for every epoch.
 
-    A Feistel network over pairs of digits in base a = ceil(sqrt(n)), keyed by seed and epoch; values that
-    fall in [n, a * a), at most 2 * sqrt(n), are sent through again until they do not (Black & Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel and cycle walking).
+    A permutation is a Feistel network over pairs of digits in base a = ceil(sqrt(n)), keyed by seed and
+    epoch. Values in [n, a * a), of which there are at most 2 * sqrt(n), pass the network again until they are
+    below n (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: generalized Feistel and cycle
+    walking).
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -65,7 +68,7 @@ class ShuffledOrder:
         return samples.astype(np.int64).reshape(positions.shape)
 
     def _permute(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return one pass of the network over [0, base * base)."""
+        """Pass values in [0, base * base) through the network once."""
         left, right = np.divmod(values, self._base)
         for turn in range(ROUNDS):
             drawn = scramble(right ^ (keys + np.uint64(turn))) % self._base
@@ -74,24 +77,26 @@ class ShuffledOrder:
 
 
 class LeftOutPositions:
-    """Stretches of a run's positions that no step takes: the steps before and after them are unchanged.
+    """Ranges of a run's positions that no step takes; the steps before and after them are unchanged.
+
+    A rollback adds such ranges. They are stored with the position in each checkpoint.
 
     Args:
-        stretches: [first, last) each, in any order; they may overlap.
+        stretches: Ranges [first, last), in any order; they may overlap.
     """
 
     def __init__(self, stretches: Iterable[Sequence[int]] = ()) -> None:
         self.stretches = tuple(sorted({(int(first), int(last)) for first, last in stretches}))
 
     def start(self, position: int, size: int) -> int:
-        """Return where the next `size` samples begin, from `position` on."""
+        """Return the first position at or after `position` at which `size` samples can be taken."""
         for first, last in self.stretches:
             if position + size > first and position < last:
                 position = last
         return position
 
     def starts(self, position: int, size: int, count: int) -> NDArray[np.int64]:
-        """Return where the next `count` steps of `size` samples begin: (count,)."""
+        """Return the first positions (count,) of the next `count` steps of `size` samples."""
         if not any(last > position for _, last in self.stretches):
             return position + np.arange(count) * size
         found = []
@@ -105,14 +110,17 @@ NONE_LEFT_OUT = LeftOutPositions()
 
 
 class EvalSampler:
-    """One rank's share of data sets, one behind the other and in order, with as many batches on every rank.
+    """One rank's batches of several data sets, in order, with equally many batches on every rank.
 
-    Global micro-batch b of a data set gives rank r the samples from (b * dp_world_size + r) * micro on. A
-    rank for which none are left gets sample 0, to take part in the collectives of the forward pass; `is_real`
-    says so.
+    In global micro-batch b of a data set, rank r gets the samples from (b * dp_world_size + r) * micro on. A
+    rank without samples left gets sample 0, so that it takes part in the collectives of the forward pass;
+    `is_real` is false for that batch.
 
     Args:
-        sizes: How many samples of each data set there are, or are looked at.
+        sizes: Number of samples to evaluate in each data set.
+        micro_batch_size: Samples per batch and rank.
+        dp_rank: Data-parallel rank.
+        dp_world_size: Number of data-parallel ranks.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class EvalSampler:
         self._stride = dp_world_size * micro_batch_size
 
     def is_real(self, draw: BatchIndices) -> bool:
-        """Return whether the draw is a sample of its data set, not one that fills up the last batch."""
+        """Return whether a batch has samples of this rank, and is to be counted."""
         return draw.position < self._sizes[draw.dataset]
 
     def __iter__(self) -> Iterator[BatchIndices]:
@@ -135,53 +143,53 @@ class EvalSampler:
                 yield BatchIndices(dataset, first, indices or [0])
 
 
-COUNTED_AT_ONCE = 1 << 16  # positions: a few MB of temporary arrays
+COUNTED_AT_ONCE = 1 << 16  # positions per call, for a few MB of temporary arrays
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """One source's part of the training data, and of what is drawn from it."""
+    """Size of a source, and its share of the samples that are drawn."""
 
     name: str
     num_samples: int
-    """Number of samples; the data set has the sources one after the other."""
+    """Number of samples; the data set concatenates those of all sources."""
     weight: float | None = None
-    """Share of the samples drawn, relative to the other sources' weights. All have one, or none."""
+    """Share of the drawn samples, relative to the other weights; `None` for all sources or for none."""
     epochs: float = 1.0
-    """Passes over the source in an epoch of the mixture, if sources have no weights."""
+    """Number of passes over the source in an epoch of the mixture, if there are no weights."""
 
 
 class MixtureOrder:
-    """The samples of all sources, each in its share, in an order that differs from epoch to epoch.
+    """Order of the samples of several sources, drawn by their shares and different in every epoch.
 
-    A permutation sends a position of epoch e to a slot. Slots are divided among the sources: slot k of a
-    source is its own position e * share + k, and its own order maps that to a sample. So a source is gone
-    through whole before it repeats, over as many epochs of the mixture as that takes. A lone source keeps its
-    own order, that of ShuffledOrder. Memory and start-up are O(number of sources).
+    A permutation maps a position in epoch e to a slot. Slots are divided among the sources. Slot k of a
+    source is position e * share + k in the source's own order, which maps it to a sample. So all samples of a
+    source are drawn before one is repeated, over as many epochs of the mixture as that takes. A single source
+    has the order of ShuffledOrder. Memory and start-up time are O(number of sources).
 
     Args:
-        sources: In the order they have in the data set.
-        seed: Fixes the order.
+        sources: Sources in the order of the data set.
+        seed: Seed of the permutations.
 
     Raises:
-        DataError: there is nothing to draw, or nothing in a source that has a weight.
+        DataError: There are no samples, or a source with a weight has none.
     """
 
     def __init__(self, sources: Sequence[SourceShare], seed: int) -> None:
         drawn = count_drawn_per_epoch(sources)
         self._describe(sources, sum(drawn))
-        self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) in an epoch
-        self._slots = np.cumsum([0, *drawn])  # where each source's slots begin; the last one ends them
+        self._drawn = np.array(drawn, dtype=np.int64)  # (sources,) samples drawn per epoch
+        self._slots = np.cumsum([0, *drawn])  # first slot of each source, and the number of slots
         self._active = [number for number, count in enumerate(drawn) if count]
         alone = len(self._active) == 1
         self._slot_order = None if alone else ShuffledOrder(self.samples_per_epoch, seed)
-        self._orders = {  # a key for each source: two of equal size would otherwise go in step
+        self._orders = {  # different seeds, or two sources of equal size would have the same order
             number: ShuffledOrder(sources[number].num_samples, seed if alone else derive_seed(seed, number))
             for number in self._active
         }
 
     def _describe(self, sources: Sequence[SourceShare], samples_per_epoch: int) -> None:
-        """Set what depends on the sources alone."""
+        """Set the attributes that depend on the sources alone."""
         self.names = tuple(source.name for source in sources)
         self.sources = tuple((source.name, source.num_samples) for source in sources)
         self.num_samples = sum(source.num_samples for source in sources)
@@ -189,7 +197,7 @@ class MixtureOrder:
         self._offsets = np.cumsum([0] + [source.num_samples for source in sources])
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return indices into the data set of all sources, at `positions` (any shape) of the run."""
+        """Return indices into the data set of all sources at `positions` (any shape) of the run."""
         if self._slot_order is None:
             (number,) = self._active
             return self._orders[number].samples_at(positions) + self._offsets[number]
@@ -205,9 +213,9 @@ class MixtureOrder:
         return samples.reshape(positions.shape)
 
     def count(self, first: int, last: int) -> NDArray[np.int64]:
-        """Count the positions in [first, last) that draw from each source: (sources,).
+        """Return the number of positions in [first, last) that draw from each source: (sources,).
 
-        Whole epochs are known; the rest is looked at, some 10 million positions a second.
+        Whole epochs are computed directly; other positions are counted, some 10 million per second.
         """
         counts = np.zeros_like(self._drawn)
         if self._slot_order is None:
@@ -227,10 +235,10 @@ class MixtureOrder:
         return counts
 
     def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
-        """Compare what a checkpoint says of the first samples of each source, where that is not certain."""
+        """Check the sample counts in a checkpoint. Nothing to check here; see CurriculumOrder."""
 
     def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of the source, and the position in its own order, of each position (N,)."""
+        """Return the source of each position (N,), and its position in the source's own order."""
         assert self._slot_order is not None
         slots = self._slot_order.samples_at(flat)
         sources = np.searchsorted(self._slots, slots, side="right") - 1
@@ -238,12 +246,12 @@ class MixtureOrder:
 
 
 def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
-    """Return samples of each source in an epoch: by its `epochs`, or its weight's share of all.
+    """Return the number of samples drawn from each source in an epoch, by its `epochs` or its weight.
 
-    Shares of a weighted mixture are rounded by largest remainder: they add up, and weight 0 draws nothing.
+    Shares by weight are rounded by largest remainder, so that they add up and weight 0 draws nothing.
 
     Raises:
-        DataError: there is nothing to draw, or nothing in a source that has a weight.
+        DataError: There are no samples, or a source with a weight has none.
     """
     total = sum(source.num_samples for source in sources)
     if total == 0:
@@ -258,9 +266,11 @@ def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
         if source.weight and not source.num_samples:
             raise DataError(
                 f"data.sources: {source.name} has weight {source.weight:g} and not one training sample; "
-                "add to it, or take it out"
+                "add documents to it, or remove it"
             )
-    exact = [Fraction(weight or 0.0) for weight in weights]  # 10**12 samples times a float would round
+    exact = [
+        Fraction(weight or 0.0) for weight in weights
+    ]  # a float product of 10**12 samples would be rounded
     whole = sum(exact)
     if whole == 0:
         raise DataError("data.sources: the weights sum to 0; give at least one source a weight above 0")
@@ -273,15 +283,15 @@ def count_drawn_per_epoch(sources: Sequence[SourceShare]) -> list[int]:
 
 
 class SourceCounts:
-    """Counts the samples that each source has given, over all ranks: exact, and equal on every rank."""
+    """Exact number of samples drawn from each source so far over all ranks, computed on every rank."""
 
     def __init__(self, order: MixtureOrder) -> None:
         self._order = order
         self.seek(0, None)
 
     def seek(self, samples_seen: int, counts: Mapping[str, int] | None) -> None:
-        """Start from what a checkpoint remembers. Without `counts` the next `up_to` counts from the start."""
-        self._counted = 0  # positions
+        """Continue from a checkpoint's counts; without valid counts, the next call counts from the start."""
+        self._counted = 0  # number of positions that `_counts` covers
         self._counts = np.zeros(len(self._order.names), dtype=np.int64)
         if counts and set(counts) == set(self._order.names) and sum(counts.values()) == samples_seen:
             self._order.check_counts(samples_seen, counts)
@@ -289,7 +299,7 @@ class SourceCounts:
             self._counts = np.array([counts[name] for name in self._order.names], dtype=np.int64)
 
     def count_up_to(self, samples_seen: int) -> dict[str, int]:
-        """Return counts by name of the first `samples_seen` samples; never fewer than at the last call."""
+        """Return the counts by source of the first `samples_seen` samples, which must not decrease."""
         self._counts = self._counts + self._order.count(self._counted, samples_seen)
         self._counted = samples_seen
         return dict(zip(self._order.names, self._counts.tolist(), strict=True))

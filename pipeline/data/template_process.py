@@ -1,6 +1,8 @@
-"""Runs a chat template in a process that can be ended: a template is a program, and may be a stranger's.
+"""Runs a chat template in a child process with limits, since a template is an untrusted program.
 
-It has limits of time and of memory for each conversation, and its text has one of size.
+A limit of processor time, which a busy machine does not use up, kills the process whatever it is doing. A
+limit of memory stops strings of terabytes. The text of each conversation has a limit of its size.
+Conversations are sent in batches.
 """
 
 from __future__ import annotations
@@ -22,35 +24,35 @@ from pipeline.data.chat_layouts import Conversation, Spans
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.errors import ConfigError, DataError, PipelineError
 
-# Of computing, for one conversation, which takes a template a millisecond: a busy machine adds none.
+# Processor time for one conversation, which usually takes a millisecond. Other processes do not count.
 SECONDS = 5
-MEMORY = 1 << 30  # bytes, besides what this process has
-CHARACTERS = 1 << 24  # besides ten times what was said
-MEND = "mend data.chat_template, or the template that the tokenizer brings"
+MEMORY = 1 << 30  # bytes, in addition to the memory of this process at the start
+CHARACTERS = 1 << 24  # in addition to ten times the length of the conversation
+MEND = "correct data.chat_template, or the template that comes with the tokenizer"
 
 
 class TemplateProcess:
-    """A ChatTemplate in a child of this process, which ends with it.
+    """A ChatTemplate in a child process, which ends with this process.
 
     Args:
         given: Arguments of ChatTemplate.
 
     Attributes:
-        turn_stop: As of ChatTemplate.
+        turn_stop: The attribute of ChatTemplate.
 
     Raises:
-        DataError: it is no Jinja.
-        ConfigError: it comes to no end, or takes too much memory.
+        DataError: The template is not valid Jinja.
+        ConfigError: The template does not end in time, or takes too much memory.
     """
 
     def __init__(self, *given: Any) -> None:
         require_package("jinja2", "the chat template")
-        # The child works with what is imported here.
+        # Import these before the fork, so that the child need not.
         from jinja2 import sandbox  # noqa: F401
         from transformers.utils import chat_template_utils  # noqa: F401
 
         self._connection, theirs = Pipe()
-        self._process = os.fork()  # multiprocessing refuses it to a daemon, such as a rank of a pool
+        self._process = os.fork()  # multiprocessing allows no children of daemons, such as workers of a pool
         if self._process == 0:
             try:
                 self._connection.close()
@@ -58,22 +60,22 @@ class TemplateProcess:
             finally:
                 os._exit(0)
         theirs.close()
-        self.close = weakref.finalize(self, _end, self._connection, self._process, os.getpid())
-        self.turn_stop: str | None = self._ask("turn_stop", [("the chat template",)])[0]
+        self.close = weakref.finalize(self, _end_child, self._connection, self._process, os.getpid())
+        self.turn_stop: str | None = self._call("turn_stop", [("the chat template",)])[0]
 
     def write(self, given: Sequence[tuple[str, Conversation]]) -> list[str]:
         """Return the text of each conversation; see ChatTemplate.write."""
-        return self._ask("write", given)
+        return self._call("write", given)
 
     def write_question(self, question: str) -> str:
         """Return a question as text; see ChatTemplate.write_question."""
-        return str(self._ask("write_question", [(question,)])[0])
+        return str(self._call("write_question", [(question,)])[0])
 
     def find_answers(self, given: Sequence[tuple[str, Conversation, str]]) -> list[list[Spans]]:
-        """Return where the assistant speaks in each conversation; see ChatTemplate.find_answers."""
-        return self._ask("find_answers", given)
+        """Return the positions of the answers in each conversation; see ChatTemplate.find_answers."""
+        return self._call("find_answers", given)
 
-    def _ask(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
         answers: list[Any] = []
         try:
             self._connection.send((what, list(given)))
@@ -83,15 +85,15 @@ class TemplateProcess:
                     raise failure
                 answers.append(answer)
         except (EOFError, ConnectionError):
-            raise self._death(given[len(answers)][0]) from None
+            raise self._explain_death(given[len(answers)][0]) from None
         return answers
 
-    def _death(self, where: str) -> PipelineError:
+    def _explain_death(self, where: str) -> PipelineError:
         code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
         self.close.detach()
         if code == -signal.SIGPROF:
             return ConfigError(
-                f"{where}: the chat template came to no end in {SECONDS} s of computing; {MEND}"
+                f"{where}: the chat template did not end within {SECONDS} s of processor time; {MEND}"
             )
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         return DataError(
@@ -99,18 +101,18 @@ class TemplateProcess:
         )
 
 
-def _end(connection: Connection, process: int, parent: int) -> None:
-    if os.getpid() != parent:  # a fork of the parent, whose child it is not
+def _end_child(connection: Connection, process: int, parent: int) -> None:
+    if os.getpid() != parent:  # this is another fork of the parent
         return
     connection.close()
     with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(process, signal.SIGKILL)  # it holds nothing, and a template may keep it from listening
+        os.kill(process, signal.SIGKILL)  # it has nothing to save, and a template may keep it busy
         os.waitpid(process, 0)
 
 
 def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
-    """Answer until the parent closes its end, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent sees to it
+    """Answer requests until the parent closes the connection or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _limit_memory()
@@ -121,17 +123,17 @@ def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
             for item in items:
                 failure: Exception | None = None
                 answer = None
-                # By default its signal ends the process, whatever that does.
+                # The timer's signal ends the process by default, whatever it is doing.
                 signal.setitimer(signal.ITIMER_PROF, SECONDS)
                 try:
                     template = template or ChatTemplate(*given)
                     asked = getattr(template, what)
-                    answer = _bounded(asked(*item), item) if callable(asked) else asked
+                    answer = _check_length(asked(*item), item) if callable(asked) else asked
                 except PipelineError as error:
                     failure = error
                 except MemoryError:
                     failure = ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}")
-                except Exception:  # ours: its traceback crosses to the process that asked
+                except Exception:  # a fault of this code: send the traceback to the parent
                     failure = RuntimeError(traceback.format_exc())
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 connection.send((failure, answer))
@@ -140,13 +142,13 @@ def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
 
 
 def _limit_memory() -> None:
-    with suppress(OSError, ValueError):  # no /proc; a limit that is lower already
+    with suppress(OSError, ValueError):  # there is no /proc, or a lower limit is set already
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _bounded(answer: Any, item: tuple[Any, ...]) -> Any:
+def _check_length(answer: Any, item: tuple[Any, ...]) -> Any:
     if isinstance(answer, str) and len(answer) > CHARACTERS:
         said = len(item[1].key if len(item) > 1 else item[0])
         if len(answer) > CHARACTERS + 10 * said:

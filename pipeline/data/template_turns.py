@@ -1,7 +1,8 @@
 """Finds the text that a chat template writes for each turn of a conversation.
 
-The template runs with marks in it: every loop writes one before and one behind its body, and another where it
-takes up a turn. Between the marks of a turn stands what the template writes for it, however it does that.
+Marks are inserted into the template: every loop writes one before and one after its body, and another one
+when its variable is a turn. The text between the marks of a turn belongs to that turn, whatever code wrote
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jinja2.visitor import NodeTransformer
 
 from pipeline.data.chat_layouts import Spans
 
-# Halves of a surrogate pair cannot stand in valid text, so no conversation holds these.
+# Valid text has no single halves of surrogate pairs, so these marks never occur in a conversation.
 OPEN, CLOSE, TURN, TURN_END = "\ud802", "\ud803", "\ud804", "\ud805"
 _MARK = re.compile(f"{OPEN}|{CLOSE}|{TURN}([0-9]+){TURN_END}")
 _WRITE_MARK = "__write_turn_mark"  # the name of a function in the template
@@ -24,13 +25,12 @@ _WRITE_MARK = "__write_turn_mark"  # the name of a function in the template
 
 @dataclass(frozen=True)
 class RenderedTurns:
-    """The text of a conversation, and where its turns are.
+    """The text of a conversation, and the positions of its turns.
 
     Attributes:
-        text: What the template writes, without marks.
-        spans: For each turn (start, end) of each stretch of `text` that was written for it; none where the
-            template writes nothing for a turn.
-        tail: What stands behind the last loop over turns: the generation prompt, where it is asked for.
+        text: Text that the template writes, without marks.
+        spans: Spans of `text` that were written for each turn; empty if the template writes nothing for it.
+        tail: Text after the last loop over turns, which is the generation prompt if it was asked for.
     """
 
     text: str
@@ -42,19 +42,19 @@ class MarkedTemplate:
     """A chat template that marks the text of each turn.
 
     Args:
-        text: Jinja.
-        variables: Further variables that it may read, `bos_token` and the like.
-        clean: Called with what the template writes, before the marks are read.
+        text: Jinja text of the template.
+        variables: Further variables that the template may read, such as `bos_token`.
+        clean: Function that is applied to the written text before the marks are read.
 
     Raises:
-        jinja2.TemplateSyntaxError: The text is no Jinja.
+        jinja2.TemplateSyntaxError: The text is not valid Jinja.
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], clean: Callable[[str], str] = str) -> None:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         environment = _compile_jinja_template(text).environment
-        tree = _Marking().visit(environment.parse(text))
+        tree = _MarkInserter().visit(environment.parse(text))
         tree.set_environment(environment)
         self._template = Template.from_code(
             environment, environment.compile(tree), environment.make_globals({})
@@ -70,17 +70,17 @@ class MarkedTemplate:
         prompt: bool = False,
         longest: int | None = None,
     ) -> RenderedTurns:
-        """Return the text of a conversation and the place of each turn in it.
+        """Return the text of a conversation and the position of each turn in it.
 
         Args:
-            turns: Messages as transformers gives them to a template.
-            tools: What the assistant may call.
-            prompt: Whether to end with the generation prompt.
-            longest: Number of characters that the template may write; None: any.
+            turns: Messages as transformers passes them to a template.
+            tools: Functions that the assistant may call.
+            prompt: Whether to add the generation prompt.
+            longest: Maximum number of characters that the template may write; `None` for any.
 
         Raises:
-            ValueError: The template writes more.
-            jinja2.TemplateError: The template refuses the conversation.
+            ValueError: The template writes more than `longest` characters.
+            jinja2.TemplateError: The template raises an error.
         """
         numbers = {id(turn): number for number, turn in enumerate(turns)}
 
@@ -101,8 +101,8 @@ class MarkedTemplate:
         return _read_marks(self._clean(marked), len(turns))
 
 
-class _Marking(NodeTransformer):
-    """Adds marks to loops, and behind what assigns a turn inside of one."""
+class _MarkInserter(NodeTransformer):
+    """Inserts marks into loops, and after assignments inside of loops, which may assign a turn."""
 
     _depth = 0
 
@@ -110,25 +110,25 @@ class _Marking(NodeTransformer):
         self._depth += 1
         self.generic_visit(node)
         self._depth -= 1
-        node.body = [_constant(OPEN), _mark(node.target), *node.body, _constant(CLOSE)]
+        node.body = [_make_text_node(OPEN), _make_mark_node(node.target), *node.body, _make_text_node(CLOSE)]
         return node
 
     def visit_Assign(self, node: nodes.Assign) -> list[nodes.Node]:
         is_name = isinstance(node.target, nodes.Name)
-        return [node, _mark(node.target)] if self._depth and is_name else [node]
+        return [node, _make_mark_node(node.target)] if self._depth and is_name else [node]
 
     def visit_Continue(self, node: nodes.Continue) -> list[nodes.Node]:
-        return [_constant(CLOSE), node]
+        return [_make_text_node(CLOSE), node]
 
     def visit_Break(self, node: nodes.Break) -> list[nodes.Node]:
-        return [_constant(CLOSE), node]
+        return [_make_text_node(CLOSE), node]
 
 
-def _constant(text: str) -> nodes.Output:
+def _make_text_node(text: str) -> nodes.Output:
     return nodes.Output([nodes.TemplateData(text)], lineno=1)
 
 
-def _mark(target: nodes.Node) -> nodes.Output:
+def _make_mark_node(target: nodes.Node) -> nodes.Output:
     names = target.items if isinstance(target, nodes.Tuple) else [target]
     values = [nodes.Name(name.name, "load", lineno=1) for name in names if isinstance(name, nodes.Name)]
     call = nodes.Call(nodes.Name(_WRITE_MARK, "load", lineno=1), values, [], None, None, lineno=1)
@@ -136,7 +136,10 @@ def _mark(target: nodes.Node) -> nodes.Output:
 
 
 def _read_marks(marked: str, turns: int) -> RenderedTurns:
-    """Take the marks out of a text. A loop inside of a turn's is the turn's, unless it takes up another."""
+    """Remove the marks from a text, and return the spans of the turns.
+
+    A loop inside of the loop of a turn belongs to that turn, unless its variable is another turn.
+    """
     spans: list[Spans] = [[] for _ in range(turns)]
     pieces: list[str] = []
     open_turns: list[int | None] = []

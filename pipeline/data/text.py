@@ -1,4 +1,4 @@
-"""Text, conversations and preferences: the prepared documents of every source become rows of equal length."""
+"""Prepares text, conversations and preferences: packs the documents of every source into rows."""
 
 from __future__ import annotations
 
@@ -34,29 +34,33 @@ if TYPE_CHECKING:
 
 
 class PreferenceRows(PaddedRows):
-    """`best_fit` and `none`: whole examples. Every segment is a prompt and an answer, and sees itself alone.
+    """Rows of whole preference examples. A segment is a prompt and an answer, and attends to itself alone.
 
-    A batch has besides, where segments of a row are counted from 0:
+    Both answers of a pair are in one row, so that no pair is divided over ranks, except by Ulysses. In
+    addition to those of PackedDataset, a batch has these entries, with the segments of a row counted from 0:
 
-    `segments` (B, T) int64: of the segment that the token belongs to, -1 in padding;
-    `segment_kinds` (B, S) int64: see preference_layouts.py, 0 where there is none. A pair's chosen answer is
-    segment 2k, its rejected one 2k + 1;
-    `margins` (B, S) float32, where any example has one: by how much a chosen answer is better; else 0.
+    `segments` (B, T) int64: segment of each token, -1 in padding; `segment_kinds` (B, S) int64: kind of each
+    segment (see preference_layouts.py), 0 if there is none. A pair's chosen answer is segment 2k, its
+    rejected answer 2k + 1; `margins` (B, S) float32, if any example has a margin: that of each chosen answer;
+    0 elsewhere.
 
-    What counts are the tokens of an answer, its end included.
+    The tokens of an answer are in the loss, including its end.
 
     Args:
-        end_id: The token of padded places.
-        share_rows: Several examples to a row where they fit, else each has one of its own.
-        mismatched: Behind each example its prompts once more, with the answers of the next example. Those are
-            cut where the row ends. A lone example is left out.
-        answer_length: Tokens after which mismatched answers are cut, their prompt included. `None`: no limit.
+        store: Store of the examples.
+        sequence_length: Tokens of a row, T.
+        end_id: Token of the padding.
+        share_rows: Whether several examples share a row if they fit (`best_fit`); otherwise each has a row of
+            its own (`none`).
+        mismatched: Whether each example's prompts are repeated with the answers of the next example. These
+            answers are cut at the end of the row. A single example is left out then.
+        answer_length: Maximum number of tokens of a mismatched answer with its prompt; `None` for no limit.
 
     Attributes:
-        longest: Tokens of the longest segment. Positions restart after as many in padding, too.
-        num_segments: S.
-        has_margins: Whether a batch has them.
-        mismatched_cut: Answers of other examples that are not whole.
+        longest: Number of tokens of the longest segment. Positions in padding restart after as many, too.
+        num_segments: Number of segments in a row, S.
+        has_margins: Whether batches have `margins`.
+        mismatched_cut: Number of mismatched answers that are cut.
     """
 
     def __init__(
@@ -70,20 +74,21 @@ class PreferenceRows(PaddedRows):
         answer_length: int | None = None,
     ) -> None:
         super().__init__([store], sequence_length, True, end_id)
-        examples = _read(store, self._first)
-        found, self.mismatched_cut = examples.own(), 0
+        examples = _read_examples(store, self._first)
+        found = examples.find_own_segments()
+        self.mismatched_cut = 0
         if mismatched:
-            further, self.mismatched_cut = examples.mismatched(sequence_length, answer_length)
-            found = _Found(*map(np.concatenate, zip(found, *further, strict=True)))
-            if len(examples.kinds) == 1:  # there is no other's answer
-                found = _Found(*(values[:0] for values in found))
+            further, self.mismatched_cut = examples.make_mismatched_segments(sequence_length, answer_length)
+            found = _SegmentPieces(*map(np.concatenate, zip(found, *further, strict=True)))
+            if len(examples.kinds) == 1:  # there is no other example's answer
+                found = _SegmentPieces(*(values[:0] for values in found))
         by_example = np.lexsort((found.places, found.examples))
-        found = _Found(*(values[by_example] for values in found))
+        found = _SegmentPieces(*(values[by_example] for values in found))
         ends = np.ones(len(found.starts), np.bool_)
         pieces = DocumentPieces(found.starts, found.lengths.astype(np.int32), ends, 0)
         order = self._arrange(pieces, share_rows, found.examples)
         self._kinds = found.kinds[order].astype(np.int8)
-        # A chosen answer's, which is the first of its example.
+        # The margin belongs to the chosen answer, the first of its example.
         margins = np.where(found.places == 0, examples.margins[found.examples], np.nan)[order]
         self.has_margins = bool(np.isfinite(margins).any())
         self._margins = np.nan_to_num(margins)
@@ -103,7 +108,8 @@ class PreferenceRows(PaddedRows):
         kinds = self._kinds[placed.pieces]
         begins = kinds > 0
         inputs, labels = pair.reshape(2, -1)
-        joins = placed.places[~begins]  # a prompt that another example's answer follows predicts it
+        # The last token of a prompt predicts the first token of another example's answer.
+        joins = placed.places[~begins]
         labels[joins - 1] = inputs[joins]
         batch = self._batch(pair, np.concatenate([placed.places[begins], placed.row_ends]))
         before = compute_offsets(np.bincount(placed.of_row, begins, placed.rows))[:-1]
@@ -126,10 +132,10 @@ class PreferenceRows(PaddedRows):
 
 
 def unify_shapes(datasets: Sequence[PreferenceRows]) -> int | None:
-    """Give the batches of all the same entries and shapes. Log how many mismatched answers are not whole.
+    """Make the batches of all data sets have the same entries and shapes; log how many answers are cut.
 
     Returns:
-        Tokens of the longest segment; `None` if there are no data sets.
+        Number of tokens of the longest segment; `None` if there are no data sets.
     """
     most = max((rows.num_segments for rows in datasets), default=1)
     has_margins = any(rows.has_margins for rows in datasets)
@@ -144,12 +150,15 @@ def unify_shapes(datasets: Sequence[PreferenceRows]) -> int | None:
     return max((rows.longest for rows in datasets), default=None)
 
 
-class _Found(NamedTuple):
-    """Stretches of a store (N,): segments, or their prompts and then their answers.
+class _SegmentPieces(NamedTuple):
+    """N ranges of a store's tokens: whole segments, or prompts and answers that form a segment together.
 
     Attributes:
-        kinds: Of the segment that begins there; 0: it goes on with what stands before.
-        places: The order within the example.
+        starts: (N,) offset of the first token.
+        lengths: (N,) number of tokens.
+        kinds: (N,) kind of the segment that begins with the piece; 0 if the piece continues a segment.
+        examples: (N,) number of the example.
+        places: (N,) order of the piece within its example.
     """
 
     starts: Ints
@@ -160,47 +169,56 @@ class _Found(NamedTuple):
 
 
 class _Examples(NamedTuple):
-    """All N examples of a store, and the segments (N, k) of each."""
+    """All N examples of a store, with k segments each."""
 
     starts: Ints
+    """Offset (N, k) of each segment's first token."""
     prompts: Ints
-    """Tokens of each segment's prompt."""
+    """Number of tokens (N, k) of each segment's prompt."""
     lengths: Ints
+    """Number of tokens (N, k) of each segment."""
     kinds: Ints
-    """0: there is none."""
+    """Kind (N, k) of each segment; 0 if there is none."""
     margins: NDArray[np.float32]
-    """(N,) NaN: not known."""
+    """Margin (N,) of each example; NaN if not known."""
 
-    def own(self) -> _Found:
+    def find_own_segments(self) -> _SegmentPieces:
+        """Return all segments of the examples."""
         examples, places = np.nonzero(self.kinds)
         there = examples, places
-        return _Found(self.starts[there], self.lengths[there], self.kinds[there], examples, places)
+        return _SegmentPieces(self.starts[there], self.lengths[there], self.kinds[there], examples, places)
 
-    def mismatched(self, size: int, longest: int | None) -> tuple[tuple[_Found, _Found], int]:
-        """Return prompts and answers of the next examples (of the last: the first); how many are cut.
+    def make_mismatched_segments(
+        self, size: int, longest: int | None
+    ) -> tuple[tuple[_SegmentPieces, _SegmentPieces], int]:
+        """Combine each prompt with an answer of the next example; the last example takes the first's.
 
-        Each answer has a token at least: examples are prepared so that there is room.
+        Each answer keeps at least one token, since examples are prepared so that there is room.
+
+        Returns:
+            Pieces of the prompts and of the answers, and the number of answers that are cut.
         """
         examples, places = np.nonzero(self.kinds)
         others = (examples + 1) % len(self.kinds)
-        # The next one's chosen answer stands for a rejected one it does not have.
+        # If the next example has no rejected answer, its chosen answer is used.
         theirs = others, np.where(self.kinds[others, places] > 0, places, 0)
-        prompts, counts = self.prompts[examples, places], (self.kinds > 0).sum(1)
+        prompts = self.prompts[examples, places]
+        counts = (self.kinds > 0).sum(1)
         room = (size - self.lengths.sum(1) - np.where(self.kinds > 0, self.prompts, 0).sum(1)) // counts
         wanted = self.lengths[theirs] - self.prompts[theirs]
         answers = np.minimum(wanted, room[examples])
         if longest is not None:
             answers = np.minimum(answers, longest - prompts)
         behind = self.kinds.shape[1] + 2 * places
-        ours = _Found(
+        ours = _SegmentPieces(
             self.starts[examples, places], prompts, np.full_like(prompts, MISMATCHED), examples, behind
         )
         begin = self.starts[theirs] + self.prompts[theirs]
-        answered = _Found(begin, answers, np.zeros_like(prompts), examples, behind + 1)
+        answered = _SegmentPieces(begin, answers, np.zeros_like(prompts), examples, behind + 1)
         return (ours, answered), int((answers < wanted).sum())
 
 
-def _read(store: TokenStore, first: Ints) -> _Examples:
+def _read_examples(store: TokenStore, first: Ints) -> _Examples:
     tables = [np.asarray(part.segments, dtype=np.int64) for part in store.parts]
     table = np.concatenate([np.empty((0, 2, 3), np.int64), *tables])
     begins = [
@@ -218,15 +236,16 @@ log = logging.getLogger(__name__)
 
 
 def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig) -> DataBundle:
-    """Return rows of tokens of every source and eval set; tokenise first what the cache does not have.
+    """Return rows of tokens of every source and evaluation set; tokenise parts that are not in the cache.
 
     Raises:
-        DataError: a source, the tokenizer or the cache cannot be used, or there is too little text.
+        DataError: A source, the tokenizer or the cache cannot be used, or there is too little text.
     """
     prepared = prepare_documents(config)
 
     def rows(store: TokenStore) -> PackedDataset:
-        end_id, size = prepared.tokenizer.eos_token_id, config.sequence_length
+        end_id = prepared.tokenizer.eos_token_id
+        size = config.sequence_length
         if (preferences := config.preferences) is not None:
             return PreferenceRows(
                 store,
@@ -240,7 +259,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
 
     train = {source.name: rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
-        raise _too_little(prepared, config)
+        raise _too_little_error(prepared, config)
     held_out = {source.name: rows(source.eval) for source in prepared.sources}
     further = {source.name: rows(source.eval) for source in prepared.eval_sets}
     everything = [*train.values(), *held_out.values(), *further.values()]
@@ -256,8 +275,8 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     longest = unify_shapes([each for each in everything if isinstance(each, PreferenceRows)])
     return DataBundle(
         train=join_datasets(list(train.values())),
-        eval=_usable(held_out, prepared.sources, config) if config.eval_fraction else {},
-        eval_sets=_usable(further, prepared.eval_sets, config),
+        eval=_drop_empty(held_out, prepared.sources, config) if config.eval_fraction else {},
+        eval_sets=_drop_empty(further, prepared.eval_sets, config),
         collate=collate_items,
         tokenizer=prepared.tokenizer,
         vocab_size=prepared.vocab_size,
@@ -278,10 +297,13 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     )
 
 
-def _usable(
+def _drop_empty(
     rows: Mapping[str, PackedDataset], sources: list[PreparedSource], config: DocumentsConfig
 ) -> dict[str, PackedDataset]:
-    """Return the data sets that have a row; name the others: whole documents are held out, by their hash."""
+    """Return the data sets that have a row, and log a warning for each of the others.
+
+    A data set may be empty because whole documents are held out, by their hash.
+    """
     for source in sources:
         if not len(rows[source.name]):
             log.warning(
@@ -296,13 +318,15 @@ def _usable(
     return {name: dataset for name, dataset in rows.items() if len(dataset)}
 
 
-def _too_little(prepared: PreparedDocuments, config: DocumentsConfig) -> DataError:
+def _too_little_error(prepared: PreparedDocuments, config: DocumentsConfig) -> DataError:
     tokens = [source.train.num_tokens for source in prepared.sources]
     documents = [source.train.num_documents for source in prepared.sources]
     if (preferences := config.preferences) is not None:
         held_back = sum(source.eval.num_documents for source in prepared.sources)
         least = (
-            "; unpaired answers need two, as each stands beside another's" if preferences.is_unpaired else ""
+            "; unpaired answers need two, as each is compared with another's"
+            if preferences.is_unpaired
+            else ""
         )
         return DataError(
             f"data holds {sum(documents)} examples to train on ({held_back} more are held out){least}: add "

@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the data, or loaded from a file, a folder or the hub. Never runs code from a hub."""
+"""Trains tokenizers, or loads them from a file, a folder or the hub. Code from the hub is never run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from pipeline.files import find_unsafe_files, is_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PIECE_CHARACTERS = 100_000  # characters
-CONTEXT_CHARACTERS = 1_000  # characters on both sides of a cut by which it is judged
-MAX_CUTS_TRIED = 50  # cuts that are tried before a text is taken whole
+PIECE_CHARACTERS = 100_000
+CONTEXT_CHARACTERS = 1_000  # characters on both sides of a cut that are checked
+MAX_CUTS_TRIED = 50  # cuts that are tried before the rest of a text stays whole
 WORD_END = re.compile(r"\w(?=\W)")
 END_OF_DOCUMENT = "<|endoftext|>"
-# A bare tokenizer.json does not say which of its special tokens ends a document.
+# A tokenizer.json alone does not tell which of its special tokens ends a document.
 USUAL_END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """Yield a text in pieces of about `size` characters that have the ids of the whole.
+    """Yield a text in pieces whose ids, concatenated, are those of the whole text.
 
-    A text is cut only between two words of the tokenizer's pre-tokenizer. Without one, or where nothing is
-    certain, the rest of the text comes in one piece.
+    The tokenizers library takes 90 times the size of a text as memory for training, and 9 times for encoding.
+    A text is cut only between two words of the pre-tokenizer: the words on both sides must be the words of
+    the text around the cut. If there is no pre-tokenizer or no such cut, the rest of the text is one piece.
 
     Args:
-        core: The `tokenizers.Tokenizer`; special tokens are taken for text.
+        core: The `tokenizers.Tokenizer`, which must encode special tokens as text.
+        text: Text to divide.
+        size: Approximate number of characters in a piece.
     """
     start = 0
     while core.pre_tokenizer is not None and len(text) - start > size:
         ends = islice(WORD_END.finditer(text, start + size), MAX_CUTS_TRIED)
-        cut = next((end.end() for end in ends if _is_divided(core, text, end.end())), None)
+        cut = next((end.end() for end in ends if _is_word_boundary(core, text, end.end())), None)
         if cut is None:
             break
         yield text[start:cut]
@@ -46,16 +49,19 @@ def cut_text(core: Any, text: str, size: int = PIECE_CHARACTERS) -> Iterator[str
     yield text[start:]
 
 
-def _is_divided(core: Any, text: str, cut: int) -> bool:
-    """Return whether the text around a cut is divided there, into the words that each side has alone."""
-    before, behind = text[max(0, cut - CONTEXT_CHARACTERS) : cut], text[cut : cut + CONTEXT_CHARACTERS]
+def _is_word_boundary(core: Any, text: str, cut: int) -> bool:
+    """Return whether the text around a cut has the same words as both sides have separately."""
+    before = text[max(0, cut - CONTEXT_CHARACTERS) : cut]
+    behind = text[cut : cut + CONTEXT_CHARACTERS]
     added = [token.content for token in core.get_added_tokens_decoder().values() if not token.special]
     if any(token in before + behind for token in added):
         return False
-    return bool(_words(core, before) + _words(core, behind) == _words(core, before + behind))
+    return bool(
+        _split_words(core, before) + _split_words(core, behind) == _split_words(core, before + behind)
+    )
 
 
-def _words(core: Any, text: str) -> list[str]:
+def _split_words(core: Any, text: str) -> list[str]:
     normal = text if core.normalizer is None else core.normalizer.normalize_str(text)
     return [word for word, _ in core.pre_tokenizer.pre_tokenize_str(normal)]
 
@@ -63,10 +69,10 @@ def _words(core: Any, text: str) -> list[str]:
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as in GPT-2 (Radford et al. 2019): any text comes back unchanged.
+    """Train a byte-level BPE tokenizer as in GPT-2 (Radford et al. 2019), which decodes any text unchanged.
 
-    The same documents give the same ids. There are fewer entries than `vocab_size` where the text has no more
-    pairs that occur twice. `special_tokens` are among them, behind the end-of-document token.
+    The same documents give the same ids. The vocabulary has fewer than `vocab_size` entries if no more pairs
+    of tokens occur twice in the text. It includes the end-of-document token, followed by `special_tokens`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -80,21 +86,21 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    divider = Tokenizer.from_str(core.to_str())  # a tokenizer is locked while it is trained
+    divider = Tokenizer.from_str(core.to_str())  # a copy, since `core` is locked during training
     core.train_from_iterator((piece for text in documents for piece in cut_text(divider, text)), trainer)
     return _wrap(tokenizer_object=core, eos_token=END_OF_DOCUMENT)
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Return the `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
+    """Load the `tokenizer.json` of a tokenizer that `train_tokenizer` made."""
     return _wrap(tokenizer_file=str(path), eos_token=END_OF_DOCUMENT)
 
 
 def load_pretrained(name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
+    """Load the tokenizer of `data.tokenizer.pretrained`: a `tokenizer.json`, a local folder or a hub name.
 
     Raises:
-        DataError: nothing there, not a (fast) tokenizer, or one without an end-of-document token.
+        DataError: The path does not exist, or there is no fast tokenizer, or it has no end-of-document token.
     """
     path = Path(name).expanduser()
     if not path.exists() and (is_path(name) or name.endswith(".json")):
@@ -105,7 +111,9 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
             "trained with (a folder, a tokenizer.json or a hub name)"
         )
     if path.exists() and not path.is_dir() and not path.is_file():
-        raise DataError(f"data.tokenizer.pretrained: {name} is no file: a pipe or a device")
+        raise DataError(
+            f"data.tokenizer.pretrained: {name} is a pipe or a device; expected a file or a folder"
+        )
     beside = path.parent if path.name == "tokenizer.json" else path
     if problem := next(find_unsafe_files(beside), None) if beside.is_dir() else None:
         raise DataError(f"data.tokenizer.pretrained: {name}: {problem}; remove or replace it")
@@ -114,7 +122,7 @@ def load_pretrained(name: str) -> PreTrainedTokenizerFast:
             tokenizer = _load(name, path)
     except DataError:
         raise
-    except Exception as error:  # these libraries raise bare Exceptions as well
+    except Exception as error:  # the libraries raise plain Exception as well
         reason = summarize_error(error, 300)
         what = name if path.exists() else f"{name} from the hub (nor is there a folder of that name)"
         raise DataError(f"data.tokenizer.pretrained: cannot load {what}: {reason}") from error
@@ -151,7 +159,7 @@ def _wrap(**given: Any) -> PreTrainedTokenizerFast:
 
 
 def get_token_id_bound(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return one more than the largest token id; more than `len(tokenizer)` where the ids have gaps."""
+    """Return the largest token id plus 1, which is more than `len(tokenizer)` if the ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 

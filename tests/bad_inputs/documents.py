@@ -322,13 +322,13 @@ CHATS = [
             "a template without end",
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
             "the chat template",
-            "came to no end in",
+            "did not end within",
             "data.chat_template",
         ),
         template(
             "a template of an endless number",
             "{{ 10 ** (10 ** 10) }}",
-            "came to no end in",
+            "did not end within",
             "data.chat_template",
         ),
         template(

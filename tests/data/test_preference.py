@@ -245,7 +245,7 @@ def test_answers_without_a_pair(make_encoder, tokenizer, name):
 def test_without_a_template_plain_text_is_read_and_turns_are_an_error(make_encoder):
     encoder = make_encoder(None)
     assert len(encoder([("rows:1", ROWS["plain"][0])], Tally())) == 1
-    with pytest.raises(ConfigError, match=r"rows:2: its turns are written by a chat template: the tokenizer"):
+    with pytest.raises(ConfigError, match=r"rows:2: a row with turns needs a chat template: the tokenizer"):
         encoder([("rows:2", WHOLE)], Tally())
 
 

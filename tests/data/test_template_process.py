@@ -44,7 +44,7 @@ def test_a_row_that_a_template_never_ends_with_is_named():
     endless = "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = TemplateProcess(endless + "{% endif %}{{ messages | length }}", {}, [])
     given = [("first", Conversation(TURNS)), ("second", Conversation(TURNS, [{}]))]
-    with pytest.raises(ConfigError, match="second: the chat template came to no end"):
+    with pytest.raises(ConfigError, match="second: the chat template did not end"):
         template.write(given)
 
 

@@ -1,6 +1,6 @@
-"""Judged answers -> tokens: each behind its own copy of the prompt, and counted from there to its end.
+"""Encodes judged answers as tokens. Each answer follows a copy of the prompt, which is not in the loss.
 
-Answers of a row are kept together and whole, or left out and counted.
+The answers of a row are kept together and whole, or left out; what is left out is counted in the tally.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pipeline.errors import ConfigError, DataError
 TOO_LONG = "examples dropped: longer than data.sequence_length together, or than data.answer_length alone"
 UNWRITTEN = "examples with a field of which the tokens do not show all"
 ESCAPED = "examples with a special token read as text"
-# Fields that are read as a judgement or a number, also where they are text, as in CSV.
+# Fields that are read as a judgement or a number, even if they are text, as in CSV files.
 VALUES = frozenset({*LABELS, *(name for pair in SCORES for name in pair), MARGIN})
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """An answer of an example, and where it stands."""
+    """An answer with its example and location."""
 
     where: str
     example: PreferenceExample
@@ -48,17 +48,17 @@ class _Judged:
 
 
 class PreferenceEncoder:
-    """Records with judged answers -> documents of a segment each.
+    """Encodes records with judged answers as documents with a segment for each answer.
 
-    A segment is the prompt and an answer. Conversations are written as chat data are; of them the turns
-    behind the prompt count, where the assistant speaks. Plain text is the prompt, the answer and the
-    end-of-document token, behind what the tokenizer begins every text with; a token that is in part the
-    answer's is the answer's.
+    A segment is the prompt and an answer. Conversations are written by the chat template, and the assistant's
+    turns after the prompt are in the loss. Plain text is encoded as the tokenizer's opening tokens, the
+    prompt, the answer and the end-of-document token. A token that is partly in the answer belongs to the
+    answer.
 
-    A row without an example is a bad record. Counted in the tally: TOO_LONG, UNWRITTEN and ESCAPED.
+    A row without an example is a bad record. The tally counts TOO_LONG, UNWRITTEN and ESCAPED.
 
     Args:
-        settings: Of preference data.
+        settings: Settings for preference data.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -71,11 +71,12 @@ class PreferenceEncoder:
         """Return a document for each example that is kept, in order.
 
         Raises:
-            DataError: a record holds no example, or one whose answers have no difference in tokens.
-            ConfigError: an example is too long, which the recipe forbids; there is no chat template, or it
-                does not show what the assistant says.
+            DataError: A record has no example, or the answers of an example have the same tokens.
+            ConfigError: An example is too long and `data.too_long` is `error`, there is no chat template, or
+                the answers cannot be located in its text.
         """
-        layout, unpaired = self._config.layout, self._config.is_unpaired
+        layout = self._config.layout
+        unpaired = self._config.is_unpaired
         examples = [
             (where, read_example(where, record, layout, unpaired=unpaired)) for where, record in records
         ]
@@ -88,12 +89,12 @@ class PreferenceEncoder:
         documents = []
         for (where, example), (_, record) in zip(examples, records, strict=True):
             segments = [next(found) for _ in example.answers]
-            document = self._document(where, example, [tokens for tokens, _ in segments])
+            document = self._make_document(where, example, [tokens for tokens, _ in segments])
             if document is None:
                 tally.note(TOO_LONG, where)
                 continue
             documents.append(document)
-            assert isinstance(record, dict)  # it holds an example
+            assert isinstance(record, dict)  # since it has an example
             texts = {name: value for name, value in record.items() if name not in VALUES}
             for name in find_unwritten_fields(texts, "\n".join(text for _, text in segments)):
                 tally.note(f"{UNWRITTEN}: {name}", where)
@@ -102,8 +103,9 @@ class PreferenceEncoder:
         return documents
 
     def _write_plain(self, judged: list[_Judged]) -> Iterator[tuple[MaskedTokens, str]]:
-        """Yield the tokens of each prompt and answer of plain text, and that text."""
-        texts, answers_begin = [], []
+        """Yield the tokens and the text of each plain prompt with its answer."""
+        texts = []
+        answers_begin = []
         for each in judged:
             prompt = each.example.prompt
             said = each.answer.content
@@ -121,13 +123,13 @@ class PreferenceEncoder:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """Return the ids that the tokenizer puts before every text, such as Llama's BOS token."""
+        """Tokens that the tokenizer puts before every text, such as Llama's begin-of-text token."""
         ids: list[int] = self._tokenizer("")["input_ids"]
         return ids[: ids[:1] == [self._tokenizer.bos_token_id]]
 
     @cached_property
     def _end_text(self) -> str:
-        """Return the text of the end-of-document token, which rows may have after an answer."""
+        """Text of the end-of-document token, which rows may have after an answer."""
         return str(self._tokenizer.eos_token)
 
     @cached_property
@@ -137,15 +139,13 @@ class PreferenceEncoder:
         return AutoTokenizer.from_pretrained(str(self._settings.tokenizer), trust_remote_code=False)
 
     def _write_turns(self, judged: list[_Judged], tally: Tally) -> Iterator[tuple[MaskedTokens, str]]:
-        """Yield the tokens of each conversation, and what the template writes."""
+        """Yield the tokens and the text of each conversation."""
         if not judged:
             return
         try:
             _ = self._writer.template
-        except DataError as error:  # of every record: none is to blame
-            raise ConfigError(
-                f"{judged[0].where}: its turns are written by a chat template: {error}"
-            ) from None
+        except DataError as error:  # a ConfigError, since no record is to blame and none may be skipped
+            raise ConfigError(f"{judged[0].where}: a row with turns needs a chat template: {error}") from None
         conversations = [each.example.build_conversation(each.answer) for each in judged]
         written = self._writer.write(
             [
@@ -159,17 +159,18 @@ class PreferenceEncoder:
             own = [spans for n, spans in zip(conversation.answers, found, strict=True) if n >= prompt]
             ids, mask = self._writer.mask_tokens(text, [span for spans in own for span in spans])
             if self._config.learn_from == "content" and mask is not None and mask.any():
-                end = int(np.flatnonzero(mask)[-1]) + 1  # what the template writes behind is of no use
-                ids, mask = ids[:end], mask[:end]
+                end = int(np.flatnonzero(mask)[-1]) + 1  # no token is learned after this one
+                ids = ids[:end]
+                mask = mask[:end]
             yield (ids, mask), text.plain_text
 
-    def _document(
+    def _make_document(
         self, where: str, example: PreferenceExample, segments: list[MaskedTokens]
     ) -> TokenizedDocument | None:
-        """Return the document of an example; `None`: it does not fit."""
+        """Return the document of an example; `None` if it is too long and dropped."""
         masks = []
         for answer, (_, mask) in zip(example.answers, segments, strict=True):
-            assert mask is not None  # some of it is the prompt's
+            assert mask is not None  # since the prompt is not in the loss
             if not mask.any() or mask[0]:
                 side = KIND_NAMES[answer.kind]
                 missing = (
@@ -182,8 +183,9 @@ class PreferenceEncoder:
         if len(segments) == 2 and np.array_equal(segments[0][0], segments[1][0]):
             raise DataError(f"{where}: the chosen and the rejected answer have the same tokens")
         sizes = [len(ids) for ids, _ in segments]
-        config, needed = self._config, sum(sizes)
-        if config.is_unpaired:  # each prompt once more, with a token at least of another's answer
+        config = self._config
+        needed = sum(sizes)
+        if config.is_unpaired:  # each prompt is repeated, with at least one token of another example's answer
             needed += sum(int(mask.argmax()) + 1 for mask in masks)
         limits = [("answer_length", config.answer_length, max(sizes))]
         limits.append(("sequence_length", config.sequence_length, needed))

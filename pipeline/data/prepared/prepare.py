@@ -1,6 +1,7 @@
-"""Documents of a recipe -> tokens in the cache: finds what is missing, has it made, reports it.
+"""Tokenises the documents of a recipe into the cache: finds missing parts, prepares them, and reports counts.
 
-Everything is known by its content, so what did not change is there already, whoever made it.
+Parts are named by the hash of their content and settings, so that parts which did not change are found in the
+cache, whichever run prepared them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundSource:
-    """A source or an eval set, and its parts in order."""
+    """A source or an evaluation set, with its parts in order."""
 
     source: SourceConfig
     parts: list[SourcePart]
@@ -52,10 +53,10 @@ class FoundSource:
 
 
 def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
-    """Return every source, then every eval set. Files that are known are not read.
+    """Return all sources, then all evaluation sets. Files in the digest cache are not read.
 
     Raises:
-        DataError: a source cannot be read, or there is nothing in it.
+        DataError: A source cannot be read, or it is empty.
     """
     digests = DigestCache(cache_dir)
     sets = [source.model_copy(update={"name": name}) for name, source in config.eval_sets.items()]
@@ -64,9 +65,9 @@ def find_sources(config: DocumentsConfig, cache_dir: Path) -> list[FoundSource]:
 
 
 def find_trained_eval_files(sources: Sequence[FoundSource]) -> Iterator[str]:
-    """Yield a line for each eval set whose files are training data too: they are trained on.
+    """Yield a warning for each evaluation set that shares files with the training data.
 
-    Whole files (or pieces of large ones) are compared by content; single documents, `inspect` compares.
+    Whole files (or pieces of large ones) are compared by content; `inspect` compares single documents.
     """
     pieces = [[piece.digest for part in found.parts for piece in part.pieces] for found in sources]
     trained = {
@@ -80,15 +81,15 @@ def find_trained_eval_files(sources: Sequence[FoundSource]) -> Iterator[str]:
         if found.is_eval_set and shared:
             yield (
                 f"data.eval_sets.{found.source.name}: {len(shared)} of its {len(own)} files are also in "
-                f"{trained[shared[0]]} and trained on, so its loss is not that of unseen text; take them out "
-                "of one of the two"
+                f"{trained[shared[0]]} and trained on, so its loss is not that of unseen text; remove them "
+                "from one of the two"
             )
 
 
 def plan_tasks(
     config: DocumentsConfig, found: FoundSource, tokenizer: TokenizerFolder, cache_dir: Path
 ) -> list[PartTask]:
-    """Return the tasks of a source, in order. Every part is named by all that decides its bytes."""
+    """Return the tasks of a source, in order. The key of a task is a hash of all that decides its files."""
     eval_fraction = 1.0 if found.is_eval_set else config.eval_fraction
     tasks = []
     for part in found.parts:
@@ -103,10 +104,10 @@ def plan_tasks(
     return tasks
 
 
-# Part of the key of chat and preference data: raise it when a row would get other ids, another loss mask, or
-# another entry in the tally. Text, which has no such entry, keeps its parts then.
+# Part of the key of chat and preference data: increase it when a change alters the ids, the loss mask or the
+# tally of a row. The parts of plain text stay valid then.
 CONVERSATIONS_VERSION = 3
-# Settings of chat and preference data that decide ids, loss mask or tally.
+# Settings of chat and preference data that decide the ids, the loss mask or the tally.
 ENCODING_SETTINGS = {
     *("kind", "layout", "examples", "learn_from", "append_eos"),
     *("too_long", "sequence_length", "answer_length"),
@@ -114,7 +115,7 @@ ENCODING_SETTINGS = {
 
 
 def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> dict[str, Any]:
-    """Return what decides a document's ids besides its record and the tokenizer."""
+    """Return the settings that decide a document's ids besides its record and the tokenizer."""
     if config.conversations is None:
         return {"kind": "text"}
     return {
@@ -124,20 +125,20 @@ def _describe_encoding(config: DocumentsConfig, tokenizer: TokenizerFolder) -> d
     }
 
 
-SMALL_BYTES = 8_000_000  # tokenised in the time it takes to start workers
+SMALL_BYTES = 8_000_000  # tokenising them takes as long as starting workers
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """A source, or an eval set: its documents, tokenised, and what was left out on the way.
+    """Tokenised documents of a source or an evaluation set.
 
     Attributes:
-        name: Of the source.
-        train: Documents to train on; none for an eval set.
-        eval: Documents held out.
-        tally: Counts of what is worth reporting, such as `bad records` that were skipped, and the first of
-            each.
+        name: Name of the source.
+        train: Documents to train on; empty for an evaluation set.
+        eval: Held-out documents.
+        tally: Counts of records worth reporting by kind, such as skipped `bad records`, with the location of
+            the first of each kind.
     """
 
     name: str
@@ -151,11 +152,11 @@ class PreparedDocuments:
     """All documents of a recipe as tokens.
 
     Attributes:
-        tokenizer: Trained on the data, or the pretrained one.
-        vocab_size: Ids are below this.
-        sources: In the recipe's order.
-        eval_sets: All their documents are in `eval`.
-        fingerprint: Of the tokens and their order, not of where or when they were prepared.
+        tokenizer: Tokenizer that was trained on the data, or the pretrained one.
+        vocab_size: Upper bound of token ids (exclusive).
+        sources: Training sources, in the order of the recipe.
+        eval_sets: Further evaluation sets, whose documents are all in `eval`.
+        fingerprint: Hash of the tokens and their order, independent of where or when they were prepared.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -168,29 +169,29 @@ class PreparedDocuments:
 def prepare_documents(
     config: DocumentsConfig, shard: tuple[int, int] | None = None, verify: bool = False
 ) -> PreparedDocuments:
-    """Return all documents of a recipe as tokens; what is not in the cache is tokenised first.
+    """Return all documents of a recipe as tokens; tokenise parts that are not in the cache.
 
-    Any number of processes may call this at once: each part is made by one of them. On one machine a single
-    process at a time works on the same data, with all cores.
+    Any number of processes may call this at the same time; one of them prepares each part. On one machine,
+    only one process at a time works on the same data, with all cores.
 
     Args:
         config: The recipe's data section.
-        shard: (index, count): prepare only every count-th part, and return only those.
-        verify: Compare the content of all that is there with its checksums, not only of what was touched.
+        shard: Index and count, to prepare and return only every count-th part; `None` for all.
+        verify: Whether to compare the checksums of all existing files, not only of those that were changed.
 
     Raises:
-        DataError: a source, a document, the tokenizer or the cache cannot be used; a worker was killed.
+        DataError: A source, a document, the tokenizer or the cache cannot be used, or a worker was killed.
     """
     cache_dir = Path(config.cache_dir).expanduser()
     sources = find_sources(config, cache_dir)
     for line in find_trained_eval_files(sources):
-        log.info("%s", line)  # every rank finds it; one shows it
+        log.info("%s", line)  # every rank logs it, and one rank's console shows it
     to_train_on = [part for found in sources if not found.is_eval_set for part in found.parts]
     tokenizer = find_tokenizer(config, to_train_on, cache_dir)
     planned = [plan_tasks(config, found, tokenizer, cache_dir) for found in sources]
     unique = list({task.key: task for tasks in planned for task in tasks}.values())
     tasks = unique if shard is None else unique[shard[0] :: shard[1]]
-    missing = _missing(tasks, verify)
+    missing = _find_missing(tasks, verify)
     if missing:
         if len(missing) < len(tasks):
             log.info("%d of %d parts are prepared already", len(tasks) - len(missing), len(tasks))
@@ -203,13 +204,13 @@ def prepare_documents(
         with hold_lock(cache_dir, lock, notice):
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
-    prepared = _gather(sources, planned, tasks, tokenizer, complete=shard is None)
-    _summarise(prepared, cache_dir)
+    prepared = _collect_parts(sources, planned, tasks, tokenizer, complete=shard is None)
+    _log_summary(prepared, cache_dir)
     return prepared
 
 
-def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
-    """Return tasks whose part is missing or damaged; damage is logged, and the damaged part removed."""
+def _find_missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
+    """Return the tasks whose part is missing or damaged; log damage and invalidate the damaged parts."""
 
     def is_missing(task: PartTask) -> bool:
         if not task.folder.is_dir():
@@ -228,7 +229,7 @@ def _missing(tasks: Sequence[PartTask], verify: bool) -> list[PartTask]:
 def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: TokenizerFolder) -> None:
     if not tasks:
         return
-    cores = _cores()
+    cores = _count_cores()
     size = sum(task.part.size for task in tasks)
     known = all(task.part.size for task in tasks)
     workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
@@ -240,33 +241,33 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
         tokenizer=tokenizer.path,
         end_of_document=tokenizer.tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
-        # A part takes a worker a minute: workers without one leave their cores to the rest.
+        # A part takes a worker a minute. With fewer parts than cores, each worker gets several threads.
         threads=min(cores, 2 * -(-cores // workers)),
     )
     log.info("tokenising %s in %d part%s", format_bytes(size), len(tasks), "s" * (len(tasks) > 1))
     progress = PrepareProgress(len(tasks))
-    for wait in (False, True):  # a process on another machine makes some of them meanwhile
+    for wait in (False, True):  # a process on another machine may prepare some of them at the same time
         if workers == 1:
             tasks = prepare_here(tasks, settings, wait, progress)
         else:
             tasks = prepare_in_pool(tasks, settings, workers, wait, progress)
         if not tasks:
             break
-        log.info("another process is at %d more: waiting for it", len(tasks))
+        log.info("another process is preparing %d more: waiting for it", len(tasks))
     log.info("tokenised %s", progress)
 
 
-def _gather(
+def _collect_parts(
     sources: Sequence[FoundSource],
     planned: Sequence[Sequence[PartTask]],
     tasks: Sequence[PartTask],
     tokenizer: TokenizerFolder,
     complete: bool,
 ) -> PreparedDocuments:
-    """Return all that is prepared now.
+    """Collect the prepared parts of all sources.
 
     Raises:
-        DataError: no document of a source has any text.
+        DataError: No document of a source has any text.
     """
     keys = {task.key for task in tasks}
     trained: list[PreparedSource] = []
@@ -275,7 +276,8 @@ def _gather(
     for found, source_tasks in zip(sources, planned, strict=True):
         source = found.source
         folders = [task.folder for task in source_tasks if task.key in keys]
-        train, held_out = TokenStore(folders, "train"), TokenStore(folders, "eval")
+        train = TokenStore(folders, "train")
+        held_out = TokenStore(folders, "eval")
         tally = Tally()
         for folder in folders:
             index = read_json_object(folder / INDEX) or {}
@@ -290,7 +292,7 @@ def _gather(
     )
 
 
-def _summarise(prepared: PreparedDocuments, cache_dir: Path) -> None:
+def _log_summary(prepared: PreparedDocuments, cache_dir: Path) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
         log.info(
             "%s: %s documents, %s tokens; %s documents, %s tokens held out",
@@ -305,6 +307,6 @@ def _summarise(prepared: PreparedDocuments, cache_dir: Path) -> None:
     log.info("prepared data: %s", cache_dir)
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

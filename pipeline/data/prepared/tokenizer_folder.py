@@ -1,4 +1,4 @@
-"""The tokenizer of a recipe as a folder in the cache, where every process finds the same one."""
+"""Finds or trains the tokenizer of a recipe, and saves it to a cache folder that all processes share."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from pipeline.files import format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TRAINING_VERSION = 2  # part of the key: raise it when another tokenizer would come out
-TRAINING_BYTES = 1_000_000_000  # of text: more changes hardly an entry, and takes minutes for each further GB
+TRAINING_VERSION = 2  # part of the key: increase it when a change alters the trained tokenizer
+TRAINING_BYTES = 1_000_000_000  # of text; more text hardly changes an entry, and takes minutes per GB
 INDEX = "index.json"
 MARKER = re.compile(r"<[|｜][^\s<>'\"{}|｜]+[|｜]>")  # <|im_end|> and the like
 log = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class TokenizerFolder:
     """A tokenizer and the folder with its files.
 
     Attributes:
-        path: For worker processes.
-        digest: Of all that decides the ids of a text.
-        vocab_size: Ids are below this.
+        path: Folder from which worker processes load the tokenizer.
+        tokenizer: The loaded tokenizer.
+        digest: Hash of all that decides the ids of a text.
+        vocab_size: Upper bound of token ids (exclusive).
     """
 
     path: Path
@@ -65,21 +66,21 @@ class TokenizerFolder:
 
 
 def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_dir: Path) -> TokenizerFolder:
-    """Return the recipe's tokenizer: loaded, or trained on the training split of `parts`.
+    """Load the recipe's tokenizer, or train it on the training split of `parts`.
 
-    If there may be conversations, it has a chat template. One process trains it; others that need the same
-    one wait.
+    For data with conversations, the tokenizer gets the chat template. One process trains it; others that need
+    the same one wait.
 
     Raises:
-        DataError: the pretrained one cannot be used, there is no chat template for chat data, a document
-            cannot be read, or the cache not be written.
+        DataError: The pretrained tokenizer cannot be used, chat data has no chat template, a document cannot
+            be read, or the cache cannot be written.
     """
     spoken = config.conversations
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
         if spoken is not None:
             tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
-            _tell_unknown_markers(spoken, tokenizer)
+            _warn_of_unknown_markers(spoken, tokenizer)
         digest = digest_tokenizer(tokenizer)
         path = _keep(cache_dir, hash_json([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
@@ -101,16 +102,16 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_d
 
 
 def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
-    """Return the Jinja text; None where rows may do without and there is none."""
+    """Return the Jinja text of the template; `None` if preference data has none, as for plain text."""
     if config.preferences is not None and config.chat_template is None and not own:
         return None
     return find_template(config, own)
 
 
-def _tell_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Warn of markers that the recipe's template writes and the tokenizer splits into several tokens.
+def _warn_of_unknown_markers(config: ConversationsConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Warn of markers in the recipe's template that the tokenizer splits into several tokens.
 
-    A tokenizer's own template is as its model was trained with it.
+    There is no warning for a tokenizer's own template, with which its model was trained.
     """
     if config.chat_template is None:
         return
@@ -134,7 +135,7 @@ def _warn_once(message: str) -> None:
 
 
 def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
-    """Return the folder of this key, made by one process unless it is there."""
+    """Return the folder of this key; one process creates it if it is missing or damaged."""
     folder = cache_dir / "tokenizers" / key
     if find_damage(folder, INDEX, verify=False) is None:
         return folder
@@ -149,7 +150,7 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
                 explain_write_errors(cache_dir, "the tokenizer"),
             ):
                 tokenizer.save_pretrained(str(temporary))
-                # Worker processes read ids out of this one: as it is now, whatever saving made of it.
+                # Worker processes load this file. It must be as in memory, whatever save_pretrained changed.
                 (temporary / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
                 files = {
                     file.name: {"bytes": file.stat().st_size, "xxh3_128": compute_checksum(file)}
@@ -171,9 +172,9 @@ def _train(config: DocumentsConfig, parts: Sequence[SourcePart]) -> PreTrainedTo
 
 
 def _training_documents(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Iterator[str]:
-    """Yield texts of the training split, TRAINING_BYTES of them at most.
+    """Yield texts of the training split, up to TRAINING_BYTES.
 
-    Parts come in the order of their digests: where it is a sample, it is a fair one of all sources.
+    Parts are read in the order of their digests, so that a limited amount is a fair sample of all sources.
     """
     left = TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
@@ -187,7 +188,7 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[SourcePart]) ->
 
 
 def _keys_and_texts(config: DocumentsConfig, part: SourcePart) -> Iterator[tuple[bytes, str]]:
-    """Yield (content of its hash, text) of each document; of a conversation what is said in it."""
+    """Yield the key and the text of each document; for conversations, the text of all turns."""
     conversations = config.conversations
     preferences = config.preferences
     if conversations is None:
