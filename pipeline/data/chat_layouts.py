@@ -264,7 +264,8 @@ def _read_turn(where: str, what: str, turn: Any) -> Turn:
     found = {name: turn[name] for name in FURTHER_FIELDS if turn.get(name) is not None}
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
     if said_by in CALLING_ROLES and not found.get("tool_calls"):
-        found["tool_calls"], content = content, None
+        found["tool_calls"] = content
+        content = None
     if found.get("tool_calls"):
         found["tool_calls"] = read_calls(where, what, found["tool_calls"])
         content = content or ""  # a turn may have calls and no text

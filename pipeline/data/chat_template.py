@@ -183,7 +183,8 @@ class ChatTemplate:
         rendered = self._try(self._turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
         if rendered is None or not rendered.spans[1] or not rendered.spans[2]:
             return None
-        (_, answer_end), (start, end) = rendered.spans[1][-1], rendered.spans[2][0]
+        _, answer_end = rendered.spans[1][-1]
+        start, end = rendered.spans[2][0]
         if answer_end != start or rendered.text[:answer_end].rstrip().endswith(self._special_tokens):
             return None
         opening = rendered.text[start:end]

@@ -357,7 +357,8 @@ class TrainLoader:
         return [raise_if_error(next(self._batches)) for _ in range(self._gradient_accumulation_steps)]
 
     def _take(self) -> list[Batch]:
-        group, self._ahead = self._ahead, None
+        group = self._ahead
+        self._ahead = None
         assert group is not None
         current = self._streams.current_stream()
         current.wait_stream(self._stream)  # the device waits, not the host

@@ -137,7 +137,8 @@ def read_reference_table(file: Path) -> ReferenceTable | None:
     """Return the table in a file; `None` if the file is missing or damaged."""
     try:
         found = load(file.read_bytes())
-        keys, logps = found["keys"], found["logps"]
+        keys = found["keys"]
+        logps = found["logps"]
     except (OSError, SafetensorError, KeyError):
         return None
     is_table = keys.dtype == np.uint64 and logps.dtype == np.float32 and keys.shape == logps.shape

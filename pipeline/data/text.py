@@ -97,7 +97,7 @@ class PreferenceRows(PaddedRows):
         whole = np.bincount(np.cumsum(self._kinds > 0), self._lengths)
         self.longest = int(whole.max(initial=1))
 
-    def answers(self) -> Counter[int]:
+    def count_answers(self) -> Counter[int]:
         """Return the number of segments by kind."""
         return Counter(self._kinds[self._kinds > 0].tolist())
 
@@ -140,10 +140,11 @@ def unify_shapes(datasets: Sequence[PreferenceRows]) -> int | None:
     most = max((rows.num_segments for rows in datasets), default=1)
     has_margins = any(rows.has_margins for rows in datasets)
     for rows in datasets:
-        rows.num_segments, rows.has_margins = most, has_margins
+        rows.num_segments = most
+        rows.has_margins = has_margins
     if cut := sum(rows.mismatched_cut for rows in datasets):
         log.info(
-            "%d answers that stand behind another example's prompt, for an estimate of the KL term, are cut: "
+            "%d answers are cut that were combined with another example's prompt to estimate the KL term: "
             "their rows are full; a larger data.sequence_length keeps them whole",
             cut,
         )
@@ -243,10 +244,11 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
     """
     prepared = prepare_documents(config)
 
-    def rows(store: TokenStore) -> PackedDataset:
+    def pack_rows(store: TokenStore) -> PackedDataset:
         end_id = prepared.tokenizer.eos_token_id
         size = config.sequence_length
-        if (preferences := config.preferences) is not None:
+        preferences = config.preferences
+        if preferences is not None:
             return PreferenceRows(
                 store,
                 size,
@@ -257,11 +259,11 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
             )
         return pack_documents(store, config.packing, size, config.separate_documents, end_id)
 
-    train = {source.name: rows(source.train) for source in prepared.sources}
+    train = {source.name: pack_rows(source.train) for source in prepared.sources}
     if not any(map(len, train.values())):
         raise _too_little_error(prepared, config)
-    held_out = {source.name: rows(source.eval) for source in prepared.sources}
-    further = {source.name: rows(source.eval) for source in prepared.eval_sets}
+    held_out = {source.name: pack_rows(source.eval) for source in prepared.sources}
+    further = {source.name: pack_rows(source.eval) for source in prepared.eval_sets}
     everything = [*train.values(), *held_out.values(), *further.values()]
     mixture = tuple(
         SourceShare(
@@ -273,6 +275,11 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         for source in config.all_sources()
     )
     longest = unify_shapes([each for each in everything if isinstance(each, PreferenceRows)])
+    answers = Counter[int]()
+    for source in config.all_sources():
+        source_rows = train[source.name or ""]
+        if source.weight != 0 and isinstance(source_rows, PreferenceRows):
+            answers += source_rows.count_answers()
     return DataBundle(
         train=join_datasets(list(train.values())),
         eval=_drop_empty(held_out, prepared.sources, config) if config.eval_fraction else {},
@@ -285,15 +292,7 @@ def prepare_text(config: TextDataConfig | ChatDataConfig | PreferenceDataConfig)
         longest=longest,
         mixture=mixture,
         weights_at=build_weights(config, mixture),
-        answers=sum(
-            (
-                rows_of_source.answers()
-                for source in config.all_sources()
-                if source.weight != 0
-                and isinstance(rows_of_source := train[source.name or ""], PreferenceRows)
-            ),
-            Counter[int](),
-        ),
+        answers=answers,
     )
 
 

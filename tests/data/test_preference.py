@@ -419,7 +419,7 @@ def test_answers_of_others_are_cut_where_the_row_ends(tmp_path, caplog):
     batch = bundle.train.__getitems__(range(len(bundle.train)))
     found = [each for row in range(len(bundle.train)) for each in segments_of(batch, row)]
     assert [kind for kind, *_ in found].count(MISMATCHED) == 8
-    assert "4 answers that stand behind another example's prompt" in caplog.text
+    assert "4 answers are cut that were combined with another example's prompt" in caplog.text
     ends = Counter(ids[-1] == bundle.tokenizer.eos_token_id for kind, ids, *_ in found if kind == MISMATCHED)
     assert ends == {True: 4, False: 4}
 

@@ -24,7 +24,9 @@ from pipeline.files import DESCRIPTION_LIMIT, is_path, path_inside, read_regular
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-SPLITS, STATE = "dataset_dict.json", "state.json"  # files that `save_to_disk` writes
+# Files that `save_to_disk` writes.
+SPLITS = "dataset_dict.json"
+STATE = "state.json"
 
 
 def load_split(

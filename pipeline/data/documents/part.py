@@ -221,7 +221,8 @@ def _glob(entry: str) -> list[Path]:
     """
     parts = Path(entry).expanduser().parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    root, pattern = Path(*parts[:fixed]), parts[fixed:]
+    root = Path(*parts[:fixed])
+    pattern = parts[fixed:]
     try:
         found = list(root.glob(os.path.join(*pattern)))
     except ValueError as error:

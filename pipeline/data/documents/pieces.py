@@ -98,7 +98,8 @@ def _look(path: str, kind: str, compression: str, size: int) -> FileRanges:
 
 def _ranges_of_lines(path: str, size: int) -> FileRanges:
     found: FileRanges = []
-    start, first = 0, 1
+    start = 0
+    first = 1
     with open_stream(path, "") as stream:
         while content := stream.read(size):
             # Memory use is one range and one line.

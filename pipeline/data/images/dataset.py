@@ -25,7 +25,8 @@ from pipeline.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
-IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+IMAGENET_MEAN = [0.485, 0.456, 0.406]
+IMAGENET_STD = [0.229, 0.224, 0.225]
 # Pillow's modes that convert to 8 bits per channel without clipping. Alpha is dropped, palettes are resolved.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 log = logging.getLogger(__name__)
@@ -197,11 +198,15 @@ def _scale_to_eight_bits(image: Image.Image, where: str) -> Image.Image:
         return image
     from PIL import Image
 
-    most = 1.0 if image.mode == "F" else 65535 if image.mode.startswith("I") else None
-    if most is None:
+    if image.mode == "F":
+        most = 1.0
+    elif image.mode.startswith("I"):
+        most = 65535
+    else:
         raise DataError(f"{where}: an image of mode {image.mode}; save it as RGB or as grey (L)")
     values = np.asarray(image).astype(np.float64)
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if not 0 <= low <= high <= most:  # false for NaN, too
         raise DataError(
             f"{where}: an image of mode {image.mode} with values from {low:g} to {high:g}; expected 0 to "

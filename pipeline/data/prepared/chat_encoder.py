@@ -169,7 +169,8 @@ class ConversationWriter:
         """Return the spans of a turn's reasoning and content, and of the end-of-document token after them."""
         if not spans:
             return []
-        start, end = spans[0][0], spans[-1][1]
+        start = spans[0][0]
+        end = spans[-1][1]
         content = next(
             (each for each in (turn["content"], turn["content"].strip()) if each in written.text), ""
         )
@@ -210,7 +211,8 @@ class ConversationWriter:
                 ids, offsets = self._encode_marked(text)
             else:
                 encoding = next(encodings)
-                ids, offsets = encoding.ids, encoding.offsets
+                ids = encoding.ids
+                offsets = encoding.offsets
             written.append(WrittenConversation(where, conversation, text, ids, offsets))
         return written
 
