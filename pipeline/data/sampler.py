@@ -57,7 +57,7 @@ class ShuffledOrder:
         self._seed_key = scramble(np.array([seed], dtype=np.uint64))
 
     def samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample indices at `positions` (any shape) of the run; position p lies in epoch p // num_samples."""
+        """Return sample indices at `positions` (any shape); position p is in epoch p // num_samples."""
         epochs, indices = np.divmod(positions.astype(np.uint64).reshape(-1), np.uint64(self.num_samples))
         keys = scramble(self._seed_key ^ epochs)
         samples = self._permute(indices, keys)
