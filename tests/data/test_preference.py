@@ -530,7 +530,9 @@ def test_too_few_examples_are_no_lack_of_text(tmp_path):
         DataError, match=r"^data holds 0 examples to train on \(20 more are held out\): add exam"
     ):
         prepare(tmp_path, [write(tmp_path / "a.jsonl", pairs(20))], eval_fraction=0.999)
-    with pytest.raises(DataError, match=r"holds 1 examples .*; unpaired answers need two, as each is compared"):
+    with pytest.raises(
+        DataError, match=r"holds 1 examples .*; unpaired answers need two, as each is compared"
+    ):
         prepare(tmp_path, [write(tmp_path / "b.jsonl", pairs(1))], eval_fraction=0.0, examples="unpaired")
 
 

@@ -116,7 +116,8 @@ def test_one_that_says_something_else_is_computed_anew(tmp_path, caplog):
 
 def test_a_run_that_lost_it_says_so(tmp_path):
     with pytest.raises(
-        CheckpointError, match=f"{REFERENCE_FILE} is missing or damaged, .*; restore the file, or start a new run"
+        CheckpointError,
+        match=f"{REFERENCE_FILE} is missing or damaged, .*; restore the file, or start a new run",
     ):
         restore_reference_logps(answers_bundle(), tmp_path, ALONE)
     (tmp_path / REFERENCE_FILE).write_bytes(b"no table")
