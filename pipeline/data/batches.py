@@ -277,7 +277,7 @@ def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
     is_row = where != "samples" and set(forms) == {2}
     if isinstance(first, (tuple, list)) and not is_row:
         if len({len(sample) for sample in samples}) > 1:
-            raise DataError(_uneven(where, [len(sample) for sample in samples]))
+            raise DataError(_uneven_message(where, [len(sample) for sample in samples]))
         names: Sequence[str] = getattr(first, "_fields", [_entry_name(place) for place in range(len(first))])
         pairs = zip(names, zip(*samples, strict=True), strict=True)
         columns = [stack_samples(column, f"{inside}{name}") for name, column in pairs]
@@ -287,7 +287,7 @@ def stack_samples(samples: Sequence[Any], where: str = "samples") -> Any:
     values = [_to_tensor(sample) for sample in samples]
     shapes = list(dict.fromkeys(tuple(value.shape) for value in values))
     if len(shapes) > 1:
-        raise DataError(_uneven(where, shapes))
+        raise DataError(_uneven_message(where, shapes))
     return torch.stack(values)
 
 
@@ -296,7 +296,7 @@ def _is_sample(value: Any) -> bool:
     return len(value) > 0 if isinstance(value, (Mapping, tuple, list)) else _is_numeric(value)
 
 
-def _uneven(where: str, shapes: list[Any]) -> str:
+def _uneven_message(where: str, shapes: list[Any]) -> str:
     return (
         f"{where} of one batch cannot be stacked: {' and '.join(map(str, shapes[:3]))}; make them equal, or "
         "give the data set a `collate_fn` that pads (docs/your-own-model.md)"

@@ -61,17 +61,17 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Return the numbers of the assistant's turns, from 0."""
+        """Numbers of the assistant's turns, from 0."""
         return [number for number, turn in enumerate(self.turns) if turn["role"] == ASSISTANT]
 
     @property
     def learned_answers(self) -> list[int]:
-        """Return the numbers of the assistant's turns that are in the loss."""
+        """Numbers of the assistant's turns that are in the loss."""
         return [number for number in self.answers if number not in self.unlearned]
 
     @property
     def key(self) -> bytes:
-        """Return bytes that identify the conversation, independent of layout, template and tokenizer."""
+        """Bytes that identify the conversation, independent of layout, template and tokenizer."""
         content: Any = self.turns if self.tools is None else [self.turns, self.tools]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
         return text.encode()
@@ -351,13 +351,13 @@ def find_unwritten_fields(record: Any, text: str) -> list[str]:
         Names such as `messages[].tool_calls[].id`, each once, in the order of the row.
     """
     found: dict[str, None] = {}
-    for name, value in _strings(record, ""):
+    for name, value in _iter_strings(record, ""):
         if name not in found and (value is None or not _is_written(value, text)):
             found[name] = None
     return list(found)
 
 
-def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
+def _iter_strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
     """Yield the name and string of each field; `None` for a number in an unknown field of a turn."""
     if isinstance(value, str):
         try:
@@ -367,10 +367,10 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
         if inside is None:
             yield name, value
         else:
-            yield from list(_strings(inside, name)) or ((name, key) for key in inside)
+            yield from list(_iter_strings(inside, name)) or ((name, key) for key in inside)
     elif isinstance(value, list):
         for each in value:
-            yield from _strings(each, f"{name}[]")
+            yield from _iter_strings(each, f"{name}[]")
     elif isinstance(value, dict):
         is_turn = name.endswith("[]") and "." not in name and ("role" in value or "from" in value)
         for key, each in value.items():
@@ -378,7 +378,7 @@ def _strings(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
             if is_turn and isinstance(each, int | float) and key not in WEIGHT_FIELDS:
                 yield place, None
             elif key not in STRUCTURE or not isinstance(each, str):
-                yield from _strings(each, place)
+                yield from _iter_strings(each, place)
 
 
 def _is_written(value: Any, text: str) -> bool:

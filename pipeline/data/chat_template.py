@@ -150,7 +150,7 @@ class ChatTemplate:
             return "value" in as_text
         return json.dumps(arguments) in as_text and ("value" not in as_object or str(arguments) in as_object)
 
-    def _turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _adapt_turns(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return turns in the form that this template expects."""
         return (
             [self._adapt_turn(turn) for turn in turns]
@@ -171,7 +171,7 @@ class ChatTemplate:
 
         It is the generation prompt up to an opening tag of reasoning, which belongs to the answer.
         """
-        question = self._turns(_QUESTION)
+        question = self._adapt_turns(_QUESTION)
         rendered = [self._try(question, prompt=True), self._try(question)]
         if rendered[0] is None or rendered[1] is None:
             return ""
@@ -180,7 +180,7 @@ class ChatTemplate:
 
     def _find_turn_stop(self) -> str | None:
         """Return the special token that begins a user's turn if nothing else ends the assistant's turn."""
-        rendered = self._try(self._turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
+        rendered = self._try(self._adapt_turns([*_QUESTION, _ANSWER, *_QUESTION, _ANSWER]))
         if rendered is None or not rendered.spans[1] or not rendered.spans[2]:
             return None
         _, answer_end = rendered.spans[1][-1]
@@ -249,7 +249,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            turns = self._turns(conversation.turns)
+            turns = self._adapt_turns(conversation.turns)
             text, _ = self._write_marked(turns, conversation.tools, prompt, marks=False)
         except (TemplateError, *FAULTS) as error:
             raise DataError(f"{refusal}: {' '.join(str(error).split())}") from None
@@ -272,7 +272,7 @@ class ChatTemplate:
 
         found: list[Spans] = []
         try:
-            given = self._turns(conversation.turns)
+            given = self._adapt_turns(conversation.turns)
             rendered = self._render(given, conversation.tools)
             if rendered.text == text:
                 turns = [rendered.spans[number] for number in conversation.answers]

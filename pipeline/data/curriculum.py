@@ -59,7 +59,7 @@ class CurriculumOrder(MixtureOrder):
         # (steps, sources): samples taken before each step.
         self._before = np.zeros((1024, len(sources)), dtype=np.int64)
 
-    def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _locate(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         assert self._slot_order is not None
         slots = self._slot_order.samples_at(flat)
         steps = flat // self._size
@@ -91,7 +91,7 @@ class CurriculumOrder(MixtureOrder):
     def _count_until(self, position: int) -> NDArray[np.int64]:
         step, rest = divmod(position, self._size)
         self._extend(step)
-        of_step = self._places(np.arange(position - rest, position))[0]
+        of_step = self._locate(np.arange(position - rest, position))[0]
         return self._before[step] + np.bincount(of_step, minlength=len(self.names))
 
     def _extend(self, step: int) -> None:

@@ -202,7 +202,7 @@ class MixtureOrder:
             (number,) = self._active
             return self._orders[number].samples_at(positions) + self._offsets[number]
         flat = positions.reshape(-1)
-        sources, own = self._places(flat)
+        sources, own = self._locate(flat)
         by_source = np.argsort(sources, kind="stable")
         ends = np.cumsum(np.bincount(sources, minlength=len(self.names)))
         samples = np.empty_like(flat)
@@ -229,7 +229,7 @@ class MixtureOrder:
                 first += epochs * self.samples_per_epoch
                 continue
             stop = min(last, first + left, first + COUNTED_AT_ONCE)
-            sources, _ = self._places(np.arange(first, stop))
+            sources, _ = self._locate(np.arange(first, stop))
             counts += np.bincount(sources, minlength=len(counts))
             first = stop
         return counts
@@ -237,7 +237,7 @@ class MixtureOrder:
     def check_counts(self, samples_seen: int, counts: Mapping[str, int]) -> None:
         """Check the sample counts in a checkpoint. Nothing to check here; see CurriculumOrder."""
 
-    def _places(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _locate(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each position (N,), and its position in the source's own order."""
         assert self._slot_order is not None
         slots = self._slot_order.samples_at(flat)

@@ -181,12 +181,12 @@ def _find_entry(entry: str) -> list[FileSpan]:
         matches = [path]
         what = "folder"
     elif glob.has_magic(entry):
-        matches = _glob(entry)
+        matches = _expand_glob(entry)
         what = "glob"
     else:
-        raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggestion(path)}")
+        raise DataError(f"data.paths: {entry or repr(entry)} does not exist{_suggest_path(path)}")
     named = {match for match in matches if not match.is_dir()}
-    files = sorted(named | {file for match in matches if match.is_dir() for file in _walk(match)})
+    files = sorted(named | {file for match in matches if match.is_dir() for file in _walk_files(match)})
     usable = []
     for file in files:
         span = classify_file(file)
@@ -194,7 +194,7 @@ def _find_entry(entry: str) -> list[FileSpan]:
             raise DataError(
                 f"data.paths: {file} is a link to something that is not there; remove or repair it"
             )
-        if span is not None and file.is_file() and (file in named or not _is_description(span)):
+        if span is not None and file.is_file() and (file in named or not _is_no_row_list(span)):
             usable.append(span)
     if not usable:
         suffixes = sorted({file.suffix.lower() or "without a suffix" for file in files})
@@ -203,7 +203,7 @@ def _find_entry(entry: str) -> list[FileSpan]:
     return usable
 
 
-def _is_description(span: FileSpan) -> bool:
+def _is_no_row_list(span: FileSpan) -> bool:
     """Return whether a JSON file holds no list of rows, as files of settings or an index do.
 
     Such files are left out if they were found in a folder.
@@ -214,7 +214,7 @@ def _is_description(span: FileSpan) -> bool:
         return not stream.read(1000).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _glob(entry: str) -> list[Path]:
+def _expand_glob(entry: str) -> list[Path]:
     """Return the matches of a glob without hidden ones.
 
     pathlib's `**` does not follow links, unlike that of the glob module.
@@ -232,7 +232,7 @@ def _glob(entry: str) -> list[Path]:
     return [path for path in found if not any(name.startswith(".") for name in path.relative_to(root).parts)]
 
 
-def _walk(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> Iterator[Path]:
+def _walk_files(folder: Path, left_out: frozenset[str] | set[str] = frozenset()) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise unreadable_error(error.filename or folder, error)
 
@@ -247,7 +247,7 @@ def _find_stdlib() -> list[FileSpan]:
     machine = [path.name for path in root.glob("config-*")]  # build settings of this installation
     files = sorted(
         file
-        for file in _walk(root, STDLIB_LEFT_OUT | set(machine))
+        for file in _walk_files(root, STDLIB_LEFT_OUT | set(machine))
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     )
     if not files:
@@ -256,7 +256,7 @@ def _find_stdlib() -> list[FileSpan]:
     return [FileSpan(str(file), "stdlib_topics" if file == topics else "stdlib_source") for file in files]
 
 
-def _suggestion(path: Path) -> str:
+def _suggest_path(path: Path) -> str:
     """Return `; did you mean ...?` for the first component of a path that does not exist."""
     missing = path
     while not missing.parent.exists():
@@ -374,7 +374,7 @@ def read_records(part: SourcePart, tally: Tally) -> Iterator[tuple[str, Record]]
         DataError: A record is bad and may not be skipped, or a file cannot be read or has changed.
     """
     bad = BadRecordPolicy(part.skip_bad_records, tally)
-    records = islice(_records(part, bad, None), part.max_documents)
+    records = islice(_iter_records(part, bad, None), part.max_documents)
     if not part.fields:
         return records
     return ((where, _rename_fields(record, part.fields)) for where, record in records)
@@ -385,10 +385,10 @@ def read_texts(part: SourcePart, tally: Tally) -> Iterator[tuple[str, str]]:
 
     A row without text is a bad record. Of a table, only the column with the text is read.
     """
-    return islice(_texts(part, BadRecordPolicy(part.skip_bad_records, tally)), part.max_documents)
+    return islice(_iter_texts(part, BadRecordPolicy(part.skip_bad_records, tally)), part.max_documents)
 
 
-def _records(part: SourcePart, bad: BadRecordPolicy, column: str | None) -> Iterator[tuple[str, Record]]:
+def _iter_records(part: SourcePart, bad: BadRecordPolicy, column: str | None) -> Iterator[tuple[str, Record]]:
     for piece in part.pieces:
         for where, record in piece.read(bad, column):
             if not isinstance(record, str) or (record and not record.isspace()):
@@ -403,8 +403,8 @@ def _rename_fields(record: Record, fields: Mapping[str, str]) -> Record:
     return {key: value for key, value in record.items() if key not in fields.values()} | own
 
 
-def _texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, str]]:
-    for where, record in _records(part, bad, part.text_field):
+def _iter_texts(part: SourcePart, bad: BadRecordPolicy) -> Iterator[tuple[str, str]]:
+    for where, record in _iter_records(part, bad, part.text_field):
         try:
             text = extract_text(where, record, part.text_field)
         except DataError as error:

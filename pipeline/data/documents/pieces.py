@@ -24,7 +24,7 @@ from pipeline.errors import DataError
 
 FileRanges = list[
     tuple[int, int | None, int, int, str]
-]  # start, end and first of a Span, size in bytes, digest
+]  # start, end and first of a FileSpan, size in bytes, digest
 LOOK_VERSION = 1  # part of every cache entry: increase it when a change alters the ranges or digests below
 
 
@@ -73,7 +73,7 @@ def split_files(files: Sequence[FileSpan], digests: DigestCache, size: int) -> l
     found: dict[str, tuple[FileStamp, FileRanges]] = {}
     for kind, compression in sorted({(file.kind, file.compression) for file in files}):
         paths = [file.path for file in files if (file.kind, file.compression) == (kind, compression)]
-        look = partial(_look, kind=kind, compression=compression, size=size)
+        look = partial(_find_ranges, kind=kind, compression=compression, size=size)
         found |= digests.get_or_compute(paths, f"{kind} {compression} {size} {LOOK_VERSION}", look)
     return [
         FilePiece(replace(file, start=start, end=end, first=first), length, digest, found[file.path][0])
@@ -82,21 +82,21 @@ def split_files(files: Sequence[FileSpan], digests: DigestCache, size: int) -> l
     ]
 
 
-def _look(path: str, kind: str, compression: str, size: int) -> FileRanges:
+def _find_ranges(path: str, kind: str, compression: str, size: int) -> FileRanges:
     if kind == "jsonl" and not compression:
-        return _ranges_of_lines(path, size)
+        return _split_lines(path, size)
     length, content = hash_file(path)
     if kind == "parquet":
         return [
-            (start, end, first, held, _digest("parquet", content, start, end))
+            (start, end, first, held, _hash_range("parquet", content, start, end))
             for start, end, first, held in split_row_groups(path, size)
         ]
     if length == 0 and (compression or kind == "arrow"):
         raise DataError(f"{path}: is empty, so no {compression or 'Arrow'} file; fetch or write it again")
-    return [(0, None, 1, length, _digest(f"{kind} {compression}", content))] if length else []
+    return [(0, None, 1, length, _hash_range(f"{kind} {compression}", content))] if length else []
 
 
-def _ranges_of_lines(path: str, size: int) -> FileRanges:
+def _split_lines(path: str, size: int) -> FileRanges:
     found: FileRanges = []
     start = 0
     first = 1
@@ -107,7 +107,7 @@ def _ranges_of_lines(path: str, size: int) -> FileRanges:
             end = start + len(content) + len(rest)
             hashed = hashlib.blake2b(content, digest_size=16)
             hashed.update(rest)
-            found.append((start, end, first, end - start, _digest("jsonl ", hashed.hexdigest())))
+            found.append((start, end, first, end - start, _hash_range("jsonl ", hashed.hexdigest())))
             first += content.count(b"\n") + rest.count(b"\n")
             start = end
     return found
@@ -128,5 +128,5 @@ def hash_file(path: str) -> tuple[int, str]:
     return length, hashed.hexdigest()
 
 
-def _digest(kind: str, content: str, *place: int) -> str:
+def _hash_range(kind: str, content: str, *place: int) -> str:
     return hashlib.blake2b(f"{kind} {content} {place}".encode(), digest_size=16).hexdigest()

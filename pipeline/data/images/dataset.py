@@ -120,7 +120,7 @@ def prepare_images(config: ImagesDataConfig) -> DataBundle:
         vocab_size=None,
         num_classes=len(images.class_names),
         num_channels=config.channels,
-        fingerprint=_fingerprint(images, train_rows),
+        fingerprint=_compute_fingerprint(images, train_rows),
     )
 
 
@@ -146,7 +146,7 @@ def _check_training(config: ImagesDataConfig, images: FolderImages, rows: NDArra
         log.warning("classes without a training image: %s", ", ".join(without[:10]))
 
 
-def _fingerprint(images: FolderImages, rows: NDArray[np.int64]) -> str:
+def _compute_fingerprint(images: FolderImages, rows: NDArray[np.int64]) -> str:
     digest = hashlib.blake2b("\0".join(images.class_names).encode(), digest_size=16)
     # Hash names rather than sizes: reading the sizes of a million files at every start would take too long.
     for array in (images.names, images.labels, rows):

@@ -108,7 +108,7 @@ def find_folder_images(given: str, key: str, class_names: tuple[str, ...] | None
         )
         if class_names is None:
             _refuse_splits(root, found, f"data.{key}")
-        files = {name: list(_image_names(root, name)) for name in found}
+        files = {name: list(_iter_image_names(root, name)) for name in found}
     except OSError as error:
         raise DataError(f"data.{key}: {error.filename} cannot be read: {error.strerror}") from None
     if not found:
@@ -146,7 +146,7 @@ def _refuse_splits(root: Path, found: list[str], where: str) -> None:
         )
 
 
-def _image_names(root: Path, class_name: str) -> Iterable[str]:
+def _iter_image_names(root: Path, class_name: str) -> Iterable[str]:
     """Yield the sorted paths of images in a class folder and its subfolders, without hidden files."""
     for folder, inner, files in os.walk(root / class_name, followlinks=True):
         inner[:] = sorted(name for name in inner if not name.startswith("."))

@@ -61,7 +61,7 @@ class WrittenConversation:
         return BEGIN in self.text
 
 
-def _are_written(calls: list[Any], text: str) -> bool:
+def _are_calls_written(calls: list[Any], text: str) -> bool:
     names = [call["function"].get("name") for call in calls if isinstance(call.get("function"), dict)]
     return all(name is None or str(name) in text for name in names)
 
@@ -157,7 +157,7 @@ class ConversationWriter:
             if (
                 not turn["content"].strip()
                 and turn.get("tool_calls")
-                and not _are_written(turn["tool_calls"], own)
+                and not _are_calls_written(turn["tool_calls"], own)
             ):
                 tally.note(CALLS_UNWRITTEN, written.where)
                 learned.append([])

@@ -141,7 +141,7 @@ def _write_part(task: PartTask, settings: EncoderSettings, encoder: Encoder, rep
     with fill_folder(task.folder, task.cache_dir, task.label) as folder:
         with explain_write_errors(task.cache_dir, task.label):
             writer = PartWriter(folder, settings.dtype, has_rows, has_segments)
-        for batch in _batches(records):
+        for batch in _iter_batches(records):
             documents = _encode(encoder, batch, tally, task.part.skip_bad_records)
             if documents:
                 with explain_write_errors(task.cache_dir, task.label):
@@ -177,7 +177,7 @@ def _encode(encoder: Encoder, batch: Records, tally: Tally, skip_bad: bool) -> l
     return documents
 
 
-def _batches(records: Iterable[tuple[str, Record]]) -> Iterator[Records]:
+def _iter_batches(records: Iterable[tuple[str, Record]]) -> Iterator[Records]:
     """Yield lists of records with about BATCH_CHARACTERS each."""
     batch: Records = []
     length = 0

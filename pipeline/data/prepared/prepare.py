@@ -233,7 +233,7 @@ def _prepare(tasks: Sequence[PartTask], config: DocumentsConfig, tokenizer: Toke
     size = sum(task.part.size for task in tasks)
     known = all(task.part.size for task in tasks)
     workers = min(config.prepare_workers or (1 if known and size < SMALL_BYTES else cores), len(tasks))
-    # Such as a rank of a caller's pool: multiprocessing lets a daemon start no process.
+    # multiprocessing lets a daemon, such as a rank in a caller's pool, start no processes.
     if current_process().daemon:
         workers = 1
     settings = EncoderSettings(

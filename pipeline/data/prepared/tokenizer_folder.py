@@ -79,10 +79,10 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_d
     if config.tokenizer.pretrained is not None:
         tokenizer = load_pretrained(config.tokenizer.pretrained)
         if spoken is not None:
-            tokenizer.chat_template = _template(spoken, tokenizer.chat_template)
+            tokenizer.chat_template = _find_chat_template(spoken, tokenizer.chat_template)
             _warn_of_unknown_markers(spoken, tokenizer)
         digest = digest_tokenizer(tokenizer)
-        path = _keep(cache_dir, hash_json([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
+        path = _save_once(cache_dir, hash_json([digest, str(tokenizer.chat_template)]), lambda: tokenizer)
     else:
         content: list[Any] = [
             TRAINING_VERSION,
@@ -91,17 +91,19 @@ def find_tokenizer(config: DocumentsConfig, parts: Sequence[SourcePart], cache_d
             config.eval_fraction,
             sorted(part.digest for part in parts),
         ]
-        template = _template(spoken, None) if spoken is not None else None  # fails before the training
+        template = (
+            _find_chat_template(spoken, None) if spoken is not None else None
+        )  # fails before the training
         if spoken is not None:
             content.append([spoken.layout, *get_special_tokens(spoken)])
-        path = _keep(cache_dir, hash_json(content), lambda: _train(config, parts))
+        path = _save_once(cache_dir, hash_json(content), lambda: _train_on_parts(config, parts))
         tokenizer = read_tokenizer(path / "tokenizer.json")
         tokenizer.chat_template = template
         digest = digest_tokenizer(tokenizer)
     return TokenizerFolder(path, tokenizer, digest, get_token_id_bound(tokenizer))
 
 
-def _template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
+def _find_chat_template(config: ConversationsConfig, own: str | dict[str, str] | None) -> str | None:
     """Return the Jinja text of the template; `None` if preference data has none, as for plain text."""
     if config.preferences is not None and config.chat_template is None and not own:
         return None
@@ -134,7 +136,7 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
+def _save_once(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]) -> Path:
     """Return the folder of this key; one process creates it if it is missing or damaged."""
     folder = cache_dir / "tokenizers" / key
     if find_damage(folder, INDEX, verify=False) is None:
@@ -160,25 +162,25 @@ def _keep(cache_dir: Path, key: str, make: Callable[[], PreTrainedTokenizerFast]
     return folder
 
 
-def _train(config: DocumentsConfig, parts: Sequence[SourcePart]) -> PreTrainedTokenizerFast:
+def _train_on_parts(config: DocumentsConfig, parts: Sequence[SourcePart]) -> PreTrainedTokenizerFast:
     size = min(sum(part.size for part in parts), TRAINING_BYTES)
     log.info("training the tokenizer on %s", format_bytes(size))
     start = time.perf_counter()
-    documents = _training_documents(config, parts)
+    documents = _iter_training_texts(config, parts)
     special_tokens = () if config.conversations is None else get_special_tokens(config.conversations)
     tokenizer = train_tokenizer(documents, config.tokenizer.vocab_size, special_tokens)
     log.info("trained a tokenizer of %d entries in %.1f s", len(tokenizer), time.perf_counter() - start)
     return tokenizer
 
 
-def _training_documents(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Iterator[str]:
+def _iter_training_texts(config: DocumentsConfig, parts: Sequence[SourcePart]) -> Iterator[str]:
     """Yield texts of the training split, up to TRAINING_BYTES.
 
     Parts are read in the order of their digests, so that a limited amount is a fair sample of all sources.
     """
     left = TRAINING_BYTES
     for part in sorted(parts, key=lambda part: part.digest):
-        for key, text in _keys_and_texts(config, part):
+        for key, text in _iter_keys_and_texts(config, part):
             if select_held_out(hash_keys([key]), config.eval_fraction)[0]:
                 continue
             yield text
@@ -187,7 +189,7 @@ def _training_documents(config: DocumentsConfig, parts: Sequence[SourcePart]) ->
                 return
 
 
-def _keys_and_texts(config: DocumentsConfig, part: SourcePart) -> Iterator[tuple[bytes, str]]:
+def _iter_keys_and_texts(config: DocumentsConfig, part: SourcePart) -> Iterator[tuple[bytes, str]]:
     """Yield the key and the text of each document; for conversations, the text of all turns."""
     conversations = config.conversations
     preferences = config.preferences
