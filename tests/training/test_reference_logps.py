@@ -131,7 +131,5 @@ def test_an_answer_that_was_not_there_is_an_error(whole):
     few = ReferenceTable.from_answers(compute_answer_keys(batch).ravel(), np.zeros(4, np.float32))
     collate = ReferenceCollate(collate_items, few)
     assert collate([data.train[1]])["reference_logps"].shape == (1, 2)
-    with pytest.raises(
-        DataError, match=r"no reference log-probability .* \(segment 0 of row 1 of a batch\)"
-    ):
+    with pytest.raises(DataError, match=r"no reference log-probability .* \(segment 0 of row 1 of a batch\)"):
         replace(data, collate=collate).collate([data.train[1], data.train[2]])
