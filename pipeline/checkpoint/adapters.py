@@ -104,12 +104,12 @@ def describe_adapter(
     """
     if config.adapter is None:
         return {}
-    own = next((_computed(layer) for _, layer in find_adapter_layers(model)), None)
+    own = next((_read_layer_settings(layer) for _, layer in find_adapter_layers(model)), None)
     # A pipeline stage may have no adapted layer.
     computed = next(each for each in job.gather_object(own) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
-    base = job.on_main(lambda: _base(config, open_checkpoint, known))
-    return {STATE_KEY: computed | base | _quantised(config.adapter, model)}
+    base = job.on_main(lambda: _describe_base(config, open_checkpoint, known))
+    return {STATE_KEY: computed | base | _describe_quantisation(config.adapter, model)}
 
 
 def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
+def _describe_quantisation(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
     """Return the base's quantisation and the names of its quantised layers; empty if it has none."""
     if config.quantize is None:
         return {}
@@ -128,7 +128,7 @@ def _quantised(config: AdapterConfig, model: nn.Module) -> dict[str, Any]:
     return {"quantize": config.quantize, "quantized": [name for name, _ in find_quantised_layers(model)]}
 
 
-def _computed(layer: Any) -> dict[str, Any]:
+def _read_layer_settings(layer: Any) -> dict[str, Any]:
     """Return the settings that all of peft's layers in a model share."""
     return {
         "alpha": layer.lora_alpha[ADAPTER_NAME],
@@ -194,7 +194,9 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
         refuse_changed_base(manifest, file)
 
 
-def _base(config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_base(
+    config: RunConfig, open_checkpoint: OpenCheckpoint, known: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return path and digest of the base, and the stamps of its files."""
     model = config.model
     pretrained = model.pretrained_from
@@ -242,7 +244,7 @@ def map_peft_names(manifest: Manifest) -> dict[str, str]:
     """
     names = [name for name, kind in manifest.table.shapes if kind == WEIGHT]
     found = {to_peft_name(name): name for name in names}
-    if _described(manifest).get("tie_word_embeddings"):
+    if _read_model_config(manifest).get("tie_word_embeddings"):
         embedding = next((name for name in names if name.endswith(INPUT_EMBEDDING_NAMES)), None)
         if embedding is not None:
             found[to_peft_name("lm_head.weight")] = embedding
@@ -277,7 +279,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
     whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
-    described = _described(manifest)
+    described = _read_model_config(manifest)
     # peft warns if it has to tie weights that the adapter does not train.
     trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
     (rank, _) = shapes[f"{layers[0]}.lora_A.{ADAPTER_NAME}.weight", WEIGHT]
@@ -296,7 +298,7 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     ).save_pretrained(str(folder))
 
 
-def _described(manifest: Manifest) -> dict[str, Any]:
+def _read_model_config(manifest: Manifest) -> dict[str, Any]:
     """Return the model's config.json; empty if there is none."""
     config = manifest.folder.parent.parent / "model" / "config.json"
     try:

@@ -194,7 +194,7 @@ class Retention:
         return stays
 
 
-def _saved(manifest: Manifest) -> SavedCheckpoint:
+def _summarize(manifest: Manifest) -> SavedCheckpoint:
     best_by = manifest.best_by
     rank = None if best_by is None else best_by.rank
     return SavedCheckpoint(manifest.global_step, manifest.folder, manifest.eval_loss, rank)
@@ -222,7 +222,7 @@ class Pruner:
         try:
             if not (manifest.folder / MANIFEST).is_file() or check_file_sizes(manifest):
                 raise CheckpointError(f"{manifest.folder.name} is not complete")
-            self._known[newest] = _saved(manifest)
+            self._known[newest] = _summarize(manifest)
             saved = self.saved(newest)
             for step in {each.step for each in saved.saved} - self._retention.steps_to_keep(saved):
                 remove_checkpoint(self._folder / folder_name(step))
@@ -237,7 +237,7 @@ class Pruner:
                 continue
             try:
                 if step not in self._known:
-                    self._known[step] = _saved(read_complete_manifest(path))
+                    self._known[step] = _summarize(read_complete_manifest(path))
                 counted.append(self._known[step])
             except CheckpointError as error:
                 log.info("%s stays and does not count: %s", path.name, error)
@@ -342,10 +342,12 @@ class CheckpointStatus:
 
 def list_checkpoints(run: Path) -> list[CheckpointStatus]:
     """Return the checkpoints of a run directory, oldest first. Only manifests and sizes are read."""
-    return [_row(step, path) for step, path in reversed(list_step_folders(run / "checkpoints").items())]
+    return [
+        _build_status(step, path) for step, path in reversed(list_step_folders(run / "checkpoints").items())
+    ]
 
 
-def _row(step: int, path: Path) -> CheckpointStatus:
+def _build_status(step: int, path: Path) -> CheckpointStatus:
     if path.is_symlink():
         return CheckpointStatus(step, path, f"it is {LINK_PROBLEM}")
     if not os.path.lexists(path / MANIFEST):
@@ -359,7 +361,7 @@ def _row(step: int, path: Path) -> CheckpointStatus:
     return CheckpointStatus(
         step=step,
         path=path,
-        problem=_problem(check_file_sizes(manifest)),
+        problem=_format_damages(check_file_sizes(manifest)),
         manifest=manifest,
         num_here=len(here),
         num_bytes=sum(file.bytes for file in here),
@@ -375,10 +377,10 @@ def verify_checkpoint(row: CheckpointStatus, advance: Callable[[int], object]) -
     """
     if row.problem is not None or row.manifest is None:
         return row
-    return replace(row, problem=_problem(check_content(row.manifest, advance=advance)))
+    return replace(row, problem=_format_damages(check_content(row.manifest, advance=advance)))
 
 
-def _problem(damages: Sequence[Damage]) -> str | None:
+def _format_damages(damages: Sequence[Damage]) -> str | None:
     if not damages:
         return None
     others = len(damages) - 1

@@ -225,7 +225,7 @@ class ShardTable:
         is_first = np.ones(len(rows), bool)
         is_first[1:] = group[1:] != group[:-1]
         firsts = np.flatnonzero(is_first)
-        places = [self._place(number) for number in group[firsts].tolist()]
+        places = [self._find_box(number) for number in group[firsts].tolist()]
         volumes = [math.prod(stop - start for start, stop in box) for _, box in places]
         ends = np.repeat(np.array(volumes, np.int64), np.diff(np.append(firsts, len(group))))
         for row in rows[length > ends - start][:1].tolist():
@@ -247,7 +247,7 @@ class ShardTable:
             if count != size:
                 raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
 
-    def _place(self, number: int) -> tuple[int, Box]:
+    def _find_box(self, number: int) -> tuple[int, Box]:
         """Return the tensor and the box that a number of `_groups` stands for."""
         tensor, box = divmod(number, len(self.box_list) + 1)
         name, kind, _, shape = self.entries[tensor]
@@ -363,7 +363,7 @@ class Manifest(StrictRecord):
         """
         manifest = Manifest(**fields)
         manifest._folder = folder
-        manifest._table = manifest._checked(table)
+        manifest._table = manifest._check_table(table)
         return manifest
 
     @property
@@ -371,7 +371,7 @@ class Manifest(StrictRecord):
         """Folder of the checkpoint."""
         return self._folder
 
-    def _checked(self, table: ShardTable) -> ShardTable:
+    def _check_table(self, table: ShardTable) -> ShardTable:
         table.check()
         if sum(file.shards for file in self.files) != len(table):
             raise ValueError("the table has other shards than the files")
@@ -395,7 +395,7 @@ class Manifest(StrictRecord):
                     "checkpoint"
                 )
             try:
-                self._table = self._checked(ShardTable.decode(raw))
+                self._table = self._check_table(ShardTable.decode(raw))
             except ValueError as error:
                 raise CheckpointError(f"{path}: {error}"[:500]) from None
         return self._table

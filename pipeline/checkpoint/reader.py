@@ -92,7 +92,7 @@ def check_file_sizes(manifest: Manifest) -> list[Damage]:
         if file.name in absent and (file.place in here or not here):
             damages.append(Damage(file.name, "missing", file.host))
     try:
-        what = _other_size(manifest.folder / TABLE, manifest.shard_table.bytes)
+        what = _find_size_difference(manifest.folder / TABLE, manifest.shard_table.bytes)
     except OSError as error:
         what = "missing" if isinstance(error, FileNotFoundError) else str(error)
     return damages if what is None else [Damage(TABLE, what)]
@@ -104,7 +104,7 @@ def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
     absent = set()
     for file in manifest.files:
         try:
-            what = _other_size(manifest.folder / file.name, file.bytes)
+            what = _find_size_difference(manifest.folder / file.name, file.bytes)
         except FileNotFoundError:
             absent.add(file.name)
             continue
@@ -115,7 +115,7 @@ def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
     return damages, absent
 
 
-def _other_size(path: Path, written: int) -> str | None:
+def _find_size_difference(path: Path, written: int) -> str | None:
     """Return a message if a plain file has another size, else `None`."""
     with open_for_reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -222,7 +222,7 @@ class CheckpointReader:
         number = bisect_right(self.manifest.first_rows, row) - 1
         file = self.manifest.files[number]
         try:
-            descriptor = self._opened(file)
+            descriptor = self._get_descriptor(file)
             offset = int(self._offsets[file.name][row - self.manifest.first_rows[number]])
             if len(runs) == 1 and target.dtype == dtype:
                 begin, into, length = runs[0].tolist()
@@ -243,7 +243,7 @@ class CheckpointReader:
                 "bring it here, or use a folder all nodes share"
             ) from None
 
-    def _opened(self, file: FileRecord) -> int:
+    def _get_descriptor(self, file: FileRecord) -> int:
         descriptor = self._open.pop(file.name, None)
         if descriptor is None:
             descriptor = open_regular_file(self.manifest.folder / file.name, follow_links=False)

@@ -70,7 +70,7 @@ def stream_shards(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[list[
     Raises:
         LayoutChangedError: A shard differs from the one in the layout, or there are more shards.
     """
-    return ([source.cpu().numpy().data] for source, _ in _matched(layout, shards))
+    return ([source.cpu().numpy().data] for source, _ in _match_layout(layout, shards))
 
 
 class Snapshot:
@@ -109,7 +109,7 @@ class Snapshot:
         self._chunks.result()
         self._copied = None
         position = 0
-        for found, kind in _matched(self.layout, shards):
+        for found, kind in _match_layout(self.layout, shards):
             done = 0
             with self._beside(found, kind) as source:
                 for part in self._parts(position, len(source)):
@@ -182,7 +182,7 @@ def _take_memory(sizes: list[int], is_pinned: bool) -> list[Tensor]:
     return chunks
 
 
-def _matched(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
+def _match_layout(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[tuple[Tensor, str]]:
     """Yield the bytes of each shard on its device, and its kind.
 
     Raises:
@@ -618,7 +618,7 @@ class CheckpointStore:
         except NotSavedError as error:
             problem = str(error)
         stall = time.perf_counter() - started
-        outcome = self._ended(save, SaveOutcome(step, problem, stall, save.write_seconds))
+        outcome = self._record_outcome(save, SaveOutcome(step, problem, stall, save.write_seconds))
         if problem is None and not wait:
             self._finished.put(outcome)
         return outcome
@@ -673,12 +673,12 @@ class CheckpointStore:
                 self._failure = error
                 return
             ended = replace(outcome, problem=problem, write_seconds=save.write_seconds)
-            self._finished.put(self._ended(save, ended))
+            self._finished.put(self._record_outcome(save, ended))
 
         self._thread = threading.Thread(target=finish, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _ended(self, save: CheckpointSave, outcome: SaveOutcome) -> SaveOutcome:
+    def _record_outcome(self, save: CheckpointSave, outcome: SaveOutcome) -> SaveOutcome:
         if outcome.problem is None:
             self._saved[outcome.step] = save.fields["state"].get("eval_loss") is not None
             self._changed()

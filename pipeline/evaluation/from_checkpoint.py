@@ -112,7 +112,8 @@ class TrainedRun:
         deepspeed = self.split["deepspeed"]
         if isinstance(batch.micro_batch_size, int):
             return batch.micro_batch_size
-        if isinstance(found := self.split.get("micro_batch_size"), int):
+        found = self.split.get("micro_batch_size")
+        if isinstance(found, int):
             return found
         if deepspeed is not None:
             return int(deepspeed["train_micro_batch_size_per_gpu"])
@@ -166,7 +167,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
         _ = split["deepspeed"], int(split["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
-    return TrainedRun(run, checkpoint, _with_its_tokenizer(config, run / DESCRIPTION), split)
+    return TrainedRun(run, checkpoint, _use_own_tokenizer(config, run / DESCRIPTION), split)
 
 
 def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -178,7 +179,7 @@ def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-def _with_its_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
+def _use_own_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
     """Return the recipe with the run's own tokenizer, whatever data is read: the model knows only its ids."""
     data = config.data.documents
     if data is None:

@@ -87,12 +87,12 @@ def evaluate(
     everyones = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
     by_name = dict(zip(loader.names, everyones, strict=True))
     total = torch.stack([by_name[name] for name in loader.total]).sum(dim=0)
-    row = _means("eval/", dict(zip(keys, total, strict=True)), objective)
+    row = _compute_means("eval/", dict(zip(keys, total, strict=True)), objective)
     if objective.unit == "tokens":
         row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))
     if len(by_name) > 1:
         for name, values_of_set in by_name.items():
-            row |= _means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)), objective)
+            row |= _compute_means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)), objective)
     return row
 
 
@@ -121,7 +121,7 @@ def record_best_metric(
     return {"metric": metric, "value": value, "mode": "min" if config.best_is_lowest else "max"}
 
 
-def _means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
+def _compute_means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
     further = compute_extra_means(sums, objective.means)
     means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **further}
     if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations

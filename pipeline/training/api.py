@@ -218,7 +218,7 @@ class Run:
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(count_tensor_bytes, self._parts.engine)
             if resolved.batch_plan.is_auto:
-                resolved = self._settled(known)
+                resolved = self._record_micro_batch(known)
             self._parts.meters.set_start_time(began)
             if leaves:
                 stack.push(partial(_close_engine, self._parts))
@@ -240,7 +240,7 @@ class Run:
             print_run_banner(settings, resolved, self._parts, self._directory)
             self._stack = stack.pop_all()
 
-    def _settled(self, known: dict[str, Any]) -> ResolvedSettings:
+    def _record_micro_batch(self, known: dict[str, Any]) -> ResolvedSettings:
         """Return the settings with the micro-batch that was found, and record it in the run's directory."""
         resolved = self._parts.resolved
         found = resolved.batch_plan.micro_batch_size

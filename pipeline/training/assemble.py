@@ -103,7 +103,7 @@ def build_meters(
         means=objective.means,
         flops_per_sample=None if length is None or cost is None else length * cost,
         peak_flops=peak_flops(name, engine.precision, resolved.tf32, in_fp8),
-        recomputed_flops=_recomputed(language, engine, length),
+        recomputed_flops=_build_recomputed_flops(language, engine, length),
     )
     clock = time.perf_counter
     earlier = PriorUsage()
@@ -143,7 +143,9 @@ def list_own_phases(resolved: ResolvedSettings, engine: Engine) -> tuple[str, ..
     return ("forward", "backward") if split.pipeline_stages > 1 else ("forward",)
 
 
-def _recomputed(model: CausalLMConfig | None, engine: Engine, length: int | None) -> Callable[[], float]:
+def _build_recomputed_flops(
+    model: CausalLMConfig | None, engine: Engine, length: int | None
+) -> Callable[[], float]:
     """Return a function that counts the FLOPs of a row that its backward recomputes.
 
     Only matrix products count, and `selective` recomputation keeps all of them.
@@ -294,7 +296,7 @@ def assemble(
     objective = build_checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
     job.progress.at("resuming")
-    checkpoint = checkpoints.choose()  # before anything is built: what is passed over is told first
+    checkpoint = checkpoints.choose()  # before building, so that skipped checkpoints are logged first
     job.progress.at("starting")
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)

@@ -201,7 +201,7 @@ class CallbackRunner:
         """Call one moment of every callback; return the requests. Does nothing on other ranks."""
         requests: set[str] = set()
         for name, callback in self._callbacks:
-            with _named(f"{name}.{moment} at step {now.step}"):
+            with _name_failures(f"{name}.{moment} at step {now.step}"):
                 answer = getattr(callback, moment)(now)
                 if answer is None:
                     continue
@@ -250,7 +250,7 @@ class CallbackRunner:
     def _states(self) -> list[list[Any]]:
         states = []
         for name, callback in self._callbacks:
-            with _named(f"{name}.state_dict"):
+            with _name_failures(f"{name}.state_dict"):
                 states.append([name, json.loads(json.dumps(callback.state_dict()))])
         return states
 
@@ -264,7 +264,7 @@ class CallbackRunner:
             found = next((each for each in known if each[0] == name), None)
             if found is not None:
                 known.remove(found)
-            with _named(f"{name}.load_state_dict"):
+            with _name_failures(f"{name}.load_state_dict"):
                 callback.load_state_dict(initial if found is None else found[1])
         self._open = set(state.get("open", []))
         self._sent = set()
@@ -273,7 +273,7 @@ class CallbackRunner:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _name_failures(what: str) -> Iterator[None]:
     """Raise a failure of a callback as one line that names it; the log keeps the traceback.
 
     Args:
@@ -347,7 +347,7 @@ def build_callbacks(
     made: list[tuple[str, Callback]] = []
     if job.ranks.is_main_process:
         for name, construct in import_callbacks(config):
-            with _named(f"{name}.__init__"):
+            with _name_failures(f"{name}.__init__"):
                 made.append((name, construct()))
     runner = CallbackRunner(made, config, job, tell, has_eval)
     if remembered:

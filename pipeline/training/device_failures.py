@@ -86,7 +86,7 @@ class TrainingAdvice:
         facts = []
         doing = ""
         found = list[ConfigChange]()
-        if (held := self._held(shortage)) is not None:
+        if (held := self._describe_held_memory(shortage)) is not None:
             facts.append(f"held: {held}")
         if self.job is not None:
             with suppress(PipelineError):
@@ -94,14 +94,17 @@ class TrainingAdvice:
                 batch = self.settings.resolve(self.job.ranks.world_size, device).batch_plan
                 doing = "" if batch.is_auto else f" at micro_batch_size {batch.micro_batch_size}"
                 if shortage.kind == device.kind:  # not the host's memory beside a GPU
-                    said, found = self._planned(shortage) or ("", list(self._accepted()))
+                    said, found = self._forecast_changes(shortage) or (
+                        "",
+                        list(self._list_accepted_changes()),
+                    )
                     facts += [said] if said else []
         if shortage.phase in LOADING:
             found = [each for each in found if each.kind not in ACTIVATION_KINDS]
         best = {each.kind: each for each in reversed(found)}
         told = [str(each) for each in found if best[each.kind] is each]
         if shortage.kind == "cpu":
-            told += self._for_the_host()
+            told += self._list_host_changes()
         return MemoryAdvice(
             told[:MOST] or [*list_outside_remedies(shortage.kind), "a smaller model"], doing, tuple(facts)
         )
@@ -112,7 +115,7 @@ class TrainingAdvice:
             return f"what helps, most first: {'; '.join(self(MemoryShortage('cpu')).levers)}"
         return advise()
 
-    def _planned(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
+    def _forecast_changes(self, shortage: MemoryShortage) -> tuple[str, list[ConfigChange]] | None:
         """Return the forecast in words and the changes that take less memory; `None` without a forecast."""
         if self.plan is None:
             return None
@@ -128,7 +131,7 @@ class TrainingAdvice:
             log.debug("no forecast for the message about memory", exc_info=True)
             return None
 
-    def _accepted(self) -> Iterator[ConfigChange]:
+    def _list_accepted_changes(self) -> Iterator[ConfigChange]:
         """Yield the changes that the settings accept, without gains, for a run without a forecast."""
         assert self.job is not None
         device = describe_device(self.job.device)
@@ -140,7 +143,7 @@ class TrainingAdvice:
                 self.settings.with_arguments(change.overrides).resolve(ranks, device)
                 yield change
 
-    def _for_the_host(self) -> Iterator[str]:
+    def _list_host_changes(self) -> Iterator[str]:
         """Yield changes that take less of the host's memory."""
         if workers := self.settings.config.loader.num_workers:
             yield f"loader.num_workers=0 (now {workers} processes a rank)"
@@ -157,7 +160,7 @@ class TrainingAdvice:
                 f"{half})"
             )
 
-    def _held(self, shortage: MemoryShortage) -> str | None:
+    def _describe_held_memory(self, shortage: MemoryShortage) -> str | None:
         """Return the memory of this rank by owner, in words; `None` before there is an engine.
 
         Called while the exception still holds its frames. Tensors of the engine are counted once per storage;
@@ -252,25 +255,27 @@ def explain_failure(
         advise: Returns the advice for a shortage of memory.
     """
     raised: list[BaseException] = []
-    for each in _chain(error):
+    for each in _iterate_causes(error):
         raised.insert(0, each)
         if isinstance(each, (DeviceMemoryError, DeviceFailedError)):
             return each
-        if _is_of_memory(each):
+        if _is_memory_error(each):
             return DeviceMemoryError(
-                _of_memory(each, find_phase(raised), device or torch.device("cpu"), advise)
+                _describe_shortage(each, find_phase(raised), device or torch.device("cpu"), advise)
             )
         if isinstance(each, RuntimeError) and _FAILED.search(str(each)):
-            return DeviceFailedError(_of_device(each, device))
+            return DeviceFailedError(_describe_device_failure(each, device))
     return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception or one of its causes means that memory ran out."""
-    return any(isinstance(each, DeviceMemoryError) or _is_of_memory(each) for each in _chain(error))
+    return any(
+        isinstance(each, DeviceMemoryError) or _is_memory_error(each) for each in _iterate_causes(error)
+    )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -278,14 +283,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _is_of_memory(error: BaseException) -> bool:
+def _is_memory_error(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     is_torchs = isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
     return is_torchs or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _of_memory(
+def _describe_shortage(
     error: BaseException,
     phase: Phase | None,
     device: torch.device,
@@ -299,11 +304,11 @@ def _of_memory(
     numbers = [words.format(number) for words, number in sizes.items()]
     if device.type == "cuda":
         if len(numbers) < 3:  # the message is not the allocator's
-            numbers += _peaks(device)
+            numbers += _describe_peaks(device)
     else:
         numbers += [str(read_memory_usage()), *filter(None, [describe_process_limit()])]
     frames = traceback.extract_tb(error.__traceback__)
-    asked, free, allocated = (_in_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
+    asked, free, allocated = (_parse_bytes(sizes.get(words)) for words in (_ASKED, _FREE, _ALLOCATED))
     missing = max(0, (asked or 0) - (free or 0))
     told = advise(MemoryShortage(device.type, phase, missing, allocated))
     levers = told.levers
@@ -317,7 +322,7 @@ def _of_memory(
     )
 
 
-def _in_bytes(told: str | None) -> int | None:
+def _parse_bytes(told: str | None) -> int | None:
     """Return the bytes of a text such as `2.50 GiB`."""
     if told is None:
         return None
@@ -325,7 +330,7 @@ def _in_bytes(told: str | None) -> int | None:
     return int(float(number) * 1024 ** " KMGTPE".index(unit[0] if unit != "B" else " "))
 
 
-def _peaks(device: torch.device) -> list[str]:
+def _describe_peaks(device: torch.device) -> list[str]:
     with suppress(RuntimeError):
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.max_memory_allocated(device) / GIB
@@ -337,7 +342,7 @@ def _peaks(device: torch.device) -> list[str]:
     return []
 
 
-def _of_device(error: RuntimeError, device: torch.device | None) -> str:
+def _describe_device_failure(error: RuntimeError, device: torch.device | None) -> str:
     text = summarize_error(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{device or 'the device'} failed"

@@ -116,12 +116,12 @@ def build_expectation(
     """
     length = config.data.tokens_per_row
     is_cut = resolved.split.tensor_parallel * resolved.split.pipeline_stages > 1
-    with _unless_unknown():
-        model = read_model_spec(_with_words(config, data.vocab_size)) or (
+    with _log_failures():
+        model = read_model_spec(_set_vocab_size(config, data.vocab_size)) or (
             None if is_cut else sizes.measure_module(module)
         )
         if model is not None:
-            found = forecast_resolved(config, resolved, model, _place(job))
+            found = forecast_resolved(config, resolved, model, _describe_hardware(job))
             return Expectation(found, length, read_process_peak_bytes() / GIB)
     return Expectation(None, length)
 
@@ -132,9 +132,9 @@ def guess_micro_batch(
     """Return the largest micro-batch that rank 0 expects to fit; `None` if it is not known. Collective."""
     found: int | None = None
     if job.ranks.is_main_process:  # ranks on different machines could compute different answers
-        with _unless_unknown():
-            if (model := read_model_spec(_with_words(config, data.vocab_size))) is not None:
-                found = choose_auto_micro_batch(config, resolved, model, _place(job))
+        with _log_failures():
+            if (model := read_model_spec(_set_vocab_size(config, data.vocab_size))) is not None:
+                found = choose_auto_micro_batch(config, resolved, model, _describe_hardware(job))
     found = job.broadcast_object(found)
     return found
 
@@ -145,8 +145,8 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
     Raises:
         PipelineError: Its model is not known, or it cannot be split so.
     """
-    config = _with_words(settings.config, data.vocab_size)
-    place = _place(job)
+    config = _set_vocab_size(settings.config, data.vocab_size)
+    place = _describe_hardware(job)
     model = read_model_spec(config)
     if model is None:
         raise ModelError("the model has to be built to be known")
@@ -157,7 +157,7 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
 
 
 @contextmanager
-def _unless_unknown() -> Iterator[None]:
+def _log_failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a mistake in a formula must not end the run
@@ -169,7 +169,7 @@ def _unless_unknown() -> Iterator[None]:
             log.debug("its traceback", exc_info=True)
 
 
-def _with_words(config: RunConfig, words: int | None) -> RunConfig:
+def _set_vocab_size(config: RunConfig, words: int | None) -> RunConfig:
     """Set the vocabulary size from the data: a trained tokenizer may have fewer entries than asked."""
     model = config.model.language_model
     if words is None or model is None or model.architecture is None or model.vocab_size is not None:
@@ -177,7 +177,7 @@ def _with_words(config: RunConfig, words: int | None) -> RunConfig:
     return config.model_copy(update={"model": model.model_copy(update={"vocab_size": words})})
 
 
-def _place(job: Job) -> PlannedHardware:
+def _describe_hardware(job: Job) -> PlannedHardware:
     ranks = job.ranks
     nodes = max(1, ranks.world_size // ranks.local_world_size)
     if job.device.type != "cuda":

@@ -316,7 +316,7 @@ class TrainLoop:
         result, agreed, learning_rate = self._train_step.run(self.state.global_step, self._alarm)
         if result is None:
             self._stopped = True
-            self._end_where_due()
+            self._end_if_due()
             return None
         self.state = self.state.after(result)
         step = self.state.global_step
@@ -324,7 +324,7 @@ class TrainLoop:
         if step == parts.start.global_step + 1:
             self._prepare_saves(step)
         if step == 1 or schedule.log.is_due(step):
-            row = self._row(learning_rate)
+            row = self._build_row(learning_rate)
             self._rows.add(step, row, parts.histograms.finish_step(step) if parts.histograms else None)
         # On a GPU this writes the row of the previous step, so that no step waits for its own row.
         rollback = self._rows.write_until(step - schedule.rows_behind)
@@ -342,9 +342,9 @@ class TrainLoop:
                 self._alarm.restart()
             self._save()
         if parts.checkpoints.is_under_way:
-            self._tell_saves()
+            self._observe_saves()
         if self._stopped or is_last:
-            self._end_where_due()
+            self._end_if_due()
         if self._long_lived is not None and not self._is_over:
             with parts.meters.exclude_from_step_time():
                 self._long_lived.freeze()
@@ -387,7 +387,7 @@ class TrainLoop:
         if self._evaluated_at == self.state.global_step and self._evaluation is not None:
             return self._evaluation
         row = self._evaluate()
-        self._end_where_due()
+        self._end_if_due()
         return row
 
     def save(self) -> Path:
@@ -399,10 +399,10 @@ class TrainLoop:
         if self.state.global_step == 0:
             raise CheckpointError("a run has nothing to save before its first step")
         self._save(at_once=True)
-        self._tell_saves()
+        self._observe_saves()
         return self._parts.checkpoints.folder / folder_name(self.state.global_step)
 
-    def _conclude(self) -> None:
+    def _report_totals(self) -> None:
         """Report measured memory and speed against the forecast, and this process's time by phase."""
         if self._has_begun and not self._parts.trackers.is_empty:
             meters = self._parts.meters
@@ -427,7 +427,7 @@ class TrainLoop:
             with self._parts.meters.exclude_from_step_time("checkpoint"):
                 self._parts.checkpoints.close()
             if not self._stopped:
-                self._conclude()
+                self._report_totals()
         else:
             self._rows.write_what_arrives()
 
@@ -444,13 +444,13 @@ class TrainLoop:
         self._signals.enter_context(self._stop)
         parts.meters.begin()
         if parts.callbacks is not None:
-            self._ask(parts.callbacks.run_begins(self._now(parts.callbacks)))
+            self._add_requests(parts.callbacks.run_begins(self._build_moment(parts.callbacks)))
         owes = self._schedule.owes_evaluation or self._asked.evaluate
         if owes and self._evaluate() is not None and self.state.global_step > 0:
             self._save()  # again, because the evaluation decides which checkpoint is the best
-        self._end_where_due()
+        self._end_if_due()
 
-    def _end_where_due(self) -> None:
+    def _end_if_due(self) -> None:
         """Save the final checkpoint and close the run if it is finished or stopped.
 
         A run that was stopped before its first step saves nothing; the same command starts it again.
@@ -463,19 +463,19 @@ class TrainLoop:
         self._is_over = True
         self._write_rows()
         if self._asked.end and not self._stopped and step < self._schedule.max_steps:
-            self._tell_of_early_stop()
+            self._report_early_stop()
         self._parts.job.progress.at("saving", step)
         with self._parts.meters.exclude_from_step_time("checkpoint"):
             if step > 0 and (not self._stopped or self._has_time_to_save()):
                 self._before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
-                self._parts.checkpoints.save_final(self._parts.engine, self._remembered())
+                self._parts.checkpoints.save_final(self._parts.engine, self._checkpoint_state())
             self._parts.checkpoints.wait()
         self.is_finished = not self._stopped
         if self._parts.callbacks is not None:
-            now = self._now(self._parts.callbacks, is_finished=self.is_finished)
+            now = self._build_moment(self._parts.callbacks, is_finished=self.is_finished)
             self._parts.callbacks.call("run_ends", now)
         if self._stopped:  # before the trackers are closed with the reason for the end
-            self._conclude()
+            self._report_totals()
         self._parts.job.progress.at("ending")
         self._signals.close()
 
@@ -486,9 +486,9 @@ class TrainLoop:
         self._before_save("save")
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
         with parts.meters.exclude_from_step_time("checkpoint"):
-            save(parts.engine, self._remembered())
+            save(parts.engine, self._checkpoint_state())
 
-    def _tell_saves(self) -> None:
+    def _observe_saves(self) -> None:
         """Pass the times of completed saves to the meters."""
         for outcome in self._parts.checkpoints.poll():
             self._observe_save(outcome)
@@ -514,7 +514,7 @@ class TrainLoop:
         late = torch.tensor(float(not fits), device=self._parts.engine.device)
         return bool(self._parts.job.all_reduce_sum(late) == 0)
 
-    def _row(self, learning_rate: float) -> DeferredRow:
+    def _build_row(self, learning_rate: float) -> DeferredRow:
         """Return the row of the steps since the last row, readable once the device has computed it.
 
         Collective.
@@ -553,15 +553,17 @@ class TrainLoop:
                 if parts.tell_sample is not None:
                     parts.tell_sample(step)
                 if parts.callbacks is not None:
-                    self._ask(parts.callbacks.after_evaluation(self._now(parts.callbacks, metrics=row)))
+                    self._add_requests(
+                        parts.callbacks.after_evaluation(self._build_moment(parts.callbacks, metrics=row))
+                    )
                 self._asked = self._asked._replace(evaluate=False)
         return row
 
-    def _ask(self, requests: Collection[str]) -> None:
+    def _add_requests(self, requests: Collection[str]) -> None:
         """Add requests of callbacks to those that the run acts on, alike on all ranks."""
         self._asked |= Flags(save="save" in requests, evaluate="evaluate" in requests, end="stop" in requests)
 
-    def _now(self, callbacks: CallbackRunner, **more: Any) -> Moment:
+    def _build_moment(self, callbacks: CallbackRunner, **more: Any) -> Moment:
         """Return the moment that callbacks receive. Waits for the device."""
         tokens = float(self.state.tokens_seen) if self._parts.objective.unit == "tokens" else 0.0
         return callbacks.moment(self.state.global_step, self._parts.loader.samples_seen, tokens, **more)
@@ -578,12 +580,12 @@ class TrainLoop:
         """Call `before_save` of the callbacks, and mark the requests `closed` as done."""
         callbacks = self._parts.callbacks
         if callbacks is not None:
-            callbacks.call("before_save", self._now(callbacks))
+            callbacks.call("before_save", self._build_moment(callbacks))
             callbacks.close(*closed)
         if "save" in closed:
             self._asked = self._asked._replace(save=False)
 
-    def _tell_of_early_stop(self) -> None:
+    def _report_early_stop(self) -> None:
         """Report the reason why the run ends early. Only rank 0 knows it."""
         callbacks = self._parts.callbacks
         step = self.state.global_step
@@ -592,7 +594,7 @@ class TrainLoop:
             message = f"the run ends at step {step} of {self._schedule.max_steps}: {callbacks.reason}"
             self._parts.trackers.tell(step, Event(STOPPED_EARLY, message, level="info"))
 
-    def _remembered(self) -> dict[str, Any]:
+    def _checkpoint_state(self) -> dict[str, Any]:
         """Return what a checkpoint stores besides the engine's state.
 
         Random numbers are a function of seed, step and rank, so no generator state is among it.

@@ -311,7 +311,7 @@ class MicroBatchSearch:
     def find(self) -> int:
         """Return the largest size that fits, from the cache or by trials."""
         job = self.job
-        known = self._known()
+        known = self._describe_conditions()
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
         kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
         job.on_main(kept.read)
@@ -324,11 +324,11 @@ class MicroBatchSearch:
                 candidates = smaller
             else:
                 guess = None  # try the smallest again and grow from there
-        if kept.found in candidates and self._still_fits():
+        if kept.found in candidates and self._fits_still():
             self._tell(f"micro_batch_size {kept.found}, found before ({kept.file}; without it, found anew)")
             return kept.found
         while (size := next_trial(candidates, self._tried, guess)) is not None:
-            with self._written_down(size):
+            with self._record_trial(size):
                 self._tried[size] = self.measure(size)
         self._begin()  # frees the memory of the last trial
         size = find_largest_fitting(self._tried) or min(self._tried)
@@ -337,7 +337,7 @@ class MicroBatchSearch:
         kept.found = size
         kept.needs = max(use.most for use in self._tried[size])
         self._write()
-        self._tell(self._summary(size))
+        self._tell(self._format_summary(size))
         if self.resolved.compile:
             reset_compilation(self.engine.module)
         self.engine.phases.restart()
@@ -347,7 +347,7 @@ class MicroBatchSearch:
         if self.job.ranks.is_main_process:
             self._kept.write({str(size): max(use.most for use in uses) for size, uses in self._tried.items()})
 
-    def _still_fits(self) -> bool:
+    def _fits_still(self) -> bool:
         """Return whether every rank's device has room for the memory measured at an earlier start."""
         return all(self.job.gather_object(self._kept.needs <= TRIED_UP_TO * self._limit()))
 
@@ -412,7 +412,7 @@ class MicroBatchSearch:
         return self.limit or self._memory.limit()
 
     @contextmanager
-    def _written_down(self, size: int) -> Iterator[None]:
+    def _record_trial(self, size: int) -> Iterator[None]:
         """Record a trial on the disk while it runs, so that the next start knows of one that never ended."""
         kept = self._kept
         job = self.job
@@ -442,7 +442,7 @@ class MicroBatchSearch:
         if self.job.ranks.is_main_process:
             log.info("%s", line)
 
-    def _summary(self, size: int) -> str:
+    def _format_summary(self, size: int) -> str:
         """Return one line with the sizes tried, their memory and the choice."""
         limit = min(use.limit for use in self._tried[size])
         tried = ", ".join(
@@ -454,7 +454,7 @@ class MicroBatchSearch:
             line += "; this is the smallest size possible, and it takes more"
         return f"{line}; kept in {self._kept.file}"
 
-    def _known(self) -> dict[str, Any]:
+    def _describe_conditions(self) -> dict[str, Any]:
         """Return everything that the answer depends on, as JSON values; its hash names the cache file."""
         config = self.config
         resolved = self.resolved

@@ -80,12 +80,12 @@ def compute_reference(
     Raises:
         CheckpointError: The directory cannot be written.
     """
-    kept = None if cache is None else cache / f"{_digest(engine, rows.data, job, key)}.safetensors"
+    kept = None if cache is None else cache / f"{_digest_inputs(engine, rows.data, job, key)}.safetensors"
     table = job.on_main(lambda: None if kept is None else read_reference_table(kept))
-    if table is not None and not _holds(table, rows, engine, objective, job):
+    if table is not None and not _matches_model(table, rows, engine, objective, job):
         table = None
     is_new = table is None
-    table = table or _computed(rows, engine, objective, job)
+    table = table or _compute_table(rows, engine, objective, job)
 
     def write() -> None:
         for file in [directory / REFERENCE_FILE, *([kept] if is_new and kept is not None else [])]:
@@ -103,7 +103,7 @@ def add_zero_reference(data: DataBundle, objective: Objective) -> DataBundle:
     return add_reference_logps(data, ZeroReferenceTable()) if asked else data
 
 
-def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
+def _build_row_loader(rows: ReferenceRows, engine: Engine) -> EvalLoader:
     """Return a loader of this rank's part of all rows, the training rows first."""
     data = rows.data
     return EvalLoader(
@@ -119,7 +119,7 @@ def _batches(rows: ReferenceRows, engine: Engine) -> EvalLoader:
     )
 
 
-def _said(
+def _compute_answers(
     batches: Iterable[Any], engine: Engine, objective: SegmentObjective, job: Job
 ) -> Iterator[tuple[AnswerKeys, np.ndarray[Any, Any]]]:
     """Yield keys and log-probabilities of each batch; both empty if another rank reports it. Collective."""
@@ -134,8 +134,10 @@ def _said(
             yield np.zeros(0, np.uint64), np.zeros(0, np.float32)
 
 
-def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job) -> ReferenceTable:
-    batches = _batches(rows, engine)
+def _compute_table(
+    rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job
+) -> ReferenceTable:
+    batches = _build_row_loader(rows, engine)
     data = rows.data
     started = time.monotonic()
     told = time.monotonic()
@@ -143,7 +145,7 @@ def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, 
     step = rows.micro_batch_size * engine.dp_world_size
     total = sum(-(-len(each) // step) for each in sets)
     found = []
-    for number, said in enumerate(_said(batches, engine, objective, job), start=1):
+    for number, said in enumerate(_compute_answers(batches, engine, objective, job), start=1):
         found.append(said)
         if job.ranks.is_main_process and time.monotonic() - told > EVERY_SECONDS:
             told = time.monotonic()
@@ -158,7 +160,7 @@ def _computed(rows: ReferenceRows, engine: Engine, objective: SegmentObjective, 
     return table
 
 
-def _holds(
+def _matches_model(
     table: ReferenceTable, rows: ReferenceRows, engine: Engine, objective: SegmentObjective, job: Job
 ) -> bool:
     """Return whether the table agrees with the model on the first batch. Collective.
@@ -166,7 +168,7 @@ def _holds(
     Frozen base weights are in no digest, so the table's name alone does not prove this.
     """
     worst = 0.0
-    for keys, logps in _said(islice(_batches(rows, engine), 1), engine, objective, job):
+    for keys, logps in _compute_answers(islice(_build_row_loader(rows, engine), 1), engine, objective, job):
         known = table.look_up(keys)
         is_answer = keys != 0
         if is_answer.any():
@@ -176,7 +178,7 @@ def _holds(
     return all(each <= allowed for each in job.gather_object(worst))
 
 
-def _digest(engine: Engine, data: DataBundle, job: Job, key: Any) -> str:
+def _digest_inputs(engine: Engine, data: DataBundle, job: Job, key: Any) -> str:
     """Return the digest of the engine's weights, the data and `key`, the same for every split. Collective."""
     views = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     own: dict[str, int] = {}

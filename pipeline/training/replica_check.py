@@ -42,7 +42,8 @@ class ReplicaCheck:
         self.stops = watch.on_corruption == "stop"
         """Whether the run ends if replicas differ."""
         has_any = job.ranks.world_size > 1 and every > 0
-        keys = job.gather_object(None if replicas is None else replicas.key) if has_any else []
+        own_key = None if replicas is None else replicas.key
+        keys = job.gather_object(own_key) if has_any else []
         alike = Counter(key for key in keys if key is not None)
         self._groups = [
             [rank for rank, key in enumerate(keys) if key == which]
@@ -53,7 +54,7 @@ class ReplicaCheck:
         if job.ranks.is_main_process:
             self._warn(sorted({processor for _, processor in alike}))
         self._is_compared = False
-        self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
         self.good_until = start
         """Last step after which all replicas were equal. Checkpoints up to it can be trusted."""
 
@@ -99,7 +100,7 @@ class ReplicaCheck:
     def note_rollback(self, step: int) -> None:
         """Note that the run continues from an earlier step, and drop a pending comparison."""
         self.good_until = min(self.good_until, step)
-        self._coming = None
+        self._pending = None
 
     def _send(self, step: int, table: Tensor) -> None:
         is_gpu = table.device.type == "cuda"
@@ -108,11 +109,11 @@ class ReplicaCheck:
         arrived = torch.cuda.Event() if is_gpu else None
         if arrived is not None:
             arrived.record()
-        self._coming = (step, host, arrived)
+        self._pending = (step, host, arrived)
 
     def _read(self) -> Event | None:
-        coming = self._coming
-        self._coming = None
+        coming = self._pending
+        self._pending = None
         if coming is None:
             return None
         step, host, arrived = coming
@@ -126,11 +127,11 @@ class ReplicaCheck:
                     when = f"of step {step + 1 if kind == 'gradients' else step}"
                     if number == HISTORY_INDEX:
                         when = f"between steps {self.good_until} and {step}"
-                    return self._event(f"{kind} {when}", kind, group, values)
+                    return self._build_event(f"{kind} {when}", kind, group, values)
         self.good_until = step
         return None
 
-    def _event(self, what: str, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
+    def _build_event(self, what: str, kind: str, group: Sequence[int], values: Sequence[int]) -> Event:
         common, times = Counter(values).most_common(1)[0]
         wrong = [rank for rank, value in zip(group, values, strict=True) if value != common]
         if 2 * times <= len(group):  # no majority

@@ -90,7 +90,7 @@ MAY_NOT_CHANGE = ("optimizer.kind",)  # the checkpoint holds this optimizer's st
 PLACES = ("model.pretrained", "model.weights", "data.tokenizer.pretrained")
 
 
-def _identity(recipe: Tree, split: Tree) -> Tree:
+def _select_identity(recipe: Tree, split: Tree) -> Tree:
     kept = {key: value for key, value in recipe.items() if key not in BESIDE_THE_POINT}
     if isinstance(kept.get("log"), dict):
         kept["log"] = kept["log"] | dict.fromkeys((*READERS, "price_per_device_hour"))
@@ -128,13 +128,13 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
         CheckpointError: The recipe or split.json of the run cannot be read.
     """
     try:
-        then = _identity(
+        then = _select_identity(
             _with_defaults(read_yaml(path / "recipe.yaml").tree),
             json.loads(read_regular_file(path / "split.json", CONFIGURATION_LIMIT)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
-    now = _identity(yaml.load(recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split)))
+    now = _select_identity(yaml.load(recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split)))
     found = [
         difference._replace(is_place=config.adapter is not None and difference.key in PLACES)
         for difference in _compare(then, now)
@@ -223,7 +223,7 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDi
         runs = Path(config.runs_dir)
         there = {Path(config.run_dir)} if config.run_dir else {*runs.glob(f"{config.name}-*")}
         there = {path for path in there if path.exists()}
-        missing = _missing(Path(config.run_dir).parent if config.run_dir else runs)
+        missing = _list_missing(Path(config.run_dir).parent if config.run_dir else runs)
         path, lock = open_run_directory(config, split)
         opened.append(OpenedDirectory(path, lock, () if path in there else (path, *missing)))
         return path
@@ -232,7 +232,7 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDi
     return opened[0] if opened else OpenedDirectory(path)
 
 
-def _missing(folder: Path) -> list[Path]:
+def _list_missing(folder: Path) -> list[Path]:
     """Return this folder and its parents that do not exist."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
@@ -264,9 +264,9 @@ def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
             )
     else:
         found = None if resume == "never" else _newest_unfinished(config, split)
-    lock = _lock(found, _patience()) if found is not None else None
+    lock = _lock(found, _get_lock_timeout()) if found is not None else None
     if found is not None and lock is not None:
-        _go_on(found, config, split)
+        _prepare_resume(found, config, split)
         return found, lock
     if config.run_dir is not None:
         raise CheckpointError(f"run_dir {found} is in use by another process")
@@ -276,19 +276,19 @@ def _open(config: RunConfig, split: Tree) -> tuple[Path, FileLock]:
             f"checkpoint.resume is required, but in {config.runs_dir} {busy} of this recipe "
             f"named {config.name!r}"
         )
-    if found is not None and _patience():
+    if found is not None and _get_lock_timeout():
         raise CheckpointError(
             f"{found} is still in use by another process after {RESTART_SECONDS:.0f} s; end that process, or "
             "start a new run with checkpoint.resume=never"
         )
     if found is not None:
         log.info("%s is being trained by another process; this is a new run", found)
-    path, lock = _fresh(config)
-    _describe(path, config, split)
+    path, lock = _create_directory(config)
+    _write_description(path, config, split)
     return path, lock
 
 
-def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
+def _prepare_resume(path: Path, config: RunConfig, split: Tree) -> None:
     restore_replaced(path / "checkpoints")
     checkpoint, passed_over = find_newest_complete(path / "checkpoints")
     if config.checkpoint.resume == "required" and checkpoint is None:
@@ -304,14 +304,14 @@ def _go_on(path: Path, config: RunConfig, split: Tree) -> None:
             )
         if not differences and (path / "summary.json").exists():
             log.warning("%s is already finished; to continue it, give a higher max_steps", path)
-        _take_changes(path, checkpoint.folder.name, differences)
+        _record_changes(path, checkpoint.folder.name, differences)
     elif not list_published_folders(path / "checkpoints") and (path / METRICS_FILE).exists():
         log.info("%s holds no checkpoint: it starts again", path)
     (path / "summary.json").unlink(missing_ok=True)  # unfinished again
-    _describe(path, config, split)
+    _write_description(path, config, split)
 
 
-def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
+def _create_directory(config: RunConfig) -> tuple[Path, FileLock]:
     stem = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
         path = Path(config.runs_dir) / (stem if number == 1 else f"{stem}-{number}")
@@ -320,7 +320,7 @@ def _fresh(config: RunConfig) -> tuple[Path, FileLock]:
     raise AssertionError("unreachable")
 
 
-def _patience() -> float:
+def _get_lock_timeout() -> float:
     """Return the seconds to wait for the lock: a restarted job's predecessor may still be ending."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     return RESTART_SECONDS if restarts or "SLURM_RESTART_COUNT" in os.environ else 0.0
@@ -361,11 +361,11 @@ def _newest_unfinished(config: RunConfig, split: Tree) -> Path | None:
             shlex.quote(str(done[0])),
         )
     else:
-        _tell_left_behind(others)
+        _log_nearest_run(others)
     return None
 
 
-def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
+def _log_nearest_run(others: list[tuple[Path, list[RunDifference]]]) -> None:
     """Log one line about the unfinished run with the fewest differences, and how to resume it."""
     for path, differences in sorted(others, key=lambda other: len(other[1])):
         steps = list_published_folders(path / "checkpoints")
@@ -388,7 +388,7 @@ def _tell_left_behind(others: list[tuple[Path, list[RunDifference]]]) -> None:
         return
 
 
-def _take_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
+def _record_changes(path: Path, checkpoint: str, differences: list[RunDifference]) -> None:
     """Log what changes from here on, and keep a copy of the recipe so far.
 
     Raises:
@@ -405,8 +405,8 @@ def _take_changes(path: Path, checkpoint: str, differences: list[RunDifference])
         shutil.copy(path / "recipe.yaml", path / f"recipe-until-{checkpoint}.yaml")
 
 
-def _describe(path: Path, config: RunConfig, split: Tree) -> None:
-    files = {"recipe.yaml": recipe_yaml(config), ENVIRONMENT: json.dumps(_environment(), indent=2)}
+def _write_description(path: Path, config: RunConfig, split: Tree) -> None:
+    files = {"recipe.yaml": recipe_yaml(config), ENVIRONMENT: json.dumps(_describe_environment(), indent=2)}
     if (diff := read_git_diff()) is not None:
         files[GIT_DIFF] = diff
     else:
@@ -424,7 +424,7 @@ def write_split(path: Path, split: Tree) -> None:
         replace_file(path / "ds_config.json", json.dumps(split["deepspeed"], indent=2))
 
 
-def _environment() -> Tree:
+def _describe_environment() -> Tree:
     """Return versions, machine and commit, which are needed to repeat the run.
 
     Environment variables are not among them, so no secrets are.

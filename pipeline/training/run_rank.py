@@ -69,9 +69,9 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
             remove_created_folders(begun.made)
         if isinstance(error, (DeviceMemoryError, DeviceFailedError)):
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-        return _end(begun, ranks, f"error: {error}", error.exit_code)
+        return _end_with_failure(begun, ranks, f"error: {error}", error.exit_code)
     except INTERRUPTS as interrupt:
-        return _end(begun, ranks, *explain_interrupt(interrupt, NO_CHECKPOINT), interrupt)
+        return _end_with_failure(begun, ranks, *explain_interrupt(interrupt, NO_CHECKPOINT), interrupt)
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = explain_long_path(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None
@@ -79,15 +79,15 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         mistake = mistake or explain_failure(error, device, TrainingAdvice(settings, job))
         if mistake is not None:
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
-            return _end(begun, ranks, f"error: {mistake}", mistake.exit_code)
-        return _end(begun, ranks, traceback.format_exc(), 1, error)
+            return _end_with_failure(begun, ranks, f"error: {mistake}", mistake.exit_code)
+        return _end_with_failure(begun, ranks, traceback.format_exc(), 1, error)
 
 
 def _run(settings: Settings, begun: JobContext) -> int:
     job = begun.job
     text = None
     if job.watchdog is not None:
-        job.watchdog.before_leaving(partial(_report, begun))
+        job.watchdog.before_leaving(partial(_write_report, begun))
     with Run(settings, begun) as prepared:
         try:
             prepared.train()
@@ -102,10 +102,10 @@ def _run(settings: Settings, begun: JobContext) -> int:
             text = prepared.sample()
     number = prepared.stopped_by
     if job.ranks.is_main_process:
-        _conclude(prepared, settings, text)
+        _print_result(prepared, settings, text)
     elif reports_own_exit(job.ranks.local_rank == 0):
         how = "finished" if number is None else "stopped"
-        print(f"{_place(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
+        print(f"{_format_rank(job.ranks)}: {how} at step {prepared.global_step}", file=sys.stderr, flush=True)
     job.barrier()
     if job.ranks.world_size > 1:
         ignore_stop_signals()  # the launcher ends all ranks once one exits with a nonzero code
@@ -113,18 +113,18 @@ def _run(settings: Settings, begun: JobContext) -> int:
     return 0 if number is None else 128 + number
 
 
-def _place(ranks: Ranks) -> str:
+def _format_rank(ranks: Ranks) -> str:
     return f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
 
 
-def _conclude(run: Run, settings: Settings, text: str | None) -> None:
+def _print_result(run: Run, settings: Settings, text: str | None) -> None:
     """Print the run's result, its sample and the paths of what it wrote."""
     path = run.directory
     if run.stopped_by is not None:
         # The last save may have been skipped because the grace period was too short.
         saved = max(list_published_folders(path / "checkpoints"), default=None)
-        goes_on = "starts again" if saved is None else f"goes on from step {saved}"
-        print(f"stopped at step {run.global_step}; the same command {goes_on}")
+        continuation = "starts again" if saved is None else f"resumes from step {saved}"
+        print(f"stopped at step {run.global_step}; the same command {continuation}")
     if text is not None:
         print(f"\nthe model wrote:\n\n{escape_unprintable(text)}\n")
     for line in summary_lines(path, settings.config.eval):
@@ -136,7 +136,7 @@ def _conclude(run: Run, settings: Settings, text: str | None) -> None:
     print(format_closing_line("settings", path / "recipe.yaml"), flush=True)
 
 
-def _report(begun: JobContext) -> None:
+def _write_report(begun: JobContext) -> None:
     """Write the report of a failed run: on rank 0, or if it is gone, on the rank that shows the failure."""
     directory = begun.directory
     if (
@@ -150,7 +150,7 @@ def _report(begun: JobContext) -> None:
             os.write(STDOUT, f"{format_closing_line('report', report)}\n".encode())
 
 
-def _end(
+def _end_with_failure(
     begun: JobContext | None, ranks: Ranks, message: str, code: int, error: BaseException | None = None
 ) -> int:
     """Show a failure once for the whole job, write it to every rank's log, and exit without waiting.
@@ -171,7 +171,7 @@ def _end(
         if watchdog is not None and not ranks.is_main_process:  # rank 0's trackers report its own failure
             watchdog.tell(prefix + message.strip().rpartition("\n")[2])
     if begun is not None and ranks.is_main_process:
-        _report(begun)  # after the message is shown, so that nothing waits for the report
+        _write_report(begun)  # after the message is shown, so that nothing waits for the report
     if ranks.world_size > 1 or code == DeviceFailedError.exit_code:
         # The launcher ends every rank when the first one exits, so the rank that shows the failure needs time
         # to finish. `_exit` skips the process group's destructor, which would wait for peers, and CUDA's,
@@ -179,7 +179,11 @@ def _end(
         if not first:
             time.sleep(3 if watchdog is None else LONGEST_END)  # the watchdog exits with the job's code
             if reports_own_exit(ranks.local_rank == 0):
-                print(f"{_place(ranks)}: ends with {code}: so does another rank", file=sys.stderr, flush=True)
+                print(
+                    f"{_format_rank(ranks)}: ends with {code}: so does another rank",
+                    file=sys.stderr,
+                    flush=True,
+                )
         elif job is not None:
             job.wait_for_leavers()
         logging.shutdown()

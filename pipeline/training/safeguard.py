@@ -131,11 +131,11 @@ class Safeguard:
         self._left_out += 1
         self.is_nonfinite = not is_finite
         spikes = spikes if is_finite else []
-        self._tell(step, self._leaving_out(step, seen, spikes, samples, describe(*samples)))
+        self._tell(step, self._describe_skip(step, seen, spikes, samples, describe(*samples)))
         self._end_if_hopeless(self._left_out, is_finite)
         return False
 
-    def _leaving_out(
+    def _describe_skip(
         self,
         step: int,
         seen: Mapping[str, float],
@@ -229,7 +229,7 @@ class Safeguard:
         last = max(b for _, b in stretches)
         return Event(
             ROLLBACK,
-            f"the run goes on from step {step}, and leaves samples {first} to {last - 1} of the order out: "
+            f"the run continues from step {step}, and skips samples {first} to {last - 1} of the data order: "
             f"{found.why.message}",
             fields={"from_step": abandoned, "first_sample": first, "last_sample": last - 1},
         )
@@ -314,7 +314,7 @@ class Recovery:
         if remembered is None:
             raise StoppedError(
                 f"{request.why.name} at step {request.step}: there is no checkpoint of step {until} or "
-                "before it to go back to; lower checkpoint.every or watch.rollback_steps, or raise "
+                "earlier to roll back to; lower checkpoint.every or watch.rollback_steps, or raise "
                 "checkpoint.keep_last"
             )
         step = int(remembered["global_step"])
@@ -345,7 +345,7 @@ class Recovery:
             self.checkpoints.distrust_after(check.good_until)
             raise DeviceFailedError(
                 f"{found.name} at step {step} on ranks {found.fields['ranks']}: no checkpoint after step "
-                f"{check.good_until} counts any more; the same command goes on from one before "
+                f"{check.good_until} counts any more; the same command resumes from an earlier one "
                 "(watch.on_corruption)"
             )
 

@@ -111,7 +111,7 @@ def test_the_hosts_memory_beside_a_gpu_has_levers_of_its_own():
     settings = load_settings(
         ROOT / "launch" / "recipes" / "python_stdlib.yaml", ROOT / "ds_configs" / "zero2_offload.json", []
     )
-    levers = TrainingAdvice(settings, Job(Ranks(0, 0, 2, 2), torch.device("cuda")))._for_the_host()
+    levers = TrainingAdvice(settings, Job(Ranks(0, 0, 2, 2), torch.device("cuda")))._list_host_changes()
     assert [lever.partition(" (")[0] for lever in levers][-2:] == [
         "ds.zero_optimization.offload_optimizer.device=none",
         "1 of 2 ranks on this machine",
@@ -125,7 +125,7 @@ def test_what_a_gpu_lacks_is_not_to_come_back_to_it(monkeypatch):
     recipe = ROOT / "launch" / "recipes" / "python_stdlib.yaml"
     settings = load_settings(recipe, ROOT / "ds_configs" / "zero2_offload.json", [])
     advice = TrainingAdvice(settings, Job(Ranks(0, 0, 2, 2), torch.device("cuda")))
-    told = [change.overrides for change in advice._accepted()]
+    told = [change.overrides for change in advice._list_accepted_changes()]
     assert ("ds.zero_optimization.stage=3",) in told
     assert not [words for words in told if "device=none" in " ".join(words)]
 
