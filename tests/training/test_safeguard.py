@@ -148,7 +148,7 @@ def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
     [
         (1e4, {"on_spike": "stop"}, r"^loss_spike at step 41 ends the run \(watch.on_spike: stop\)$"),
         (math.nan, {"on_nonfinite": "stop"}, r"^non_finite at step 41 ends the run \(watch.on_nonfinite"),
-        (1e4, {"on_spike": "rollback", "rollback_steps": 41}, "no checkpoint of step 0 or before it"),
+        (1e4, {"on_spike": "rollback", "rollback_steps": 41}, "no checkpoint of step 0 or earlier"),
     ],
     ids=["spike", "non-finite", "nothing to go back to"],
 )
