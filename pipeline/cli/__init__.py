@@ -1,1 +1,1 @@
-"""Commands: `python -m pipeline NAME` and `launch/train.py`."""
+"""The command line: `train` and the other commands of `python -m pipeline`, one module each."""

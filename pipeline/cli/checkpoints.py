@@ -1,4 +1,4 @@
-"""python -m pipeline checkpoints RUN [verify | diff A B]: what a run has saved, and whether it is whole."""
+"""Command `python -m pipeline checkpoints RUN [verify | diff A B]`: lists or compares checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.catalog import CheckpointStatus, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
-MOST = 20  # tensors of a comparison that are shown
+MAX_TENSORS = 20  # number of tensors that a comparison shows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="verify | diff A B",
-        help="`verify` reads every byte; `diff A B` compares two steps, or `last`, or `best`",
+        help="`verify` reads every byte of all checkpoints; `diff A B` compares two: steps, `last` or `best`",
     )
 
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Run the command; raise a CheckpointError also if a checkpoint is damaged."""
+    """Run the command.
+
+    Raises:
+        CheckpointError: A checkpoint is damaged, or there is none.
+    """
     match arguments.what:
         case []:
             _list(find_run_directory(arguments.run), contents=False)
@@ -43,10 +47,13 @@ def run(arguments: argparse.Namespace) -> None:
         case ["diff", first, second]:
             _diff(find_run_directory(arguments.run), first, second)
         case other:
-            raise CheckpointError(f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B")
+            raise CheckpointError(
+                f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B, behind the run"
+            )
 
 
 def _list(directory: Path, contents: bool) -> None:
+    """Print a table of the checkpoints; with `contents`, read and verify every byte first."""
     from pipeline.checkpoint.catalog import list_checkpoints, verify_checkpoint
     from pipeline.cli.screen import Screen
 
@@ -73,23 +80,25 @@ def _list(directory: Path, contents: bool) -> None:
 
 
 def _cells(row: CheckpointStatus, metrics: list[str], whole: str) -> list[str]:
-    """Return the cells of a checkpoint's row."""
+    """Return the cells of a checkpoint's row; `whole` is the state of one that has all its files."""
     manifest = row.manifest
     if manifest is None:
-        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _state(row, whole), ""]
-    tokens, loss, best_by = manifest.state.get("tokens_seen"), manifest.eval_loss, manifest.best_by
+        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, whole), ""]
+    tokens = manifest.state.get("tokens_seen")
+    loss = manifest.eval_loss
+    best_by = manifest.best_by
     return [
         f"{row.step:,}",
         f"{int(tokens):,}" if isinstance(tokens, int | float) else "",
         format_bytes(row.num_bytes) if row.num_bytes else "",
         "" if loss is None else f"{loss:.4f}",
         *(f"{best_by.value:.4f}" if best_by and best_by.metric == name else "" for name in metrics),
-        _state(row, whole),
+        _format_state(row, whole),
         f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
     ]
 
 
-def _state(row: CheckpointStatus, whole: str) -> str:
+def _format_state(row: CheckpointStatus, whole: str) -> str:
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
@@ -97,6 +106,7 @@ def _state(row: CheckpointStatus, whole: str) -> str:
 
 
 def _diff(directory: Path, first: str, second: str) -> None:
+    """Print a table of the tensors in which two checkpoints differ, the most important first."""
     from pipeline.checkpoint.catalog import diff_checkpoints
     from pipeline.cli.screen import Screen
 
@@ -118,15 +128,15 @@ def _diff(directory: Path, first: str, second: str) -> None:
                 "" if change.remark else f"{change.max_difference:.3g}",
                 "" if change.remark else f"{change.relative:.2e}",
             ]
-            for change in changes[:MOST]
+            for change in changes[:MAX_TENSORS]
         ],
         words=["tensor"],
     )
-    if len(changes) > MOST:
-        print(f"and {len(changes) - MOST} more tensors")
+    if len(changes) > MAX_TENSORS:
+        print(f"and {len(changes) - MAX_TENSORS} more tensors")
 
 
 def _importance(change: TensorChange) -> tuple[bool, float]:
-    """Sort the model before the optimizer's state, unmeasured changes first, then large before small ones."""
+    """Return a sort key: the model before optimizer states, unmeasured changes first, then large ones."""
     is_model = change.kind in ("weight", "buffer")
     return not is_model, -math.inf if math.isnan(change.relative) else -change.relative

@@ -1,4 +1,4 @@
-"""python -m pipeline doctor [--hostfile FILE]: the machines of a job, examined before it starts."""
+"""Command `python -m pipeline doctor [--hostfile FILE]`: examines the machines of a job before it starts."""
 
 from __future__ import annotations
 
@@ -28,26 +28,34 @@ HELP = "examine the machines of a job: ssh, versions, devices, disks, network, a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = (
-        f"{HELP}. Without --hostfile: under srun each task's machine, else this one. Exit code 2: a fault."
+        f"{HELP}. Without --hostfile: the machine of each task under srun, otherwise this machine. "
+        "Exit code 2 if there is a fault."
     )
-    parser.add_argument("--hostfile", "-H", type=Path, metavar="FILE", help="the machines of the launcher")
-    parser.add_argument("--include", "-i", default="", metavar="NAME:0,1@NAME", help="only these of the file")
+    parser.add_argument("--hostfile", "-H", type=Path, metavar="FILE", help="hostfile with the machines")
+    parser.add_argument(
+        "--include", "-i", default="", metavar="NAME:0,1@NAME", help="only these of the hostfile"
+    )
     parser.add_argument("--exclude", "-e", default="", metavar="NAME:0,1@NAME", help="all but these")
     parser.add_argument("--num_nodes", type=int, metavar="N", help="only the first N machines")
     parser.add_argument("--num_gpus", type=int, metavar="N", help="only the first N devices of each")
     parser.add_argument(
-        "--force_multi", action="store_true", help="as the launcher's: ssh for one machine too"
+        "--force_multi", action="store_true", help="use ssh also for a single machine, as the launcher does"
     )
-    parser.add_argument("--quick", action="store_true", help="no all-reduce: torch is not loaded")
+    parser.add_argument("--quick", action="store_true", help="skip the all-reduce, and do not load torch")
     parser.add_argument(
-        "--deepspeed", type=Path, metavar="FILE.json", help="the run's: what it needs is asked"
+        "--deepspeed",
+        type=Path,
+        metavar="FILE.json",
+        help="the run's JSON; checks the native ops that it needs",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE.yaml", help="the run's: its folders are asked for"
+        "--config", type=Path, metavar="RECIPE.yaml", help="the run's recipe; checks the folders that it uses"
     )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="the run's")
-    parser.add_argument("--no-import-paths", action="store_true", help="the run's")
-    # Launchers hand over the run's arguments as they are; these change nothing here.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="the run's overrides")
+    parser.add_argument(
+        "--no-import-paths", action="store_true", help="refuse a recipe that names code to run"
+    )
+    # Launchers pass all arguments of the run; these have no effect here.
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--world-size", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
@@ -55,17 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return the exit code: 0 if all is well or only warned of, 2 if a fault was found."""
+    """Run the command and return the exit code: 2 if a check failed, 0 if all passed or only warned."""
     started = time.monotonic()
-    rows = _rows(arguments)
+    rows = _build_rows(arguments)
     if rows is None:
         return 0
     print_rows(rows, time.monotonic() - started)
     return 2 if has_failure(rows) else 0
 
 
-def _wanted(arguments: argparse.Namespace) -> ExaminationSettings:
-    """Return what to examine, for no machine yet: of a run that is given its folders and native ops."""
+def _read_settings(arguments: argparse.Namespace) -> ExaminationSettings:
+    """Return the settings of the examination, still without machines.
+
+    If the command line names a run, these have the run's folders and native ops.
+    """
     wanted = ExaminationSettings(devices={}, quick=arguments.quick, force_multi=arguments.force_multi)
     if not (arguments.deepspeed or arguments.config or arguments.overrides):
         return wanted
@@ -81,9 +92,9 @@ def _wanted(arguments: argparse.Namespace) -> ExaminationSettings:
     return replace(wanted, folders=(str(settings.config.runs_dir), cache), ops=ops)
 
 
-def _rows(arguments: argparse.Namespace) -> list[CheckRow] | None:
-    """Return the rows; None if another task of srun shows the table."""
-    wanted = _wanted(arguments)
+def _build_rows(arguments: argparse.Namespace) -> list[CheckRow] | None:
+    """Return the rows of the table, or `None` if another task of srun prints it."""
+    wanted = _read_settings(arguments)
     selection = Selection(
         arguments.include,
         arguments.exclude,
@@ -96,12 +107,13 @@ def _rows(arguments: argparse.Namespace) -> list[CheckRow] | None:
         return examine(replace(wanted, devices=chosen))
     if selection != Selection(visible=selection.visible):
         raise LaunchError(
-            "--include, --exclude, --num_nodes and --num_gpus choose from a hostfile; give --hostfile FILE"
+            "--include, --exclude, --num_nodes and --num_gpus choose from a hostfile; add --hostfile FILE"
         )
     if is_slurm_task(os.environ):
         return examine_step(os.environ, wanted)
     if "SLURM_JOB_ID" in os.environ:
         print(
-            f"only this machine; all of the job: srun --ntasks-per-node=1 {format_pipeline_command('doctor')}"
+            "checking this machine only; for all machines of the job: "
+            f"srun --ntasks-per-node=1 {format_pipeline_command('doctor')}"
         )
     return examine(restrict_to_this_machine(wanted))

@@ -1,4 +1,4 @@
-"""python -m pipeline evaluate RUN: a checkpoint's loss on the held-out data, in one process."""
+"""Command `python -m pipeline evaluate RUN`: evaluates a checkpoint on held-out data, in one process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pipeline.monitoring.logs import log_to_console
 
 HELP = "evaluate a checkpoint on its run's held-out data, or on other data"
 DESCRIPTION = """\
-Evaluates a checkpoint, whichever split wrote it, in this one process: the numbers of the run's own
-evaluation. The first GPU does it, where there is one; CUDA_VISIBLE_DEVICES= (empty) leaves it to the CPU."""
+Evaluates a checkpoint of any split in a single process, with the same results as the run's own evaluation. It
+uses the first GPU if there is one; set CUDA_VISIBLE_DEVICES= (empty) to use the CPU."""
 EPILOG = """\
-On other data, or on all of it:
+To evaluate on other data, and on all of it:
 
   %(prog)s RUN 'data.eval_sets={mine: {paths: [mine.jsonl]}}' eval.max_samples=null
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
+    """Add the arguments of the command."""
     parser.description = DESCRIPTION
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate a run's checkpoint on its held-out data and print the metrics."""
+    """Evaluate the checkpoint and print its metrics beside those that the run recorded at this step."""
     log_to_console(Ranks(0, 0, 1, 1))
     directory, checkpoint, manifest = find_checkpoint(arguments.run, arguments.step)
     from pipeline.cli.screen import Screen

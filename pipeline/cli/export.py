@@ -1,4 +1,4 @@
-"""python -m pipeline export RUN OUT: a checkpoint's weights as a folder that transformers opens."""
+"""Command `python -m pipeline export RUN OUT`: writes a checkpoint's weights as a transformers folder."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.inputs import add_checkpoint_arguments, report_file_errors
 
-HELP = "write a checkpoint's weights as safetensors (a transformers folder, where the model is one)"
+HELP = "write a checkpoint's weights as safetensors (a transformers folder for a transformers model)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = HELP
     add_checkpoint_arguments(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist or be empty")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must be empty or not exist")
     parser.add_argument(
         "--dtype",
         choices=["fp32", "bf16", "fp16"],
-        help="of the weights (default: fp32; with --merge that of the base)",
+        help="precision of the weights (default: fp32; with --merge, the base's)",
     )
 
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="of an adapter: write it and its base as one model, not as a folder of peft's",
+        help="merge an adapter into its base and write one model, in place of a PEFT folder",
     )
 
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Export a checkpoint as a Hugging Face folder."""
+    """Write the folder, and print its size and how to open it."""
     from pipeline.checkpoint.adapters import STATE_KEY, dtype_of
     from pipeline.checkpoint.export import export
     from pipeline.checkpoint.reader import CheckpointWeights
@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> None:
         )
         if manifest.state[STATE_KEY].get("quantize") == "nf4":
             print(
-                "the model it was trained over: quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+                "to load the base as in training: quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
                 'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)'
             )
     if done.rounding_error is not None:
         print(
-            f"the base is as the adapter was trained over it, in nf4: {done.rounding_error:.2%} off the "
+            f"the base has the nf4 values of the training: {done.rounding_error:.2%} off the "
             "original weights (||W - W in nf4|| / ||W||)"
         )
     if done.auto_class is not None:

@@ -1,4 +1,4 @@
-"""python -m pipeline generate RUN --prompt TEXT: what a run's language model writes."""
+"""Command `python -m pipeline generate RUN --prompt TEXT`: lets a run's language model write text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import ConfigError, escape_unprintable
 from pipeline.monitoring.logs import log_to_console
 
-HELP = "have a checkpoint's language model write text"
+HELP = "let a checkpoint's language model write text"
 DESCRIPTION = """\
-Writes what the model of a checkpoint, whichever split wrote it, says after the prompt. A model that was
-trained on conversations (data.kind: chat, or preference with a chat template) is asked the prompt as a
-question, in its own template."""
+Prints the text with which the model of a checkpoint, of any split, continues the prompt. A model that was
+trained on conversations (data.kind: chat, or preference with a chat template) gets the prompt as a user's
+message in its own chat template."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
+    """Add the arguments of the command."""
     parser.description = DESCRIPTION
     add_checkpoint_arguments(parser)
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what it goes on from, or is asked")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue, or a message")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: always the likeliest (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     add_overrides(parser, argparse.SUPPRESS)
@@ -32,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Print a continuation of the prompt by a run's checkpoint."""
+    """Generate the text and print it.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
     log_to_console(Ranks(0, 0, 1, 1))
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected 1 or more")

@@ -16,25 +16,29 @@ from pipeline.planner.shapes import check_pretrained
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--config`, and those of add_overrides."""
+    """Add `--config` and the arguments of add_overrides."""
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", required=True, help="recipe")
-    add_overrides(parser, "recipe keys, as data.sequence_length=512")
+    add_overrides(parser, "recipe keys, such as data.sequence_length=512")
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """`RUN` and `--step`."""
+    """Add `RUN` and `--step`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    """`--no-import-paths`, and overrides of the recipe's keys."""
+    """Add `--no-import-paths` and overrides of the recipe's keys."""
     parser.add_argument(NO_IMPORT_PATHS, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def read_recipe(arguments: argparse.Namespace) -> RunConfig:
-    """Return the recipe that these arguments name."""
+    """Return the recipe that the arguments name.
+
+    Raises:
+        ConfigError, ModelError: The recipe is invalid, or names a pretrained model that cannot be read.
+    """
     import_paths = not arguments.no_import_paths
     config = load_settings(arguments.config, None, arguments.overrides, import_paths=import_paths).config
     check_pretrained(config)
@@ -43,11 +47,14 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 @contextmanager
 def report_file_errors() -> Iterator[None]:
-    """Report files of a run that cannot be opened as bad input, in one line."""
+    """Turn an OSError of a command that reads a run into a PipelineError, which prints one line.
+
+    A file that cannot be read is a mistake of the user there, and not a fault of the program.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOMEM:  # a machine's fault, see __main__
+        if error.errno == errno.ENOMEM:  # a lack of memory, which pipeline/__main__.py reports
             raise
         where = f"{error.filename}: " if error.filename else ""
         raise PipelineError(f"{where}{error.strerror or error}") from None

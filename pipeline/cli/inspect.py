@@ -1,4 +1,4 @@
-"""`python -m pipeline inspect`: what a recipe's data is, and what of it the model would be given.
+"""Command `python -m pipeline inspect`: shows a recipe's data as the model would get it.
 
 python -m pipeline inspect --config launch/recipes/python_stdlib.yaml data.sequence_length=512
 """
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from pipeline.cli.screen import Screen
     from pipeline.data.bundle import Batch, DataBundle
 
-HELP = "show what a recipe's data is, and what of it the model would be given"
+HELP = "show a recipe's data as the model would get it"
 DESCRIPTION = """\
-Prepares the data of a recipe if that was not done, and shows it. Text: documents, lengths, exact copies,
-padding, and rows with the tokens marked that count in the loss. Images: classes, and the first
-batch."""
+Prepares the data of a recipe if needed, and shows it. For text: documents, lengths, exact copies, padding,
+and rows in which the tokens that count in the loss are marked. For images: classes, and the first batch."""
 AFTER_INTERRUPT = ""
 
 
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=2,
-        help="rows shown (default: 2)",
+        help="number of rows to show (default: 2)",
     )
     parser.add_argument("--no-color", action="store_true", help="plain text")
 
@@ -77,13 +76,13 @@ def _inspect_text(
 
     logger = logging.getLogger("pipeline.data.prepared")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # it has told its totals
-    prepared = prepare_documents(data)  # it is there already: only opened again
+    logger.setLevel(logging.WARNING)  # the totals were printed by the first call
+    prepared = prepare_documents(data)  # prepared already, so that this only opens the files again
     logger.setLevel(level)
     sources = [*prepared.sources, *prepared.eval_sets]
     inspect_view.show_documents(screen, sources)
     inspect_view.show_copies(screen, sources, [source.name for source in prepared.eval_sets])
-    rows = _rows(bundle)
+    rows = _rows_by_source(bundle)
     inspect_view.show_rows(screen, rows, data.sequence_length)
     if samples:
         batch = _first_batch(config, bundle, samples)
@@ -91,10 +90,10 @@ def _inspect_text(
         inspect_view.show_batch(screen, batch, prepared.tokenizer, pad_id)
 
 
-def _rows(bundle: DataBundle) -> dict[str, Any]:
+def _rows_by_source(bundle: DataBundle) -> dict[str, Any]:
     """Return the training rows of each source."""
     train: Any = bundle.train
-    datasets = getattr(train, "datasets", [train])  # several are joined
+    datasets = getattr(train, "datasets", [train])  # several sources are joined into one data set
     return {source.name: dataset for source, dataset in zip(bundle.sources, datasets, strict=True)}
 
 
@@ -112,7 +111,7 @@ def _show_first_batch(screen: Screen, config: RunConfig, bundle: DataBundle) -> 
 
 
 def _first_batch(config: RunConfig, bundle: DataBundle, size: int) -> Batch:
-    """Return the first batch of the run, from the loader it would use."""
+    """Return the first batch of the run, from the loader that the run would use."""
     import torch
 
     from pipeline.data.curriculum import build_order

@@ -1,7 +1,7 @@
-"""Shows training data: statistics, text, conversations and images, and what of it counts in the loss.
+"""Shows training data: statistics, text, conversations and images.
 
-Tokens that count in the loss stand out, in colour or in brackets. A token counts if it is a target: the label
-of the place before it is not -100.
+Tokens that count in the loss are marked by colour or brackets. A token counts if it is a target, that is, if
+the label at the position before it is not -100.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ if TYPE_CHECKING:
     from pipeline.data.prepared.part_files import TokenStore
     from pipeline.data.prepared.prepare import PreparedSource
 
-PLACES_AT_ONCE = 1 << 20  # tokens of rows looked at together: 16 MB
+POSITIONS_AT_ONCE = 1 << 20  # tokens whose labels are read at once: 16 MB
 
 
 def read_lengths(stores: Iterable[TokenStore]) -> NDArray[np.int64]:
-    """Return the length in tokens of each document of the stores."""
+    """Return the number of tokens of each document in the stores."""
     parts = [np.diff(np.asarray(part.ends), prepend=0) for store in stores for part in store.parts]
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def read_hashes(stores: Iterable[TokenStore]) -> NDArray[np.uint64]:
     """Return the hash of each document, sorted; equal documents have equal hashes."""
-    parts = [np.array(part.hashes) for store in stores for part in store.parts]  # copies: none stays mapped
+    parts = [
+        np.array(part.hashes) for store in stores for part in store.parts
+    ]  # copies, so that no file stays mapped
     hashes = np.concatenate([np.empty(0, np.uint64), *parts])
     hashes.sort()
     return hashes
 
 
 def count_copies(hashes: NDArray[np.uint64]) -> int:
-    """Return the number of documents beyond the first of each kind; the hashes are sorted."""
+    """Return the number of documents that copy an earlier one; the hashes are sorted."""
     return int((hashes[1:] == hashes[:-1]).sum())
 
 
 def count_shared(hashes: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
-    """Return how many of the first are among the others; both are sorted."""
+    """Return the number of `hashes` that are also in `others`; both are sorted."""
     if len(others) == 0:
         return 0
     places = np.searchsorted(others, hashes)
@@ -56,12 +58,11 @@ def count_shared(hashes: NDArray[np.uint64], others: NDArray[np.uint64]) -> int:
 
 
 def count_targets(rows: PackedDataset, advance: Callable[[int], object]) -> int:
-    """Return the number of places of all rows whose next token counts in the loss.
+    """Return the number of positions in all rows whose next token counts in the loss.
 
-    Args:
-        advance: Called with the number of rows done.
+    `advance` is called with the number of rows just counted, to move a progress bar.
     """
-    at_once = max(1, PLACES_AT_ONCE // rows.sequence_length)
+    at_once = max(1, POSITIONS_AT_ONCE // rows.sequence_length)
     in_loss = 0
     for first in range(0, len(rows), at_once):
         indices = range(first, min(first + at_once, len(rows)))
@@ -70,10 +71,15 @@ def count_targets(rows: PackedDataset, advance: Callable[[int], object]) -> int:
     return in_loss
 
 
-IN_LOSS, CONTEXT, MARK = "bold green", "dim", "cyan"
-OF_KIND = {CHOSEN: IN_LOSS, REJECTED: "bold red", MISMATCHED: "bold yellow"}
-OPEN, CLOSE = "⟦", "⟧"
-MOST_TOKENS = 2048  # of one row
+# Styles of rich.
+IN_LOSS = "bold green"
+CONTEXT = "dim"
+MARK = "cyan"
+STYLE_OF_KIND = {CHOSEN: IN_LOSS, REJECTED: "bold red", MISMATCHED: "bold yellow"}
+# Brackets around tokens in the loss, without colours.
+OPEN = "⟦"
+CLOSE = "⟧"
+MAX_TOKENS = 2048  # number of tokens that are shown of one row
 
 
 def show_documents(screen: Screen, sources: Sequence[PreparedSource]) -> None:
@@ -141,9 +147,13 @@ def show_rows(screen: Screen, datasets: Mapping[str, PackedDataset], sequence_le
 
 
 def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None) -> None:
-    """Show rows as the model gets them, tokens in the loss marked; without `pad_id` nothing is padded."""
+    """Show rows as the model gets them, with tokens in the loss marked.
+
+    If `pad_id` is `None`, the rows have no padding.
+    """
     screen.title("The first rows of the run")
-    kinds, margins = batch.get("segment_kinds"), batch.get("margins")
+    kinds = batch.get("segment_kinds")
+    margins = batch.get("margins")
     screen.line(format_caption(screen.is_coloured, kinds is not None))
     positions = batch.get("position_ids")
     for row, (input_ids, labels) in enumerate(
@@ -162,7 +172,7 @@ def show_batch(screen: Screen, batch: Batch, tokenizer: Any, pad_id: int | None)
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Neighbouring tokens of one document that all count in the loss, or all do not."""
+    """Consecutive tokens of one document that all count in the loss, or all do not."""
 
     ids: list[int]
     in_loss: bool
@@ -176,16 +186,17 @@ def split_row(
     end_id: int | None,
     pad_id: int | None,
 ) -> tuple[list[TokenRun], int]:
-    """Return a row (T,) as runs, and how many places of it are padding.
+    """Return a row as runs of tokens, and the number of padded positions.
 
-    The target of the last place is no input of this row, and ends the last run where it counts in the loss.
+    The target of the last position is no input of this row. If it counts in the loss, it ends the last run.
 
     Args:
-        input_ids: (T,)
-        labels: (T,) the token after each place, or -100.
-        position_ids: (T,) 0 where a document starts; None: it starts after `end_id`.
-        end_id: The end-of-document token.
-        pad_id: The token of padded places; None: nothing is padded.
+        input_ids: Token ids of the row, (T,).
+        labels: Token after each position, or -100, (T,).
+        position_ids: Positions within documents, (T,): 0 where a document starts. `None` if documents start
+            after `end_id`.
+        end_id: Id of the end-of-document token.
+        pad_id: Id of the padding token; `None` if there is no padding.
     """
     in_loss = np.concatenate([[False], labels != IGNORE_INDEX])  # (T + 1,)
     ids = np.append(input_ids, labels[-1])
@@ -193,10 +204,11 @@ def split_row(
     real = np.flatnonzero((ids[:size] != pad_id) | in_loss[:size])
     filled = int(real[-1]) + 1 if len(real) else 0
     if position_ids is not None and filled < size:
-        # Where the padding token ends documents too: padding starts at position 0, and an end does not.
+        # The padding token may also end documents. Padding starts at position 0, and an end does not.
         begins = np.flatnonzero(position_ids[filled:] == 0)
         filled = filled + int(begins[0]) if len(begins) else size
-    padding, size = size - filled, filled
+    padding = size - filled
+    size = filled
     starts = np.zeros(len(ids), dtype=bool)
     if position_ids is None:
         starts[1:] = input_ids == end_id
@@ -218,13 +230,18 @@ def format_row(
     is_coloured: bool,
     answers: Sequence[tuple[int, float]] = (),
 ) -> Text:
-    """Return the row's text: tokens in the loss green, others dim; without colours in double brackets.
+    """Return a row's text with tokens in the loss in colour, or in double brackets without colours.
 
     Args:
-        answers: Kind of each document, which has its own colour, and its margin; empty for other data.
+        runs: Runs of the row.
+        padding: Number of padded positions.
+        tokenizer: Tokenizer that decodes the ids.
+        is_coloured: Whether to mark tokens by colour.
+        answers: (kind, margin) of each document of preference data; a kind has its own colour. Empty for
+            other data.
     """
     text = Text()
-    left = MOST_TOKENS
+    left = MAX_TOKENS
     for number, run in enumerate(runs):
         kind, margin = answers[run.document - 1] if answers else (CHOSEN, 0.0)
         is_new = number == 0 or run.document != runs[number - 1].document
@@ -236,11 +253,11 @@ def format_row(
         words = escape_unprintable(tokenizer.decode(run.ids[:left]))
         bracketed = run.in_loss and not is_coloured
         text.append(
-            f"{OPEN}{words}{CLOSE}" if bracketed else words, OF_KIND[kind] if run.in_loss else CONTEXT
+            f"{OPEN}{words}{CLOSE}" if bracketed else words, STYLE_OF_KIND[kind] if run.in_loss else CONTEXT
         )
         left -= len(run.ids)
         if left <= 0:
-            rest = sum(len(other.ids) for other in runs) - MOST_TOKENS
+            rest = sum(len(other.ids) for other in runs) - MAX_TOKENS
             text.append(f"\n--- {rest:,} more tokens ---" if rest else "", MARK)
             break
     if padding:
@@ -249,33 +266,33 @@ def format_row(
 
 
 def format_caption(is_coloured: bool, are_answers: bool = False) -> Text:
-    """Return how to read `show_row`."""
+    """Return the legend of rows that `format_row` returns."""
     if is_coloured and are_answers:
-        named = [part for kind, name in KIND_NAMES.items() for part in ((name, OF_KIND[kind]), ", ")]
+        named = [part for kind, name in KIND_NAMES.items() for part in ((name, STYLE_OF_KIND[kind]), ", ")]
         return Text.assemble("answers: ", *named, ("context", CONTEXT))
     if is_coloured:
         return Text.assemble(("in the loss", IN_LOSS), ", ", ("context", CONTEXT))
     return Text(f"in the loss: {OPEN}in double brackets{CLOSE}; the rest is context")
 
 
-MOST_CLASSES = 30  # shown one by one
+MAX_CLASSES = 30  # number of classes that are shown
 
 
 def show_classes(screen: Screen, train: Any, held_out: Sequence[Any]) -> None:
-    """Show the number of images of each class, by the `labels` (N,) of the data sets."""
+    """Show the number of images of each class, counted in the `labels` (N,) of the data sets."""
     names = read_class_names(train)
     counts = _counts(train.labels, len(names))
     others = sum((_counts(dataset.labels, len(names)) for dataset in held_out), np.zeros_like(counts))
     screen.title(f"{counts.sum():,} training images, {others.sum():,} held out, {len(names):,} classes")
-    order = np.argsort(-counts, kind="stable")[:MOST_CLASSES].tolist()
-    if len(names) > MOST_CLASSES:
-        screen.line(f"the {MOST_CLASSES} largest classes")
+    order = np.argsort(-counts, kind="stable")[:MAX_CLASSES].tolist()
+    if len(names) > MAX_CLASSES:
+        screen.line(f"the {MAX_CLASSES} largest classes")
     rows = [(names[number], f"{counts[number]:,}", f"{others[number]:,}") for number in order]
     screen.table(("class", "training images", "held out"), rows)
 
 
 def show_shared_images(screen: Screen, train: Any, held_out: Mapping[str, Any]) -> None:
-    """Show how many held-out image files are also trained on, by their size and end."""
+    """Show the number of held-out image files that are also trained on, compared by size and last bytes."""
     trained = np.sort(train.images.hashes()[train.rows])
     for name, dataset in held_out.items():
         hashes = np.sort(dataset.images.hashes()[dataset.rows])

@@ -1,4 +1,4 @@
-"""`python -m pipeline plan`: what a run would take, before it starts and without a GPU."""
+"""Command `python -m pipeline plan`: estimates memory, time and disk of a run before it starts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from pipeline.planner.model import ModelSpec
 from pipeline.planner.shapes import read_model_spec
 from pipeline.planner.timing import TIME_TOLERANCE
 
-MOST_CHANGES = 12
+MAX_CHANGES = 12
 
 
 def format_summary(found: Forecast) -> Iterator[str]:
-    """Yield what is planned, and where."""
-    model, resolved, place = found.model, found.resolved, found.hardware
+    """Yield lines on model, split, batch, host memory, disk and time of the run."""
+    model = found.model
+    resolved = found.resolved
+    place = found.hardware
     trained = "" if model.trained == model.numel else f", {model.trained / model.numel:.2%} of them trained"
     yield f"model   {model.name}, {model.numel:,} parameters{trained}"
     yield f"split   {resolved.split}; {place}"
@@ -47,8 +49,9 @@ def format_summary(found: Forecast) -> Iterator[str]:
     yield host
     nvme = found.memory.states.disk.total * found.ranks_per_node
     swapped = f"; {nvme / GIB:.1f} GiB of a machine's NVMe" if nvme else ""
-    one, together = found.checkpoint_bytes / GIB, found.disk_bytes / GIB
-    yield f"disk    {one:.1f} GiB a checkpoint, {together:.1f} GiB in all{swapped}"
+    one = found.checkpoint_bytes / GIB
+    together = found.disk_bytes / GIB
+    yield f"disk    {one:.1f} GiB per checkpoint, {together:.1f} GiB in all{swapped}"
     if found.hours is not None:
         low, high = (
             format_duration(found.hours * 3600 * part) for part in (1 - TIME_TOLERANCE, 1 + TIME_TOLERANCE)
@@ -58,7 +61,7 @@ def format_summary(found: Forecast) -> Iterator[str]:
 
 
 def format_memory_rows(found: Forecast) -> Iterator[str]:
-    """Yield a line a part, each at its own most, and the peak against what there is."""
+    """Yield one line for each part at its own peak, then the peak of all and the device's memory."""
     memory = found.memory
     for name, num_bytes in memory.parts.items():
         if num_bytes:
@@ -78,26 +81,23 @@ def format_range(value: float) -> str:
 
 
 def format_time_rows(found: Forecast) -> list[tuple[str, str]]:
-    """Return name and seconds of each part of a step, then what comes of it."""
+    """Return name and seconds of each part of a step, then the step's time, throughput and MFU."""
     time = found.time
     assert time is not None
     rows = [(name, f"{seconds:.3f}") for name, seconds in time.parts.items() if seconds > 5e-4]
     rows.append(("a step", format_range(time.seconds)))
     rows.append(("tokens a second", format_range(time.tokens_per_second)))
     if found.mfu is not None:
-        rows.append(
-            (
-                "MFU",
-                f"{100 * found.mfu * (1 - TIME_TOLERANCE):.0f} to "
-                f"{100 * found.mfu * (1 + TIME_TOLERANCE):.0f} %",
-            )
-        )
+        low, high = (100 * found.mfu * part for part in (1 - TIME_TOLERANCE, 1 + TIME_TOLERANCE))
+        rows.append(("MFU", f"{low:.0f} to {high:.0f} %"))
     return rows
 
 
 def convert_to_json(found: Forecast, changes: Sequence[ConfigChange] = ()) -> dict[str, Any]:
-    """Return a plan with bytes and seconds as numbers."""
-    time, batch, memory = found.time, found.resolved.batch_plan, found.memory
+    """Return a plan as a JSON object, with bytes and seconds as numbers."""
+    time = found.time
+    batch = found.resolved.batch_plan
+    memory = found.memory
     return {
         "model": {"name": found.model.name, "parameters": found.model.numel},
         "split": str(found.resolved.split),
@@ -128,10 +128,10 @@ def convert_to_json(found: Forecast, changes: Sequence[ConfigChange] = ()) -> di
     }
 
 
-HELP = "say what a run takes (memory, time, disk) without a GPU, and what to change"
+HELP = "estimate memory, time and disk of a run without a GPU, and what to change"
 DESCRIPTION = """\
-Says what a run takes before it starts: the memory of its fullest rank by what holds it, the time of a step by
-part, the host's memory, the disk. Then what to change. No weights are read, and no GPU is needed."""
+Estimates a run before it starts: memory of the rank that needs most and time of a step, both by part, host
+memory and disk. If the run does not fit, lists changes that help. Reads no weights and needs no GPU."""
 EPILOG = """\
   ds-pipeline plan --config RECIPE.yaml --deepspeed zero3 --gpu h100 --gpus 8
   ds-pipeline plan --config RECIPE.yaml --gpu a100 --gpus 8 --nodes 2 --suggest
@@ -140,65 +140,71 @@ EPILOG = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     recipe = f"recipe (default: {DEFAULT_RECIPE.stem})"
     parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", help=recipe)
     parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help="split and precision")
-    parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: what is here)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="what one GPU has")
-    parser.add_argument("--gpus", type=_positive, metavar="N", default=1, help="of one machine (default: 1)")
-    parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="machines (default: 1)")
-    network = "Gbit/s between nodes of the network card that each GPU has (default: what makers' nodes have)"
+    parser.add_argument("--gpu", metavar="NAME", help="h100, a100-40, 4090, ... (default: this machine's)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU")
+    gpus = "GPUs per machine (default: 1)"
+    parser.add_argument("--gpus", type=_parse_count, metavar="N", default=1, help=gpus)
+    parser.add_argument("--nodes", type=_parse_count, metavar="N", default=1, help="machines (default: 1)")
+    network = "Gbit/s of each GPU's network card between machines (default: what vendors build in)"
     parser.add_argument("--network", type=float, metavar="GBIT", help=network)
-    host = "of one machine (default: what machines with such GPUs have)"
+    host = "host memory of one machine (default: what machines with such GPUs usually have)"
     parser.add_argument("--host-memory", type=float, metavar="GIB", help=host)
-    documents = "of the document that a token is in, on average, where rows are packed"
-    parser.add_argument("--document-tokens", type=_positive, metavar="N", help=documents)
+    documents = "average length of the document that a token is in, if rows are packed (default: 2048)"
+    parser.add_argument("--document-tokens", type=_parse_count, metavar="N", help=documents)
     asked = parser.add_mutually_exclusive_group()
-    suggested = "the simplest split that fits, and the command to train with it"
+    suggested = "find the simplest split that fits, and print the command to train with it"
     asked.add_argument("--suggest", action="store_true", help=suggested)
-    asked.add_argument("--longest", action="store_true", help="the longest sequence that fits")
-    largest = "the largest micro-batch, and the most blocks of this width, that fit"
+    asked.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
+    largest = "find the largest micro-batch, and the largest number of blocks of this width, that fit"
     asked.add_argument("--largest", action="store_true", help=largest)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-color", action="store_true", help="plain text")
     add_overrides(parser, "recipe keys and, with ds., DeepSpeed keys, as for train")
 
 
-def _positive(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or len(text) > 7 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no positive number")
     return int(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the expected memory and time of a run, and what to change if it does not fit."""
+    """Print the plan, the suggested split or the limits that the arguments ask for.
+
+    Raises:
+        ConfigError, ModelError: The settings are invalid, or nothing fits.
+    """
     settings, place = read_inputs(arguments)
-    model = _model(settings)
+    model = _read_model(settings)
     if arguments.longest or arguments.largest:
         reached = find_limits(settings, model, place, arguments.longest)
         if arguments.json:
-            print(json.dumps({name: _limit_as_json(limit) for name, limit in reached.items()}, indent=2))
+            print(json.dumps({name: _convert_limit(limit) for name, limit in reached.items()}, indent=2))
             return
         for name, limit in reached.items():
-            print(f"{name:<20}  {_limit_as_text(limit, place)}")
+            print(f"{name:<20}  {_format_limit(limit, place)}")
         return
-    told: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     changes: list[ConfigChange] = []
     if arguments.suggest:
         suggestion = suggest_split(settings, model, place)
         assert suggestion.forecast is not None
         found = suggestion.forecast
-        told = {"overrides": suggestion.words, "command": format_command(settings, place, suggestion)}
+        extra = {"overrides": suggestion.words, "command": format_command(settings, place, suggestion)}
     else:
         found, changes = plan_run(settings, model, place)
     if arguments.json:
-        print(json.dumps(convert_to_json(found, changes) | told, indent=2))
+        print(json.dumps(convert_to_json(found, changes) | extra, indent=2))
         return
     _show(found, changes, arguments.no_color)
     if arguments.suggest:
-        print(f"\nThe simplest split that fits. To train with it: {told['command']}")
+        print(f"\nThe simplest split that fits. To train with it: {extra['command']}")
 
 
 def _show(found: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> None:
@@ -214,13 +220,13 @@ def _show(found: Forecast, changes: Sequence[ConfigChange], no_color: bool) -> N
         screen.title("A step")
         screen.table(("", "seconds"), format_time_rows(found))
     if changes:
-        screen.title("What to change: words for the command line")
+        screen.title("Changes that help: append one to the command")
         for change in changes:
             screen.line(f"  {change}")
 
 
 def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardware]:
-    """Return what the command line asks to plan, and where."""
+    """Return the settings and the hardware that the command line names."""
     settings = load_settings(
         arguments.config,
         arguments.deepspeed,
@@ -239,9 +245,9 @@ def read_inputs(arguments: argparse.Namespace) -> tuple[Settings, PlannedHardwar
     return settings, place
 
 
-def _model(settings: Settings) -> ModelSpec:
+def _read_model(settings: Settings) -> ModelSpec:
     model = read_model_spec(settings.config)
-    if model is None:  # it has to be built
+    if model is None:  # the model has to be built to be known
         from pipeline.models.sizes import measure_recipe
 
         model = measure_recipe(settings.config)
@@ -251,26 +257,26 @@ def _model(settings: Settings) -> ModelSpec:
 def plan_run(
     settings: Settings, model: ModelSpec, place: PlannedHardware
 ) -> tuple[Forecast, list[ConfigChange]]:
-    """Return the forecast of a run and, if it does not fit, what to change."""
-    settings = _with_a_micro_batch(settings, model, place)
+    """Return the forecast of a run and, if it does not fit, changes that help."""
+    settings = _resolve_micro_batch(settings, model, place)
     found = forecast(settings, model, place)
 
     def at(changed: Settings) -> Forecast:
         shaping = ("model", "adapter", "data")
         is_same = all(getattr(changed.config, key) == getattr(settings.config, key) for key in shaping)
-        known = model if is_same else _model(changed)
-        return forecast(_with_a_micro_batch(changed, known, place), known, place)
+        known = model if is_same else _read_model(changed)
+        return forecast(_resolve_micro_batch(changed, known, place), known, place)
 
     if found.fits is not False:
         return found, []
     changes = sort_by_memory_gain(price_changes(settings, found, at), found)
-    if found.lacking.startswith("host memory"):  # of which a GPU's gain frees nothing
+    if found.lacking.startswith("host memory"):  # memory saved on a GPU frees no host memory
         changes = [each for each in changes if each.fits]
-    return found, changes[:MOST_CHANGES]
+    return found, changes[:MAX_CHANGES]
 
 
-def _with_a_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Settings:
-    """Put the largest micro-batch that is expected to fit in place of `auto`."""
+def _resolve_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Settings:
+    """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
     resolved = settings.resolve(place.ranks, place.device)
     if not resolved.batch_plan.is_auto:
         return settings
@@ -278,10 +284,11 @@ def _with_a_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHard
 
 
 def format_command(settings: Settings, place: PlannedHardware, suggestion: SearchResult) -> str:
-    """Return the command that trains with what is suggested."""
-    # The last of two words for one key counts, so what is suggested follows what was typed.
+    """Return the command that trains with the suggested split."""
+    # The last override of a key wins, so the suggested ones follow those that the user typed.
     typed = [each for each in settings.overrides if not each.startswith("ds.")]
-    file, others = suggestion.words[:2], suggestion.words[2:]
+    file = suggestion.words[:2]
+    others = suggestion.words[2:]
     words: tuple[Word, ...] = ("--config", settings.recipe_path, *file, *typed, *others)
     if place.nodes > 1:
         return format_shell_line(LAUNCH / "multi_node.sh", "HOSTFILE", *words)
@@ -291,7 +298,7 @@ def format_command(settings: Settings, place: PlannedHardware, suggestion: Searc
 def find_limits(
     settings: Settings, model: ModelSpec, place: PlannedHardware, longest: bool
 ) -> dict[str, SearchResult]:
-    """Return how far a run could go: with `--longest`, else with `--largest`."""
+    """Return the largest runs by name: the longest sequence, or else micro-batch and model."""
     if longest:
         return {"longest sequence": find_longest_sequence(settings, model, place)}
     return {
@@ -300,7 +307,7 @@ def find_limits(
     }
 
 
-def _limit_as_json(limit: SearchResult) -> dict[str, Any]:
+def _convert_limit(limit: SearchResult) -> dict[str, Any]:
     return {
         "overrides": limit.words,
         "stops": limit.stop_reason,
@@ -308,7 +315,7 @@ def _limit_as_json(limit: SearchResult) -> dict[str, Any]:
     }
 
 
-def _limit_as_text(limit: SearchResult, place: PlannedHardware) -> str:
+def _format_limit(limit: SearchResult, place: PlannedHardware) -> str:
     found = limit.forecast
     if found is None:
         return f"none fits on {place}" if limit.stop_reason == "memory" else f"none: {limit.stop_reason}"

@@ -1,4 +1,4 @@
-"""python -m pipeline report RUN ...: one HTML file with the curves of one or several runs."""
+"""Command `python -m pipeline report RUN ...`: writes the curves of one or several runs as one HTML file."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipeline.cli.inputs import report_file_errors
 from pipeline.errors import ConfigError
 from pipeline.files import replace_file
 
-HELP = "the curves, alerts and settings of runs as one HTML file"
+HELP = "write the curves, alerts and settings of runs as one HTML file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = HELP
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; several are compared")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run directory; give several to compare them")
     add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html, or ./report.html")
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the page and print its path.
 
     Raises:
-        PipelineError: A folder is no run, its metrics are damaged, or the page cannot be written.
+        PipelineError: A folder is no run, its metrics are damaged, or the file cannot be written.
     """
     from pipeline.monitoring.report.page import REPORT_FILE, encode_runs, render_page
     from pipeline.monitoring.report.runs import check_run_directory

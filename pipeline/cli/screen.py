@@ -1,4 +1,4 @@
-"""Output of `inspect` and `plan`: tables and text on stdout, progress on stderr."""
+"""Prints the output of commands: tables and text to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.text import Text
 
 from pipeline.errors import escape_unprintable
 
-WIDTH = 110  # characters, where there is no terminal to ask
+WIDTH = 110  # characters of a line if stdout is no terminal
 LONGEST_CELL = 400  # characters
-PAGE = 100  # characters of a table that can be narrower
+PAGE = 100  # characters of a table whose text columns can wrap
 
 
 class Screen:
-    """A terminal, or what stands in for one.
+    """Console of a command: a terminal, or a file or pipe in its place.
 
     Args:
-        no_color: Plain text also on a terminal.
+        no_color: Whether to print plain text also on a terminal.
     """
 
     def __init__(self, no_color: bool) -> None:
@@ -31,21 +31,20 @@ class Screen:
         self.is_coloured = is_terminal and not self._console.no_color
 
     def title(self, words: str) -> None:
-        """Print a bold line after an empty one."""
+        """Print a line in bold, below an empty line."""
         self._console.print(Text(f"\n{escape_unprintable(words)}", "bold"), soft_wrap=True)
 
     def line(self, words: str | Text = "") -> None:
-        """Never wrapped or read as markup."""
+        """Print a line without wrapping it, and without reading it as markup."""
         text = words if isinstance(words, Text) else Text(escape_unprintable(words))
         self._console.print(text, soft_wrap=True)
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], words: Collection[str] = ()
     ) -> None:
-        """Print a table: the first column aligned left, the others right.
+        """Print a table with the first column aligned left and the others right.
 
-        Args:
-            words: Columns of words: on the left, and on several lines where one is too narrow.
+        Columns named in `words` hold text: they are aligned left and wrap if the table is too wide.
         """
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for number, column in enumerate(columns):
@@ -62,7 +61,7 @@ class Screen:
 
     @contextmanager
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], object]]:
-        """Yield a function that advances a progress bar; it does nothing unless stderr is a terminal."""
+        """Show a progress bar if stderr is a terminal, and yield the function that advances it."""
         if not sys.stderr.isatty():
             yield lambda amount: None
             return
@@ -74,6 +73,6 @@ class Screen:
 
 
 def format_percent(part: float, whole: float) -> str:
-    """`3.1 %`; of nothing it is nothing."""
+    """Return a share as text, such as `3.1 %`; `0.0 %` if the whole is 0."""
     share = 100 * part / whole if whole else 0.0
     return f"{share:.1f} %" if share >= 0.1 or part == 0 else "< 0.1 %"

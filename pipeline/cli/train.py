@@ -1,4 +1,6 @@
-"""Command line -> settings -> run. Imports torch only once a run really starts.
+"""Command `train`: reads the command line into settings and starts the run.
+
+Imports torch only when the run starts, so that `--dry-run` and mistakes take less than a second.
 
 deepspeed launch/train.py --deepspeed ds_configs/zero2.json model.num_layers=4
 ds-pipeline train --deepspeed zero2 model.num_layers=4
@@ -39,22 +41,24 @@ from pipeline.redaction import redact
 
 LEVELS: tuple[str, ...] = get_args(LogLevel)
 HELP = "train a model"
-BY_NAME = "a path, or the name of a shipped file"
+PATH_OR_NAME = "a path, or the name of a shipped file"
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:
-    """Return the parser of `train`, for usage and errors that name this program."""
+    """Return the parser of `train`; `program` is its name in usage and errors."""
     parser = CommandLineParser(
         prog=program,
-        description="Train a model. The recipe says what, the JSON how the work is split.",
-        epilog="Without --deepspeed: plain PyTorch. All keys: docs/configuration.md.",
+        description="Train a model. The recipe says what to train, the JSON how to split the work.",
+        epilog="Without --deepspeed, the run uses plain PyTorch. All keys: docs/configuration.md.",
     )
-    parser.add_argument("--deepspeed", type=Path, metavar="FILE.json", help=f"split and precision; {BY_NAME}")
+    parser.add_argument(
+        "--deepspeed", type=Path, metavar="FILE.json", help=f"split and precision; {PATH_OR_NAME}"
+    )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="RECIPE.yaml",
-        help=f"recipe; {BY_NAME} (default: {DEFAULT_RECIPE.stem})",
+        help=f"recipe; {PATH_OR_NAME} (default: {DEFAULT_RECIPE.stem})",
     )
     parser.add_argument(
         "overrides",
@@ -63,19 +67,21 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         metavar="key=value",
         help="recipe keys (model.num_layers=4) and, with ds., DeepSpeed keys (ds.zero_optimization.stage=3)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, load nothing, and stop")
-    parser.add_argument("--world-size", type=_positive, metavar="N", help="with --dry-run: plan for N ranks")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings and stop")
+    parser.add_argument(
+        "--world-size", type=_parse_rank_count, metavar="N", help="with --dry-run: plan for N ranks"
+    )
     parser.add_argument(NO_IMPORT_PATHS, action="store_true", help="refuse a recipe that names code to run")
     shows = parser.add_mutually_exclusive_group()
     shows.add_argument("--log-level", choices=LEVELS, help="what the console shows (default: info)")
     only = "only warnings, errors and the closing lines"
     shows.add_argument("--quiet", dest="log_level", action="store_const", const="warning", help=only)
-    # Launchers add it: deepspeed, and torch.distributed.launch in its own spelling.
+    # Launchers add this option: deepspeed, and torch.distributed.launch with another spelling.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _positive(text: str) -> int:
+def _parse_rank_count(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no positive number of ranks")
     return int(text)
@@ -89,27 +95,28 @@ def parse_arguments(words: Sequence[str], program: str) -> argparse.Namespace:
         if argument.startswith("--") and "." in argument.partition("=")[0]:
             parser.error(f"{argument}: overrides are written without dashes: {argument.lstrip('-')}")
         elif "=" in argument and not argument.startswith("-"):
-            arguments.overrides.append(argument)  # an override after an option
+            arguments.overrides.append(argument)  # argparse takes an override after an option for unknown
         else:
             parser.error(f"unrecognized argument {argument}")
     for argument in arguments.overrides:
         if argument[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212" and argument:
-            parser.error(f"{argument}: begins with a dash that is no hyphen (-); type it again")
+            parser.error(f"{argument}: begins with a dash that is no hyphen (-); type a hyphen in its place")
         option = {".yaml": "--config", ".yml": "--config", ".json": "--deepspeed"}.get(Path(argument).suffix)
         if option is not None and "=" not in argument:
-            parser.error(f"{argument}: which file is meant? write {option} {argument}")
+            parser.error(f"{argument}: a file without its option; write {option} {argument}")
     if arguments.log_level is not None:
         arguments.overrides.append(f"log.console={arguments.log_level}")
     if arguments.world_size is not None and not arguments.dry_run:
-        parser.error("--world-size is a positive number and goes with --dry-run")
+        parser.error("--world-size works only with --dry-run; add it, or choose the ranks by the launcher")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
-    """Run the command and return the process's exit code.
+    """Run the command and return the exit code of the process.
 
     Args:
-        program: The command's name in usage and errors.
+        argv: Arguments of the command; `None` takes those of the process.
+        program: Name of the command in usage and errors.
     """
     hide_secrets_in_tracebacks()
     ranks = Ranks(0, 0, 1, 1)
@@ -127,8 +134,8 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
             arguments.overrides,
             import_paths=import_paths,
         )
-        is_told = ranks.is_main_process and settings.config.log.shows_rows
-        if is_told and settings.deepspeed_file is not None:
+        shows_notes = ranks.is_main_process and settings.config.log.shows_rows
+        if shows_notes and settings.deepspeed_file is not None:
             for line in settings.deepspeed_file.notes:
                 print(f"note: {shorten_message(line)}", file=sys.stderr)
         if arguments.dry_run:
@@ -145,7 +152,7 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     stop_with_launcher(ranks)
     code = _run(settings, ranks, planned)
     write_exit_code(ranks.rank, ranks.world_size, code)
-    from pipeline.monitoring.trackers.interface import limit_exit_time  # which the run has imported
+    from pipeline.monitoring.trackers.interface import limit_exit_time  # already imported by the run
 
     limit_exit_time(code)
     return code
@@ -154,10 +161,10 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
 def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
     with raise_on_stop_signals():
         try:
-            from pipeline.training.run_rank import run_rank  # torch comes in here
+            from pipeline.training.run_rank import run_rank  # imports torch
 
             return run_rank(settings, ranks, planned.deepspeed)
-        except INTERRUPTS as interrupt:  # while torch is imported: a run ends with its own
+        except INTERRUPTS as interrupt:  # while torch is being imported; a run handles its own interrupts
             message, code = explain_interrupt(interrupt, NO_CHECKPOINT)
             if ranks.local_rank == 0 or reports_own_exit(False):
                 print(message, file=sys.stderr, flush=True)
@@ -165,9 +172,10 @@ def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
 
 
 def _refuse(error: PipelineError, ranks: Ranks) -> int:
-    """Every rank finds the same mistake; one a machine tells it, and the others leave it the time to.
+    """Print a user's mistake once on each machine, and return the exit code.
 
-    The launcher ends all ranks with the first that exits.
+    Every rank finds the same mistake. The first rank of a machine prints it; the others wait, since the
+    launcher ends all ranks as soon as one exits.
     """
     write_exit_code(ranks.rank, ranks.world_size, error.exit_code)
     if ranks.local_rank == 0 or reports_own_exit(False):
@@ -178,9 +186,10 @@ def _refuse(error: PipelineError, ranks: Ranks) -> int:
 
 
 def format_dry_run(settings: Settings, world_size: int) -> str:
-    """Format what --dry-run prints: recipe, DeepSpeed JSON, split, batch plan, steps."""
+    """Return the output of --dry-run: recipe, DeepSpeed JSON, split, batch plan and steps."""
     resolved = settings.resolve(world_size, Device.probe())
-    plan, config = resolved.batch_plan, settings.config
+    plan = resolved.batch_plan
+    config = settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
     filled = resolved.deepspeed
     if filled is not None and plan.is_auto:
@@ -200,5 +209,5 @@ def format_dry_run(settings: Settings, world_size: int) -> str:
             line += f", {samples * config.data.text.sequence_length:,} tokens"
         parts += [line, *filter(None, [describe_missed_peak(config.schedule, config.max_steps)])]
     else:
-        parts.append(f"{config.max_epochs:g} epochs of the training data (counted when it is read)")
+        parts.append(f"{config.max_epochs:g} epochs of the training data (steps: known once it is read)")
     return "\n".join(parts)

@@ -203,11 +203,11 @@ def test_a_plan_that_does_not_divide_is_told_before_anything_starts(main):
         ),
         (["--bogus"], "unrecognized argument --bogus"),
         (["--deepspeed_config=x.json"], "unrecognized argument --deepspeed_config=x.json"),
-        (["my.yaml"], "my.yaml: which file is meant? write --config my.yaml"),
+        (["my.yaml"], "my.yaml: a file without its option; write --config my.yaml"),
         (["ds/zero9.json"], "write --deepspeed ds/zero9.json"),
         (["\u2013\u2013dry-run"], "begins with a dash that is no hyphen"),
         (["--seed=4"], "unrecognized argument --seed=4"),
-        (["--world-size", "8"], "--world-size is a positive number and goes with --dry-run"),
+        (["--world-size", "8"], "--world-size works only with --dry-run"),
         (["--dry-run", "--world-size", "0"], "argument --world-size: '0' is no positive number of ranks"),
         (
             ["--dry-run", "--world-size", "many"],

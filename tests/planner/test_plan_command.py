@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_told_what_to_change_and_each_change_helps(capsys):
         assert after.fits is change.fits
     assert changes[0].fits is True
     told = plan(capsys, *tight)
-    assert "What to change" in told
+    assert "Changes that help" in told
     for change in changes:
         assert f" {' '.join(change.overrides)} (" in told, "no word is broken"
 

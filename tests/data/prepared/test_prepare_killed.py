@@ -109,7 +109,7 @@ def stop_in_every_way(recipe: Path) -> None:
         command.send(signal.SIGINT)
         ended = command.end()
         assert ended.code == 130, ended
-        assert ended.said[-1] == "stopped; what is finished is kept, and the same command goes on"
+        assert ended.said[-1] == "stopped; finished parts are kept; run the same command to continue"
         assert "Traceback" not in "\n".join(ended.said)
         assert not list(command.cache.glob("parts/*.tmp"))
     command = Command(recipe)
