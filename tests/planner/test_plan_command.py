@@ -37,7 +37,7 @@ def parsed(words):
     command.add_arguments(parser)
     arguments = parser.parse_args(words)
     settings, place = command.read_inputs(arguments)
-    return arguments, (settings, command._model(settings), place)
+    return arguments, (settings, command._read_model(settings), place)
 
 
 def planned(*words):
