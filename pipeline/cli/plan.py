@@ -76,7 +76,9 @@ def format_memory_rows(found: Forecast) -> Iterator[str]:
 
 def format_range(value: float) -> str:
     """Write a time or a speed as the range in which it is expected."""
-    digits = 0 if value >= 100 else 2 if value >= 1 else 4
+    digits = 2 if value >= 1 else 4
+    if value >= 100:
+        digits = 0
     return f"{value * (1 - TIME_TOLERANCE):,.{digits}f} to {value * (1 + TIME_TOLERANCE):,.{digits}f}"
 
 

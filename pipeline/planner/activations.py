@@ -362,7 +362,9 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
         return None
     row = read_coefficients()[format_row_name(found)]
     rank = 0 if work.adapter is None else work.adapter.rank
-    values = compute_terms(dimensions, work.rows, work.length, rank, work.tensor, work.sequence)
+    values = compute_terms(
+        dimensions, work.rows, work.length, rank, tensor=work.tensor, sequence=work.sequence
+    )
 
     def value(form: Mapping[str, float], among: Iterable[str] | None = None) -> float:
         return sum(f * values[name] for name, f in form.items() if among is None or name in among)
@@ -371,7 +373,8 @@ def estimate_activations(work: MicroBatchSpec, dimensions: DecoderDimensions) ->
         return max(0.0, *(value(form) for form in row[name]))
 
     casts = value(row["kept"], WEIGHT_TERMS)
-    kept, kept_backward = value(row["kept"]), value(row["kept_backward"])
+    kept = value(row["kept"])
+    kept_backward = value(row["kept_backward"])
     if work.adapted and not found.adapted:  # a frozen base is held in the precision of products: no casts
         kept -= casts
         kept_backward -= value(row["kept_backward"], WEIGHT_TERMS)

@@ -332,7 +332,7 @@ def find_longest_sequence(settings: Settings, model: ModelSpec, place: PlannedHa
             words.append(f"model.max_sequence_length={max(tokens, stated_positions)}")
         return (*words, *_override_one_batch(settings, 1))
 
-    return _bisect(settings, model, place, at, -(-most // STEP), stops)
+    return _bisect(settings, model, place, at, most=-(-most // STEP), stops=stops)
 
 
 def find_largest_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> SearchResult:

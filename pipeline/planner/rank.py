@@ -77,7 +77,8 @@ class _Layers:
         if prefix is None:
             raise ConfigError(f"pipeline.stages: {model.name} has no repeated blocks to divide")
         blocks: dict[int, list[ParameterSpec]] = {}
-        before, after = [], []
+        before = []
+        after = []
         for p, match in found:
             if match:
                 blocks.setdefault(int(match[2]), []).append(p)
@@ -114,7 +115,8 @@ def split_balanced(weights: Sequence[float], parts: int) -> list[int]:
             for k in range(i):
                 _, largest, smallest, _ = best[k][j - 1]
                 size = sums[i] - sums[k]
-                most, least = max(largest, size), min(smallest, size)
+                most = max(largest, size)
+                least = min(smallest, size)
                 if best[i][j][0] >= most - least:
                     best[i][j] = (most - least, most, least, k)
     bounds = [number]

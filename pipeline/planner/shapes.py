@@ -299,7 +299,8 @@ def read_pretrained_config(given: str) -> dict[str, Any]:
 def _read(given: str, name: str, key: str) -> bytes:
     path = Path(given).expanduser()
     if path.is_file() and name == "tokenizer.json":
-        folder, name = path.parent, path.name
+        folder = path.parent
+        name = path.name
     elif path.is_dir():
         folder = path
     elif is_path(given):
@@ -339,7 +340,8 @@ def _with_adapter(model: ModelSpec, adapter: AdapterConfig) -> ModelSpec:
     )
     targets = set(layers)
     if adapter.targets is not None:
-        key, what = "adapter.targets", "linear layer"
+        key = "adapter.targets"
+        what = "linear layer"
         found = (match_modules(each, layers, key, what, modules) for each in adapter.targets)
         targets = {name for names in found for name in names}
     saved = {

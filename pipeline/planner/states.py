@@ -26,8 +26,11 @@ def count_checkpoint_bytes(model: ModelSpec, config: RunConfig, resolved: Resolv
     A checkpoint has the weights that the optimizer steps, the optimizer's states, and frozen parameters in
     the run's precision. The base of an adapter is not in it.
     """
-    optimizer, has_base, json = config.optimizer, config.adapter is not None, resolved.deepspeed or {}
-    stepped, kept = 2 if has_16bit_master_weights(json) else 4, 2 if has_16bit_optimizer_states(json) else 4
+    optimizer = config.optimizer
+    has_base = config.adapter is not None
+    json = resolved.deepspeed or {}
+    stepped = 2 if has_16bit_master_weights(json) else 4
+    kept = 2 if has_16bit_optimizer_states(json) else 4
     frozen = 4 if resolved.deepspeed is None or resolved.split.precision == "fp32" else 2
     keys = assign_parameter_groups({p.name: len(p.shape) for p in model.parameters if p.trains}, optimizer)
     total = 0
@@ -395,7 +398,7 @@ def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuff
     if rank.stage == 1 and (accumulates or not overlaps):  # a rank has all gradients until the last backward
         whole = trained - (0 if offload else kept)
         forward = whole if accumulates else 0
-        backward = max(whole, trained + apart // (2 if overlaps else 1) + largest if overlaps else whole)
+        backward = max(whole, trained + apart // 2 + largest) if overlaps else whole
         step = trained if not overlaps and not offload else whole
     elif accumulates and not is_compact and offload is None:
         backward += kept  # gradients of this micro-batch, before they are added to the others

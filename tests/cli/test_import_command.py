@@ -39,7 +39,7 @@ def test_from_llama_factory_to_a_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(theirs))
     assert main(["import", "sft.yaml", "--gpus", "2"]) == 0
     said = capsys.readouterr().out
-    assert "batch.global_batch_size: 8 = 2 (a GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
+    assert "batch.global_batch_size: 8 = 2 (per GPU) x 2 (accumulated) x 2 (GPUs, --gpus)" in said
     words = ("fill in: ", "left open: ", "without effect: ")
     told = [line for line in said.splitlines() if line.startswith(words)]
     assert [line.partition(": ")[2].partition(": ")[0] for line in told] == [

@@ -1,1 +1,1 @@
-"""Configurations of other trainers -> a recipe and a DeepSpeed JSON. One module a trainer: its tables."""
+"""Imports configurations of other trainers as a recipe and a DeepSpeed JSON, with one module per trainer."""

@@ -1,4 +1,4 @@
-"""accelerate's YAML (`accelerate config`): how the work is split, and nothing of what is trained."""
+"""Imports accelerate's YAML (`accelerate config`), which says how the work is split, not what is trained."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pipeline.cli.import_configs.mapping import ImportDraft, TrainerTable
 
 
 def import_accelerate(draft: ImportDraft) -> None:
-    """Make the DeepSpeed JSON: the stage, what is offloaded, and the precision."""
+    """Set stage, offloading and precision of the DeepSpeed JSON."""
     draft.has_recipe = False
     kind = draft.read_value("distributed_type", to_text)
     stages = {"DEEPSPEED": draft.read_value("deepspeed_config.zero_stage", to_int), "FSDP": 3}
     if kind not in (*stages, "NO", "MULTI_GPU", "MULTI_CPU"):
         raise draft.make_error(
-            "distributed_type", f"{kind} is not built here; {', '.join(stages)}, MULTI_GPU are"
+            "distributed_type",
+            f"{kind} is not supported; expected {', '.join(stages)}, NO, MULTI_GPU or MULTI_CPU",
         )
     draft.base = draft.read_value("deepspeed_config.deepspeed_config_file", to_text) or {
         "zero_optimization": {}
@@ -23,7 +24,8 @@ def import_accelerate(draft: ImportDraft) -> None:
     precision = draft.read_value("mixed_precision") or "no"
     if precision not in ("no", "fp16", "bf16"):
         raise draft.make_error(
-            "mixed_precision", f"{precision}: no, fp16 or bf16; fp8 is model.fp8 of the recipe"
+            "mixed_precision",
+            f"{precision} is not supported; expected no, fp16 or bf16; for fp8 write model.fp8 in the recipe",
         )
     draft.json |= {f"{name}.enabled": precision == name for name in ("bf16", "fp16")}
     draft.gpus = draft.read_value("num_processes", to_int) or draft.gpus

@@ -1,6 +1,6 @@
-"""Axolotl's YAML (`axolotl train FILE`): utils/schemas/*.py of July 2026.
+"""Imports Axolotl's YAML (`axolotl train FILE`), by utils/schemas/*.py of July 2026.
 
-Conversations that a chat template writes and plain text are taken; the text of other types is left open.
+Conversations written by a chat template and plain text are imported; text of other types is left open.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CHAT_TYPES = {
     "ipo": ("chat_template", "chat_template.default"),
     "reward": ("bradley_terry.chat_template",),
 }
-"""Types of data sets, by `rl`, whose rows the chat template writes."""
+"""Types of data sets whose rows the chat template writes, by `rl`."""
 FIELDS = ("messages", "tools", "system", "chosen", "rejected")
-"""Fields of the rows that an entry's `field_...` names otherwise."""
+"""Fields of a row that an entry's `field_...` may rename."""
 NAMES = {
     "model_name_or_path": "base_model",
     "per_device_train_batch_size": "micro_batch_size",
@@ -75,14 +75,20 @@ wandb.entity as text: wandb_entity
 
 
 def import_axolotl(draft: ImportDraft) -> None:
-    """Take data, objective and adapter; what Axolotl itself asks for is missed here too."""
+    """Import data, objective and adapter.
+
+    Raises:
+        ConfigError: A value is not supported, or a key is missing that Axolotl itself requires.
+    """
     rl = "reward" if draft.read_value("reward_model", to_bool) else draft.read_value("rl", to_text)
     if rl is not None:
-        _settle_objective(draft, rl)
-    _settle_data(draft, rl)
+        _put_objective(draft, rl)
+    _put_data(draft, rl)
     common.put_arguments(draft, common.put_held_out(draft, "val_set_size"))
     if isinstance(draft.recipe["schedule.warmup"], float):
-        draft.left_open["warmup_ratio"] = "rounded up; there down, and by default to 100 steps at most"
+        draft.left_open["warmup_ratio"] = (
+            "steps of warmup are rounded up here; Axolotl rounds down, and by default to 100 steps at most"
+        )
     logs = "auto" if draft.stated("wandb_project") else "disabled"
     draft.put("wandb.mode", draft.read_value("wandb_mode", to_text) or logs)
     if tokenizer := draft.read_value("tokenizer_config", to_text):
@@ -90,7 +96,7 @@ def import_axolotl(draft: ImportDraft) -> None:
     needed = ["base_model", "learning_rate"]
     if (kind := draft.read_value("adapter", to_text)) is not None:
         if kind not in ("lora", "qlora"):
-            raise draft.make_error("adapter", f"{kind} is not built here; lora and qlora are")
+            raise draft.make_error("adapter", f"{kind} is not supported; expected lora or qlora")
         common.put_adapter(draft)
         needed += ["lora_r", "lora_alpha"] if "adapter.weights" not in draft.recipe else []
         if draft.read_value("lora_target_linear", to_bool):
@@ -99,31 +105,39 @@ def import_axolotl(draft: ImportDraft) -> None:
             common.ask_for_targets(draft)
     for key in needed:
         if draft.stated(key) is None:
-            raise ConfigError(f"{draft.file.path}: {key} is missing, which Axolotl has no default of; add it")
+            raise ConfigError(
+                f"{draft.file.path}: {key} is missing; Axolotl has no default for it, so add it"
+            )
 
 
-def _settle_objective(draft: ImportDraft, rl: str) -> None:
+def _put_objective(draft: ImportDraft, rl: str) -> None:
     if rl not in OBJECTIVES:
-        raise draft.make_error("rl", f"{rl}: no objective here; {', '.join(OBJECTIVES)} have one")
+        raise draft.make_error("rl", f"{rl} is not supported; expected {', '.join(OBJECTIVES)}")
     draft.put("objective.kind", OBJECTIVES[rl])
     if rl == "simpo":  # TRL's CPOConfig
         draft.recipe = {"objective.gamma": 0.5, "objective.sft_weight": 1.0} | draft.recipe
     elif rl == "reward":
-        draft.put("objective.margin_weight", 0.0, "no margins, as there")
+        draft.put("objective.margin_weight", 0.0, "no margins, as in Axolotl")
     elif rl in ("dpo", "ipo"):
         draft.put("objective.loss_type", "ipo" if rl == "ipo" else "sigmoid")
 
 
-def _settle_data(draft: ImportDraft, rl: str | None) -> None:
+def _put_data(draft: ImportDraft, rl: str | None) -> None:
     streams = draft.list_entries("pretraining_dataset")
     entries = draft.list_entries("datasets") + streams
     types = {str(draft.read_value(f"{at}.type") or "pretrain") for at in entries}
     is_text = bool(types) and rl is None and types <= {"completion", "pretrain"}
-    kind = "preference" if rl else "text" if is_text else "chat"
+    kind = "text" if is_text else "chat"
+    if rl:
+        kind = "preference"
     put_sources(draft, kind, [_find_source(draft, at, kind) for at in entries])
-    length, packs = draft.read_value("sequence_len", to_int), draft.read_value("sample_packing", to_bool)
+    length = draft.read_value("sequence_len", to_int)
+    packs = draft.read_value("sample_packing", to_bool)
     draft.put("data.sequence_length", length)
-    draft.put("data.packing", "concatenate" if streams else "best_fit" if packs else "none")
+    if streams:
+        draft.put("data.packing", "concatenate")
+    else:
+        draft.put("data.packing", "best_fit" if packs else "none")
     if is_text:
         draft.left_open["type"] = common.TEXT_STARTS
         return
@@ -132,12 +146,13 @@ def _settle_data(draft: ImportDraft, rl: str | None) -> None:
     too_long = draft.read_value("excess_length_strategy", to_text)
     draft.put("data.too_long", "error" if too_long == "raise" else "drop")
     if too_long not in (None, "drop", "raise"):
-        draft.leave_open("excess_length_strategy", f"{too_long}: a longer row is left out here")
+        draft.leave_open("excess_length_strategy", f"{too_long}: a row that is too long is left out here")
     draft.put("data.append_eos", False)
-    draft.put("data.learn_from", "content", "and the tokenizer's end behind it, as there")
+    draft.put("data.learn_from", "content", "and the end token after it, as in Axolotl")
     if draft.read_value("train_on_inputs", to_bool):
         draft.leave_open(
-            "train_on_inputs", "the content of every turn counts there, here the assistant's alone"
+            "train_on_inputs",
+            "in Axolotl the content of every turn counts in the loss, here only the assistant's",
         )
     if others := types - set(CHAT_TYPES.get(rl, ())):
         what = f"a Jinja file that writes what Axolotl's type {', '.join(sorted(others))} writes"
@@ -146,24 +161,23 @@ def _settle_data(draft: ImportDraft, rl: str | None) -> None:
         )
         draft.put("data.layout", "row")
     else:
-        draft.put("data.layout", "icr" if rl == "reward" else "messages" if rl else "sharegpt")
-        _settle_template(draft)
+        layout = "messages" if rl else "sharegpt"
+        draft.put("data.layout", "icr" if rl == "reward" else layout)
+        _put_template(draft)
     if rl in ("dpo", "ipo"):
-        draft.left_open["eos_token"] = "TRL adds and learns it behind another end of a turn"
+        draft.left_open["eos_token"] = "TRL adds it after another end of a turn, and counts it in the loss"
 
 
-def _settle_template(draft: ImportDraft) -> None:
-    given, jinja = (
-        draft.read_value("chat_template", to_text),
-        draft.read_value("chat_template_jinja", to_text),
-    )
+def _put_template(draft: ImportDraft) -> None:
+    given = draft.read_value("chat_template", to_text)
+    jinja = draft.read_value("chat_template_jinja", to_text)
     found = draft.find_path(jinja) if jinja and "{" not in jinja else None
     if found is not None and given in (None, "jinja"):
         draft.put("data.chat_template", str(found))
     elif given == "chatml":
         draft.put("data.chat_template", "chatml")
     elif jinja or given not in (None, "tokenizer_default"):
-        what = f"a Jinja file with Axolotl's {given} (utils/chat_templates/templates), or what {given} says"
+        what = f"a Jinja file with Axolotl's {given} (utils/chat_templates/templates), or one for {given}"
         draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 

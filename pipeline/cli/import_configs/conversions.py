@@ -1,4 +1,4 @@
-"""Rows of the tables of other trainers' keys, and the conversions of values that the rows name."""
+"""Parses the tables of other trainers' keys, and converts values as the tables say."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 Conversion = Callable[[Any], Any]
-"""Their value -> ours, `None`: nothing. Raises a TypeError with what is expected, or a LeftOpenError."""
+"""Converts a value of the imported file to the recipe's; `None` sets nothing.
+
+It raises a TypeError whose message is the expected type, or a LeftOpenError."""
 
 
 class LeftOpenError(Exception):
-    """Says what to do about a value that has no exact counterpart here."""
+    """Reports a value that has no exact counterpart here; its message says what to do."""
 
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Recipe keys that one key of the other trainer sets, and the conversion of its value."""
+    """Target of a key of another trainer."""
 
     ours: str
-    """Dotted keys of the recipe with commas between them; `JSON: ...` of the DeepSpeed JSON."""
+    """Dotted keys of the recipe, separated by commas; `JSON: ...` for a key of the DeepSpeed JSON."""
     convert: Conversion | None
-    """`None`: the tool's rule reads the key together with others."""
+    """Conversion of the value; `None` if `import_values` of the trainer's table reads the key with others."""
 
 
 def parse_reasons(table: str) -> dict[str, str]:
-    """Read lines `reason: key key` as key -> reason; an indented line continues the one before."""
+    """Parse lines `reason: key key` into key -> reason. An indented line continues the one before."""
     found: dict[str, str] = {}
     for line in table.strip().replace("\n  ", " ").splitlines():
         reason, _, keys = line.rpartition(": ")
@@ -35,7 +37,10 @@ def parse_reasons(table: str) -> dict[str, str]:
 
 
 def parse_table(table: str) -> dict[str, KeyMapping]:
-    """Read lines `ours as conversion: key key` as key -> row; without a conversion a rule reads the keys."""
+    """Parse lines `target as conversion: key key` into key -> mapping.
+
+    Without `as conversion`, the trainer's `import_values` reads the keys.
+    """
     found = {}
     for key, words in parse_reasons(table).items():
         ours, _, name = words.partition(" as ")
@@ -44,7 +49,7 @@ def parse_table(table: str) -> dict[str, KeyMapping]:
 
 
 def to_number(value: Any) -> float | int:
-    """Return a number, also one that YAML reads as a text."""
+    """Return a number, also from a text: YAML reads `1e-5` as one."""
     try:
         value = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -77,7 +82,7 @@ def to_text(value: Any) -> str:
 
 
 def to_names(value: Any) -> list[str]:
-    """Return a list of names, or names with commas between them."""
+    """Return a list of names, also from names separated by commas."""
     if isinstance(value, str):
         return [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -102,7 +107,9 @@ def _recomputing(value: Any) -> str:
 
 def _four_bits(value: Any) -> str | None:
     if value not in (False, True, 4):
-        raise LeftOpenError("a base is held in the precision of the run, or in 4 bits: adapter.quantize")
+        raise LeftOpenError(
+            "a base is held in the precision of the run, or in 4 bits; write adapter.quantize for that"
+        )
     return "nf4" if value else None
 
 

@@ -1,6 +1,6 @@
-"""LLaMA-Factory's YAML (`llamafactory-cli train FILE`): hparams/*.py of August 2026.
+"""Imports LLaMA-Factory's YAML (`llamafactory-cli train FILE`), by hparams/*.py of August 2026.
 
-The text that its `template` writes, and the layout of rows in dataset_info.json, are left open.
+The text of its `template` and the layout of rows in dataset_info.json are left open.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ JSON: bf16.enabled: pure_bf16
 
 
 def import_llama_factory(draft: ImportDraft) -> None:
-    """Take data, objective and adapter, by stage and finetuning_type."""
+    """Import data, objective and adapter, by stage and finetuning_type."""
     stage = draft.read_value("stage", to_text)
     if stage not in KINDS:
-        raise draft.make_error("stage", f"{stage}: no objective here; {', '.join(KINDS)} have one")
+        raise draft.make_error("stage", f"{stage} is not supported; expected {', '.join(KINDS)}")
     if stage == "rm":
         draft.put("objective.kind", "reward")
-        draft.put("objective.margin_weight", 0.0, "no margins, as there")
+        draft.put("objective.margin_weight", 0.0, "no margins, as in LLaMA-Factory")
     elif KINDS[stage] == "preference":
-        _settle_objective(draft, draft.read_value("pref_loss", to_text) if stage == "dpo" else "kto_pair")
-    _settle_data(draft, KINDS[stage])
+        _put_objective(draft, draft.read_value("pref_loss", to_text) if stage == "dpo" else "kto_pair")
+    _put_data(draft, KINDS[stage])
     common.put_arguments(draft, common.put_held_out(draft, "val_size"))
     if draft.read_value("pure_bf16", to_bool):
         draft.json["bf16.enabled"] = True
@@ -80,22 +80,23 @@ def import_llama_factory(draft: ImportDraft) -> None:
             draft.put("adapter.alpha", 2 * draft.recipe["adapter.rank"], "LLaMA-Factory's default: 2 x rank")
         common.put_adapter(draft)
     elif how == "freeze":
-        draft.ask("model.freeze", [FILL_IN], "patterns of the parameters that stay, as model.layers.[0-9].*")
+        draft.ask("model.freeze", [FILL_IN], "patterns of frozen parameters, such as model.layers.[0-9].*")
     elif how != "full":
-        raise draft.make_error("finetuning_type", f"{how} is not built here; lora, freeze and full are")
+        raise draft.make_error("finetuning_type", f"{how} is not supported; expected lora, freeze or full")
 
 
-def _settle_objective(draft: ImportDraft, given: str) -> None:
+def _put_objective(draft: ImportDraft, given: str) -> None:
     if given not in LOSSES:
-        raise draft.make_error("pref_loss", f"{given} is not built here; {', '.join(LOSSES)} are")
+        raise draft.make_error("pref_loss", f"{given} is not supported; expected {', '.join(LOSSES)}")
     kind, loss = LOSSES[given]
     draft.put("objective.kind", kind)
     if loss is not None:
         draft.put("objective.loss_type", loss)
 
 
-def _settle_data(draft: ImportDraft, kind: str) -> None:
-    limit, streams = draft.read_value("max_samples", to_int), draft.read_value("streaming", to_bool)
+def _put_data(draft: ImportDraft, kind: str) -> None:
+    limit = draft.read_value("max_samples", to_int)
+    streams = draft.read_value("streaming", to_bool)
     sources = [_find_dataset(draft, name) for name in draft.read_value("dataset", to_names) or []]
     for source in sources:
         if limit:
@@ -103,30 +104,36 @@ def _settle_data(draft: ImportDraft, kind: str) -> None:
         if streams and "dataset" in source:
             source["streaming"] = True
     put_sources(draft, kind, sources)
-    length, packs = draft.read_value("cutoff_len", to_int), draft.read_value("packing", to_bool)
+    length = draft.read_value("cutoff_len", to_int)
+    packs = draft.read_value("packing", to_bool)
     draft.put("data.sequence_length", length)
     if kind == "text":
         draft.put("data.packing", "none" if packs is False else "concatenate")
-        draft.put("data.separate_documents", False, "one stream, as there")
-        draft.leave_open("template", "the tokenizer's own end is behind a text; llama3 has another one there")
+        draft.put("data.separate_documents", False, "one stream, as in LLaMA-Factory")
+        draft.leave_open(
+            "template", "texts end with the tokenizer's own end token; LLaMA-Factory's llama3 has another one"
+        )
         return
     if kind == "preference":
         common.put_preferences(draft, length)
     else:
         neat = draft.read_value("neat_packing", to_bool)
         draft.put("data.packing", "best_fit" if packs or neat else "none")
-        draft.put("data.too_long", "drop", "LLaMA-Factory cuts a longer row off")
+        draft.put("data.too_long", "drop", "LLaMA-Factory cuts longer rows")
         draft.put("data.learn_from", "all" if draft.read_value("train_on_prompt", to_bool) else "assistant")
         if packs and not neat:
-            draft.leave_open("packing", "conversations of a row see each other there, and never do here")
+            draft.leave_open(
+                "packing",
+                "in LLaMA-Factory conversations of a row attend to each other, here they never do",
+            )
     template = draft.read_value("template", to_text)
-    what = f"a Jinja file that writes what LLaMA-Factory's template {template} writes; "
-    what += "delete the line where that is the tokenizer's own"
+    what = f"a Jinja file that writes the same text as LLaMA-Factory's template {template}; "
+    what += "delete the line if that is the tokenizer's own template"
     draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 
 def _find_dataset(draft: ImportDraft, name: str) -> Source:
-    """Return the source of a data set of dataset_info.json, and leave open what its entry says besides."""
+    """Return the source of a data set in dataset_info.json, and leave open other fields of its entry."""
     folder = Path(draft.read_value("dataset_dir", to_text))
     places = (folder, draft.file.path.parent / folder, draft.file.path.parent)
     folder = next((place for place in places if (place / "dataset_info.json").is_file()), folder)
@@ -135,15 +142,13 @@ def _find_dataset(draft: ImportDraft, name: str) -> Source:
     entry = entry if isinstance(entry, dict) else {}
     known = {"hf_hub_url": "dataset", "subset": "subset", "split": "split", "file_name": "paths"}
     if others := ", ".join(sorted(entry.keys() - known.keys())):
-        draft.left_open[f"{name}: {others}"] = (
-            "write the rows, or data.sources.fields, as docs/data.md has them"
-        )
+        draft.left_open[f"{name}: {others}"] = "convert the rows, or write data.sources.fields (docs/data.md)"
     found: Source = {ours: entry[key] for key, ours in known.items() if isinstance(entry.get(key), str)}
     if "dataset" in found:
         return {key: value for key, value in found.items() if key != "paths"}
     if "paths" in found:
         return {"paths": [locate_file(draft, str(folder / found["paths"]))]}
-    draft.fill_in.append(f"data.paths: the files of {name}, which {table} does not name")
+    draft.fill_in.append(f"data.paths: the files of {name}; {table} does not name them")
     return {"paths": [f"{FILL_IN}.jsonl"]}
 
 

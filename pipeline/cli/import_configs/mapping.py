@@ -1,6 +1,7 @@
-"""Walks another trainer's configuration by its table, and drafts a recipe and a DeepSpeed JSON of it.
+"""Maps another trainer's configuration to a draft of a recipe and a DeepSpeed JSON, by the trainer's table.
 
-Every key, at any depth, is carried over, said to be without effect here, or left open by name.
+Every key of the imported file, at any depth, is carried over, reported as without effect, or left open by
+name. Nothing is guessed: a setting that does not mean the same here, to the token, is left open.
 """
 
 from __future__ import annotations
@@ -20,66 +21,72 @@ from pipeline.config.objective_schema import ObjectiveConfig
 from pipeline.errors import ConfigError
 from pipeline.files import is_path
 
-NEAR = 0.88  # similarity of two names from which one is taken for a slip of the other
+NEAR = 0.88  # difflib's similarity from which an unknown key is taken for a typo of a known one
 OFF: tuple[Any, ...] = (False, 0, "none", "no", "", [], {})
 FILL_IN = "FILL-IN"
 TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
-FILES = ("path", "name", "split", "data_files", "revision")  # of an entry of a list of data sets
-Source = dict[str, Any]  # keys of a source of the recipe
+FILES = ("path", "name", "split", "data_files", "revision")  # fields of an entry in a list of data sets
+Source = dict[str, Any]  # an entry of data.sources in the recipe
 
 
 @dataclass(frozen=True)
 class TrainerTable:
-    """Table of a trainer whose configurations are imported. Keys are dotted; `*` is any index of a list."""
+    """Table of another trainer's keys. Keys are dotted, and `*` stands for an index of a list."""
 
     title: str
     rows: Mapping[str, KeyMapping]
     import_values: Callable[[ImportDraft], None]
-    """Reads the rows without a conversion."""
+    """Function that imports the keys whose rows have no conversion."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the trainer for keys that change the loss curve."""
+    """Default values of that trainer, for keys that change the loss curve."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name of a key in transformers or TRL -> its name in this trainer, if they differ."""
+    """Name of a key in transformers or TRL -> name in this trainer, if they differ."""
 
 
 @dataclass
 class ImportDraft:
-    """A recipe and a DeepSpeed JSON while they are imported."""
+    """Recipe and DeepSpeed JSON while the keys of another trainer's file are imported."""
 
     file: ConfigFile
     tool: TrainerTable
     gpus: int
     trainer: str = ""
-    """TRL's trainer that the command line names; empty if none."""
+    """Trainer of TRL that the command line names, such as `dpo`."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Values by dotted key, of two parts at most."""
+    """Values of the recipe by dotted key, of two parts at most."""
     remarks: dict[str, str] = field(default_factory=dict)
-    """Remarks on decided values, by dotted key."""
+    """Reasons for values of the recipe by dotted key, written as comments."""
     json: dict[str, Any] = field(default_factory=dict)
-    """Values of the JSON, by dotted key."""
+    """Values of the JSON by dotted key, set on top of `base`."""
     base: str | dict[str, Any] = "zero2"
-    """Source of the JSON: the name of the trainer's file, its JSON, or a name in ds_configs/."""
+    """JSON to start from: a file named by the imported file, the JSON itself, or a name in ds_configs/."""
     has_recipe: bool = True
-    """Whether the trainer's file describes the training, not only the split."""
+    """Whether the imported file says what is trained, and not only how the work is split."""
     fill_in: list[str] = field(default_factory=list)
+    """Keys of the recipe that the user has to write, with the reason."""
     left_open: dict[str, str] = field(default_factory=dict)
+    """Imported key -> what the user can do about it, for keys without an exact counterpart."""
     no_effect: dict[str, str] = field(default_factory=dict)
+    """Imported key -> reason for which it changes nothing here."""
 
     def __post_init__(self) -> None:
-        self.theirs = dict(_flat(self.file, self.file.tree, self.tool))
+        self.theirs = dict(_flatten(self.file, self.file.tree, self.tool))
         self.keys_read: set[str] = set()
         self._origin: dict[str, str] = {}
 
     def stated(self, name: str) -> Any:
-        """Return what their file says, without defaults; `None`: nothing."""
+        """Return the value in the imported file, without defaults; `None` if it has none."""
         value = self.theirs.get(self.tool.names.get(name, name))
         return None if value == "" else value
 
     def read_value(self, name: str, convert: Conversion | None = None) -> Any:
-        """Return their value or default, and record that the key was read; `None`: neither, or left open.
+        """Return the converted value of a key or its default, and record that the key was read.
+
+        Returns:
+            `None` if there is neither a value nor a default, or if the value is left open.
 
         Raises:
-            ConfigError: The value is of another type than `convert` takes.
+            ConfigError: The value has another type than `convert` takes.
         """
         key = self.tool.names.get(name, name)
         self.keys_read.add(key)
@@ -100,42 +107,42 @@ class ImportDraft:
         return ConfigError(f"{self.file.describe_key(self.tool.names.get(name, name))}: {why}")
 
     def leave_open(self, name: str, what_to_do: str) -> None:
-        """Name a key as left open, if the file has it."""
+        """Report a key as left open if the imported file has it."""
         if self.stated(name) is not None:
             self.left_open[self.tool.names.get(name, name)] = what_to_do
 
     def put(self, ours: str, value: Any, remark: str = "") -> None:
-        """Set a key of the recipe."""
+        """Set a key of the recipe, with an optional comment on it."""
         self.recipe[ours] = value
         if remark:
             self.remarks[ours] = remark
 
     def discard(self, ours: str, why: str) -> None:
-        """Take a key out of the recipe again, and say why theirs has no effect."""
+        """Remove a key from the recipe, and report the imported key as without effect."""
         key = self._origin.get(ours, ours)
         if self.recipe.pop(ours, None) is not None and self.stated(key) is not None:
             self.no_effect[key] = why
 
     def ask(self, ours: str, placeholder: Any, what: str) -> None:
-        """Leave a key of the recipe to the user: a run refuses the placeholder."""
+        """Leave a key of the recipe to the user. A run refuses the placeholder."""
         self.recipe[ours] = placeholder
         self.fill_in.append(f"{ours}: {what}")
 
     def list_entries(self, name: str) -> list[str]:
-        """Return where the entries of a list of theirs are: `datasets.0`, ..."""
+        """Return the dotted keys of the entries of a list in the imported file: `datasets.0`, ..."""
         found = (re.match(rf"{name}\.\d+(?=\.)", key) for key in self.theirs)
         return list(dict.fromkeys(match[0] for match in found if match))
 
     def find_path(self, name: str) -> Path | None:
-        """Return a file that theirs names, relative to this folder or to theirs."""
+        """Return the path of a file in the working directory or beside the imported file, if it exists."""
         places = (Path(name).expanduser(), self.file.path.parent / name)
         return next((path.absolute() for path in places if path.exists()), None)
 
     def import_keys(self) -> None:
-        """Take every key of theirs: the table's conversions, then the tool's rule; say a word on the rest.
+        """Import every key: first those with a conversion, then `import_values`, then report the others.
 
         Raises:
-            ConfigError: A key looks like a slip of a known one, or a value cannot be read.
+            ConfigError: A key looks like a typo of a known one, or a value has the wrong type.
         """
         for key in dict.fromkeys([*self.tool.defaults, *self.theirs]):
             row = self.tool.rows.get(_pattern(key))
@@ -151,10 +158,10 @@ class ImportDraft:
         self._drop_unread_terms()
         for key in self.theirs:
             if key not in self.keys_read and self.stated(key) is not None:
-                self._say(key)
+                self._report_unread(key)
 
     def _drop_unread_terms(self) -> None:
-        """Take out keys of adapter and objective that the run's kind of these does not have."""
+        """Remove keys of `adapter` and `objective` that the kind of the run does not have."""
         kind = self.recipe.get("objective.kind")
         sections = {
             tag.tag: section for section, tag in map(get_args, get_args(get_args(ObjectiveConfig)[0]))
@@ -173,7 +180,8 @@ class ImportDraft:
             else:
                 self.discard(ours, "nothing in such a run reads it")
 
-    def _say(self, key: str) -> None:
+    def _report_unread(self, key: str) -> None:
+        """Report a key that nothing has read: as without effect, left open, or a typo."""
         pattern = _pattern(key)
         if pattern in self.tool.rows:
             self.no_effect[key] = "nothing in such a run reads it"
@@ -193,13 +201,13 @@ def _pattern(key: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", key)
 
 
-def _flat(
+def _flatten(
     file: ConfigFile, tree: Mapping[Any, Any], tool: TrainerTable, at: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value), opened as deep as the table goes; a plain name in a list is a `path`."""
+    """Yield (dotted key, value), as deep as the table has keys; a plain name in a list is its `path`."""
     for key, value in tree.items():
         if not isinstance(key, str):
-            raise ConfigError(f"{file.path}: {at}{key!r} is no name of a key")
+            raise ConfigError(f"{file.path}: {at}{key!r}: expected a key that is a text; write it in quotes")
         place = f"{at}{key}"
         known = () if _pattern(place) in tool.rows else (*tool.rows, *LEFT_OPEN, *NO_EFFECT)
         within = [each for each in known if each.startswith(f"{_pattern(place)}.")]
@@ -212,15 +220,15 @@ def _flat(
             entry = {"path": given} if isinstance(given, str) and is_list else given
             if not isinstance(entry, dict):
                 raise ConfigError(f"{file.describe_key(place)}: expected keys and values, given {given!r}")
-            yield from _flat(file, entry, tool, f"{place}.{number}." if is_list else f"{place}.")
+            yield from _flatten(file, entry, tool, f"{place}.{number}." if is_list else f"{place}.")
 
 
 def find_source(draft: ImportDraft, keys: Mapping[str, str]) -> Source:
-    """Return the source that `datasets.load_dataset` would read.
+    """Return the source of the recipe for the data that `datasets.load_dataset` would read.
 
     Args:
-        draft: The draft.
-        keys: Keys of theirs, by what they say: FILES.
+        draft: Draft whose imported file names the data.
+        keys: Field of FILES -> dotted key in the imported file.
     """
     files = draft.read_value(keys["data_files"], to_names) if "data_files" in keys else None
     said = {name: draft.read_value(key, to_text) for name, key in keys.items() if name != "data_files"}
@@ -229,7 +237,8 @@ def find_source(draft: ImportDraft, keys: Mapping[str, str]) -> Source:
         raise draft.make_error(keys["path"], "expected the path or the name of a data set")
     there = draft.find_path(path)
     if there is not None and any((there / saved).is_file() for saved in ("state.json", "dataset_dict.json")):
-        path, files = str(there), None
+        path = str(there)
+        files = None
     elif not files and (there is not None or is_path(path) or Path(path).suffix in TABLES):
         files = [path]
     chosen = {name: value for name, value in said.items() if value and value != "train"}
@@ -241,18 +250,18 @@ def find_source(draft: ImportDraft, keys: Mapping[str, str]) -> Source:
 
 
 def locate_file(draft: ImportDraft, name: str) -> str:
-    """Return where a file is; one that is not there is left to the user."""
+    """Return the path of a file; if it does not exist, leave it to the user."""
     found = draft.find_path(name)
     if found is None:
-        draft.fill_in.append(f"data.paths: {name} is not there")
+        draft.fill_in.append(f"data.paths: {name} does not exist here")
     return str(found or name)
 
 
 def put_sources(draft: ImportDraft, kind: str, sources: list[Source]) -> None:
-    """Put the kind of data, and where they come from."""
+    """Set the kind of data and its sources."""
     draft.put("data.kind", kind)
     if not sources:
-        draft.ask("data.paths", [f"{FILL_IN}.jsonl"], "the files to learn from; theirs names none")
+        draft.ask("data.paths", [f"{FILL_IN}.jsonl"], "the files to train on; the imported file names none")
     elif all(set(source) == {"paths"} for source in sources):
         draft.put("data.paths", [path for source in sources for path in source["paths"]])
     else:

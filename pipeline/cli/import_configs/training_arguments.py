@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments (4.57 and 5), whose keys and rules other tools share."""
+"""Imports transformers' TrainingArguments (4.57 and 5), whose keys and rules other trainers share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ adapter.targets as targets: lora_target_modules
 adapter.modules_to_save as names: lora_modules_to_save
 optimizer.groups as LoRA+: loraplus_lr_ratio
 """)
-"""Keys of the tools that name a model, by TRL's names."""
+"""Keys of the trainers whose files name a model, by TRL's names."""
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -72,47 +72,48 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 TEXT_STARTS = (
-    "a tokenizer that begins texts with a token of its own does so there alone; for the same ids write a "
+    "there, a tokenizer with a begin token puts it before each text, here not; for the same ids write a "
     "template (docs/data.md, Rows that a template reads)"
 )
 
 
 def rename_keys(table: Mapping[str, Any], by: Mapping[str, str]) -> dict[str, Any]:
-    """Return a table under a tool's own names of the keys."""
+    """Return a table with its keys renamed to a trainer's own names."""
     return {by.get(key, key): value for key, value in table.items()}
 
 
 def put_arguments(draft: ImportDraft, has_eval: bool) -> None:
-    """Put what several keys of TrainingArguments make together.
+    """Import the values that several keys of TrainingArguments determine together.
 
     Args:
-        draft: The draft.
-        has_eval: Whether something is held out.
+        draft: Draft to put the values into.
+        has_eval: Whether the run has held-out data.
     """
-    _settle_length(draft)
+    _put_length(draft)
     draft.put("optimizer.betas", [draft.read_value(key, to_number) for key in ("adam_beta1", "adam_beta2")])
-    _settle_schedule(draft)
-    _settle_cadence(draft, "checkpoint.every", "save")
+    _put_schedule(draft)
+    _put_cadence(draft, "checkpoint.every", "save")
     if has_eval:
-        _settle_cadence(draft, "eval.every", "eval")
+        _put_cadence(draft, "eval.every", "eval")
     where = set(draft.read_value("report_to", to_names) or [])
     draft.put("wandb.mode", "auto" if where & {"wandb", "all"} else "disabled")
     if where & {"tensorboard", "all"}:
         draft.put("log.tensorboard", True)
     if where - {"wandb", "all", "tensorboard", "none"}:
         draft.leave_open("report_to", "W&B and TensorBoard are; others: docs/your-own-tracker.md")
-    _settle_json(draft)
+    _put_json(draft)
 
 
-def _settle_length(draft: ImportDraft) -> None:
-    """Put the samples of a step, which are a GPU's there, and the steps or epochs of the run."""
+def _put_length(draft: ImportDraft) -> None:
+    """Put the batch size, which is per GPU there, and the steps or epochs of the run."""
     micro = "per_device_train_batch_size"
-    size, steps = draft.read_value(micro, to_int), draft.read_value("gradient_accumulation_steps", to_int)
-    told = f"{size} (a GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
+    size = draft.read_value(micro, to_int)
+    steps = draft.read_value("gradient_accumulation_steps", to_int)
+    product = f"{size} (per GPU) x {steps} (accumulated) x {draft.gpus} (GPUs, --gpus)"
     if min(size, steps) < 1:
-        raise draft.make_error(micro, f"{told} is no number of samples")
+        raise draft.make_error(micro, f"{product} is no batch size; expected positive numbers")
     draft.put("batch.micro_batch_size", size)
-    draft.put("batch.global_batch_size", size * steps * draft.gpus, told)
+    draft.put("batch.global_batch_size", size * steps * draft.gpus, product)
     limit = draft.read_value("max_steps", to_int)
     if limit is not None and limit > 0:
         draft.put("max_steps", limit)
@@ -120,7 +121,7 @@ def _settle_length(draft: ImportDraft) -> None:
         draft.put("max_epochs", draft.read_value("num_train_epochs", to_number))
 
 
-def _settle_schedule(draft: ImportDraft) -> None:
+def _put_schedule(draft: ImportDraft) -> None:
     given = draft.read_value("lr_scheduler_type", to_text)
     if given not in SCHEDULES:
         draft.leave_open("lr_scheduler_type", f"{given}: write schedule.kind; until then the default holds")
@@ -130,20 +131,22 @@ def _settle_schedule(draft: ImportDraft) -> None:
             ratio = draft.read_value("lr_scheduler_kwargs.min_lr_rate", to_number)
             draft.put("schedule.min_learning_rate_ratio", ratio or 0.0)
     if given == "constant":
-        draft.put("schedule.warmup", 0, "transformers' constant schedule has none")
+        draft.put("schedule.warmup", 0, "transformers' constant schedule has no warmup")
         return
-    steps, share = draft.read_value("warmup_steps", to_number), draft.read_value("warmup_ratio", to_number)
+    steps = draft.read_value("warmup_steps", to_number)
+    share = draft.read_value("warmup_ratio", to_number)
     if draft.stated("warmup_steps") is not None and draft.stated("warmup_ratio") is None:
         share = None
     if steps and steps >= 1:
         draft.put("schedule.warmup", to_int(steps))
-    else:  # transformers 5 has the share in warmup_steps
+    else:  # in transformers 5 warmup_steps may be the share
         draft.put("schedule.warmup", float(steps or share or 0) or 0)
 
 
-def _settle_cadence(draft: ImportDraft, ours: str, what: str) -> None:
-    """Put when a checkpoint is written, or an evaluation runs."""
-    steps, strategy = draft.read_value(f"{what}_steps", to_number), draft.read_value(f"{what}_strategy")
+def _put_cadence(draft: ImportDraft, ours: str, what: str) -> None:
+    """Put the interval of checkpoints (`save`) or evaluations (`eval`)."""
+    steps = draft.read_value(f"{what}_steps", to_number)
+    strategy = draft.read_value(f"{what}_strategy")
     parts = draft.read_value(f"{what}s_per_epoch", to_number)
     if draft.stated(f"{what}_strategy") is None:
         strategy = "steps" if steps else strategy or "no"
@@ -160,9 +163,10 @@ def _settle_cadence(draft: ImportDraft, ours: str, what: str) -> None:
             draft.leave_open(key, f"write {ours} in steps or epochs")
 
 
-def _settle_json(draft: ImportDraft) -> None:
-    """Note precision, their JSON, and how the work is split without one."""
-    bf16, fp16 = draft.read_value("bf16"), draft.read_value("fp16") is True
+def _put_json(draft: ImportDraft) -> None:
+    """Put precision and the DeepSpeed JSON that the file names; without one, choose by FSDP."""
+    bf16 = draft.read_value("bf16")
+    fp16 = draft.read_value("fp16") is True
     if bf16 not in (None, True, False, "auto"):
         draft.leave_open("bf16", f"{bf16}: write bf16.enabled in the JSON")
     is_default = draft.stated("bf16") is None
@@ -171,39 +175,43 @@ def _settle_json(draft: ImportDraft) -> None:
         draft.json["fp16.enabled"] = True
     cut = [key for key in ("fsdp", "fsdp_config") if draft.read_value(key)]
     for key in cut:
-        draft.leave_open(key, "the weights are cut by ZeRO 3, or as their JSON says; see docs/splits.md")
+        draft.leave_open(key, "ZeRO 3 divides the weights, or the imported JSON does; see docs/splits.md")
     draft.base = draft.read_value("deepspeed") or ("zero3" if cut else "zero2")
     if not isinstance(draft.base, str | dict):
         raise draft.make_error("deepspeed", f"expected a file's name or a mapping, given {draft.base!r}")
 
 
 def put_adapter(draft: ImportDraft) -> None:
-    """Put the kind of a low-rank adapter; one that is loaded brings its shape."""
-    rs, dora = draft.read_value("use_rslora", to_bool), draft.read_value("use_dora", to_bool)
-    draft.put("adapter.kind", "dora" if dora else "rslora" if rs else "lora")
+    """Put the kind of a low-rank adapter, and remove its shape if a saved adapter is loaded."""
+    rs = draft.read_value("use_rslora", to_bool)
+    dora = draft.read_value("use_dora", to_bool)
+    plain = "rslora" if rs else "lora"
+    draft.put("adapter.kind", "dora" if dora else plain)
     if rs and dora:
-        draft.leave_open("use_rslora", "with use_dora: multiply adapter.alpha by the root of adapter.rank")
+        draft.leave_open(
+            "use_rslora", "with use_dora: multiply adapter.alpha by the square root of adapter.rank"
+        )
     if "adapter.weights" in draft.recipe:
         for key in ("rank", "alpha", "targets"):
-            draft.discard(f"adapter.{key}", "the adapter that is loaded brings its own")
+            draft.discard(f"adapter.{key}", "the loaded adapter has its own")
 
 
 def ask_for_targets(draft: ImportDraft) -> None:
-    """Leave the layers that get an adapter to the user, where peft would choose them."""
+    """Leave `adapter.targets` to the user if the file relies on PEFT's choice of layers."""
     if draft.stated("lora_target_modules") is None and "adapter.weights" not in draft.recipe:
-        what = "theirs names none, and peft chooses by the model: [q_proj, v_proj] of most"
+        what = "the file names none, and PEFT chooses by the model: for most [q_proj, v_proj]"
         draft.ask("adapter.targets", [FILL_IN], what)
 
 
 def put_preferences(draft: ImportDraft, length: int) -> None:
-    """Put what all preference data have: an example is a sample, whole in a sequence."""
-    draft.put("data.sequence_length", 2 * length, f"two answers, each of {length} tokens with its prompt")
+    """Put the settings of all preference data: one example is one sample, whole in a sequence."""
+    draft.put("data.sequence_length", 2 * length, f"two answers of {length} tokens, each with its prompt")
     draft.put("data.answer_length", length)
-    draft.put("data.packing", "none", "a sample is an example, as there")
+    draft.put("data.packing", "none", "one example is one sample, as there")
 
 
 def put_held_out(draft: ImportDraft, key: str) -> bool:
-    """Put the share that is held out, and return whether anything is."""
+    """Put the held-out share of the data, and return whether it is more than 0."""
     share = draft.read_value(key, to_number) or 0.0
     if share >= 1:
         draft.leave_open(key, "a number of rows; write their share as data.eval_fraction")
@@ -212,7 +220,7 @@ def put_held_out(draft: ImportDraft, key: str) -> bool:
 
 
 def import_training_arguments(draft: ImportDraft) -> None:
-    """Take the arguments of transformers' Trainer, whose script names model and data."""
+    """Import the arguments of transformers' Trainer. Model and data are in the user's script."""
     put_sources(draft, "chat", [])
     put_arguments(draft, draft.read_value("eval_strategy") not in (None, "no", False))
 

@@ -1,7 +1,7 @@
-"""TRL's YAML (`trl sft --config FILE`): trainer/*_config.py and scripts/utils.py of July 2026.
+"""Imports TRL's YAML (`trl sft --config FILE`), by trainer/*_config.py and scripts/utils.py of July 2026.
 
-Such a file does not say which trainer it is for; `--from trl-dpo` does. TRL goes by the form of the rows,
-which the import does not look at.
+The file does not name its trainer; `--from trl-dpo` does. TRL reads rows by their fields, which the import
+does not look at.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.cli.import_configs.mapping import (
 )
 
 TRAINERS = ("sft", "dpo", "kto", "reward", "orpo", "cpo")
-RATES = {"sft": 2e-5, "reward": 1e-4}  # of the others 1e-6
+RATES = {"sft": 2e-5, "reward": 1e-4}  # TRL's default learning rates; 1e-6 for the other trainers
 SINGLE = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
 OWN = parse_table("""
 model.attention as attention: attn_implementation
@@ -44,49 +44,53 @@ objective.center_weight as number: center_rewards_coefficient
 
 
 def import_trl(draft: ImportDraft) -> None:
-    """Take data, objective and adapter, by trainer."""
+    """Import data, objective and adapter, by trainer."""
     trainer = draft.trainer
     if draft.stated("learning_rate") is None:
         draft.put("optimizer.learning_rate", RATES.get(trainer, 1e-6), f"TRL's default for {trainer}")
     if trainer != "sft":
-        _settle_objective(draft)
+        _put_objective(draft)
     elif draft.read_value("loss_type") not in (None, "nll", "chunked_nll"):
         draft.leave_open("loss_type", "the loss is the mean cross entropy of the tokens")
-    _settle_data(draft)
+    _put_data(draft)
     common.put_arguments(draft, common.put_held_out(draft, "test_split_size"))
     if draft.read_value("use_peft", to_bool):
         common.put_adapter(draft)
         common.ask_for_targets(draft)
 
 
-def _settle_objective(draft: ImportDraft) -> None:
+def _put_objective(draft: ImportDraft) -> None:
     losses = draft.read_value("loss_type")
     loss = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
-    kind = "simpo" if draft.trainer == "cpo" and loss == "simpo" else draft.trainer
+    kind = (
+        "simpo" if draft.trainer == "cpo" and loss == "simpo" else draft.trainer
+    )  # TRL's CPO has SimPO's loss
     draft.put("objective.kind", kind)
     if draft.trainer == "cpo":
         draft.recipe = {"objective.gamma": 0.5, "objective.sft_weight": 1.0} | draft.recipe
     if kind == "reward":
         draft.put("objective.margin_weight", 0.0)
         draft.left_open["margin"] = (
-            "rows with a column `margin` count by it: write objective.margin_weight: 1"
+            "TRL subtracts a row's `margin`, if there is one: for that write objective.margin_weight: 1"
         )
     if kind in ("dpo", "cpo"):
-        draft.put("objective.loss_type", loss or "sigmoid")  # the loader refuses what is not built
+        draft.put("objective.loss_type", loss or "sigmoid")  # the loader refuses unsupported ones
 
 
-def _settle_data(draft: ImportDraft) -> None:
+def _put_data(draft: ImportDraft) -> None:
     places = [{name: f"{at}.{name}" for name in FILES} for at in draft.list_entries("datasets")]
     if not places and draft.stated("dataset_name") is not None:
         places = [SINGLE]
     sources = [find_source(draft, keys) for keys in places]
     if draft.read_value("dataset_streaming", to_bool):
         sources = [source | {"streaming": True} if "dataset" in source else source for source in sources]
-    is_sft, length = draft.trainer == "sft", draft.read_value("max_length", to_int)
+    is_sft = draft.trainer == "sft"
+    length = draft.read_value("max_length", to_int)
     field = draft.read_value("dataset_text_field", to_text) if is_sft else None
     if field:
         sources = [source | {"text_field": field} for source in sources]
-    put_sources(draft, "text" if field else "chat" if is_sft else "preference", sources)
+    kind = "chat" if is_sft else "preference"
+    put_sources(draft, "text" if field else kind, sources)
     draft.put("data.sequence_length", length)
     draft.put("data.packing", "best_fit" if draft.read_value("packing", to_bool) else "none")
     if field:
@@ -94,35 +98,31 @@ def _settle_data(draft: ImportDraft) -> None:
         return
     draft.put("data.append_eos", False)
     if is_sft:
-        draft.put("data.too_long", "drop", "TRL cuts a longer row off")
-        _settle_turns(draft)
+        draft.put("data.too_long", "drop", "TRL cuts longer rows")
+        _put_layout(draft)
     else:
         common.put_preferences(draft, length)
         draft.put("data.layout", "trl", "strings are plain text, messages are written by the chat template")
 
 
-def _settle_turns(draft: ImportDraft) -> None:
-    """Put how rows are read, which TRL decides by their fields: as messages, unless a key says otherwise."""
-    marked, completes = (
-        draft.read_value("assistant_only_loss", to_bool),
-        draft.read_value("completion_only_loss", to_bool),
-    )
+def _put_layout(draft: ImportDraft) -> None:
+    """Put the layout of rows: messages, unless a key says otherwise. TRL decides by the fields of a row."""
+    marked = draft.read_value("assistant_only_loss", to_bool)
+    completes = draft.read_value("completion_only_loss", to_bool)
     draft.put("data.learn_from", "assistant" if marked or completes else "all")
     if marked:
         draft.left_open["assistant_only_loss"] = (
-            "TRL marks the answers of a template without {% generation %}"
+            "TRL also marks answers of a template without {% generation %}, by its own copies of templates"
         )
     if completes is None:
         draft.put("data.layout", "messages")
         draft.left_open["rows"] = (
-            "read as messages, others are refused; of prompt and completion TRL learns the completion: write "
-            "data.layout: prompt_completion and data.learn_from: assistant; of text write data.kind: text"
+            "rows are read as messages, and others are refused; for rows of prompt and completion write "
+            "data.layout: prompt_completion and data.learn_from: assistant; for text write data.kind: text"
         )
     else:
         draft.put("data.layout", "prompt_completion")
-        what = (
-            "delete the line if prompts are lists of messages; strings are plain text there: write a template"
-        )
+        what = "delete the line if prompts are lists of messages; for strings, plain text in TRL, write a template"
         draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline import`: a foreign configuration -> recipe.yaml and deepspeed.json, checked."""
+"""Command `python -m pipeline import`: writes a recipe and a JSON from another trainer's configuration."""
 
 from __future__ import annotations
 
@@ -39,23 +39,25 @@ def draft_recipe(path: Path, origin: str | None, gpus: int) -> ImportDraft:
     """Return the draft of a recipe from another trainer's file.
 
     Args:
-        path: Their YAML or JSON.
-        origin: A key of TOOLS; `None`: by the file's keys.
-        gpus: How many theirs ran on.
+        path: YAML or JSON of the other trainer.
+        origin: Key of TOOLS; `None` to tell the trainer by the file's keys.
+        gpus: Number of GPUs that the other run used.
 
     Raises:
-        ConfigError: The file is missing, malformed or of none of the tools, or a value cannot be imported.
+        ConfigError: The file is missing, malformed or of no known trainer, or a value cannot be imported.
     """
     file = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if OF_DEEPSPEED & set(file.tree):
-        raise ConfigError(f"{path}: a DeepSpeed JSON; give it to --deepspeed as it is")
+        raise ConfigError(f"{path}: a DeepSpeed JSON needs no import; give it to --deepspeed as it is")
     origin = origin or _recognised(file)
     draft = ImportDraft(file, TOOLS[origin], gpus, origin.removeprefix("trl-"))
     draft.import_keys()
     draft.put("model.kind", "causal_lm")
     model = draft.recipe.get("model.pretrained")
     if draft.has_recipe and model is None:
-        draft.ask("model.pretrained", FILL_IN, "the model's folder or name on the hub; theirs names none")
+        draft.ask(
+            "model.pretrained", FILL_IN, "the model's folder or name on the hub; the imported file has none"
+        )
     elif model is not None and (found := draft.find_path(model)) is not None and found.is_dir():
         draft.put("model.pretrained", str(found))
     elif model is not None and is_path(model):
@@ -64,29 +66,29 @@ def draft_recipe(path: Path, origin: str | None, gpus: int) -> ImportDraft:
 
 
 def _recognised(file: ConfigFile) -> str:
-    """Return the first of the tools that know most of a file's keys."""
+    """Return the key of TOOLS whose table knows most of the file's keys, the first in a tie."""
     known = {name: {key.partition(".")[0] for key in tool.rows} for name, tool in TOOLS.items()}
     best = max(known, key=lambda name: len(known[name] & set(file.tree)))
     if len(known[best] & set(file.tree)) * 2 < max(len(file.tree), 1):
         titles = ", ".join(dict.fromkeys(tool.title for tool in TOOLS.values()))
-        raise ConfigError(f"{file.path}: no configuration of {titles}; --from says which")
+        raise ConfigError(f"{file.path}: no configuration of {titles}; if it is one, name it with --from")
     if TOOLS[best] is trl.TOOL:
         choices = ", ".join(f"trl-{trainer}" for trainer in trl.TRAINERS)
-        raise ConfigError(f"{file.path}: TRL's files do not say for which trainer they are; --from {choices}")
+        raise ConfigError(f"{file.path}: TRL's files do not name their trainer; add --from {choices}")
     return best
 
 
 def write_files(draft: ImportDraft, folder: Path) -> str:
-    """Write recipe and JSON if this trainer's own loader takes them, and return where the JSON comes from.
+    """Write recipe and JSON after loading them as a check, and return the origin of the JSON.
 
     Raises:
-        ConfigError: The recipe would not be one; names the key of theirs.
+        ConfigError: The recipe would be invalid. The message names the imported key.
     """
     tree, origin = make_json(draft)
     if draft.has_recipe:
         made = {JSON: format_json(tree), RECIPE: format_recipe(draft)}
         _check(draft, made)
-    else:  # JSON has no comments; the key is passed over
+    else:  # JSON has no comments, and the loader ignores this key
         made = {JSON: format_json({"_comment": [*format_open_points(draft)], **tree})}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
@@ -95,30 +97,32 @@ def write_files(draft: ImportDraft, folder: Path) -> str:
 
 
 def _check(draft: ImportDraft, made: dict[str, str]) -> None:
-    """Load recipe and JSON from a folder that is gone afterwards."""
+    """Raise a ConfigError if the loader refuses recipe and JSON, written to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in made.items():
             (Path(folder) / name).write_text(content)
-        try:  # a model that is not at hand yet has no tokenizer either
+        try:  # the override keeps the loader from looking for the tokenizer of a model that is not here yet
             load_settings(Path(folder) / RECIPE, Path(folder) / JSON, ["data.tokenizer.pretrained=elsewhere"])
         except ConfigError as error:
-            told = re.sub(rf"{re.escape(folder)}/\S+:\d+: ", "", str(error))
+            message = re.sub(rf"{re.escape(folder)}/\S+:\d+: ", "", str(error))
             theirs = [
                 f"{key}: "
                 for key, row in draft.tool.rows.items()
-                if told.partition(":")[0] in row.ours.split(", ") and draft.theirs.get(key) is not None
+                if message.partition(":")[0] in row.ours.split(", ") and draft.theirs.get(key) is not None
             ]
             where = "".join(theirs[:1])
-            raise ConfigError(f"{draft.file.path}: {where}what it says makes no recipe: {told}") from None
+            raise ConfigError(
+                f"{draft.file.path}: {where}its value makes an invalid recipe: {message}"
+            ) from None
 
 
 def format_json(tree: Tree) -> str:
-    """Return JSON as it is written."""
+    """Return the text of a JSON file."""
     return json.dumps(tree, indent=2) + "\n"
 
 
 def format_open_points(draft: ImportDraft) -> Iterator[str]:
-    """Yield what is to fill in, what was left open and what has no effect here, one line each."""
+    """Yield one line for each key to fill in, key left open, and reason of keys without effect."""
     yield from (f"fill in: {each}" for each in draft.fill_in)
     yield from (f"left open: {key}: {what_to_do}" for key, what_to_do in draft.left_open.items())
     for reason in dict.fromkeys(draft.no_effect.values()):
@@ -127,7 +131,7 @@ def format_open_points(draft: ImportDraft) -> Iterator[str]:
 
 
 def format_recipe(draft: ImportDraft) -> str:
-    """Return the recipe as YAML, below comments on what was decided and what is left."""
+    """Return the recipe as YAML, below comments on decisions and open points."""
     lines = [f"From {draft.tool.title}'s {draft.file.path.name}, by python -m pipeline import."]
     lines += [f"{key}: {remark}" for key, remark in draft.remarks.items() if key in draft.recipe]
     comments = [
@@ -143,12 +147,13 @@ def format_recipe(draft: ImportDraft) -> str:
 
 
 def make_json(draft: ImportDraft) -> tuple[Tree, str]:
-    """Return the DeepSpeed JSON, and where it comes from."""
-    tree, origin = _their_json(draft)
+    """Return the DeepSpeed JSON and its origin, as a text for the user."""
+    tree, origin = _read_their_json(draft)
     if tree is None:
-        is_quantized = "adapter.quantize" in draft.recipe  # weights of 4 bits cannot be cut
+        is_quantized = "adapter.quantize" in draft.recipe  # ZeRO 3 cannot divide weights in 4 bits
         name = "zero3" if draft.base == "zero3" and not is_quantized else "zero2"
-        tree, origin = read_json(DS_CONFIGS / f"{name}.json").tree, f"ds_configs/{name}.json"
+        tree = read_json(DS_CONFIGS / f"{name}.json").tree
+        origin = f"ds_configs/{name}.json"
     if not draft.json.get("fp16.enabled"):
         tree.pop("fp16", None)
     for dotted, value in draft.json.items():
@@ -156,19 +161,24 @@ def make_json(draft: ImportDraft) -> tuple[Tree, str]:
     return tree, origin
 
 
-def _their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
-    """Return their JSON without what the recipe says; `None` if it is not here, or not read here."""
+def _read_their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
+    """Return the imported file's DeepSpeed JSON without keys that the recipe owns, and its origin.
+
+    `None` in place of the JSON if there is none, it does not exist here, or the loader refuses it.
+    """
     if isinstance(draft.base, dict):
-        file, origin = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base))), "as theirs has it"
+        file = ConfigFile(draft.file.path, json.loads(json.dumps(draft.base)))
+        origin = "from the imported file"
     elif draft.base in ("zero2", "zero3"):
         return None, ""
     elif (path := draft.find_path(draft.base)) is None:
         draft.left_open["deepspeed"] = (
-            f"{draft.base} is not here; copy it and import again, or choose a split"
+            f"{draft.base} does not exist here; copy it and import again, or choose a split"
         )
         return None, ""
     else:
-        file, origin = read_json(path), str(path)
+        file = read_json(path)
+        origin = str(path)
     for dotted in deepspeed_keys.RECIPE_OWNS:
         file.tree.pop(dotted.partition(".")[0], None)
     try:
@@ -179,24 +189,29 @@ def _their_json(draft: ImportDraft) -> tuple[Tree | None, str]:
     return file.tree, origin
 
 
-HELP = "make a recipe of a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate"
+HELP = "convert a configuration of LLaMA-Factory, Axolotl, TRL, the Trainer or accelerate to a recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.description = HELP
     add = parser.add_argument
-    add("theirs", type=Path, metavar="THEIRS.yaml", help="their configuration")
-    add("-o", "--output", type=Path, metavar="FOLDER", help="default: beside theirs, without .yaml")
-    add("--gpus", type=int, default=1, metavar="N", help="how many theirs ran on: the batch is theirs a GPU")
-    told = f"{', '.join(TOOLS)}; default: by its keys"
-    add("--from", dest="origin", choices=list(TOOLS), metavar="TOOL", help=told)
-    add("--force", action="store_true", help="write over what is in the folder")
+    add("theirs", type=Path, metavar="THEIRS.yaml", help="configuration of the other trainer")
+    add("-o", "--output", type=Path, metavar="FOLDER", help="default: beside THEIRS.yaml, without .yaml")
+    gpus = "GPUs of the other run; its batch size is per GPU (default: 1)"
+    add("--gpus", type=int, default=1, metavar="N", help=gpus)
+    tools = f"{', '.join(TOOLS)} (default: by the file's keys)"
+    add("--from", dest="origin", choices=list(TOOLS), metavar="TOOL", help=tools)
+    add("--force", action="store_true", help="overwrite files in the folder")
 
 
 @report_file_errors()
 def run(arguments: argparse.Namespace) -> None:
-    """Write the recipe; raise a PipelineError for an unknown input or an existing output."""
+    """Import the configuration, write recipe and JSON, and print what is left to do.
+
+    Raises:
+        PipelineError: The file cannot be imported, or the folder exists and is not empty.
+    """
     theirs: Path = arguments.theirs
     folder: Path = arguments.output or theirs.with_suffix("")
     if arguments.gpus < 1:

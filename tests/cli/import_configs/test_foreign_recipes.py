@@ -276,22 +276,22 @@ def test_what_is_not_taken_is_named(imported, tmp_path, tool, changes, left_open
     [
         ("llama-factory", {"learning_rat": 1e-4}, r'\.yaml:\d+: learning_rat: unknown .*"learning_rate"'),
         ("llama-factory", {"learning_rate": "fast"}, "learning_rate: expected a number, given 'fast'"),
-        ("llama-factory", {"stage": "ppo"}, "stage: ppo: no objective here"),
-        ("llama-factory", {"finetuning_type": "oft"}, "finetuning_type: oft is not built here"),
+        ("llama-factory", {"stage": "ppo"}, "stage: ppo is not supported"),
+        ("llama-factory", {"finetuning_type": "oft"}, "finetuning_type: oft is not supported"),
         (
             "llama-factory",
             {"cutoff_len": 0},
-            "cutoff_len: what it says makes no recipe: data.sequence_length: ",
+            "cutoff_len: its value makes an invalid recipe: data.sequence_length: ",
         ),
         ("axolotl", {"lora_alpha": None}, "lora_alpha is missing"),
         ("axolotl", {"datasets": [3]}, "datasets: expected keys and values, given 3"),
-        ("axolotl", {"rl": "grpo"}, "rl: grpo: no objective here"),
+        ("axolotl", {"rl": "grpo"}, "rl: grpo is not supported"),
         (
             "trl-dpo",
             {"loss_type": "apo_zero"},
-            "loss_type: what it says makes no recipe: objective.loss_type",
+            "loss_type: its value makes an invalid recipe: objective.loss_type",
         ),
-        (None, {}, "TRL's files do not say for which trainer they are; --from trl-sft, trl-dpo"),
+        (None, {}, "TRL's files do not name their trainer; add --from trl-sft, trl-dpo"),
         (
             None,
             {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5},
@@ -396,7 +396,7 @@ def test_accelerate_says_how_the_work_is_split(tmp_path, changes, zero, left_ope
 def test_a_deepspeed_json_is_for_the_run_itself(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
-    with pytest.raises(ConfigError, match=r"ds\.json: a DeepSpeed JSON; give it to --deepspeed as it is"):
+    with pytest.raises(ConfigError, match=r"ds\.json: a DeepSpeed JSON needs no import; give it to --deepspeed"):
         draft_recipe(path, None, 1)
 
 
