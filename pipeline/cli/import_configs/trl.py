@@ -122,7 +122,10 @@ def _put_layout(draft: ImportDraft) -> None:
         )
     else:
         draft.put("data.layout", "prompt_completion")
-        what = "delete the line if prompts are lists of messages; for strings, plain text in TRL, write a template"
+        what = (
+            "delete the line if prompts are lists of messages; "
+            "for strings, which TRL reads as plain text, write a template"
+        )
         draft.ask("data.chat_template", f"{FILL_IN}.jinja", what)
 
 

@@ -396,7 +396,9 @@ def test_accelerate_says_how_the_work_is_split(tmp_path, changes, zero, left_ope
 def test_a_deepspeed_json_is_for_the_run_itself(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
-    with pytest.raises(ConfigError, match=r"ds\.json: a DeepSpeed JSON needs no import; give it to --deepspeed"):
+    with pytest.raises(
+        ConfigError, match=r"ds\.json: a DeepSpeed JSON needs no import; give it to --deepspeed"
+    ):
         draft_recipe(path, None, 1)
 
 
