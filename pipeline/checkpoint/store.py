@@ -76,6 +76,8 @@ def stream_shards(layout: FileLayout, shards: Iterator[Shard]) -> Iterator[list[
 class Snapshot:
     """Holds a copy of all shards in host memory, in buffers that every save reuses.
 
+    If a rank lacks the memory, all ranks write their shards directly instead, and training pauses meanwhile.
+    The save after the last step takes no copy either, since it is waited for anyway.
     A separate thread allocates the memory, since pinning takes seconds for gigabytes. Tensors on a GPU are
     copied on a separate stream, beside the next forward and backward. Only an optimizer's step writes what is
     saved, so the device waits for the copy just before that step, and the host waits only in the thread that

@@ -26,7 +26,11 @@ def derive_seed(*key: int) -> int:
 
 
 def seed_step(seed: int, step: int, seed_rank: int) -> None:
-    """Seed all generators, so that a step's random numbers (dropout) depend on seed, step and rank alone."""
+    """Seed all generators, so that a step's random numbers (dropout) depend on seed, step and rank alone.
+
+    Therefore no checkpoint stores the state of a generator, and a resumed run draws the same numbers as one
+    that was never interrupted.
+    """
     bits = derive_seed(seed, step, seed_rank) % 2**32
     torch.manual_seed(bits)
     np.random.seed(bits)

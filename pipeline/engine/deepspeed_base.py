@@ -221,7 +221,13 @@ def fit_bucket(config: dict[str, Any], num_parameters: int) -> None:
 
 
 class DeepSpeedBase(ABC):
-    """Implements an Engine without its steps, for every optimizer that deepspeed.initialize returns."""
+    """Implements an Engine without its steps, for every optimizer that deepspeed.initialize returns.
+
+    Trained parameters have the run's precision on the device, and fp32 master weights in the optimizer. The
+    same holds for adapters, so no bucket mixes two dtypes, and a checkpoint holds fp32. Summing or sending
+    gradients in fp32 (`data_types.grad_accum_dtype`, `communication_data_type`) changes the curve by no more
+    than the rounding of the weights, so it is left to the JSON.
+    """
 
     _optimizer: torch.optim.Optimizer
 

@@ -91,7 +91,12 @@ def build_sharding(config: dict[str, Any], split: Split, device: torch.device) -
 
 
 class DeepSpeedEngine(DeepSpeedBase):
-    """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision."""
+    """Steps a model through deepspeed.initialize; the JSON decides the ZeRO stage and the precision.
+
+    Gradients are reduced after each micro-batch at stages 2 and 3. DeepSpeed could reduce them once a step
+    (`engine.coalesce_grad_reduction`), but every rank would then store all gradients until the last
+    micro-batch, which these stages are chosen to avoid. Stage 1 reduces once a step without it.
+    """
 
     def __init__(
         self,

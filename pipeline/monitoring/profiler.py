@@ -195,6 +195,9 @@ def build_profiler(
 ) -> AbstractContextManager[StepContext]:
     """Return the main rank's profiler, or a context manager that does nothing.
 
+    Only the main rank profiles. It writes its files after the last profiled step, and the other ranks wait
+    for it there once.
+
     Args:
         config: The recipe; its section `profile` is read.
         folder: Directory of the run.
