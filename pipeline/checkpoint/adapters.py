@@ -1,8 +1,9 @@
 """Describes an adapter and its base in checkpoints, checks the base, and merges both into one model.
 
-The base's weights are in no checkpoint. A checkpoint's state records the adapter's settings and the path of
-its base. A digest of every byte of the base shows whether it has changed. The size, modification time and
-inode of each file are recorded, too, so that unchanged files are not read again.
+A checkpoint of an adapter's run does not contain the weights of the base model. Its state records the
+adapter's settings and the path of its base. A digest of every byte of the base shows whether it has changed.
+The size, modification time and inode of each file are recorded, too, so that unchanged files are not read
+again.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from pipeline.planner.rank import EMBEDDING_NAMES, INPUT_EMBEDDING_NAMES
 
 STATE_KEY = "adapter"  # in the state of a checkpoint
 BASE = "base"  # keys inside STATE_KEY
-FILES = "base_files"
-LONG = 2e9  # bytes that take some seconds to read
-PIECE = 1 << 26  # bytes hashed in one call, which holds Python's lock
+BASE_FILES = "base_files"
+SLOW_READ_BYTES = 2e9  # reading more takes some seconds
+HASH_CHUNK_BYTES = 1 << 26  # per call; each call holds the GIL
 log = logging.getLogger(__name__)
 
 
@@ -69,16 +70,16 @@ def digest_weights(file: WeightFile, known: Mapping[str, Any]) -> str:
         known: Description of the adapter in an earlier checkpoint; may be empty.
     """
     before = str(known.get(BASE, {}).get("digest") or "")
-    if before and known.get(FILES) and known[FILES] == read_file_stamps(file.files):
+    if before and known.get(BASE_FILES) and known[BASE_FILES] == read_file_stamps(file.files):
         return before
     size = sum(path.stat().st_size for path in file.files)
-    if size > LONG:
+    if size > SLOW_READ_BYTES:
         log.info("reading all weights of the adapter's base to detect changes: %s", format_bytes(size))
     digest = xxhash.xxh3_128()
     for name in sorted(file.entries):
         entry = file.entries[name]
         digest.update(f"{name} {list(entry.shape)} {entry.dtype}".encode())
-        for piece in as_bytes(file.read(name)).split(PIECE):
+        for piece in as_bytes(file.read(name)).split(HASH_CHUNK_BYTES):
             digest.update(piece.numpy().data)
     return digest.hexdigest()
 
@@ -113,9 +114,10 @@ def describe_adapter(
 
 
 def drop_file_stamps(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `described` says, without what changes if the same base is copied or touched."""
+    """Return `about` without the stamps of the base's files, which change when a file is touched."""
     return {
-        key: {name: value for name, value in said.items() if name != FILES} for key, said in about.items()
+        key: {name: value for name, value in said.items() if name != BASE_FILES}
+        for key, said in about.items()
     }
 
 
@@ -138,32 +140,32 @@ def _read_layer_settings(layer: Any) -> dict[str, Any]:
     }
 
 
-def refuse_other_base(then: Mapping[str, Any], now: Mapping[str, Any], run: Path) -> None:
-    """Refuse to resume a run whose adapter was trained over another base.
+def refuse_other_base(saved: Mapping[str, Any], current: Mapping[str, Any], directory: Path) -> None:
+    """Refuse to resume a run whose adapter was trained on top of another base.
 
     Args:
-        then: State in the checkpoint.
-        now: Description of the adapter by `describe_adapter`.
-        run: Run directory.
+        saved: State in the checkpoint.
+        current: Description of the adapter by `describe_adapter`.
+        directory: Run directory.
 
     Raises:
         CheckpointError: The two bases have different digests.
     """
-    before, after = (each.get(STATE_KEY, {}).get("base", {}) for each in (then, now))
+    before, after = (each.get(STATE_KEY, {}).get(BASE, {}) for each in (saved, current))
     if before.get("digest") != after.get("digest"):
         raise CheckpointError(
-            f"{run}: its adapter was trained over other weights than {format_base(after)} holds now; bring "
-            f"back those of {format_base(before)}, or start a new run"
+            f"{directory}: its adapter was trained on top of other weights than {format_base(after)} has "
+            f"now; restore the weights of {format_base(before)}, or start a new run"
         )
 
 
 def format_base(base: Mapping[str, Any]) -> str:
     """Return the path or the name of a base, for messages."""
-    return str(base.get("weights") or base.get("pretrained") or "the seed")
+    return str(base.get("weights") or base.get("pretrained") or "random weights from the run's seed")
 
 
 def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
-    """Refuse weights that are not those an adapter was trained over.
+    """Refuse weights other than those on top of which an adapter was trained.
 
     Raises:
         CheckpointError: The digests differ.
@@ -171,16 +173,18 @@ def refuse_changed_base(manifest: Manifest, file: WeightFile) -> None:
     about = manifest.state[STATE_KEY]
     if digest_weights(file, about) != about[BASE]["digest"]:
         raise CheckpointError(
-            f"{manifest.folder} is an adapter, and {format_base(about[BASE])}, its base, holds other weights "
-            "than those it was trained over; bring those back"
+            f"{manifest.folder} is an adapter, and its base, {format_base(about[BASE])}, has other weights "
+            "than those on top of which the adapter was trained; restore them"
         )
 
 
-def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpoint) -> None:
+def refuse_changed_base_if_found(manifest: Manifest, open_checkpoint: OpenCheckpoint) -> None:
     """Refuse a changed base. If the base is not at its recorded path, log this and skip the check.
 
+    A base drawn from a seed is not checked.
+
     Raises:
-        CheckpointError: The base holds other weights than the adapter was trained over.
+        CheckpointError: The base has other weights than those on top of which the adapter was trained.
     """
     base = manifest.state[STATE_KEY][BASE]
     if not (base["weights"] or base["pretrained"]):
@@ -188,7 +192,7 @@ def refuse_changed_base_if_here(manifest: Manifest, open_checkpoint: OpenCheckpo
     try:
         file = open_base(base, open_checkpoint)
     except ModelError as error:
-        log.info("the adapter's base is not compared with the one it was trained over: %s", error)
+        log.info("the base of the adapter cannot be opened and is not checked for changes: %s", error)
         return
     with closing(file):
         refuse_changed_base(manifest, file)
@@ -209,11 +213,11 @@ def _describe_base(
         base["pretrained"] = str(folder.absolute())
     with closing(open_base(base, open_checkpoint)) as file:
         files = read_file_stamps(file.files)
-        return {BASE: base | {"digest": digest_weights(file, known)}, FILES: files}
+        return {BASE: base | {"digest": digest_weights(file, known)}, BASE_FILES: files}
 
 
 def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> WeightFile:
-    """Open the weights that an adapter was trained over.
+    """Open the weights on top of which an adapter was trained.
 
     Raises:
         ModelError: The weights are not at their path, or were never in a file.
@@ -222,8 +226,8 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
         return open_weights(Path(base["weights"]), open_checkpoint)
     if base["pretrained"] is None:
         raise ModelError(
-            f"its random weights, drawn from seed {base['seed']}, are in no file; train an adapter over "
-            "model.pretrained or model.weights"
+            f"the base has random weights, drawn from seed {base['seed']}, which no file contains; train an "
+            "adapter on top of model.pretrained or model.weights"
         )
     pretrained = str(base["pretrained"])
     if Path(pretrained).is_dir():
@@ -231,7 +235,7 @@ def open_base(base: Mapping[str, Any], open_checkpoint: OpenCheckpoint) -> Weigh
     return open_hub(pretrained)
 
 
-def find_adapted_layers(names: Iterable[str]) -> list[str]:
+def list_adapted_layer_names(names: Iterable[str]) -> list[str]:
     """Return the layers that have an adapter, among the names in a checkpoint."""
     end = f".lora_A.{ADAPTER_NAME}.weight"
     return [name.removesuffix(end) for name in names if name.endswith(end)]
@@ -258,7 +262,10 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
         ModelError: The dtype does not exist in torch.
     """
     if not isinstance(entry.dtype, torch.dtype):
-        raise ModelError(f"the base holds {entry.dtype}, into which no adapter can be merged")
+        raise ModelError(
+            f"the base has tensors of dtype {entry.dtype}, which torch does not support, so the adapter "
+            "cannot be merged"
+        )
     return entry.dtype
 
 
@@ -275,32 +282,33 @@ def write_peft_config(manifest: Manifest, folder: Path) -> None:
     about = manifest.state[STATE_KEY]
     shapes = manifest.table.shapes
     names = [name for name, kind in shapes if kind == WEIGHT]
-    layers = find_adapted_layers(names)
+    layers = list_adapted_layer_names(names)
     if not layers:
         raise CheckpointError(f"{manifest.folder} holds no adapter")
-    whole = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
+    full_modules = sorted({name.rpartition(".")[0] for name in names if ".lora_" not in name})
     described = _read_model_config(manifest)
     # peft warns if it has to tie weights that the adapter does not train.
-    trains_words = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in whole)
+    trains_embedding = any(f"{name}.weight".endswith(EMBEDDING_NAMES) for name in full_modules)
     (rank, _) = shapes[f"{layers[0]}.lora_A.{ADAPTER_NAME}.weight", WEIGHT]
     LoraConfig(
         r=rank,
         lora_alpha=about["alpha"],
         target_modules=layers,
-        modules_to_save=whole or None,
+        modules_to_save=full_modules or None,
         use_rslora=about["rslora"],
         use_dora=about["dora"],
         fan_in_fan_out=about["transposed"],
-        base_model_name_or_path=format_base(about["base"]),
+        base_model_name_or_path=format_base(about[BASE]),
         task_type="CAUSAL_LM" if choose_auto_class(described) == "AutoModelForCausalLM" else "SEQ_CLS",
         inference_mode=True,
-        ensure_weight_tying=trains_words and bool(described.get("tie_word_embeddings")),
+        ensure_weight_tying=trains_embedding and bool(described.get("tie_word_embeddings")),
     ).save_pretrained(str(folder))
 
 
 def _read_model_config(manifest: Manifest) -> dict[str, Any]:
     """Return the model's config.json; empty if there is none."""
-    config = manifest.folder.parent.parent / "model" / "config.json"
+    run_directory = manifest.folder.parent.parent  # the checkpoint is RUN/checkpoints/STEP
+    config = run_directory / "model" / "config.json"
     try:
         found = json.loads(config.read_text("utf-8"))
     except (OSError, ValueError):
@@ -323,14 +331,14 @@ class MergedWeights:
 
         Raises:
             ModelError: The base cannot be opened, or lacks a layer.
-            CheckpointError: The base holds other weights than the adapter was trained over.
+            CheckpointError: The base has other weights than those on top of which the adapter was trained.
         """
         self._about = manifest.state[STATE_KEY]
         base = self._about[BASE]
         self._adapter = CheckpointWeights(manifest)
-        self._layers = set(find_adapted_layers(self._adapter.entries))
+        self._layers = set(list_adapted_layer_names(self._adapter.entries))
         self._rounding = QuantisationRounding(self._about) if self._about.get("quantize") else None
-        self._whole = {
+        self._full_tensors = {
             name: entry
             for name, entry in self._adapter.entries.items()
             if ".lora_" not in to_peft_name(name) and name not in self._adapter.buffers
@@ -339,55 +347,55 @@ class MergedWeights:
             self._base = open_base(base, open_checkpoint)
         except PipelineError as error:
             raise ModelError(
-                f"{manifest.folder} is an adapter, and its base: {summarize_error(error)}"
+                f"{manifest.folder} is an adapter whose base cannot be opened: {summarize_error(error)}"
             ) from None
         refuse_changed_base(manifest, self._base)
         keys = list(self._base.entries)
         wanted = {f"{layer}.weight" for layer in self._layers.union(self._about.get("quantized", ()))}
-        self._keys = match_names(keys, wanted | set(self._whole))
-        if missing := sorted(wanted - set(self._keys)):
+        self._adapted_keys = match_names(keys, wanted | set(self._full_tensors))
+        if missing := sorted(wanted - set(self._adapted_keys)):
             raise ModelError(
-                f"{manifest.folder} is an adapter, and {format_base(base)}, its base, has no {missing[0]}"
+                f"{manifest.folder} is an adapter, and its base, {format_base(base)}, has no {missing[0]}"
             )
-        given = {key: name for name, key in self._keys.items()}
+        name_of_key = {key: name for name, key in self._adapted_keys.items()}
         # If all adapted tensors share a prefix such as `module.`, it is removed from the other names, too.
-        fronts = {key.removesuffix(name) for name, key in self._keys.items()}
-        front = fronts.pop() if len(fronts) == 1 else ""
-        self._names = {given.get(key, key.removeprefix(front)): key for key in keys}
+        prefixes = {key.removesuffix(name) for name, key in self._adapted_keys.items()}
+        prefix = prefixes.pop() if len(prefixes) == 1 else ""
+        self._base_keys = {name_of_key.get(key, key.removeprefix(prefix)): key for key in keys}
         self.entries: Mapping[str, TensorEntry] = {
-            **{name: self._base.entries[key] for name, key in self._names.items()},
-            **self._whole,
+            **{name: self._base.entries[key] for name, key in self._base_keys.items()},
+            **self._full_tensors,
         }
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the merged model."""
-        if name in self._whole:
+        if name in self._full_tensors:
             return self._adapter.read(name)
-        values = self._base.read(self._names[name])
+        values = self._base.read(self._base_keys[name])
+        if not name.endswith(".weight"):
+            return values
         layer = name.removesuffix(".weight")
         dtype = values.dtype
-        if layer == name:
-            return values
         if self._rounding is not None:
             values = self._rounding.round_as_trained(layer, values)
         if layer not in self._layers:
             return values.to(dtype)
-        low, high = (
+        lora_a, lora_b = (
             self._adapter.read(f"{layer}.lora_{side}.{ADAPTER_NAME}.weight").float() for side in "AB"
         )
         about = self._about
-        scale = about["alpha"] / (math.sqrt(len(low)) if about["rslora"] else len(low))
-        whole = values.float().T if about["transposed"] else values.float()
-        whole = whole + scale * (high @ low)
+        scale = about["alpha"] / (math.sqrt(len(lora_a)) if about["rslora"] else len(lora_a))
+        merged = values.float().T if about["transposed"] else values.float()
+        merged = merged + scale * (lora_b @ lora_a)
         if about["dora"]:
             lengths = self._adapter.read(f"{layer}.lora_magnitude_vector.{ADAPTER_NAME}.weight").float()
-            whole = whole * (lengths / torch.linalg.norm(whole, dim=1))[:, None]
-        return (whole.T if about["transposed"] else whole).contiguous().to(dtype)
+            merged = merged * (lengths / torch.linalg.norm(merged, dim=1))[:, None]
+        return (merged.T if about["transposed"] else merged).contiguous().to(dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the base's layers that have an adapter."""
-        return dtype_of(self._base.entries[self._keys[f"{min(self._layers)}.weight"]])
+        """Dtype of the first adapted layer in the base, taken to be the dtype of all."""
+        return dtype_of(self._base.entries[self._adapted_keys[f"{min(self._layers)}.weight"]])
 
     @property
     def rounding_error(self) -> float | None:
@@ -414,7 +422,8 @@ class QuantisationRounding:
         self._round = lambda weight: unpack_nf4(pack_nf4(weight))
         self._layers = frozenset(about["quantized"])
         self._is_transposed = about["transposed"]
-        self._off = self._whole = 0.0
+        self._error_square = 0.0
+        self._total_square = 0.0
 
     def round_as_trained(self, layer: str, values: Tensor) -> Tensor:
         """Return a layer's weight as it was in training, in fp32; unchanged if it was not quantised."""
@@ -422,11 +431,11 @@ class QuantisationRounding:
             return values
         exact = values.float()
         rounded: Tensor = self._round(exact.T).T if self._is_transposed else self._round(exact)
-        self._off += float((rounded - exact).double().square().sum())
-        self._whole += float(exact.double().square().sum())
+        self._error_square += float((rounded - exact).double().square().sum())
+        self._total_square += float(exact.double().square().sum())
         return rounded
 
     @property
     def error(self) -> float:
         """Relative error of all that was rounded."""
-        return math.sqrt(self._off / self._whole) if self._whole else 0.0
+        return math.sqrt(self._error_square / self._total_square) if self._total_square else 0.0

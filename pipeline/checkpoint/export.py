@@ -123,7 +123,7 @@ def export(
             config = _copy_description(directory / DESCRIPTION, partial, dtype)
             (partial / "README.md").write_text(model_card(directory, manifest, dtype), "utf-8")
             if is_adapter:
-                adapters.refuse_changed_base_if_here(manifest, open_checkpoint)
+                adapters.refuse_changed_base_if_found(manifest, open_checkpoint)
                 for name in OF_A_MODEL:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)

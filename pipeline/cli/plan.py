@@ -280,7 +280,7 @@ def plan_run(
 def _resolve_micro_batch(settings: Settings, model: ModelSpec, place: PlannedHardware) -> Settings:
     """Return the settings with the largest micro-batch that is expected to fit in place of `auto`."""
     resolved = settings.resolve(place.ranks, place.device)
-    if not resolved.batch_plan.is_auto:
+    if not resolved.batch_plan.is_provisional:
         return settings
     return settings.with_micro_batch_size(choose_auto_micro_batch(settings.config, resolved, model, place))
 

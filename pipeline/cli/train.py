@@ -192,7 +192,7 @@ def format_dry_run(settings: Settings, world_size: int) -> str:
     config = settings.config
     parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
     filled = resolved.deepspeed
-    if filled is not None and plan.is_auto:
+    if filled is not None and plan.is_provisional:
         filled = filled | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     if filled is not None:
         parts += [

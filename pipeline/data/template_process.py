@@ -1,7 +1,7 @@
 """Runs a chat template in a child process with limits, since a template is an untrusted program.
 
-A limit of processor time, which a busy machine does not use up, kills the process whatever it is doing. A
-limit of memory stops strings of terabytes. The text of each conversation has a limit of its size.
+A limit of CPU time kills the process whatever it is doing; the time of other processes does not count. A
+limit of memory stops strings of terabytes. The length of each conversation's text is limited, too.
 Conversations are sent in batches.
 """
 
@@ -24,28 +24,29 @@ from pipeline.data.chat_layouts import Conversation, Spans
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.errors import ConfigError, DataError, PipelineError
 
-# Processor time for one conversation, which usually takes a millisecond. Other processes do not count.
-SECONDS = 5
-MEMORY = 1 << 30  # bytes, in addition to the memory of this process at the start
-CHARACTERS = 1 << 24  # in addition to ten times the length of the conversation
-MEND = "correct data.chat_template, or the template that comes with the tokenizer"
+CPU_SECONDS_LIMIT = 5  # for one conversation, which usually takes a millisecond
+EXTRA_MEMORY_LIMIT = 1 << 30  # bytes, in addition to the memory of this process at the start
+EXTRA_CHARACTERS_LIMIT = 1 << 24  # in addition to ten times the length of the conversation
+ADVICE = "correct data.chat_template, or the template that comes with the tokenizer"
 
 
 class TemplateProcess:
     """A ChatTemplate in a child process, which ends with this process.
 
     Args:
-        given: Arguments of ChatTemplate.
+        template_arguments: Arguments of ChatTemplate.
 
     Attributes:
-        turn_stop: The attribute of ChatTemplate.
+        turn_stop: Special token that begins a user's turn, if an assistant's turn has no end token of its
+            own; otherwise `None`.
+        close: Function that ends the child process; safe to call twice.
 
     Raises:
         DataError: The template is not valid Jinja.
         ConfigError: The template does not end in time, or takes too much memory.
     """
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *template_arguments: Any) -> None:
         require_package("jinja2", "the chat template")
         # Import these before the fork, so that the child need not.
         from jinja2 import sandbox  # noqa: F401
@@ -56,9 +57,11 @@ class TemplateProcess:
         if self._process == 0:
             try:
                 self._connection.close()
-                _serve(theirs, given)
-            finally:
-                os._exit(0)
+                _serve(theirs, template_arguments)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
         theirs.close()
         self.close = weakref.finalize(self, _end_child, self._connection, self._process, os.getpid())
         self.turn_stop: str | None = self._call("turn_stop", [("the chat template",)])[0]
@@ -76,6 +79,7 @@ class TemplateProcess:
         return self._call("find_answers", given)
 
     def _call(self, what: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the child's answers. The first item of each request is its location, for messages."""
         answers: list[Any] = []
         try:
             self._connection.send((what, list(given)))
@@ -93,11 +97,12 @@ class TemplateProcess:
         self.close.detach()
         if code == -signal.SIGPROF:
             return ConfigError(
-                f"{where}: the chat template did not end within {SECONDS} s of processor time; {MEND}"
+                f"{where}: the chat template did not end within {CPU_SECONDS_LIMIT} s of CPU time; {ADVICE}"
             )
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         return DataError(
-            f"{where}: the process that ran the chat template ended by {how}; is there memory left?"
+            f"{where}: the process that ran the chat template ended unexpectedly ({how}); the machine may be "
+            "out of memory"
         )
 
 
@@ -110,9 +115,9 @@ def _end_child(connection: Connection, process: int, parent: int) -> None:
         os.waitpid(process, 0)
 
 
-def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
+def _serve(connection: Connection, template_arguments: tuple[Any, ...]) -> None:
     """Answer requests until the parent closes the connection or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
     for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _limit_memory()
@@ -124,15 +129,15 @@ def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
                 failure: Exception | None = None
                 answer = None
                 # The timer's signal ends the process by default, whatever it is doing.
-                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS_LIMIT)
                 try:
-                    template = template or ChatTemplate(*given)
-                    asked = getattr(template, what)
-                    answer = _check_length(asked(*item), item) if callable(asked) else asked
+                    template = template or ChatTemplate(*template_arguments)
+                    attribute = getattr(template, what)
+                    answer = _check_length(attribute(*item), item) if callable(attribute) else attribute
                 except PipelineError as error:
                     failure = error
                 except MemoryError:
-                    failure = ConfigError(f"{item[0]}: the chat template takes too much memory; {MEND}")
+                    failure = ConfigError(f"{item[0]}: the chat template takes too much memory; {ADVICE}")
                 except Exception:  # a fault of this code: send the traceback to the parent
                     failure = RuntimeError(traceback.format_exc())
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -142,18 +147,19 @@ def _serve(connection: Connection, given: tuple[Any, ...]) -> None:
 
 
 def _limit_memory() -> None:
-    with suppress(OSError, ValueError):  # there is no /proc, or a lower limit is set already
+    with suppress(OSError, ValueError):  # no /proc, or a lower limit is set already: no limit here
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
+        limit = pages * resource.getpagesize() + EXTRA_MEMORY_LIMIT
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _check_length(answer: Any, item: tuple[Any, ...]) -> Any:
-    if isinstance(answer, str) and len(answer) > CHARACTERS:
-        said = len(item[1].key if len(item) > 1 else item[0])
-        if len(answer) > CHARACTERS + 10 * said:
+    if isinstance(answer, str) and len(answer) > EXTRA_CHARACTERS_LIMIT:
+        input_size = len(item[1].key if len(item) > 1 else item[0])  # a conversation's key is its JSON
+        limit = EXTRA_CHARACTERS_LIMIT + 10 * input_size
+        if len(answer) > limit:
             raise ConfigError(
-                f"{item[0]}: the chat template makes {len(answer):,} characters of a conversation of "
-                f"{said:,} bytes; {MEND}"
+                f"{item[0]}: the chat template turns a conversation of {input_size:,} bytes into "
+                f"{len(answer):,} characters, more than the limit of {limit:,}; {ADVICE}"
             )
     return answer

@@ -333,9 +333,9 @@ class DeepSpeedEngine(DeepSpeedBase):
     def _state(self) -> RankState:
         ranks = self._job.ranks
         degree = self._split.tensor_parallel
-        sharers = (ranks.rank // degree, ranks.world_size // degree)
+        replica = (ranks.rank // degree, ranks.world_size // degree)
         return build_rank_state(
-            self._zero_optimizer, self._places, get_persistent_buffers(self.module), sharers
+            self._zero_optimizer, self._places, get_persistent_buffers(self.module), replica
         )
 
     def _names(self) -> list[str]:

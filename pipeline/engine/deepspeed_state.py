@@ -34,7 +34,7 @@ from pipeline.engine.state import (
 
 
 def build_rank_state(
-    optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
+    optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], replica: tuple[int, int]
 ) -> RankState:
     """Return the state for the optimizer that deepspeed.initialize returned.
 
@@ -42,21 +42,21 @@ def build_rank_state(
         optimizer: Optimizer that deepspeed.initialize returned.
         places: Placements of this rank's parameters, frozen ones too.
         buffers: Persistent buffers by name.
-        sharers: (index of this rank, number of ranks) among those that hold the same tensors if ZeRO divides
+        replica: (index of this rank, number of ranks) among those that hold the same tensors if ZeRO divides
             nothing.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return Zero3State(optimizer, places, buffers, sharers)
+        return Zero3State(optimizer, places, buffers, replica)
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        return PartitionState(optimizer, places, buffers, sharers)
+        return PartitionState(optimizer, places, buffers, replica)
     if isinstance(optimizer, FP16_UnfusedOptimizer):  # stage 0 in fp16 and, despite its name, in bf16
         masters = {
             p: master
             for parameters, group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
             for p, master in zip(parameters, group, strict=True)
         }
-        return ParameterState(places, buffers, optimizer.optimizer, sharers, masters)
-    return ParameterState(places, buffers, optimizer, sharers, {})
+        return ParameterState(places, buffers, optimizer.optimizer, replica, masters)
+    return ParameterState(places, buffers, optimizer, replica, {})
 
 
 def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
@@ -77,12 +77,12 @@ class _FlatState(ABC):
     """State whose master weights and moments are flat tensors of several parameters."""
 
     def __init__(
-        self, optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], sharers: tuple[int, int]
+        self, optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], replica: tuple[int, int]
     ):
         self._optimizer = optimizer
         self._places = places
         self._buffers = buffers
-        self._sharers = sharers
+        self._replica = replica
 
     @abstractmethod
     def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
@@ -120,16 +120,16 @@ class PartitionState(_FlatState):
             saved = SavedOptimizerState(source)
             for index, (adam, flat) in enumerate(self._flats()):
                 saved.create_state(adam, flat, [place for place, group, *_ in ranges if group == index])
-        yield from split_among_ranks(get_frozen_parameters(self._places), self._sharers, to_fill)
+        yield from split_among_ranks(get_frozen_parameters(self._places), self._replica, to_fill)
         kinds = [{WEIGHT: flat, **get_flat_state_tensors(adam, flat)} for adam, flat in self._flats()]
         for place, group, offset, start, length in ranges:
             for kind, flat in kinds[group].items():
                 yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
-        yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
+        yield from buffer_shards(self._buffers, self._replica[0] == 0, to_fill)
 
-    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+    def gradients(self, stepped_ids: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
-        flats = [flat.grad if id(flat) in stepped else None for _, flat in self._flats()]
+        flats = [flat.grad if id(flat) in stepped_ids else None for _, flat in self._flats()]
         for place, group, offset, start, length in self._ranges():
             flat = flats[group]
             if flat is not None:
@@ -191,13 +191,13 @@ class Zero3State(_FlatState):
                 yield from self._frozen_shards(p, place, to_fill)
         for index in range(len(self._optimizer.fp16_groups)):
             yield from self._sub_group_shards(index, saved)
-        yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill)
+        yield from buffer_shards(self._buffers, self._replica[0] == 0, to_fill)
 
-    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+    def gradients(self, stepped_ids: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
         zero = self._optimizer
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            if id(flat) in stepped and flat.grad is not None:
+            if id(flat) in stepped_ids and flat.grad is not None:
                 for p in zero.fp16_groups[index]:
                     offset = zero.grad_position[zero.get_param_id(p)][1]
                     start, length = self._share_of(p)

@@ -1,8 +1,9 @@
 """A rank's part of the model and optimizer state, read as shards for checkpoints and filled from them.
 
 This module has what all engines share, and the state of engines whose optimizer steps whole parameters: plain
-PyTorch and ZeRO 0. Entries of `optimizer.state[p]` keep the optimizer's own names. Checkpoints contain no
-split: each value is written once over all ranks, as part of a whole tensor, so any other split can read it.
+PyTorch and ZeRO 0. Entries of `optimizer.state[p]` keep the optimizer's own names. A checkpoint does not
+depend on the split: each value is written once over all ranks, as part of a whole tensor, so a run with any
+other split can read it.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ def watch_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Cal
             unused[name] = None
             hooks.append(p.register_hook(partial(_mark_used, unused, name)))
 
-    def end() -> list[str]:
+    def stop_watching() -> list[str]:
         for hook in hooks:
             hook.remove()
         return list(unused)
 
-    return end
+    return stop_watching
 
 
 def _mark_used(unused: dict[str, None], name: str, _: Tensor) -> None:
@@ -88,7 +89,7 @@ def _mark_used(unused: dict[str, None], name: str, _: Tensor) -> None:
 
 
 WHOLE_TENSOR: tuple[tuple[Box | None, Box | None], ...] = ((None, None),)
-"""Boxes of a tensor that the rank has whole."""
+"""Boxes of a tensor that the rank has whole; see TensorPlacement.boxes."""
 MODEL_KINDS = (WEIGHT, BUFFER)
 """Kinds of shards that belong to the model; all other kinds are optimizer state."""
 
@@ -101,12 +102,12 @@ class TensorPlacement:
     """Name of the parameter or buffer in the whole model."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    own_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
     """Shape of this rank's tensor."""
     boxes: tuple[tuple[Box | None, Box | None], ...] = WHOLE_TENSOR
     """Pairs (box of this rank's tensor, the same values' box of the whole tensor).
 
-    Together they cover this rank's tensor.
+    Together they cover this rank's tensor. `None` as a box means the whole of that tensor.
     """
     is_written: bool = True
     """Whether this rank writes the values to a checkpoint; false if another rank writes its copy."""
@@ -121,14 +122,14 @@ class TensorPlacement:
         return TensorPlacement(
             name=name,
             shape=tuple(shape),
-            own_shape=tuple(shape),
+            local_shape=tuple(shape),
             boxes=WHOLE_TENSOR,
             is_written=is_written,
             is_frozen=is_frozen,
         )
 
     def shards(self, kind: str, start: int, tensor: Tensor, to_fill: bool) -> Iterator[Shard]:
-        """Yield the shards of a range of values, one for each box that the range meets.
+        """Yield the shards of a range of values, one for each box that overlaps the range.
 
         Args:
             kind: Kind of the shards: weight, buffer, gradient, or an entry of the optimizer's state.
@@ -140,7 +141,7 @@ class TensorPlacement:
         if not (to_fill or self.is_written):
             return
         flat = tensor.detach().reshape(-1)
-        for region, runs in self._regions(start, len(flat)):
+        for region, runs in self._find_regions(start, len(flat)):
             begin = int(runs[0, 0])
             if len(runs) == 1:
                 yield Shard.of(self.name, kind, region, flat[begin : begin + region.length], self.is_frozen)
@@ -149,20 +150,20 @@ class TensorPlacement:
             copy_runs(flat, values, runs)
             yield Shard.of(self.name, kind, region, values, self.is_frozen)
             if to_fill:
-                copy_runs(values, flat, runs[:, [1, 0, 2]])
+                copy_runs(values, flat, runs[:, [1, 0, 2]])  # back, with source and target swapped
         if to_fill and not tensor.is_contiguous():  # reshape made a copy
             tensor.detach().copy_(flat.view(tensor.shape))
 
-    def _regions(self, start: int, length: int) -> Iterator[tuple[Region, Integers]]:
-        """Yield for each box that the range meets its region of the whole tensor and its runs.
+    def _find_regions(self, start: int, length: int) -> Iterator[tuple[Region, Integers]]:
+        """Yield (region of the whole tensor, runs) for each box that overlaps the range.
 
-        A run is (offset from the range's start, offset in the region, length). The values that a box has of
-        a range are contiguous in the box.
+        A run is (offset from the range's start, offset in the region, length). Those of a box's values that
+        lie in the range are contiguous in the box.
         """
-        whole_range = Region(self.own_shape, None, start, length)
+        whole_range = Region(self.local_shape, None, start, length)
         for own, whole in self.boxes:
-            size = math.prod(self.own_shape if own is None else [stop - start for start, stop in own])
-            runs = overlap(whole_range, Region(self.own_shape, own, 0, size))
+            size = math.prod(self.local_shape if own is None else [stop - start for start, stop in own])
+            runs = overlap(whole_range, Region(self.local_shape, own, 0, size))
             if len(runs):
                 first = int(runs[0, 1])
                 runs[:, 1] -= first
@@ -184,24 +185,24 @@ class RankState(Protocol):
         """
         ...
 
-    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+    def gradients(self, stepped_ids: Collection[int]) -> Iterator[Shard]:
         """Yield the gradients before an optimizer's step, each value once over all ranks.
 
         Args:
-            stepped: `id` of each tensor that the optimizer steps.
+            stepped_ids: `id` of each tensor that the optimizer steps.
         """
         ...
 
     def scalars(self) -> Scalars:
         """Return the optimizer's numbers.
 
-        `optimizer/<key>` is the largest one over all parameters. `optimizer/<key>/<name>` is the number of a
-        parameter that differs from it.
+        `optimizer/<key>` is the largest value over all parameters. `optimizer/<key>/<name>` is the value of
+        parameter `<name>`, stored only if it differs.
         """
         ...
 
     def get_masters(self) -> Iterable[Tensor]:
-        """Return the master weights: tensors that an optimizer steps in place of parameters."""
+        """Return the master weights: tensors that an optimizer steps instead of the parameters."""
         ...
 
     def get_stored_gradients(self) -> Iterable[Any]:
@@ -211,24 +212,24 @@ class RankState(Protocol):
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """Set the scalars after the shards were filled. Collective.
 
-        Also copies the master weights to the parameters in half precision.
+        Also copies the master weights to the half-precision parameters.
         """
         ...
 
 
 def split_among_ranks(
-    tensors: list[tuple[TensorPlacement, str, Tensor]], sharers: tuple[int, int], to_fill: bool
+    tensors: list[tuple[TensorPlacement, str, Tensor]], replica: tuple[int, int], to_fill: bool
 ) -> Iterator[Shard]:
-    """Yield this rank's part of the tensors that several ranks hold in copies.
+    """Yield this rank's share of tensors that are replicated on several ranks.
 
-    The parts have equal numbers of elements. Most tensors belong to one rank as a whole.
+    The shares have equal numbers of elements, so most tensors lie entirely in one share.
 
     Args:
         tensors: (placement, kind, values), equal and in the same order on all of these ranks.
-        sharers: (index of this rank among them, number of ranks).
+        replica: (index of this rank among them, number of ranks).
         to_fill: Whether the caller writes to the shards. If so, all values are yielded on every rank.
     """
-    index, count = sharers
+    index, count = replica
     total = sum(tensor.numel() for place, _, tensor in tensors if place.is_written)
     begin = total * index // count
     end = total * (index + 1) // count
@@ -244,7 +245,7 @@ def split_among_ranks(
 
 
 def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -> None:
-    """Fill this rank's part of model and optimizer from a checkpoint; see EngineState.restore.
+    """Fill this rank's part of model and optimizer from a checkpoint.
 
     Args:
         state: State to fill.
@@ -264,10 +265,10 @@ def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -
             shard.values.zero_()
             continue
         if shape != shard.region.shape:
+            found = "none" if shape is None else f"one of shape {shape}"
             raise CheckpointError(
-                f"{shard.name}: the checkpoint has {'none' if shape is None else f'shape {shape}'} of kind "
-                f"{shard.kind}, the model has shape {shard.region.shape}; resume with the model that was "
-                "trained"
+                f"{shard.name}: the model has a {shard.kind} of shape {shard.region.shape}, and the "
+                f"checkpoint has {found}; resume with the model that was trained"
             )
         source.read(shard.name, shard.kind, shard.region, shard.values)
     state.finish_restore(source.scalars)
@@ -291,7 +292,7 @@ OPTIMIZER_PREFIX = "optimizer/"
 
 
 class SavedOptimizerState:
-    """Reads from a checkpoint which optimizer state each parameter has, and creates it.
+    """Knows which optimizer state a checkpoint has for each parameter, and creates missing entries.
 
     The state consists of tensors, of which the shapes are known here, and of numbers.
     """
@@ -306,15 +307,17 @@ class SavedOptimizerState:
     def create_state(
         self, optimizer: torch.optim.Optimizer, stepped: Tensor, places: Iterable[TensorPlacement]
     ) -> None:
-        """Create the state of a tensor that the checkpoint has and the optimizer lacks.
+        """Create the entries of a tensor's optimizer state that only the checkpoint has.
 
-        Its values are filled later. Does nothing if the checkpoint has no state of these parameters.
+        Their values are filled later. Does nothing if the checkpoint has no state tensors of these
+        parameters, unless the optimizer keeps only numbers.
 
         Args:
             optimizer: Optimizer that steps the tensor.
             stepped: A parameter, its master weights, or a flat tensor of several parameters.
             places: Placements of the parameters in it. State of a flat tensor has the flat tensor's shape.
         """
+        # Shape by kind; `None`: the shape of the stepped tensor.
         wanted = {
             kind: None if shape == place.shape else shape
             for place in places
@@ -328,7 +331,8 @@ class SavedOptimizerState:
         if not wanted and not has_only_numbers:
             return
         state = optimizer.state[stepped]
-        for key in self._keys - state.keys() if has_scalar_state(optimizer, stepped) else ():
+        missing = self._keys - state.keys() if has_scalar_state(optimizer, stepped) else set()
+        for key in missing:
             state[key] = (
                 copy.deepcopy(example[key]) if key in example else _make_step_count(own, stepped.device)
             )
@@ -359,7 +363,8 @@ def _make_step_count(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
     torch's optimizers use a tensor, fused ones a tensor on the device, others an int.
     """
-    if not any(base.__module__.startswith("torch.optim") for base in type(optimizer).__mro__[:-2]):
+    classes = type(optimizer).__mro__[:-2]  # without Optimizer, the base of all, and object
+    if not any(each.__module__.startswith("torch.optim") for each in classes):
         return 0
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.zeros((), device=device if on_device else "cpu")
@@ -379,13 +384,13 @@ def place_state_tensors(
     A state tensor of another shape than the parameter is taken to be whole.
 
     Raises:
-        CheckpointError: the parameter is cut, and a state tensor has another shape, so that its part of the
-            whole is unknown.
+        CheckpointError: The parameter is divided, and a state tensor has another shape, so that its part of
+            the whole is unknown.
     """
     for kind, values in get_state_tensors(optimizer, stepped).items():
         if values.shape == stepped.shape:
             yield place, kind, values
-        elif place.shape == place.own_shape:
+        elif place.shape == place.local_shape:
             yield TensorPlacement.whole(place.name, values.shape, place.is_written), kind, values
         else:
             raise build_shape_error(kind, place.name)
@@ -418,7 +423,7 @@ def _is_state_tensor(key: str, value: Any, stepped: Tensor) -> bool:
 
 
 def get_state_scalars(optimizer: torch.optim.Optimizer, stepped: Tensor) -> Scalars:
-    """Return the numbers of a stepped tensor's state by key, such as `step`. Waits for the device.
+    """Return the numbers of a stepped tensor's state by key, such as `step`. Synchronizes with the device.
 
     Raises:
         CheckpointError: an entry is neither a tensor nor a number.
@@ -445,12 +450,12 @@ def merge_scalars(by_name: Mapping[str, Scalars]) -> Scalars:
     """
     scalars: Scalars = {}
     for key in sorted({key for each in by_name.values() for key in each}):
-        most = max(each[key] for each in by_name.values() if key in each)
-        scalars[OPTIMIZER_PREFIX + key] = most
-        others = {name: each.get(key, 0) for name, each in by_name.items() if key in each or not each}
-        scalars |= {
-            f"{OPTIMIZER_PREFIX}{key}/{name}": number for name, number in others.items() if number != most
-        }
+        largest = max(each[key] for each in by_name.values() if key in each)
+        scalars[OPTIMIZER_PREFIX + key] = largest
+        for name, each in by_name.items():
+            # A parameter without any state counts as 0.
+            if (key in each or not each) and each.get(key, 0) != largest:
+                scalars[f"{OPTIMIZER_PREFIX}{key}/{name}"] = each.get(key, 0)
     return scalars
 
 
@@ -472,7 +477,13 @@ def set_state_scalars(
 ) -> None:
     """Set the numbers of a stepped tensor's state, if it has a state.
 
-    Tensors are filled in place, since captured graphs may refer to them.
+    Tensors are filled in place, since captured CUDA graphs may refer to them.
+
+    Args:
+        optimizer: Optimizer that steps the tensor.
+        stepped: A parameter, its master weights, or a flat tensor of several parameters.
+        scalars: Numbers in the form of RankState.scalars.
+        name: Parameter whose own number is preferred to the largest one; `None` for a flat tensor.
     """
     state = optimizer.state.get(stepped)
     if not state or not has_scalar_state(optimizer, stepped):
@@ -491,9 +502,9 @@ def set_state_scalars(
 def replay_step_count(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -> None:
     """Replay a checkpoint's number of steps in the C++ object of DeepSpeed's CPU Adam.
 
-    That object multiplies the powers of the betas by one factor per step. For a step that does not follow its
-    last one it computes them at once, which rounds differently: a resumed run would then differ from an
-    uninterrupted one. Other optimizers keep nothing outside of their state.
+    That object updates beta1^t and beta2^t by one multiplication per step. If the step number jumps, it calls
+    pow() instead, which rounds differently, so a resumed run would differ from an uninterrupted one. Other
+    optimizers keep nothing outside of their state.
     """
     kernel = getattr(adam, "ds_opt_adam", None)
     if kernel is None:
@@ -543,19 +554,19 @@ def buffer_shards(buffers: Mapping[str, Tensor], is_written: bool, to_fill: bool
 
 
 def get_frozen_parameters(places: Placements) -> list[tuple[TensorPlacement, str, Tensor]]:
-    """Return the parameters that no optimizer steps, as `shared_out` takes them."""
+    """Return the frozen parameters as (placement, kind, values), the form that `split_among_ranks` takes."""
     return [(place, WEIGHT, p) for p, place in places.items() if not p.requires_grad]
 
 
 class ParameterState:
-    """State of an engine whose optimizer steps whole parameters, equal on all ranks of `sharers`."""
+    """State of an engine whose optimizer steps whole parameters, replicated on several ranks."""
 
     def __init__(
         self,
         places: Placements,
         buffers: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        sharers: tuple[int, int],
+        replica: tuple[int, int],
         masters: Mapping[nn.Parameter, Tensor],
     ):
         """Store the references.
@@ -564,17 +575,18 @@ class ParameterState:
             places: Placement of each parameter, frozen ones too.
             buffers: Persistent buffers by name.
             optimizer: Optimizer that steps the parameters or their master weights.
-            sharers: (index of this rank, number of ranks) among those that hold the same state. They divide
+            replica: (index of this rank, number of ranks) among those that hold the same state. They divide
                 the writing.
             masters: Master weights by parameter; empty if the optimizer steps the parameters themselves.
         """
         self._places = places
         self._buffers = buffers
         self._optimizer = optimizer
-        self._sharers = sharers
+        self._replica = replica
         self._masters = masters
 
-    def _trained_parameters(self) -> Iterator[tuple[nn.Parameter, TensorPlacement, Tensor]]:
+    def _iterate_trained(self) -> Iterator[tuple[nn.Parameter, TensorPlacement, Tensor]]:
+        """Yield (parameter, placement, tensor that the optimizer steps)."""
         for p, place in self._places.items():
             if p.requires_grad:
                 yield p, place, self._masters.get(p, p)
@@ -583,21 +595,21 @@ class ParameterState:
         """See RankState.shards."""
         saved = None if source is None else SavedOptimizerState(source)
         tensors = get_frozen_parameters(self._places)
-        for _, place, stepped in self._trained_parameters():
+        for _, place, stepped in self._iterate_trained():
             if saved is not None:
                 saved.create_state(self._optimizer, stepped, [place])
             tensors += [(place, WEIGHT, stepped), *place_state_tensors(self._optimizer, stepped, place)]
-        yield from split_among_ranks(tensors, self._sharers, to_fill=saved is not None)
-        yield from buffer_shards(self._buffers, self._sharers[0] == 0, to_fill=saved is not None)
+        yield from split_among_ranks(tensors, self._replica, to_fill=saved is not None)
+        yield from buffer_shards(self._buffers, self._replica[0] == 0, to_fill=saved is not None)
 
-    def gradients(self, stepped: Collection[int]) -> Iterator[Shard]:
+    def gradients(self, stepped_ids: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
         gradients = [
             (place, GRADIENT, each.grad)
-            for _, place, each in self._trained_parameters()
-            if id(each) in stepped and each.grad is not None
+            for _, place, each in self._iterate_trained()
+            if id(each) in stepped_ids and each.grad is not None
         ]
-        yield from split_among_ranks(gradients, self._sharers, to_fill=False)
+        yield from split_among_ranks(gradients, self._replica, to_fill=False)
 
     def get_masters(self) -> Iterable[Tensor]:
         """See RankState.get_masters."""
@@ -610,7 +622,7 @@ class ParameterState:
     def scalars(self) -> Scalars:
         """See RankState.scalars."""
         with_numbers = [
-            each for each in self._trained_parameters() if has_scalar_state(self._optimizer, each[2])
+            each for each in self._iterate_trained() if has_scalar_state(self._optimizer, each[2])
         ]
         return merge_scalars(
             {place.name: get_state_scalars(self._optimizer, tensor) for _, place, tensor in with_numbers}
@@ -619,7 +631,7 @@ class ParameterState:
     @torch.no_grad()
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""
-        for p, place, stepped in self._trained_parameters():
+        for p, place, stepped in self._iterate_trained():
             set_state_scalars(self._optimizer, stepped, scalars, place.name)
             if stepped is not p:
                 p.copy_(stepped)
@@ -631,7 +643,7 @@ def observe_gradients(
 ) -> Iterator[None]:
     """Call `take` with the gradients of the step inside the context, right before the update.
 
-    They are averaged over the batch, unscaled and clipped.
+    They are averaged over the batch and clipped, and the loss scale is removed.
 
     Args:
         optimizers: All optimizers that step the model.
@@ -642,10 +654,11 @@ def observe_gradients(
     @torch.no_grad()
     def pass_gradients(optimizer: Optimizer, *_: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        clipped_by = getattr(optimizer, "grad_scale", None)  # fused kernels divide the gradients by it
+        # Fused kernels divide the gradients by it when they step: loss scale and clipping.
+        divisor = getattr(optimizer, "grad_scale", None)
         for shard in state().gradients(stepped):
             assert shard.values is not None
-            values = shard.values if clipped_by is None else shard.values / clipped_by
+            values = shard.values if divisor is None else shard.values / divisor
             take(replace(shard, values=values))
 
     with ExitStack() as hooks:

@@ -38,7 +38,7 @@ class _Part:
     def __init__(self, place: TensorPlacement, dtype: torch.dtype):
         """Allocate the memory now, so that freed whole parameters leave no gaps between the parts."""
         self.place = place
-        self.values = torch.empty(place.own_shape, dtype=dtype)
+        self.values = torch.empty(place.local_shape, dtype=dtype)
         self.has_values = False
 
     @torch.no_grad()

@@ -202,8 +202,8 @@ class TorchEngine:
     def _state(self) -> ParameterState:
         ranks = self._job.ranks
         buffers = get_persistent_buffers(self.module)
-        sharers = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
-        return ParameterState(place_whole_parameters(self.module), buffers, self._optimizer, sharers, {})
+        replica = (ranks.rank, ranks.world_size) if self._ddp is not None else (0, 1)
+        return ParameterState(place_whole_parameters(self.module), buffers, self._optimizer, replica, {})
 
     def shards(self) -> Iterator[Shard]:
         """See EngineState.shards. Under `ddp` each rank writes a part of the replicated tensors."""

@@ -66,7 +66,7 @@ def list_candidates(settings: Settings, resolved: ResolvedSettings, device: Devi
     model = settings.config.model.language_model
     size = plan.micro_batch_size
     steps = plan.gradient_accumulation_steps
-    if not plan.is_auto:
+    if not plan.is_provisional:
         smaller = [size // n for n in (2, 3, 5, 4, 8) if size % n == 0]
         for micro in dict.fromkeys([*smaller, *([1] if size > 1 else [])]):
             parts = size // micro

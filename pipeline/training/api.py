@@ -217,7 +217,7 @@ class Run:
             stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)
             self._advice.states = partial(count_tensor_bytes, self._parts.engine)
-            if resolved.batch_plan.is_auto:
+            if resolved.batch_plan.is_provisional:
                 resolved = self._record_micro_batch(known)
             self._parts.meters.set_start_time(began)
             if leaves:

@@ -319,7 +319,7 @@ def assemble(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
     job.progress.at("starting")
-    if resolved.batch_plan.is_auto:  # weights and states of the checkpoint are there
+    if resolved.batch_plan.is_provisional:  # weights and states of the checkpoint are there
         resolved = settle_on(resolved=resolved, data=data)
         loader.set_batch_division(
             resolved.batch_plan.micro_batch_size, resolved.batch_plan.gradient_accumulation_steps
@@ -406,7 +406,7 @@ def choose_micro_batch(
         objective=objective,
         loader=loader,
         cache=get_cache_folder(config),
-        guess=guess_micro_batch(config, resolved, job, data) if resolved.batch_plan.is_auto else None,
+        guess=guess_micro_batch(config, resolved, job, data) if resolved.batch_plan.is_provisional else None,
     )
     return search.resolve_auto()
 
@@ -502,7 +502,7 @@ def restore_progress(
 
     Raises:
         ConfigError: The checkpoint is of a later step than `max_steps`.
-        CheckpointError: The adapter was trained over another base.
+        CheckpointError: The adapter was trained on top of another base.
     """
     if checkpoint is None:
         return TrainState.start(engine.device), {}

@@ -92,7 +92,7 @@ class TrainingAdvice:
             with suppress(PipelineError):
                 device = describe_device(self.job.device)
                 batch = self.settings.resolve(self.job.ranks.world_size, device).batch_plan
-                doing = "" if batch.is_auto else f" at micro_batch_size {batch.micro_batch_size}"
+                doing = "" if batch.is_provisional else f" at micro_batch_size {batch.micro_batch_size}"
                 if shortage.kind == device.kind:  # not the host's memory beside a GPU
                     said, found = self._forecast_changes(shortage) or (
                         "",

@@ -151,7 +151,7 @@ def forecast_on_this_machine(job: Job, data: DataBundle, settings: Settings) -> 
     if model is None:
         raise ModelError("the model has to be built to be known")
     resolved = settings.resolve(job.ranks.world_size, place.device)
-    if resolved.batch_plan.is_auto:
+    if resolved.batch_plan.is_provisional:
         resolved = resolved.with_micro_batch_size(choose_auto_micro_batch(config, resolved, model, place))
     return forecast_resolved(config, resolved, model, place)
 

@@ -301,7 +301,7 @@ class MicroBatchSearch:
             ConfigError: Memory cannot be measured on this system.
         """
         plan = self.resolved.batch_plan
-        if not plan.is_auto:
+        if not plan.is_provisional:
             return self.resolved
         size = self.find() if len(plan.candidates) > 1 else plan.candidates[0]
         found = self.resolved.with_micro_batch_size(size)

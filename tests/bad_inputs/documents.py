@@ -334,7 +334,7 @@ CHATS = [
         template(
             "a template of a hundred megabytes",
             "{% for a in range(1000) %}{{ 'a' * 100000 }}{% endfor %}",
-            "characters of a conversation",
+            "characters, more than the limit",
             "data.chat_template",
         ),
     ),

@@ -190,9 +190,9 @@ def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
     weights = load_file(file)
     weights[name].view(-1)[-1] += 1.0
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"was trained over other weights than .*bring back"):
+    with pytest.raises(CheckpointError, match=r"was trained on top of other weights than .*restore"):
         trained(settings(tmp_path, "run", given, adapter, own, steps=2))
-    changed = rf"is an adapter, and {own}, its base, holds other weights than those it was trained over"
+    changed = rf"is an adapter, and its base, {own}, has other weights than those on top of which"
     for merge in (False, True):
         with pytest.raises(CheckpointError, match=changed):
             pipeline.export(run, tmp_path / "after", merge=merge)
@@ -203,7 +203,7 @@ def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
     for command in (["evaluate", str(run)], ["generate", str(run), "--prompt", "a"]):
         capsys.readouterr()
         assert main(command) == 2
-        assert "holds other weights than those it was trained over" in capsys.readouterr().err
+        assert "has other weights than those on top of which the adapter was trained" in capsys.readouterr().err
 
 
 def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monkeypatch):
@@ -260,7 +260,7 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
     pipeline.export(tmp_path / "run", tmp_path / "unnoticed", merge=True)
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, base, steps=2))
     aged(file, 30)
-    with pytest.raises(CheckpointError, match="holds other weights"):
+    with pytest.raises(CheckpointError, match="has other weights"):
         pipeline.export(tmp_path / "run", tmp_path / "noticed", merge=True)
 
 

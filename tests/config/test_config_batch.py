@@ -55,7 +55,8 @@ def test_a_contradiction_prints_both_sides():
         plan_batch(batch, 2)
     assert str(caught.value) == (
         "batch: 8 (micro_batch_size) x 4 (gradient_accumulation_steps) x 2 (data-parallel ranks) = 64 "
-        "(global_batch_size), but global_batch_size is given as 100; drop one of the three and it follows"
+        "(global_batch_size), but global_batch_size is given as 100; remove one of micro_batch_size, "
+        "gradient_accumulation_steps and global_batch_size, and it is computed from the others"
     )
 
 
@@ -66,9 +67,9 @@ def test_what_does_not_divide_names_near_values_that_do(name, part, total, dp_wo
     if total % (part * dp_world_size) == 0:
         assert plan_batch(batch, dp_world_size).global_batch_size == total
         return
-    with pytest.raises(ConfigError, match=r"a global_batch_size of .* divides$") as caught:
+    with pytest.raises(ConfigError, match=r"use a global_batch_size of [0-9a-z ]*$") as caught:
         plan_batch(batch, dp_world_size)
-    near = [int(n) for n in re.search(r"of (\d+)(?: or (\d+))? divides", str(caught.value)).groups() if n]
+    near = [int(n) for n in re.search(r"global_batch_size of (\d+)(?: or (\d+))?$", str(caught.value)).groups() if n]
     assert near[-1] > total
     assert near[-1] - total <= part * dp_world_size
     assert len(near) == 1 or 0 < near[0] < total
@@ -85,7 +86,7 @@ def test_too_few_numbers_are_refused(batch):
 
 def test_fewer_samples_than_ranks_cannot_be_split():
     with pytest.raises(
-        ConfigError, match=r"= 2 / 4 = 0\.500, which is not whole; a global_batch_size of 4 div"
+        ConfigError, match=r"= 2 / 4 = 0\.500, which is not an integer; use a global_batch_size of 4$"
     ):
         plan_batch(BatchConfig(global_batch_size=2), 4)
 
@@ -99,7 +100,7 @@ def test_fewer_samples_than_ranks_cannot_be_split():
     ],
 )
 def test_a_number_that_follows_has_the_limits_of_a_stated_one(stated, name, most):
-    with pytest.raises(ConfigError, match=f"; {name} is at most {most}"):
+    with pytest.raises(ConfigError, match=f"; {name} must be at most {most}"):
         plan_batch(BatchConfig(**stated), 1)
 
 
@@ -109,11 +110,11 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
     plan = plan_batch(
         BatchConfig(micro_batch_size="auto", global_batch_size=share * dp_world_size), dp_world_size
     )
-    assert plan.is_auto
+    assert plan.is_provisional
     assert plan.candidates == [n for n in range(1, share + 1) if share % n == 0]
     for size in plan.candidates:
         divided = plan.with_micro_batch_size(size)
-        assert not divided.is_auto
+        assert not divided.is_provisional
         assert divided == plan_batch(
             BatchConfig(micro_batch_size=size, global_batch_size=share * dp_world_size), dp_world_size
         )
@@ -123,8 +124,8 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
     ("others", "message"),
     [
         ({}, "give global_batch_size"),
-        ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, "drop it, or give micro_batch_size as"),
-        ({"global_batch_size": 7}, "samples of a rank = 7 / 2 = 3.500.* of 6 or 8 divides"),
+        ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, "remove it, or give micro_batch_size as"),
+        ({"global_batch_size": 7}, "samples per rank = 7 / 2 = 3.500.* of 6 or 8$"),
     ],
 )
 def test_what_auto_cannot_stand_with_is_refused(others, message):
