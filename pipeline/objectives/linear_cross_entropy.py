@@ -44,7 +44,7 @@ from pipeline.planner.model import (
     CPU_GRADIENT_ELEMENTS,
     choose_block_rows,
     choose_chunk_tokens,
-    pad_vocabulary,
+    compute_padded_vocabulary,
 )
 
 
@@ -214,7 +214,7 @@ def _filled_up(of_words: Tensor) -> Tensor:
     No label is one of these rows. The vocabulary is padded inside the loss only, so the model, its
     checkpoints and its exports have the tokenizer's words, and one loss curve holds on every device.
     """
-    further = pad_vocabulary(len(of_words), of_words.device.type) - len(of_words)
+    further = compute_padded_vocabulary(len(of_words), of_words.device.type) - len(of_words)
     return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
 
 

@@ -24,7 +24,7 @@ from pipeline.planner.model import (
     ModelSpec,
     choose_block_rows,
     choose_chunk_tokens,
-    pad_vocabulary,
+    compute_padded_vocabulary,
 )
 
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto", "cpo")
@@ -187,7 +187,7 @@ class MicroBatchSpec:
             rows=resolved.batch_plan.micro_batch_size,
             length=length,
             blocks=dimensions.layers,
-            first=dimensions.first,
+            first=dimensions.first_layer,
             micro_batches=resolved.batch_plan.gradient_accumulation_steps,
             apart=documents is not None and documents.separate_documents,
             recompute=RecomputePolicy.from_model(model),
@@ -244,7 +244,7 @@ def count_loss_bytes(work: MicroBatchSpec, hidden: int, words: int, trained: boo
     on_cpu = work.device == "cpu"
     size = work.computes_in
     tokens = work.tokens
-    full = pad_vocabulary(words, work.device)
+    full = compute_padded_vocabulary(words, work.device)
     copied = work.precision == "autocast" or full > words
     cast = full * hidden * size if copied else 0
     block = choose_block_rows(full, on_cpu)

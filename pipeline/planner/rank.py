@@ -58,7 +58,7 @@ def select_stage(model: ModelSpec, stages: int, how: str, stage: int) -> ModelSp
         own = [*(layers.tied if stage else ()), *own, *layers.after]
     dimensions = model.dimensions
     if dimensions is not None:
-        dimensions = replace(dimensions, layers=len(blocks), first=bounds[stage])
+        dimensions = replace(dimensions, layers=len(blocks), first_layer=bounds[stage])
     return replace(model, parameters=tuple(own), dimensions=dimensions)
 
 

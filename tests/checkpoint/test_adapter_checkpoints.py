@@ -203,7 +203,9 @@ def test_a_base_whose_last_byte_changed_is_refused_everywhere(tmp_path, capsys):
     for command in (["evaluate", str(run)], ["generate", str(run), "--prompt", "a"]):
         capsys.readouterr()
         assert main(command) == 2
-        assert "has other weights than those on top of which the adapter was trained" in capsys.readouterr().err
+        assert (
+            "has other weights than those on top of which the adapter was trained" in capsys.readouterr().err
+        )
 
 
 def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monkeypatch):

@@ -190,7 +190,7 @@ def test_a_plan_that_does_not_divide_is_told_before_anything_starts(main):
     code, out, err = main(*plan, "batch={global_batch_size: 32}")
     assert (code, out) == (2, "")
     assert err.startswith("error: batch: global_batch_size = 32 on 3 data-parallel ranks")
-    assert err.endswith("a global_batch_size of 30 or 33 divides\n")
+    assert err.endswith("use a global_batch_size of 30 or 33\n")
 
 
 @pytest.mark.parametrize(

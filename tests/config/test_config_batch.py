@@ -69,7 +69,11 @@ def test_what_does_not_divide_names_near_values_that_do(name, part, total, dp_wo
         return
     with pytest.raises(ConfigError, match=r"use a global_batch_size of [0-9a-z ]*$") as caught:
         plan_batch(batch, dp_world_size)
-    near = [int(n) for n in re.search(r"global_batch_size of (\d+)(?: or (\d+))?$", str(caught.value)).groups() if n]
+    near = [
+        int(n)
+        for n in re.search(r"global_batch_size of (\d+)(?: or (\d+))?$", str(caught.value)).groups()
+        if n
+    ]
     assert near[-1] > total
     assert near[-1] - total <= part * dp_world_size
     assert len(near) == 1 or 0 < near[0] < total
@@ -124,7 +128,10 @@ def test_auto_leaves_open_what_divides_a_ranks_share(share, dp_world_size):
     ("others", "message"),
     [
         ({}, "give global_batch_size"),
-        ({"gradient_accumulation_steps": 2, "global_batch_size": 8}, "remove it, or give micro_batch_size as"),
+        (
+            {"gradient_accumulation_steps": 2, "global_batch_size": 8},
+            "remove it, or give micro_batch_size as",
+        ),
         ({"global_batch_size": 7}, "samples per rank = 7 / 2 = 3.500.* of 6 or 8$"),
     ],
 )

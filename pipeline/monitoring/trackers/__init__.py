@@ -154,7 +154,7 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
         run_dir=run.directory,
         start_step=run.start_step,
         run_config=run.settings,
-        earlier=partial(replay, run.record, run.start_step),
+        read_earlier=partial(replay, run.record, run.start_step),
     )
     if online is None:
         return []

@@ -3,11 +3,13 @@
 Each row is on the server exactly once, even after a kill: W&B loses rows that it had not sent yet, so a
 resumed run sends them again from metrics.jsonl.
 
-W&B accepts no step twice, so its step is `global_step` plus an offset. A rollback adds the steps it dropped,
-and one more. The line of each rollback in metrics.jsonl has the sums so far.
+W&B accepts no step twice, so its step is `global_step` plus an offset. Each rollback increases the offset by
+the number of steps given up, plus one. Its line in metrics.jsonl has the totals: `steps_given_up`, and
+`rewinds`, the number of rollbacks.
 
-No call of W&B that queries the server runs in the training thread while training: tables and artifacts do so.
-Artifacts have a separate thread; a table is bound to the run first, which sends it as a plain file.
+The training thread makes no call of W&B that waits for the server. Logging an artifact waits, so artifacts
+have a thread of their own. Logging a table would wait, too; a table that is first bound to the run is sent as
+a plain file.
 
 W&B's shared mode is not used (wandb 0.31). It ignores `step=`, numbers rows itself, and sends them through
 the server's asynchronous path, where a second process that repeats rows adds them again.
@@ -48,16 +50,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURE = "failure"
-SAMPLES = 100
+"""Key of the run's summary with the traceback of a failed run."""
+MAX_SAMPLES = 100
 """Maximum lines of the table of samples. Each evaluation sends all of them again."""
 AXES = {"global_step": "global_step", "tokens_seen": "train/tokens_seen"}
+"""The recipe's `wandb.x_axis` -> metric on the x axis of W&B's curves."""
 RUN_ID_FILE = "wandb_run_id"
 PROJECT = "deepspeed-pipeline"
 INIT_TIMEOUT_SECONDS = 10.0
 FINISH_TIMEOUT_SECONDS = 8.0
-ROOM = 8 * 2**20
+MIN_FREE_BYTES = 8 * 2**20
 """Free bytes on the disk of W&B's files below which no more rows are sent."""
-VARIABLES = {
+ENVIRONMENT_VARIABLES = {
     "project": "WANDB_PROJECT",
     "entity": "WANDB_ENTITY",
     "group": "WANDB_RUN_GROUP",
@@ -66,8 +70,13 @@ VARIABLES = {
     "job_type": "WANDB_JOB_TYPE",
 }
 """Key of the section `wandb`, which is also an argument of `wandb.init` -> W&B's variable for it."""
-_MODES = {"dryrun": "offline", "run": "online", "shared": "online"}  # wandb's synonyms
-MOST_HASHED_BYTES = 2**20
+_MODES = {
+    "dryrun": "offline",
+    "run": "online",
+    "shared": "online",
+}  # wandb's other names -> the mode used here
+MAX_HASHED_BYTES = 2**20
+STOPPED = "stopped, and training continues without it"
 
 
 def open_wandb(
@@ -77,17 +86,20 @@ def open_wandb(
     run_dir: Path,
     start_step: int,
     run_config: dict[str, Any],
-    earlier: Callable[[], Iterable[Mapping[str, Any]]],
+    read_earlier: Callable[[], Iterable[Mapping[str, Any]]],
 ) -> WandbTracker | None:
-    """Open the W&B run, offline if there is no key or no server, and log which in one line.
+    """Open the W&B run: online, or offline if there is no API key or the server does not answer.
+
+    One log line says which, and why.
 
     Args:
         config: The section `wandb` of the recipe.
-        run_name: Default group of the run, if neither the recipe nor W&B's variable names one.
+        run_name: Default group of the run, if neither the recipe nor W&B's environment variable names one.
         run_dir: Directory of the run; its folder `wandb` has W&B's files, or links to them.
         start_step: 0 creates a new W&B run; otherwise the run continues under its id.
         run_config: Configuration to show.
-        earlier: Function that reads rows and rollbacks up to `start_step`; those that W&B lacks are sent.
+        read_earlier: Function that reads rows and rollbacks up to `start_step`. Those that W&B lacks are
+            sent.
 
     Returns:
         The tracker; `None` if W&B is disabled or cannot be started.
@@ -106,47 +118,48 @@ def open_wandb(
             logger.warning("W&B is left out: %s; metrics.jsonl has every row", lacking)
             return None
         arguments = build_run_arguments(config, run_name, run_dir, run_config)
-        run, newest = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
+        run, last_logged_step = open_run(mode, reason, arguments, run_dir, is_resume=start_step > 0)
         if (run_dir / GIT_DIFF).exists():
             run.save(str(run_dir / GIT_DIFF), base_path=str(run_dir), policy="now")
-        tracker = WandbTracker(run, newest, AXES[config.x_axis])
-        if start_step == 0 and newest >= 0:
+        tracker = WandbTracker(run, last_logged_step, AXES[config.x_axis])
+        if start_step == 0 and last_logged_step >= 0:
             logger.warning(
-                "W&B: run %s already has steps up to %d and keeps them; this run's rows up to that step are "
-                "only in metrics.jsonl (set another WANDB_RUN_ID, or none, to start a new W&B run)",
+                "W&B: run %s already has W&B steps up to %d and keeps them; this run's rows up to that "
+                "step are only in metrics.jsonl (set another WANDB_RUN_ID, or none, to start a new W&B run)",
                 run.id,
-                newest,
+                last_logged_step,
             )
         if start_step > 0:
-            for record in earlier():
-                tracker.repeat(record)
-            if newest > tracker.wandb_step(start_step):
+            for record in read_earlier():
+                tracker.replay(record)
+            if last_logged_step > tracker.to_wandb_step(start_step):
                 logger.info("W&B already has steps of this run beyond step %d and keeps them", start_step)
         return tracker
 
-    return _never_crash("cannot start", start)
+    return _run_safely("cannot start, and training continues without it", start)
 
 
 class WandbTracker:
     """Passes rows to wandb's process, which sends them; `write` does not wait for the network."""
 
-    def __init__(self, run: Any, newest: int, axis: str = "global_step") -> None:
-        """Define the axes of the curves.
+    def __init__(self, run: Any, last_logged_step: int, axis: str = "global_step") -> None:
+        """Define the axes of a started run's curves, and remove the failure of an earlier start.
 
         Args:
             run: Started run of wandb.
-            newest: W&B step up to which the run already has rows, which cannot be changed.
+            last_logged_step: W&B step up to which the run already has rows, which cannot be changed; -1 if it
+                has none.
             axis: Metric on the x axis of curves.
         """
         self._run = run
-        self._newest_there = newest
-        self._is_on = True
+        self._last_logged_step = last_logged_step
+        self._is_enabled = True
         self._has_room = True
         self._artifacts: TrackerThread | None = None
         self._samples = list[list[Any]]()
         # The newest row, which is not sent yet, and its W&B step.
-        self._row = dict[str, Any]()
-        self._step = 0
+        self._pending_row = dict[str, Any]()
+        self._pending_step = 0
         self._offset = 0
         self._rewinds = 0
         self._summary = dict[str, dict[str, float]]()
@@ -156,7 +169,7 @@ class WandbTracker:
         if FAILURE in run.summary.keys():  # noqa: SIM118 (not a dict)
             del run.summary[FAILURE]  # of an earlier start
 
-    def wandb_step(self, step: int) -> int:
+    def to_wandb_step(self, step: int) -> int:
         """Return the W&B step of a global step. W&B steps must increase."""
         return step + self._offset
 
@@ -170,17 +183,17 @@ class WandbTracker:
                 better = np.fmin if best == "min" else np.fmax  # ignores a NaN
                 previous = self._summary.get(name, {}).get(best, math.nan)
                 self._summary[name] = {best: float(better(value, previous)), "last": float(value)}
-        at = self.wandb_step(step)
-        if at <= self._newest_there:
+        at = self.to_wandb_step(step)
+        if at <= self._last_logged_step:
             return
-        if at != self._step:
+        if at != self._pending_step:
             self._send()
-        self._step = at
-        self._row |= {**row, "global_step": step}
+        self._pending_step = at
+        self._pending_row |= {**row, "global_step": step}
         if self._rewinds:
-            self._row["rewinds"] = self._rewinds
+            self._pending_row["rewinds"] = self._rewinds
 
-    def repeat(self, record: Mapping[str, Any]) -> None:
+    def replay(self, record: Mapping[str, Any]) -> None:
         """Process a row or event that an earlier process of the run recorded."""
         if is_rollback(record):
             self._send()
@@ -192,13 +205,21 @@ class WandbTracker:
             self.write(record["step"], {key: value for key, value in record.items() if key != "step"})
 
     def _add_sample(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Add a line to the table of samples, which is sent with the row of its step."""
+        """Add a line to the table of samples.
+
+        The table is sent with the row of this step. If that is sent already, it is sent with the row of a
+        later sample.
+        """
         self._samples.append([step, self._rewinds, fields["prompt"], fields["text"]])
-        if self.wandb_step(step) == self._step and self._row:
-            self._row["samples"] = self._samples[-SAMPLES:]
+        if self.to_wandb_step(step) == self._pending_step and self._pending_row:
+            self._pending_row["samples"] = self._samples[-MAX_SAMPLES:]
 
     def tell(self, step: int, event: Event) -> None:
-        """Send an alert; W&B suppresses repeated ones. A failure is also `failure` in the summary."""
+        """Process an event.
+
+        A rollback shifts the W&B step, and a sample joins the table. A warning or an error becomes an alert,
+        of which W&B suppresses repeated ones. The traceback of a failed run is also in the run's summary.
+        """
         if event.name == ROLLBACK:
             self._send()
             self._rewinds += 1
@@ -206,25 +227,25 @@ class WandbTracker:
             self._offset += int(event.fields["from_step"]) - step + 1
         if event.name == SAMPLE:
             self._add_sample(step, event.fields)
-        if self._is_on and event.level != "info":
-            self._is_on = _never_crash("stopped", lambda: self._alert(step, event)) is not None
+        if self._is_enabled and event.level != "info":
+            self._is_enabled = _run_safely(STOPPED, lambda: self._alert(step, event)) is not None
 
     def show(self, what: Showable) -> None:
         """Log new checkpoints as artifacts, or add histograms to the row of their step."""
         if isinstance(what, Histograms):
-            if self.wandb_step(what.step) == self._step and self._row:
-                self._row["histograms"] = what
-        elif self._is_on:
+            if self.to_wandb_step(what.step) == self._pending_step and self._pending_row:
+                self._pending_row["histograms"] = what
+        elif self._is_enabled:
             if self._artifacts is None:
                 name = "W&B's list of checkpoints"
                 self._artifacts = TrackerThread(lambda: CheckpointArtifacts(self._run), name)
             self._artifacts.show(what)
 
     def close(self, exit_code: int) -> None:
-        """Finish the run, waiting for the server at most FINISH_TIMEOUT_SECONDS.
+        """Finish the run. Waits at most FINISH_TIMEOUT_SECONDS for artifacts, and as long again for rows.
 
-        A run that a signal stopped does not send its newest row: its evaluation may follow after a resume,
-        and W&B accepts no more data for a step that it has. The resumed run sends both.
+        If a signal stopped the run, the pending row is not sent: W&B accepts nothing more for a step that it
+        has, and the evaluation of that step may follow after the resume, which sends both.
         """
         is_stopped = exit_code > 128
         if not is_stopped:
@@ -232,33 +253,35 @@ class WandbTracker:
         if self._artifacts is not None:
             self._artifacts.close(exit_code)
             wait_for_trackers([self._artifacts], FINISH_TIMEOUT_SECONDS)
-        if self._is_on:
-            self._is_on = False
-            _never_crash("did not finish", lambda: self._finish(0 if is_stopped else exit_code))
+        if self._is_enabled:
+            self._is_enabled = False
+            what = "did not finish; metrics.jsonl has every row"
+            _run_safely(what, lambda: self._finish(0 if is_stopped else exit_code))
 
     def _send(self) -> None:
-        row = self._row
-        self._row = {}
-        if not (row and self._is_on and self._has_room):
+        row = self._pending_row
+        self._pending_row = {}
+        if not (row and self._is_enabled and self._has_room):
             return
         if (lacking := explain_lack_of_space(Path(self._run.dir))) is not None:
             self._has_room = False
             logger.warning(
                 "W&B gets no more rows from step %d on: %s; metrics.jsonl has them all; free some space, and "
                 "the run sends them to W&B when it resumes",
-                self._step,
+                row["global_step"],
                 lacking,
             )
             return
-        self._is_on = _never_crash("stopped", lambda: self._log(row)) is not None
+        self._is_enabled = _run_safely(STOPPED, lambda: self._log(row)) is not None
 
     def _log(self, row: dict[str, Any]) -> bool:
+        """Send the pending row. Return True, since `_run_safely` returns `None` after a failure."""
         import wandb
 
         if (samples := row.pop("samples", None)) is not None:
             table = wandb.Table(columns=["global_step", "rewinds", "prompt", "text"], data=samples)
             # Without this, `log` makes an artifact of the table too, and waits for the server.
-            table.bind_to_run(self._run, "samples", self._step)
+            table.bind_to_run(self._run, "samples", self._pending_step)
             row["samples"] = table
         histograms: Histograms | None = row.pop("histograms", None)
         if histograms is not None:
@@ -267,10 +290,11 @@ class WandbTracker:
             for group, counts_of in groups.items():
                 for name, counts in counts_of.items():
                     row[f"{group}/{name}"] = wandb.Histogram(np_histogram=(counts.tolist(), edges))
-        self._run.log(row, step=self._step, commit=True)
+        self._run.log(row, step=self._pending_step, commit=True)
         return True
 
     def _alert(self, step: int, event: Event) -> bool:
+        """Send an alert. Return True, since `_run_safely` returns `None` after a failure."""
         level = "ERROR" if event.level == "error" else "WARN"
         self._run.alert(title=event.name, text=f"step {step}: {event.line}", level=level, wait_duration=60)
         if event.name == RUN_FAILED:
@@ -286,16 +310,16 @@ class WandbTracker:
                 "W&B did not accept the last rows within %.0f s; metrics.jsonl has them all; to upload them: "
                 "%s",
                 FINISH_TIMEOUT_SECONDS,
-                upload_command("--include-online", Path(self._run.dir).parent),
+                build_upload_command("--include-online", Path(self._run.dir).parent),
             )
 
 
-def upload_command(*words: str | Path) -> str:
+def build_upload_command(*words: str | Path) -> str:
     """Return the command of wandb's client that uploads files."""
     return format_shell_line(find_installed_program("wandb") or "wandb", "sync", *words)
 
 
-def _never_crash(what: str, action: Callable[[], T]) -> T | None:
+def _run_safely(what: str, action: Callable[[], T]) -> T | None:
     """Run the action and return its result. After a failure of W&B, log one line and return `None`."""
     try:
         return action()
@@ -303,7 +327,7 @@ def _never_crash(what: str, action: Callable[[], T]) -> T | None:
     # (ConnectionResetError, errors of pydantic, assertions). None of them may end a training run.
     except Exception as error:
         logger.warning(
-            "W&B %s (%s: %s); training continues without it",
+            "W&B %s (%s: %s)",
             what,
             type(error).__name__,
             summarize_error(error),
@@ -321,11 +345,11 @@ def explain_lack_of_space(folder: Path) -> str | None:
     """Return why W&B gets no more rows; `None` if its disk has enough space.
 
     On a full disk wandb 0.31 silently drops rows that it cannot write to its own file, also in online runs,
-    and ends with 0. Of 2,010 rows 12 were missing in the middle, where no resume finds them. So W&B is
-    stopped before the disk is full: then rows are missing only at the end.
+    and exits with code 0. In a test, 12 of 2,010 rows were missing in the middle, which no resume detects. So
+    no more rows are sent to W&B before the disk is full: then rows are missing only at the end.
     """
     free = shutil.disk_usage(folder).free
-    if free >= ROOM:
+    if free >= MIN_FREE_BYTES:
         return None
     return f"{folder} has {free / 2**20:.1f} MiB left, and W&B loses rows on a full disk"
 
@@ -340,38 +364,41 @@ def remove_empty_variables() -> None:
 def build_run_arguments(
     config: WandbConfig, run_name: str, run_dir: Path, run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `wandb.init`; one log line names the variables that the recipe overrides.
+    """Return the arguments of `wandb.init`, and create the folder that WANDB_DIR names.
+
+    One log line names the environment variables that the recipe overrides.
 
     Args:
         config: The section `wandb` of the recipe; W&B's variables replace the keys it omits.
-        run_name: Default group of the run, if neither names one.
+        run_name: Default group of the run, if neither of them names one.
         run_dir: Directory of the run.
         run_config: Configuration to show.
     """
     arguments: dict[str, Any] = {"project": PROJECT, "group": run_name}
     overridden = []
-    theirs: Any = os.environ.get("WANDB_MODE")
-    if config.mode != "auto" and theirs not in (None, config.mode):
-        overridden.append(f"mode {config.mode} from the recipe, not {theirs} from WANDB_MODE")
-    for key, variable in VARIABLES.items():
-        given = getattr(config, key)
-        theirs = os.environ.get(variable)
-        if theirs is not None and key == "tags":
-            theirs = theirs.split(",")
-        if given and theirs not in (None, given):
-            overridden.append(f"{key} {given} from the recipe, not {theirs} from {variable}")
-        if given or theirs:
-            arguments[key] = given or theirs
+    from_variable: Any = os.environ.get("WANDB_MODE")
+    if config.mode != "auto" and from_variable not in (None, config.mode):
+        overridden.append(f"mode {config.mode} from the recipe, not {from_variable} from WANDB_MODE")
+    for key, variable in ENVIRONMENT_VARIABLES.items():
+        from_recipe = getattr(config, key)
+        from_variable = os.environ.get(variable)
+        if from_variable is not None and key == "tags":
+            from_variable = from_variable.split(",")
+        if from_recipe and from_variable not in (None, from_recipe):
+            overridden.append(f"{key} {from_recipe} from the recipe, not {from_variable} from {variable}")
+        if from_recipe or from_variable:
+            arguments[key] = from_recipe or from_variable
     if overridden:
         logger.info("W&B: %s", "; ".join(overridden))
     name = os.environ.get("WANDB_NAME", run_dir.resolve().name)
     folder = os.environ.get("WANDB_DIR", str(run_dir))
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return redact(arguments | {"name": name, "config": run_config}) | {"dir": folder}
+    redacted = redact(arguments | {"name": name, "config": run_config})
+    return redacted | {"dir": folder}  # a path that wandb must find, so it is not redacted
 
 
 def choose_mode(config: WandbConfig) -> tuple[str, str]:
-    """Return `online`, `offline` or `disabled`, and the reason for offline."""
+    """Return `online`, `offline` or `disabled`, and the reason for it; an empty reason if it is online."""
     require_package("wandb", f"wandb.mode: {config.mode}", "set wandb.mode=disabled")
     import wandb
 
@@ -415,29 +442,31 @@ def open_run(
         x_transaction_log_flush_interval=1.0,  # 15 by default; a killed run loses rows that were not flushed
     )
     # create_new: another wandb run in this process is not affected.
-    shared = {"reinit": "create_new", "settings": settings, **arguments}
+    common = {"reinit": "create_new", "settings": settings, **arguments}
     folder = run_dir / "wandb"
     id_file = run_dir / RUN_ID_FILE
     uses_variable = not is_resume and "WANDB_RESUME" in os.environ
-    resume: Literal["allow"] | None = None if uses_variable else "allow"  # None: wandb reads the variable
+    # `None` lets wandb read WANDB_RESUME.
+    resume: Literal["allow"] | None = None if uses_variable else "allow"
     if mode == "online":
         try:
             run_id = _choose_run_id(id_file, is_resume=is_resume, reuse=is_resume)
-            run = _init("online", folder, id=run_id, resume=resume, **shared)
+            run = _init("online", folder, id=run_id, resume=resume, **common)
             _move_aside(folder.glob("offline-run-*"))  # the server gets their rows from metrics.jsonl
             logger.info("W&B run: %s", run.url)
             return run, run.starting_step - 1
         except (wandb.Error, TimeoutError) as error:
             reason = summarize_error(error)
-    # Offline files of one id are uploaded together, in the order of their starts. A run that the server may
-    # know gets a new id: how many rows the server has is unknown now, so the new file begins with all rows.
-    newest = _newest_offline_step(folder, id_file) if is_resume else None
+    # `wandb sync` uploads the offline files of one id together, in the order in which they were started. A
+    # run that was online before gets a new id: the server cannot be asked now which rows it has, so the new
+    # file repeats all rows.
+    newest = _find_newest_offline_step(folder, id_file) if is_resume else None
     if newest is None:
         _move_aside(folder.glob("offline-run-*"))
     run_id = _choose_run_id(id_file, is_resume=is_resume, reuse=newest is not None)
-    run = _init("offline", folder, id=run_id, resume=resume, **shared)
+    run = _init("offline", folder, id=run_id, resume=resume, **common)
     paths = sorted(folder.glob(f"offline-run-*-{run.id}"))
-    logger.warning("W&B is offline (%s); to upload: %s", reason, upload_command(*paths))
+    logger.warning("W&B is offline (%s); to upload: %s", reason, build_upload_command(*paths))
     return run, -1 if newest is None else newest
 
 
@@ -458,17 +487,18 @@ def _init(mode: Literal["online", "offline"], folder: Path, **arguments: Any) ->
     return run
 
 
-def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
+def _find_newest_offline_step(folder: Path, id_file: Path) -> int | None:
     """Return the newest step in the offline files of the run whose id is saved; `None` if there is none.
 
     Files without a row, which a kill can leave, are moved aside: `wandb sync` would stop at them.
     """
     if not id_file.exists():
         return None
-    for run in sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True):
+    folders = sorted(folder.glob(f"offline-run-*-{id_file.read_text().strip()}"), reverse=True)
+    for offline_folder in folders:
         # wandb's reader prints one record per line. The file of each start has only the rows of that start.
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-        command += map(str, run.glob("run-*.wandb"))
+        command += map(str, offline_folder.glob("run-*.wandb"))
         steps = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as reader:
             for line in reader.stdout or ():
@@ -477,7 +507,7 @@ def _newest_offline_step(folder: Path, id_file: Path) -> int | None:
                         steps.append(int(json.loads(line)["history"]["step"]["num"]))
         if steps:
             return max(steps)
-        _move_aside([run])
+        _move_aside([offline_folder])
     return None
 
 
@@ -495,10 +525,10 @@ def _choose_run_id(path: Path, *, is_resume: bool, reuse: bool) -> str:
         if wanted not in (None, run_id):
             logger.info("W&B: this run continues under its own id %s, not under WANDB_RUN_ID", run_id)
         return run_id
-    # Here a resume needs an id other than the previous one, so it ignores WANDB_RUN_ID. The agent of a sweep
-    # knows its trial only by that id.
-    is_given = not is_resume or "WANDB_SWEEP_ID" in os.environ
-    run_id = (wanted if is_given else None) or secrets.token_hex(4)
+    # A resume that gets here needs a new id, so it ignores WANDB_RUN_ID, except in a sweep, whose agent knows
+    # its trial only by that id.
+    uses_variable = not is_resume or "WANDB_SWEEP_ID" in os.environ
+    run_id = (wanted if uses_variable else None) or secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
 
@@ -530,19 +560,21 @@ class CheckpointArtifacts:
         """Do nothing."""
 
     def show(self, what: Showable) -> None:
-        """Log the checkpoints that are new. Waits for the server."""
+        """Log the checkpoints that are new or have a new alias. Waits for the server."""
         if isinstance(what, Histograms):
             return
-        known = self._aliases
+        logged = self._aliases
         self._aliases = {}
         for each in what.saved:
             aliases = {f"step-{each.step}"}
-            aliases |= {"latest"} if each is what.saved[-1] else set()
-            aliases |= {"best"} if each is what.best else set()
+            if each is what.saved[-1]:
+                aliases.add("latest")
+            if each is what.best:
+                aliases.add("best")
             self._aliases[each] = aliases
-            if not aliases <= known.get(each, set()):
+            if not aliases <= logged.get(each, set()):
                 try:
-                    self._run.log_artifact(self._artifact(each), aliases=sorted(aliases))
+                    self._run.log_artifact(self._build_artifact(each), aliases=sorted(aliases))
                 except (OSError, ValueError):  # wandb raises ValueError for a missing file
                     if each.folder.exists():  # else the checkpoint was deleted in the meantime
                         raise
@@ -550,7 +582,7 @@ class CheckpointArtifacts:
     def close(self, exit_code: int) -> None:
         """Do nothing."""
 
-    def _artifact(self, checkpoint: SavedCheckpoint) -> Any:
+    def _build_artifact(self, checkpoint: SavedCheckpoint) -> Any:
         import wandb
 
         folder = checkpoint.folder.resolve()
@@ -562,8 +594,8 @@ class CheckpointArtifacts:
         }
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", "model", metadata=metadata)
         for path in sorted(folder.iterdir()):
-            # Only the manifest is hashed, other files are known by name. It has their checksums, so a step
-            # that is saved again becomes another version.
-            is_hashed = path.suffix == ".json" and path.stat().st_size < MOST_HASHED_BYTES
+            # Only small JSON files are hashed, among them the manifest. It has the checksums of all files, so
+            # a step that is saved again becomes another version. Other files are known by name.
+            is_hashed = path.suffix == ".json" and path.stat().st_size < MAX_HASHED_BYTES
             artifact.add_reference(path.as_uri(), name=path.name, checksum=is_hashed)
         return artifact
