@@ -132,7 +132,7 @@ def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
     assert check_node_counts(words) == 0
     said = capfd.readouterr().err
     assert said.startswith("with 3 of 4 machines it could not go on: batch: global_batch_size = 8 on 6 ")
-    assert "a global_batch_size of 6 or 12 divides" in said
+    assert "use a global_batch_size of 6 or 12" in said
     assert check_node_counts([*words, "model.num_layers=x"]) == 2
     assert "num_layers" in capfd.readouterr().err
 
