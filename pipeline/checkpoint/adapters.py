@@ -109,7 +109,7 @@ def describe_adapter(
     # A pipeline stage may have no adapted layer.
     computed = next(each for each in job.gather_object(own) if each is not None)
     known = {} if checkpoint is None else checkpoint.state.get(STATE_KEY, {})
-    base = job.on_main(lambda: _describe_base(config, open_checkpoint, known))
+    base = job.run_on_main_rank(lambda: _describe_base(config, open_checkpoint, known))
     return {STATE_KEY: computed | base | _describe_quantisation(config.adapter, model)}
 
 

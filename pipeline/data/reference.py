@@ -130,7 +130,7 @@ def restore_reference_logps(data: DataBundle, directory: Path, job: Job) -> Data
             )
         return table
 
-    return add_reference_logps(data, job.on_main(read))
+    return add_reference_logps(data, job.run_on_main_rank(read))
 
 
 def read_reference_table(file: Path) -> ReferenceTable | None:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.distributed.diagnosis import RankProcess, format_ranks
 from pipeline.distributed.machine import TorchBuild, explain_idle_gpu
-from pipeline.distributed.ranks import Ranks, check_accelerator
+from pipeline.distributed.ranks import Ranks, check_accelerator_variable
 from pipeline.errors import LaunchError
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ def find_device(ranks: Ranks) -> torch.device:
     """Return this rank's device.
 
     Raises:
-        LaunchError: See check_accelerator and device_index.
+        LaunchError: See check_accelerator_variable and device_index.
     """
-    check_accelerator(os.environ)
+    check_accelerator_variable(os.environ)
     if choose_accelerator(tells=ranks.is_main_process) == "cpu":
         return torch.device("cpu")
     choose_allocation(os.environ)

@@ -30,8 +30,8 @@ from pipeline.distributed.accelerator import check_own_devices, device_id, find_
 from pipeline.distributed.diagnosis import RankProcess, format_ranks
 from pipeline.distributed.machine import machine_id
 from pipeline.distributed.progress import Progress
-from pipeline.distributed.ranks import Ranks, complete_environment, cpu_threads
-from pipeline.distributed.waiting import DOCTOR, Wait, wait_for_port
+from pipeline.distributed.ranks import Ranks, choose_num_threads, complete_launcher_environment
+from pipeline.distributed.waiting import DOCTOR_COMMAND, TimedWait, wait_for_port
 from pipeline.distributed.watchdog import (
     FAILURE_KEY,
     NO_FAILURE,
@@ -66,8 +66,10 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
     try:
         store = connect("localhost", is_master=True) if serves else None
         # Before torch does: its own wait prints a stack for each attempt, or nothing.
-        wait = Wait(timeout.total_seconds())
-        wait_for_port(host, port, f"{own} does not reach the master", wait, said=ranks.local_rank == 0)
+        wait = TimedWait(timeout.total_seconds())
+        wait_for_port(
+            host, port, f"{own} does not reach the master", wait, print_progress=ranks.local_rank == 0
+        )
         store = store or connect(host, is_master=False)
         # No number in the environment tells one attempt from the next: torchrun counts failures, each machine
         # its own, and not the changes of membership. So each process announces itself with a random token,
@@ -81,7 +83,7 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         own_store.set(f"pipeline/process/{ranks.rank}", json.dumps(process))
         own_store.compare_set(FAILURE_KEY, "", NO_FAILURE)
         if ranks.is_main_process:
-            _wait_for_all(store, own_store, ranks.world_size, token, Wait(timeout.total_seconds()))
+            _wait_for_all(store, own_store, ranks.world_size, token, TimedWait(timeout.total_seconds()))
         # Waits until each has registered.
         values = own_store.multi_get([f"pipeline/process/{rank}" for rank in range(ranks.world_size)])
         return own_store, [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
@@ -93,7 +95,7 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         raise LaunchError(f"{own} {what}, {host}:{port}: {reason}") from None
 
 
-def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str, wait: Wait) -> None:
+def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str, wait: TimedWait) -> None:
     while len(there := read_by_rank(own_store, "process", range(world_size))) < world_size:
         _answer_arrivals(store, world_size, attempt)
         hosts: dict[str, list[int]] = {}
@@ -104,7 +106,7 @@ def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str,
         verb = "are" if len(missing) > 1 else "is"
         wait(
             f"{format_ranks(missing)} of {world_size} {verb} not there ({here}: there)",
-            f"did each start, and does it reach this machine? {DOCTOR}",
+            f"did each start, and does it reach this machine? {DOCTOR_COMMAND}",
         )
 
 
@@ -121,11 +123,11 @@ def _answer_to(token: str) -> str:
     return f"pipeline/answer/{token}"
 
 
-NODES = Path("/sys/devices/system/node")
-PCI = Path("/sys/bus/pci/devices")
-CPUS = Path("/sys/devices/system/cpu")
+NUMA_NODES_FOLDER = Path("/sys/devices/system/node")
+PCI_DEVICES_FOLDER = Path("/sys/bus/pci/devices")
+CPUS_FOLDER = Path("/sys/devices/system/cpu")
 # OpenMP's own words for where its threads compute.
-BINDINGS = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+OPENMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def allowed_cpus() -> set[int]:
@@ -137,7 +139,7 @@ def allowed_cpus() -> set[int]:
 
 def count_cores() -> int:
     """Return how many cores this process may use."""
-    leaders = hyper_threads()
+    leaders = map_cpus_to_cores()
     return len({leaders.get(cpu, cpu) for cpu in allowed_cpus()})
 
 
@@ -154,9 +156,9 @@ def assign_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound
             no OpenMP variable places the threads.
     """
     beside = find_core_sharers(store, everyone, rank)
-    torch.set_num_threads(cpu_threads(count_cores(), len(beside), os.environ))
+    torch.set_num_threads(choose_num_threads(count_cores(), len(beside), os.environ))
     if bound is None:
-        bound = len(beside) > 1 and not any(os.environ.get(name) for name in BINDINGS)
+        bound = len(beside) > 1 and not any(os.environ.get(name) for name in OPENMP_BINDING_VARIABLES)
     if bound:
         bind_cores(beside.index(rank), len(beside))
 
@@ -182,9 +184,9 @@ def bind_cores(index: int, count: int) -> None:
     if not hasattr(os, "sched_setaffinity"):
         return
     allowed = os.sched_getaffinity(0)
-    nodes = {number: cores & allowed for number, cores in numa_nodes().items() if cores & allowed}
+    nodes = {number: cores & allowed for number, cores in read_numa_nodes().items() if cores & allowed}
     mine = choose_cores(
-        allowed, nodes, near=gpu_nodes(count), index=index, count=count, leaders=hyper_threads()
+        allowed, nodes, near=find_gpu_numa_nodes(count), index=index, count=count, leaders=map_cpus_to_cores()
     )
     if not mine:
         return
@@ -212,7 +214,7 @@ def choose_cores(
         near: Node of each rank's GPU; None if there is no GPU, or it is not known.
         index: This rank's position among the ranks that share the cores.
         count: Number of these ranks.
-        leaders: See hyper_threads.
+        leaders: See map_cpus_to_cores.
     """
     node_of = {cpu: number for number, cpus in nodes.items() for cpu in cpus}
     if count == len(near) and all(node in nodes for node in near):
@@ -227,23 +229,23 @@ def choose_cores(
     return set().union(*whole[index * len(whole) // count : (index + 1) * len(whole) // count])
 
 
-def hyper_threads() -> dict[int, int]:
+def map_cpus_to_cores() -> dict[int, int]:
     """Return the number of each CPU -> the lowest one of its core; empty if the system does not say."""
     return {
-        int(path.parts[-3].removeprefix("cpu")): min(parse_cores(path.read_text()))
-        for path in CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")
+        int(path.parts[-3].removeprefix("cpu")): min(parse_cpu_list(path.read_text()))
+        for path in CPUS_FOLDER.glob("cpu[0-9]*/topology/thread_siblings_list")
     }
 
 
-def numa_nodes() -> dict[int, set[int]]:
+def read_numa_nodes() -> dict[int, set[int]]:
     """Return NUMA node -> its cores; empty if the system does not say."""
     return {
-        int(path.parent.name.removeprefix("node")): parse_cores(path.read_text())
-        for path in NODES.glob("node[0-9]*/cpulist")
+        int(path.parent.name.removeprefix("node")): parse_cpu_list(path.read_text())
+        for path in NUMA_NODES_FOLDER.glob("node[0-9]*/cpulist")
     }
 
 
-def parse_cores(text: str) -> set[int]:
+def parse_cpu_list(text: str) -> set[int]:
     """Return the numbers of a list: {0, 1, 2, 3, 8} of `0-3,8`."""
     cores: set[int] = set()
     for part in text.strip().split(","):
@@ -253,7 +255,7 @@ def parse_cores(text: str) -> set[int]:
     return cores
 
 
-def gpu_nodes(count: int) -> list[int | None]:
+def find_gpu_numa_nodes(count: int) -> list[int | None]:
     """Return the NUMA node of each of this machine's first GPUs; None if the system does not say."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < count:
         return []
@@ -262,7 +264,7 @@ def gpu_nodes(count: int) -> list[int | None]:
         p: Any = torch.cuda.get_device_properties(index)
         address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         try:
-            node = int((PCI / address / "numa_node").read_text())
+            node = int((PCI_DEVICES_FOLDER / address / "numa_node").read_text())
         except (OSError, ValueError):
             node = -1
         found.append(node if node >= 0 else None)
@@ -279,7 +281,7 @@ class Job:
     ranks: Ranks
     device: torch.device
     store: distributed_c10d.Store | None = field(default=None, repr=False)
-    everyone: list[RankProcess] = field(default_factory=list, repr=False)
+    rank_processes: list[RankProcess] = field(default_factory=list, repr=False)
     """All ranks, in order; empty without a group."""
     progress: Progress = field(default_factory=Progress, repr=False)
     """Record in which the training thread notes what it does."""
@@ -298,7 +300,7 @@ class Job:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def on_main(self, function: Callable[[], T]) -> T:
+    def run_on_main_rank(self, function: Callable[[], T]) -> T:
         """Call it on rank 0; return its result, or raise its PipelineError, on every rank. Collective."""
         answer: Any = None
         if self.ranks.is_main_process:
@@ -326,7 +328,7 @@ class Job:
             dist.all_reduce(tensor)
         return tensor
 
-    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin all_reduce_sum and return what waits for the sum. Collective."""
         if not self.is_distributed:
             return lambda: tensor
@@ -343,10 +345,10 @@ class Job:
         if self.is_distributed:
             dist.barrier()
 
-    def watch(self, limits: DistributedConfig) -> None:
+    def start_watchdog(self, limits: DistributedConfig) -> None:
         """Start the watchdog, which ends a job that hangs or loses a rank. Not collective."""
         if self.store is not None and self.ranks.world_size > 1:
-            self.watchdog = Watchdog(self.store, self.everyone, self.ranks.rank, self.progress, limits)
+            self.watchdog = Watchdog(self.store, self.rank_processes, self.ranks.rank, self.progress, limits)
             self.watchdog.start()
 
     def claim_failure(self, code: int) -> bool:
@@ -363,7 +365,7 @@ class Job:
         except RuntimeError:  # the store died with its rank, which therefore failed first
             return False
 
-    def wait_for_leavers(self, seconds: float = 3.0) -> None:
+    def wait_for_other_ranks_to_exit(self, seconds: float = 3.0) -> None:
         """Give the other ranks the time to know of a failure, before the store ends with rank 0."""
         if self.store is None or self.watchdog is None or not self.ranks.is_main_process:
             return
@@ -385,7 +387,11 @@ class Job:
 
 
 def start_job(
-    ranks: Ranks, *, distributed: bool, timeout: timedelta = timedelta(minutes=30), bound: bool | None = False
+    ranks: Ranks,
+    *,
+    distributed: bool,
+    timeout: timedelta = timedelta(minutes=30),
+    bind_to_cores: bool | None = False,
 ) -> Job:
     """Bind this process to its device and join the process group.
 
@@ -393,7 +399,7 @@ def start_job(
         ranks: This process's place in the job.
         distributed: Whether to make a process group.
         timeout: Timeout of every process group: this one, and those that others make later.
-        bound: See assign_cores.
+        bind_to_cores: See assign_cores.
 
     Raises:
         LaunchError: There are more ranks on this machine than GPUs, or two with one; or not all ranks came.
@@ -402,15 +408,15 @@ def start_job(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not distributed:
-        torch.set_num_threads(cpu_threads(count_cores(), 1, os.environ))
+        torch.set_num_threads(choose_num_threads(count_cores(), 1, os.environ))
         return Job(ranks, device)
-    complete_environment(ranks)
+    complete_launcher_environment(ranks)
     # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, everyone = rendezvous(ranks, timeout)
     if device.type == "cuda":
         check_own_devices(store, everyone, ranks.rank, device_id(device))
-    assign_cores(store, everyone, ranks.rank, bound)
+    assign_cores(store, everyone, ranks.rank, bind_to_cores)
     # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]

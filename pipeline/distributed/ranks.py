@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.distributed.waiting import free_port
+from pipeline.distributed.waiting import find_free_port
 from pipeline.errors import LaunchError
 from pipeline.files import replace_file
 
@@ -34,16 +34,16 @@ class Ranks:
         return self.rank == 0
 
 
-OPEN_MPI = (
+OPEN_MPI_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 """Open MPI's names of rank, local rank, world size and local world size."""
-OTHER_MPI = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID"}
+OTHER_MPI_VARIABLES = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID"}
 """Set by the mpirun of MPICH, Intel and Cray; srun may set PMI_RANK and the like, but none of these."""
-WHOLE = re.compile(r"-?[0-9]{1,9}")
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 SLURM_RESERVED_STEPS = 0xFFFFFFF0  # the batch script's own step, and an interactive shell's: one process
 
 
@@ -55,15 +55,15 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     Raises:
         LaunchError: Some are set and others are missing, a value is no number or does not fit the others.
     """
-    check_accelerator(environment)
+    check_accelerator_variable(environment)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:
         ranks = _read_scheduler(environment)
         if ranks.world_size > 1:
-            check_master(environment)
+            check_master_variables(environment)
         return ranks
-    check_master(environment)
+    check_master_variables(environment)
     missing = [name for name in names if name not in given]
     if missing == ["LOCAL_RANK"] and _in_slurm_step(environment):
         ranks = _read_slurm(environment)
@@ -90,7 +90,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     return ranks
 
 
-def check_accelerator(environment: Mapping[str, str]) -> None:
+def check_accelerator_variable(environment: Mapping[str, str]) -> None:
     """Check that DS_ACCELERATOR is a device that the trainer knows.
 
     Raises:
@@ -102,17 +102,17 @@ def check_accelerator(environment: Mapping[str, str]) -> None:
 
 
 def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
-    if OPEN_MPI[0] in environment:
-        missing = [name for name in OPEN_MPI if name not in environment]
+    if OPEN_MPI_VARIABLES[0] in environment:
+        missing = [name for name in OPEN_MPI_VARIABLES if name not in environment]
         if missing:
             raise LaunchError(
-                f"the environment sets {OPEN_MPI[0]} but not {', '.join(missing)}; start with mpirun, srun, "
-                f"torchrun or deepspeed, or unset {OPEN_MPI[0]} for one process"
+                f"the environment sets {OPEN_MPI_VARIABLES[0]} but not {', '.join(missing)}; start with "
+                f"mpirun, srun, torchrun or deepspeed, or unset {OPEN_MPI_VARIABLES[0]} for one process"
             )
-        return _checked({name: environment[name] for name in OPEN_MPI})
+        return _checked({name: environment[name] for name in OPEN_MPI_VARIABLES})
     in_slurm = _in_slurm_step(environment)
     by_pmi = (environment.get("PMI_RANK", "0"), environment.get("PMI_SIZE", "1")) != ("0", "1")
-    if OTHER_MPI & environment.keys() or (by_pmi and not in_slurm):
+    if OTHER_MPI_VARIABLES & environment.keys() or (by_pmi and not in_slurm):
         raise LaunchError(
             f"PMI_RANK={environment.get('PMI_RANK')}: of all mpirun only Open MPI's is known; start with it, "
             "with srun, torchrun or deepspeed, or unset PMI_RANK, PMI_SIZE and the like for one process"
@@ -136,7 +136,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Ranks:
             f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} tasks, but {', '.join(missing)} is not "
             "set; start with srun, and pass its variables on"
         )
-    counts = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    counts = parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = environment["SLURM_NODEID"]
     local = str(counts[int(node)]) if node.isdecimal() and int(node) < len(counts) else "unknown"
     return _checked(
@@ -146,7 +146,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Ranks:
 
 def _checked(given: Mapping[str, str]) -> Ranks:
     """Return the ranks from rank, local rank, world size and local world size by their names."""
-    if not all(WHOLE.fullmatch(value.strip()) for value in given.values()):
+    if not all(WHOLE_NUMBER.fullmatch(value.strip()) for value in given.values()):
         raise LaunchError(f"the environment's {dict(given)} are not all whole numbers")
     rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
     if not 0 <= rank < world_size:
@@ -155,7 +155,7 @@ def _checked(given: Mapping[str, str]) -> Ranks:
     return Ranks(rank, local_rank, world_size, local_world_size)
 
 
-def check_master(environment: Mapping[str, str]) -> None:
+def check_master_variables(environment: Mapping[str, str]) -> None:
     """Check MASTER_ADDR and MASTER_PORT, if they are set.
 
     Raises:
@@ -178,19 +178,19 @@ def is_port(text: str) -> bool:
     return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
 
 
-def find_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
+def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
     """Return address and port of rank 0: the same on every rank, without asking any of them.
 
     Raises:
         LaunchError: The launcher does not say where rank 0 is.
     """
     if ranks.world_size == 1:
-        return "127.0.0.1", free_port("127.0.0.1")
+        return "127.0.0.1", find_free_port("127.0.0.1")
     address, job = None, None
-    if OPEN_MPI[0] in environment:
+    if OPEN_MPI_VARIABLES[0] in environment:
         address, job = _open_mpi_master(ranks, environment)
     elif "SLURM_STEP_NODELIST" in environment:
-        address = first_host(environment["SLURM_STEP_NODELIST"])
+        address = parse_first_host(environment["SLURM_STEP_NODELIST"])
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     if ranks.local_world_size == ranks.world_size:
         address = "127.0.0.1"
@@ -212,13 +212,13 @@ def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str 
     return (match[1] if match is not None and not elsewhere else None), job
 
 
-def first_host(nodelist: str) -> str:
+def parse_first_host(nodelist: str) -> str:
     """Return the first name of Slurm's short form: rack2-node01 of `rack[2-3]-node[01-16,20],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first is not None else "")
 
 
-def tasks_per_node(text: str) -> list[int]:
+def parse_tasks_per_node(text: str) -> list[int]:
     """Return the numbers of Slurm's short form: 2, 2, 2, 1 of `2(x3),1`."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -226,16 +226,16 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def complete_environment(ranks: Ranks) -> None:
+def complete_launcher_environment(ranks: Ranks) -> None:
     """Set what torch and DeepSpeed look for and the launcher did not set, so that neither asks mpi4py.
 
     Raises:
         LaunchError: It cannot be known where rank 0 is, or a value cannot be.
     """
-    check_master(os.environ)
+    check_master_variables(os.environ)
     address = {}
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        host, port = find_master(ranks, os.environ)
+        host, port = find_master_address(ranks, os.environ)
         address = {"MASTER_ADDR": host, "MASTER_PORT": port}
     place = {
         "RANK": ranks.rank,
@@ -266,7 +266,7 @@ def write_exit_code(rank: int, world_size: int, code: int) -> None:
         replace_file(path, json.dumps(word))
 
 
-def cpu_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:
+def choose_num_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:
     """Return this rank's threads: OMP_NUM_THREADS if the user set it, else cores / ranks that share them.
 
     Two ranks with every core each run at half the speed of one. The user did not set what torchrun sets by

@@ -22,7 +22,7 @@ from types import FrameType
 
 import psutil
 
-from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI, Ranks
+from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI_VARIABLES, Ranks
 from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -86,7 +86,7 @@ def reports_own_exit(alone_here: bool) -> bool:
         alone_here: Whether no other rank of its machine reports anything.
     """
     # Our scripts, srun and mpirun show what all ranks print on one console.
-    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI[0])):
+    if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI_VARIABLES[0])):
         return False
     return alone_here or _has_own_stderr()
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pipeline.config.command_lines import format_pipeline_command
 from pipeline.errors import LaunchError
 
-PATIENCE = 30.0
+SECONDS_BEFORE_FIRST_REPORT = 30.0
 """Seconds until it is said who is waited for; less where the timeout is short."""
-DOCTOR = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
+DOCTOR_COMMAND = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
 
 
-class Wait:
+class TimedWait:
     """Waits in small steps and prints what it waits for, at intervals that double.
 
     Args:
@@ -27,9 +27,9 @@ class Wait:
     def __init__(self, seconds: float, setting: str = "distributed.timeout_seconds"):
         self._began = time.monotonic()
         self._seconds, self._setting = seconds, setting
-        self._say_after = min(PATIENCE, seconds / 4)
+        self._say_after = min(SECONDS_BEFORE_FIRST_REPORT, seconds / 4)
 
-    def __call__(self, line: str, advice: str, said: bool = True) -> None:
+    def __call__(self, line: str, advice: str, print_progress: bool = True) -> None:
         """Wait a moment more.
 
         Raises:
@@ -38,7 +38,7 @@ class Wait:
         waited = time.monotonic() - self._began
         if waited > self._seconds:
             raise LaunchError(f"{line} after {waited:.0f} s ({self._setting}); {advice}")
-        if waited > self._say_after and said:
+        if waited > self._say_after and print_progress:
             print(f"waiting: {line} after {waited:.0f} s", file=sys.stderr, flush=True)
         if waited > self._say_after:
             self._say_after *= 2
@@ -49,9 +49,9 @@ def wait_for_port(
     host: str,
     port: int,
     what: str,
-    wait: Wait,
-    said: bool = True,
-    is_here: Callable[[], bool] = lambda: False,
+    wait: TimedWait,
+    print_progress: bool = True,
+    is_own_host: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until a process listens at the port, or the host turns out to be this machine.
 
@@ -60,22 +60,22 @@ def wait_for_port(
         port: Port to connect to.
         what: Sentence that names the machine that does not reach the other.
         wait: Limits the wait and prints progress.
-        said: Whether to print progress.
-        is_here: Returns whether the name has become one of this machine's; ends the wait.
+        print_progress: Whether to print progress.
+        is_own_host: Returns whether the name has become one of this machine's; ends the wait.
 
     Raises:
         LaunchError: Nothing did in time, or there is no such name.
     """
-    while not is_here():
+    while not is_own_host():
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            wait(f"{what}, {host}:{port} ({reason})", f"what is in the way: {DOCTOR}", said)
+            wait(f"{what}, {host}:{port} ({reason})", f"what is in the way: {DOCTOR_COMMAND}", print_progress)
 
 
-def own_address(host: str) -> str | None:
+def find_own_address(host: str) -> str | None:
     """Return the first address of a name that is one of this machine's; None if none is."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -88,7 +88,7 @@ def own_address(host: str) -> str | None:
     return None
 
 
-def free_port(host: str = "") -> int:
+def find_free_port(host: str = "") -> int:
     """Return a port of this machine that nothing listens at."""
     with socket.socket() as probe:
         probe.bind((host, 0))

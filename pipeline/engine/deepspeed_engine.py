@@ -203,7 +203,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         if not self.module.training:  # engine.training stays True after engine.eval()
             engine.train()
         # The counts are summed beside the forward: late ranks are waited for after it, not before.
-        finish_sum = self._job.begin_sum(
+        finish_sum = self._job.start_all_reduce_sum(
             stack_count_and_flags(micro_batches, objective, flags, self.device, self._copies)
         )
         averaged_over = self.dp_world_size * self._split.sequence_parallel

@@ -127,7 +127,9 @@ class TorchEngine:
         if not self.module.training:
             self._forward_module.train()
         # The counts are summed beside the forward: late ranks are waited for after it, not before.
-        finish_sum = self._job.begin_sum(stack_count_and_flags(micro_batches, objective, flags, self.device))
+        finish_sum = self._job.start_all_reduce_sum(
+            stack_count_and_flags(micro_batches, objective, flags, self.device)
+        )
         self._optimizer.zero_grad(set_to_none=True)
         limit_guard = None if limits is None else self._limit_guard
         if limit_guard is not None:

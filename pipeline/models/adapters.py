@@ -85,7 +85,7 @@ class PeftFolder:
         Raises:
             ModelError: The folder cannot be read, or it asks for something that is not supported here.
         """
-        return job.on_main(lambda: _read_folder(Path(os.path.expanduser(given))))
+        return job.run_on_main_rank(lambda: _read_folder(Path(os.path.expanduser(given))))
 
     def complete_config(self, config: AdapterConfig) -> AdapterConfig:
         """Return the recipe's adapter section, completed from the folder.

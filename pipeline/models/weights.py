@@ -407,7 +407,7 @@ def load_weights(
             _refuse(found, path, config)
             return found
 
-        answer = job.on_main(open_and_plan)
+        answer = job.run_on_main_rank(open_and_plan)
         for name, key in answer.moves:
             fill_tensor(targets[name], sources[0].read(key) if sources else None, sharding, job)
         for name in answer.drawn:

@@ -114,10 +114,10 @@ def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
         ranks,
         distributed=settings.deepspeed is not None or ranks.world_size > 1,
         timeout=timedelta(seconds=waits.timeout_seconds),
-        bound=waits.bind_cores,
+        bind_to_cores=waits.bind_cores,
     )
     if ranks.world_size > 1:
-        job.watch(waits)
+        job.start_watchdog(waits)
     return JobContext(job, data)
 
 
@@ -208,7 +208,7 @@ class Run:
             stack.push(self._mark_finished)
             log_to_file(self._directory, self._job.ranks)
             if self._job.ranks.is_main_process:
-                record_processes(self._directory, self._job.everyone)
+                record_processes(self._directory, self._job.rank_processes)
             if self._job.watchdog is not None:
                 tell = partial(notify_failure, config.notify, self._directory.resolve().name)
                 self._job.watchdog.write_to(self._directory, tell)

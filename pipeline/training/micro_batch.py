@@ -314,7 +314,7 @@ class MicroBatchSearch:
         known = self._describe_conditions()
         name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
         kept = self._kept = MicroBatchCache(self.cache / FOLDER / f"{name}.json", known)
-        job.on_main(kept.read)
+        job.run_on_main_rank(kept.read)
         kept.found, kept.needs, kept.trying = job.broadcast_object((kept.found, kept.needs, kept.trying))
         candidates = self.resolved.batch_plan.candidates
         guess = self.guess

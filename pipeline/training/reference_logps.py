@@ -85,7 +85,7 @@ def compute_reference(
     cached_file = (
         None if cache is None else cache / f"{_digest_inputs(engine, rows.data, job, key)}.safetensors"
     )
-    table = job.on_main(lambda: None if cached_file is None else read_reference_table(cached_file))
+    table = job.run_on_main_rank(lambda: None if cached_file is None else read_reference_table(cached_file))
     if table is not None and not _matches_model(table, rows, engine, objective, job):
         table = None
     is_new = table is None
@@ -96,7 +96,7 @@ def compute_reference(
         if is_new and cached_file is not None:
             write_reference_table(cached_file, table)
 
-    job.on_main(write)
+    job.run_on_main_rank(write)
     if not is_new and job.ranks.is_main_process:
         log.info("reference: log-probabilities of %d answers are from %s", len(table.keys), cached_file)
     return add_reference_logps(rows.data, table)

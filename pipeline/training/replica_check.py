@@ -136,7 +136,7 @@ class ReplicaCheck:
         wrong = [rank for rank, value in zip(group, values, strict=True) if value != common]
         if 2 * times <= len(group):  # no majority
             wrong = list(group)
-        named = ", ".join(str(self._job.everyone[rank]) for rank in wrong[:8])
+        named = ", ".join(str(self._job.rank_processes[rank]) for rank in wrong[:8])
         who = f"those of {named} are not those of the other {len(group) - len(wrong)} ranks"
         if len(wrong) == len(group):
             who = f"{named} have different ones, with no majority to tell which is right"

@@ -228,7 +228,7 @@ def agree_on_run_directory(config: RunConfig, split: Tree, job: Job) -> OpenedDi
         opened.append(OpenedDirectory(path, lock, () if path in there else (path, *missing)))
         return path
 
-    path = job.on_main(open_and_keep)
+    path = job.run_on_main_rank(open_and_keep)
     return opened[0] if opened else OpenedDirectory(path)
 
 

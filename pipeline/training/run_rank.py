@@ -185,7 +185,7 @@ def _end_with_failure(
                     flush=True,
                 )
         elif job is not None:
-            job.wait_for_leavers()
+            job.wait_for_other_ranks_to_exit()
         logging.shutdown()
         sys.stdout.flush()
         write_exit_code(ranks.rank, ranks.world_size, code)

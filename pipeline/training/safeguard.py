@@ -367,7 +367,7 @@ class Recovery:
             message = f"step {step} is finite when repeated: the weights have changed, or it was chance"
             self.trackers.tell(step, Event("non_finite_cause", message, level="info"))
             return
-        rank = self.job.everyone[cause.rank] if self.job.everyone else "this process"
+        rank = self.job.rank_processes[cause.rank] if self.job.rank_processes else "this process"
         message = f"step {step}: the first that is infinite or NaN is {cause.describe(rank)}"
         self.trackers.tell(step, Event("non_finite_cause", message, CAUSE_ADVICE))
 

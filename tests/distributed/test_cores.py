@@ -16,8 +16,8 @@ from pipeline.distributed.process_group import (
     bind_cores,
     choose_cores,
     count_cores,
-    hyper_threads,
-    parse_cores,
+    map_cpus_to_cores,
+    parse_cpu_list,
 )
 
 NODES = {0: set(range(8)), 1: set(range(8, 16))}
@@ -59,7 +59,7 @@ def test_no_two_ranks_get_threads_of_one_core(count):
 
 
 def test_hyper_threads_are_one_core():
-    leaders = hyper_threads()
+    leaders = map_cpus_to_cores()
     assert 1 <= count_cores() <= len(os.sched_getaffinity(0))
     assert all(leaders[leader] == leader for leader in leaders.values())
 
@@ -74,8 +74,8 @@ def test_fewer_cores_than_ranks_are_not_shared_out():
 
 
 def test_a_list_of_cores():
-    assert parse_cores("0-3,8\n") == {0, 1, 2, 3, 8}
-    assert parse_cores("") == set()
+    assert parse_cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert parse_cpu_list("") == set()
 
 
 def test_every_thread_is_bound():
@@ -101,7 +101,7 @@ def settled(
     os.sched_setaffinity(0, cpus[job.ranks.rank])
     name = f"{cpus} {bound} {environment}"
     try:
-        assign_cores(PrefixStore(name, job.store), job.everyone, job.ranks.rank, bound)
+        assign_cores(PrefixStore(name, job.store), job.rank_processes, job.ranks.rank, bound)
         return torch.get_num_threads(), os.sched_getaffinity(0)
     finally:
         for name in environment:

@@ -10,10 +10,10 @@ import pytest
 
 from pipeline.distributed.ranks import (
     Ranks,
-    complete_environment,
-    cpu_threads,
-    find_master,
-    first_host,
+    choose_num_threads,
+    complete_launcher_environment,
+    find_master_address,
+    parse_first_host,
     read_ranks,
     write_exit_code,
 )
@@ -127,7 +127,7 @@ def environment(monkeypatch):
 
 
 def test_an_environment_without_a_launcher_is_completed(environment):
-    complete_environment(Ranks(0, 0, 1, 1))
+    complete_launcher_environment(Ranks(0, 0, 1, 1))
     place = {name: environment[name] for name in PLACE}
     assert place == {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     assert environment["MASTER_ADDR"] == "127.0.0.1"
@@ -138,7 +138,7 @@ def test_an_environment_without_a_launcher_is_completed(environment):
 def test_what_a_launcher_set_stays(environment):
     given = PLACE | {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
     environment.update(given)
-    complete_environment(read_ranks(environment))
+    complete_launcher_environment(read_ranks(environment))
     assert {name: environment[name] for name in given} == given
 
 
@@ -154,7 +154,7 @@ def test_what_a_launcher_set_stays(environment):
     ],
 )
 def test_the_first_host_of_slurms_short_form(nodelist, host):
-    assert first_host(nodelist) == host
+    assert parse_first_host(nodelist) == host
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,16 @@ def test_the_first_host_of_slurms_short_form(nodelist, host):
 )
 def test_every_rank_finds_the_same_master(given, rank_key, first, host):
     environments = [given, given | {rank_key: "1"}, given | {rank_key: "0"} | first]
-    (place,) = {find_master(read_ranks(each), each) for each in environments}
+    (place,) = {find_master_address(read_ranks(each), each) for each in environments}
     assert place[0] == host
     assert 12_000 <= place[1] < 32_000
 
 
 def test_jobs_differ_in_their_port_and_one_machine_needs_no_name():
     other = SLURM | {"SLURM_JOB_ID": "78"}
-    assert find_master(read_ranks(other), other) != find_master(read_ranks(SLURM), SLURM)
+    assert find_master_address(read_ranks(other), other) != find_master_address(read_ranks(SLURM), SLURM)
     alone = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
-    assert find_master(read_ranks(alone), alone)[0] == "127.0.0.1"
+    assert find_master_address(read_ranks(alone), alone)[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_jobs_differ_in_their_port_and_one_machine_needs_no_name():
 )
 def test_a_master_that_nobody_names_is_asked_for(environment):
     with pytest.raises(LaunchError, match="set MASTER_ADDR to its host and MASTER_PORT to a free port there"):
-        find_master(read_ranks(environment), environment)
+        find_master_address(read_ranks(environment), environment)
 
 
 def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
@@ -223,4 +223,4 @@ def test_a_rank_tells_its_end_once(tmp_path, environment, monkeypatch):
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(stated, local_world_size, expected):
-    assert cpu_threads(CORES, local_world_size, stated) == expected
+    assert choose_num_threads(CORES, local_world_size, stated) == expected

@@ -49,7 +49,7 @@ def steps(job: Job, fault: str, victim: int) -> None:
 
 def main(fault: str, victim: str, folder: str) -> None:
     job = start_job(read_ranks(os.environ), distributed=True, timeout=timedelta(minutes=10))
-    job.watch(DistributedConfig(timeout_seconds=600, hang_seconds=HANG_SECONDS))
+    job.start_watchdog(DistributedConfig(timeout_seconds=600, hang_seconds=HANG_SECONDS))
     assert job.watchdog is not None
     job.watchdog.write_to(Path(folder))
     try:

@@ -48,7 +48,7 @@ from pipeline.distributed.launch.ssh import (
     wait_and_report,
 )
 from pipeline.distributed.op_builds import NativeOp
-from pipeline.distributed.ranks import first_host, tasks_per_node
+from pipeline.distributed.ranks import parse_first_host, parse_tasks_per_node
 from pipeline.errors import LaunchError
 
 PROBE = "pipeline.distributed.doctor.probe"
@@ -321,7 +321,7 @@ def examine_step(environment: Mapping[str, str], wanted: ExaminationSettings) ->
     slots = read_slots(environment)
     if environment["SLURM_PROCID"] != "0":
         greeting = {"key": key, "number": int(environment["SLURM_NODEID"]), "name": name, "slots": slots}
-        _answer_task_0(first_host(environment["SLURM_STEP_NODELIST"]), port, greeting)
+        _answer_task_0(parse_first_host(environment["SLURM_STEP_NODELIST"]), port, greeting)
         return None
     wanted = replace(wanted, is_remote=num_nodes > 1)
     return asyncio.run(
@@ -386,7 +386,7 @@ def read_slots(environment: Mapping[str, str]) -> list[int] | None:
     """
     if "CUDA_VISIBLE_DEVICES" in environment:
         return None
-    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     here = int(environment.get("SLURM_NODEID", "0"))
     mine = tasks[here] if here < len(tasks) else 1
     return list(range(mine)) if mine > 1 else None

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, Status, group_faults
-from pipeline.distributed.waiting import own_address
+from pipeline.distributed.waiting import find_own_address
 
 CONNECT_LIMIT = 10.0
 """Seconds for a connection and the first line over it."""
@@ -105,7 +105,7 @@ def read_network(names: Sequence[str], port: int = 0) -> Network:
         boot_id=boot_id,
         interfaces={name: found for name, found in interfaces.items() if found},
         names=dict(zip(names, addresses, strict=True)),
-        own_address=own_address(socket.gethostname()),
+        own_address=find_own_address(socket.gethostname()),
         by_ssh=way[2] if len(way) == 4 else None,
         port=port,
         environment={k: v for k, v in os.environ.items() if k.endswith("_SOCKET_IFNAME")},

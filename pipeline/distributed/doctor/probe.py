@@ -30,7 +30,7 @@ from pipeline.distributed.doctor.machine_checks import (
 from pipeline.distributed.doctor.node import Method, SilentError, Tell, ask, own_streams, serve
 from pipeline.distributed.doctor.rows import HOST, Fault
 from pipeline.distributed.launch.ssh import local_command, start_process
-from pipeline.distributed.waiting import free_port
+from pipeline.distributed.waiting import find_free_port
 
 CHECK_LIMIT = 90.0
 """Seconds for the checks: a folder on a file server that is gone never answers."""
@@ -140,7 +140,7 @@ def answer(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
         "time": lambda _, __: time.time(),
         "examine": probe.examine,
         "connect": probe.connect,
-        "free port": lambda _, __: free_port(),
+        "free port": lambda _, __: find_free_port(),
         "reduce": probe.reduce,
     }
     serve(questions, answers, methods, probe.close)

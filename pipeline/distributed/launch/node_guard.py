@@ -27,7 +27,7 @@ from pipeline.distributed.launch.environment import write_document
 from pipeline.distributed.launch.ssh import decode_message, encode_message
 from pipeline.distributed.machine import count_kills, read_kernel_kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
-from pipeline.distributed.waiting import free_port
+from pipeline.distributed.waiting import find_free_port
 
 SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
 TICK = 1.0
@@ -183,7 +183,7 @@ def describe_node() -> dict[str, Any]:
         with suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
             address = (answer.stdout.split() or [""])[0]
-    return {"address": address or socket.gethostname(), "port": free_port()}
+    return {"address": address or socket.gethostname(), "port": find_free_port()}
 
 
 def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:

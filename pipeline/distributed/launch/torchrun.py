@@ -17,7 +17,7 @@ from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.multi_node import TRAIN, find_program
 from pipeline.distributed.machine import count_gpus
 from pipeline.distributed.ranks import is_port
-from pipeline.distributed.waiting import Wait, own_address, wait_for_port
+from pipeline.distributed.waiting import TimedWait, find_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
 RESTARTS = 3
@@ -110,9 +110,9 @@ def wait_for_others(words: Sequence[str]) -> None:
     else:
         return
     match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
-    wait = Wait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
+    wait = TimedWait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
     what = f"{platform.node()} does not reach the machine where all meet"
-    wait_for_port(host, int(port), what, wait, is_here=lambda: own_address(host) is not None)
+    wait_for_port(host, int(port), what, wait, is_own_host=lambda: find_own_address(host) is not None)
 
 
 def _values(options: Sequence[str]) -> dict[str, str]:

@@ -1100,7 +1100,7 @@ ALERTS = {
     "throughput_drop": AlertKind(lambda run: ThroughputDrop()),
     "slow_rank": AlertKind(
         lambda run: SlowRank(
-            run.job.everyone, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages
+            run.job.rank_processes, run.config.distributed.straggler_share, run.resolved.split.pipeline_stages
         )
     ),
     "memory_growth": AlertKind(lambda run: MemoryGrowth()),

@@ -19,7 +19,7 @@ from pipeline.distributed.launch import multi_gpu, torchrun
 from pipeline.distributed.launch.environment import split_arguments
 from pipeline.distributed.launch.hostfile import read_hostfile
 from pipeline.distributed.launch.torchrun import build_command, check_node_counts
-from pipeline.distributed.waiting import Wait, own_address, wait_for_port
+from pipeline.distributed.waiting import TimedWait, find_own_address, wait_for_port
 from pipeline.errors import LaunchError
 
 LAUNCH = ROOT / "launch"
@@ -233,9 +233,9 @@ def test_an_endpoint_without_a_machine_is_told(capfd):
 
 def test_a_machine_that_is_there_is_reached(capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert own_address("127.0.0.1") == "127.0.0.1"
-        wait_for_port("127.0.0.1", server.getsockname()[1], "nobody", Wait(60))
-    assert own_address("198.51.100.1") is None
+        assert find_own_address("127.0.0.1") == "127.0.0.1"
+        wait_for_port("127.0.0.1", server.getsockname()[1], "nobody", TimedWait(60))
+    assert find_own_address("198.51.100.1") is None
     looks = iter([False, True])  # the name service learns a pod's own name after the pod has begun
-    wait_for_port("nowhere.invalid", 1, "nobody", Wait(60), is_here=lambda: next(looks))
+    wait_for_port("nowhere.invalid", 1, "nobody", TimedWait(60), is_own_host=lambda: next(looks))
     assert not capfd.readouterr().err
