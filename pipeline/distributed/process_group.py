@@ -1,6 +1,6 @@
-"""The job's process group: started, used for small agreements between ranks, and closed. Assigns cores.
+"""Creates and closes the job's process group, lets ranks agree on small values, and assigns CPU cores.
 
-One process without DeepSpeed needs none; `Job` then answers for a world of one.
+One process without DeepSpeed needs no process group. `Job` then behaves as a job of one rank.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from pipeline.errors import LaunchError, PipelineError
 
 
 def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProcess]]:
-    """Meet all ranks where MASTER_ADDR and MASTER_PORT say. Returns the job's store, and all ranks in order.
+    """Wait for all ranks at MASTER_ADDR:MASTER_PORT; return the job's store and the process of each rank.
 
-    The store holds nothing of an earlier attempt of the job.
+    The processes are in the order of the ranks. The store contains nothing from earlier attempts of the job.
 
     Raises:
-        LaunchError: Not every rank was there in time, or this one did not reach the master.
+        LaunchError: Not every rank joined in time, or this rank did not reach the master.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    own = f"rank {ranks.rank} on {platform.node()}"
-    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = ranks.is_main_process and not by_launcher
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    own_name = f"rank {ranks.rank} on {platform.node()}"
+    is_served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = ranks.is_main_process and not is_served_by_launcher
     connect = partial(
         TCPStore,
         port=port,
@@ -64,173 +65,215 @@ def rendezvous(ranks: Ranks, timeout: timedelta) -> tuple[Store, list[RankProces
         multi_tenant=True,
     )
     try:
-        store = connect("localhost", is_master=True) if serves else None
-        # Before torch does: its own wait prints a stack for each attempt, or nothing.
+        store = connect("localhost", is_master=True) if is_server else None
+        # Wait for the port before torch does: torch prints a stack trace for each failed attempt, or nothing.
         wait = TimedWait(timeout.total_seconds())
         wait_for_port(
-            host, port, f"{own} does not reach the master", wait, print_progress=ranks.local_rank == 0
+            host, port, f"{own_name} does not reach the master", wait, print_progress=ranks.local_rank == 0
         )
         store = store or connect(host, is_master=False)
-        # No number in the environment tells one attempt from the next: torchrun counts failures, each machine
-        # its own, and not the changes of membership. So each process announces itself with a random token,
-        # and rank 0 answers it with its own, the attempt's.
+        # No environment variable identifies the attempt: torchrun counts failures on each machine separately,
+        # and does not count changes of membership. So each process announces itself with a random token, and
+        # rank 0 answers each token with its own, which identifies the attempt.
         token = secrets.token_hex(8)
         store.set(f"pipeline/arrived/{ranks.rank}", token)
         if ranks.is_main_process:
             _answer_arrivals(store, 1, attempt=token)
-        own_store = PrefixStore(f"pipeline/{store.get(_answer_to(token)).decode()}", store)
+        attempt = store.get(_answer_key(token)).decode()
+        job_store = PrefixStore(f"pipeline/{attempt}", store)
         process = [platform.node(), os.getpid(), machine_id()]
-        own_store.set(f"pipeline/process/{ranks.rank}", json.dumps(process))
-        own_store.compare_set(FAILURE_KEY, "", NO_FAILURE)
+        job_store.set(f"pipeline/process/{ranks.rank}", json.dumps(process))
+        job_store.compare_set(FAILURE_KEY, "", NO_FAILURE)
         if ranks.is_main_process:
-            _wait_for_all(store, own_store, ranks.world_size, token, TimedWait(timeout.total_seconds()))
-        # Waits until each has registered.
-        values = own_store.multi_get([f"pipeline/process/{rank}" for rank in range(ranks.world_size)])
-        return own_store, [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
+            _wait_for_all(store, job_store, ranks.world_size, token, TimedWait(timeout.total_seconds()))
+        # This waits until every rank has registered.
+        values = job_store.multi_get([f"pipeline/process/{rank}" for rank in range(ranks.world_size)])
+        return job_store, [RankProcess(rank, *json.loads(value)) for rank, value in enumerate(values)]
     except DistError as error:
-        what = "cannot serve as the master" if serves else "did not meet all ranks at the master"
-        script = LAUNCH / "multi_gpu.sh"
-        hint = f"; if another job has the port: --master_port, or {script}, which takes a free one"
-        reason = str(error).partition(chr(10))[0] + hint * serves
-        raise LaunchError(f"{own} {what}, {host}:{port}: {reason}") from None
+        reason = str(error).partition("\n")[0]
+        if is_server:
+            problem = "cannot serve as the master"
+            script = LAUNCH / "multi_gpu.sh"
+            advice = f"if another job uses the port, give a free one with --master_port, or use {script}"
+        else:
+            problem = "did not complete the rendezvous at the master"
+            advice = "see the output of rank 0 and of the launcher"
+        raise LaunchError(f"{own_name} {problem}, {host}:{port}: {reason}; {advice}") from None
 
 
-def _wait_for_all(store: Store, own_store: Store, world_size: int, attempt: str, wait: TimedWait) -> None:
-    while len(there := read_by_rank(own_store, "process", range(world_size))) < world_size:
+def _wait_for_all(store: Store, job_store: Store, world_size: int, attempt: str, wait: TimedWait) -> None:
+    """Wait until all ranks have registered, and print which are missing. Rank 0 calls it.
+
+    Args:
+        store: Store that all attempts of the job may share. Ranks announce themselves in it.
+        job_store: Store of this attempt. Ranks register in it.
+        world_size: Number of ranks to wait for.
+        attempt: Token that identifies this attempt.
+        wait: Limits the wait and prints progress.
+
+    Raises:
+        LaunchError: Ranks are missing at the limit.
+    """
+    while True:
+        joined = read_by_rank(job_store, "process", range(world_size))
+        if len(joined) >= world_size:
+            return
         _answer_arrivals(store, world_size, attempt)
-        hosts: dict[str, list[int]] = {}
-        for rank, process in there.items():
-            hosts.setdefault(json.loads(process)[0], []).append(rank)
-        here = ", ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in hosts.items())
-        missing = [rank for rank in range(world_size) if rank not in there]
-        verb = "are" if len(missing) > 1 else "is"
+        ranks_by_host: dict[str, list[int]] = {}
+        for rank, process in joined.items():
+            ranks_by_host.setdefault(json.loads(process)[0], []).append(rank)
+        present = ", ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in ranks_by_host.items())
+        missing = [rank for rank in range(world_size) if rank not in joined]
+        verb = "have" if len(missing) > 1 else "has"
         wait(
-            f"{format_ranks(missing)} of {world_size} {verb} not there ({here}: there)",
-            f"did each start, and does it reach this machine? {DOCTOR_COMMAND}",
+            f"{format_ranks(missing)} of {world_size} {verb} not joined (joined: {present})",
+            "check that each missing rank was started and reaches this machine, for example with "
+            f"{DOCTOR_COMMAND}",
         )
 
 
 def _answer_arrivals(store: Store, world_size: int, attempt: str) -> None:
-    """Tell the ranks that have arrived which attempt of the job they belong to. Rank 0 calls it repeatedly.
+    """Answer the ranks that have announced themselves with the token of this attempt.
 
-    In a store that outlives attempts (torchrun's) some may be of an earlier one: that answer is never read.
+    Rank 0 calls it repeatedly. In a store that outlives attempts (torchrun's), some tokens may come from an
+    earlier attempt. Nothing reads the answers to these.
     """
     for token in read_by_rank(store, "arrived", range(world_size)).values():
-        store.compare_set(_answer_to(token.decode()), "", attempt)
+        store.compare_set(_answer_key(token.decode()), "", attempt)
 
 
-def _answer_to(token: str) -> str:
+def _answer_key(token: str) -> str:
+    """Return the store's key for the answer to a rank's token."""
     return f"pipeline/answer/{token}"
 
 
 NUMA_NODES_FOLDER = Path("/sys/devices/system/node")
 PCI_DEVICES_FOLDER = Path("/sys/bus/pci/devices")
 CPUS_FOLDER = Path("/sys/devices/system/cpu")
-# OpenMP's own words for where its threads compute.
 OPENMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+"""Environment variables with which a user decides on which CPUs OpenMP's threads run."""
 
 
 def allowed_cpus() -> set[int]:
-    """Return the numbers of the CPUs that this process may run on, each hyper-thread by itself."""
+    """Return the numbers of the CPUs that this process may run on. Each hyper-thread has its own number."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
-    leaders = map_cpus_to_cores()
-    return len({leaders.get(cpu, cpu) for cpu in allowed_cpus()})
+    """Return the number of physical cores that this process may use."""
+    cpu_to_core = map_cpus_to_cores()
+    return len({cpu_to_core.get(cpu, cpu) for cpu in allowed_cpus()})
 
 
-def assign_cores(store: Store, everyone: Sequence[RankProcess], rank: int, bound: bool | None) -> None:
-    """Give this rank its threads, and its cores. Collective.
+def assign_cores(
+    store: Store, rank_processes: Sequence[RankProcess], rank: int, bind_to_cores: bool | None
+) -> None:
+    """Set this rank's number of CPU threads, and bind it to its share of the cores. Collective.
 
-    Slurm and mpirun give each task its own cores, so the ranks first exchange which cores each may use.
+    Slurm and mpirun may give each task its own cores. So the ranks first exchange which cores each may use.
 
     Args:
-        store: The job's store.
-        everyone: All ranks, in order.
-        rank: This rank.
-        bound: Whether to bind the rank to its part of the cores. `None` binds only if ranks share cores and
-            no OpenMP variable places the threads.
+        store: Store of the job.
+        rank_processes: Processes of all ranks, in the order of the ranks.
+        rank: Rank of this process.
+        bind_to_cores: Whether to bind the rank to its share of the cores. `None` binds only if ranks share
+            cores and no OpenMP variable binds the threads.
     """
-    beside = find_core_sharers(store, everyone, rank)
-    torch.set_num_threads(choose_num_threads(count_cores(), len(beside), os.environ))
-    if bound is None:
-        bound = len(beside) > 1 and not any(os.environ.get(name) for name in OPENMP_BINDING_VARIABLES)
-    if bound:
-        bind_cores(beside.index(rank), len(beside))
+    sharers = find_core_sharers(store, rank_processes, rank)
+    torch.set_num_threads(choose_num_threads(count_cores(), len(sharers), os.environ))
+    if bind_to_cores is None:
+        is_bound_by_user = any(os.environ.get(name) for name in OPENMP_BINDING_VARIABLES)
+        bind_to_cores = len(sharers) > 1 and not is_bound_by_user
+    if bind_to_cores:
+        bind_cores(sharers.index(rank), len(sharers))
 
 
-def find_core_sharers(store: Store, everyone: Sequence[RankProcess], rank: int) -> list[int]:
-    """Return the ranks that may run on the same cores as this one, itself among them. Collective.
+def find_core_sharers(store: Store, rank_processes: Sequence[RankProcess], rank: int) -> list[int]:
+    """Return the ranks that may use the same cores as this one, including this rank. Collective.
 
-    Slurm and mpirun give each task cores of its own: those are not to be divided again.
+    A rank that Slurm or mpirun gave its own cores is alone in its list: these are not divided again.
     """
     store.set(f"pipeline/cpus/{rank}", json.dumps(sorted(allowed_cpus())))
-    here = [each.rank for each in everyone if each.machine == everyone[rank].machine]
-    allowed = dict(zip(here, store.multi_get([f"pipeline/cpus/{other}" for other in here]), strict=True))
-    return [other for other in here if allowed[other] == allowed[rank]]
+    own_machine = rank_processes[rank].machine
+    local_ranks = [process.rank for process in rank_processes if process.machine == own_machine]
+    values = store.multi_get([f"pipeline/cpus/{other}" for other in local_ranks])
+    allowed = dict(zip(local_ranks, values, strict=True))
+    return [other for other in local_ranks if allowed[other] == allowed[rank]]
 
 
 def bind_cores(index: int, count: int) -> None:
-    """Bind every thread of this process to part `index` of `count`. Does nothing with fewer cores than parts.
+    """Bind every thread of this process to one of `count` parts of the cores that it may use.
+
+    Does nothing if there are fewer cores than parts.
 
     Args:
-        index: Also the index of this process's GPU, if there is one for each part.
+        index: Number of the part, from 0; also the index of this process's GPU if each part has one.
         count: Number of parts, one for each rank that shares the cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
     allowed = os.sched_getaffinity(0)
-    nodes = {number: cores & allowed for number, cores in read_numa_nodes().items() if cores & allowed}
-    mine = choose_cores(
-        allowed, nodes, near=find_gpu_numa_nodes(count), index=index, count=count, leaders=map_cpus_to_cores()
+    nodes = {node: cpus & allowed for node, cpus in read_numa_nodes().items() if cpus & allowed}
+    own_cpus = choose_cores(
+        allowed,
+        nodes,
+        gpu_nodes=find_gpu_numa_nodes(count),
+        index=index,
+        count=count,
+        cpu_to_core=map_cpus_to_cores(),
     )
-    if not mine:
+    if not own_cpus:
         return
-    for task in Path("/proc/self/task").iterdir():  # threads that are made later inherit it
-        with suppress(OSError):  # ended meanwhile
-            os.sched_setaffinity(int(task.name), mine)
+    for task in Path("/proc/self/task").iterdir():  # threads that start later inherit the binding
+        with suppress(OSError):  # the thread has ended meanwhile
+            os.sched_setaffinity(int(task.name), own_cpus)
 
 
 def choose_cores(
     allowed: set[int],
     nodes: Mapping[int, set[int]],
-    near: Sequence[int | None],
+    gpu_nodes: Sequence[int | None],
     index: int,
     count: int,
-    leaders: Mapping[int, int],
+    cpu_to_core: Mapping[int, int],
 ) -> set[int]:
-    """Return the cores of one rank; empty if there are fewer cores than ranks.
+    """Return the CPUs of one rank: all hyper-threads of its cores. Empty if there are fewer cores than ranks.
 
-    Ranks whose GPUs belong to one NUMA node divide that node's cores. If the node of a GPU is not known, all
-    ranks divide all cores, node by node.
+    Ranks whose GPUs belong to the same NUMA node divide that node's cores. If the node of any GPU is unknown,
+    all ranks divide all cores, node by node.
 
     Args:
-        allowed: Cores that this process may run on.
-        nodes: NUMA node -> its cores.
-        near: Node of each rank's GPU; None if there is no GPU, or it is not known.
-        index: This rank's position among the ranks that share the cores.
+        allowed: CPUs that this process may run on.
+        nodes: NUMA node -> its CPUs.
+        gpu_nodes: NUMA node of each rank's GPU. `None` if it is unknown; empty if not every rank has a GPU.
+        index: Position of this rank among the ranks that share the cores.
         count: Number of these ranks.
-        leaders: See map_cpus_to_cores.
+        cpu_to_core: Result of `map_cpus_to_cores`.
     """
-    node_of = {cpu: number for number, cpus in nodes.items() for cpu in cpus}
-    if count == len(near) and all(node in nodes for node in near):
-        neighbours = [rank for rank in range(count) if near[rank] == near[index]]
-        allowed = {cpu for cpu in allowed if node_of.get(cpu) == near[index]}
-        index, count = neighbours.index(index), len(neighbours)
-    # Whole cores: two ranks on the threads of one would slow each other down.
+    node_of_cpu = {cpu: node for node, cpus in nodes.items() for cpu in cpus}
+    if count == len(gpu_nodes) and all(node in nodes for node in gpu_nodes):
+        own_node = gpu_nodes[index]
+        neighbours = [other for other in range(count) if gpu_nodes[other] == own_node]
+        allowed = {cpu for cpu in allowed if node_of_cpu.get(cpu) == own_node}
+        index = neighbours.index(index)
+        count = len(neighbours)
+    # Cores are never split: two ranks on the hyper-threads of one core would slow each other down.
     cores: dict[int, set[int]] = {}
-    for cpu in sorted(allowed, key=lambda cpu: (node_of.get(cpu, len(nodes)), cpu)):
-        cores.setdefault(leaders.get(cpu, cpu), set()).add(cpu)
-    whole = list(cores.values())
-    return set().union(*whole[index * len(whole) // count : (index + 1) * len(whole) // count])
+    for cpu in sorted(allowed, key=lambda cpu: (node_of_cpu.get(cpu, len(nodes)), cpu)):
+        cores.setdefault(cpu_to_core.get(cpu, cpu), set()).add(cpu)
+    all_cores = list(cores.values())
+    start = index * len(all_cores) // count
+    end = (index + 1) * len(all_cores) // count
+    return set().union(*all_cores[start:end])
 
 
 def map_cpus_to_cores() -> dict[int, int]:
-    """Return the number of each CPU -> the lowest one of its core; empty if the system does not say."""
+    """Return CPU -> lowest CPU of the same core, which identifies the core. Empty if the system has no list.
+
+    Hyper-threads of one core are CPUs with different numbers.
+    """
     return {
         int(path.parts[-3].removeprefix("cpu")): min(parse_cpu_list(path.read_text()))
         for path in CPUS_FOLDER.glob("cpu[0-9]*/topology/thread_siblings_list")
@@ -238,7 +281,7 @@ def map_cpus_to_cores() -> dict[int, int]:
 
 
 def read_numa_nodes() -> dict[int, set[int]]:
-    """Return NUMA node -> its cores; empty if the system does not say."""
+    """Return NUMA node -> its CPUs. Empty if the system has no list."""
     return {
         int(path.parent.name.removeprefix("node")): parse_cpu_list(path.read_text())
         for path in NUMA_NODES_FOLDER.glob("node[0-9]*/cpulist")
@@ -246,29 +289,34 @@ def read_numa_nodes() -> dict[int, set[int]]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Return the numbers of a list: {0, 1, 2, 3, 8} of `0-3,8`."""
-    cores: set[int] = set()
+    """Return the numbers in one of the kernel's CPU lists: {0, 1, 2, 3, 8} for `0-3,8`."""
+    cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first:
-            cores |= set(range(int(first), int(last or first) + 1))
-    return cores
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
 
 
 def find_gpu_numa_nodes(count: int) -> list[int | None]:
-    """Return the NUMA node of each of this machine's first GPUs; None if the system does not say."""
+    """Return the NUMA node of each of this machine's first `count` GPUs; `None` where it is unknown.
+
+    The list is empty if there are fewer GPUs.
+    """
     if not torch.cuda.is_available() or torch.cuda.device_count() < count:
         return []
-    found: list[int | None] = []
+    nodes: list[int | None] = []
     for index in range(count):
-        p: Any = torch.cuda.get_device_properties(index)
-        address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(index)
+        address = (
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        )
         try:
             node = int((PCI_DEVICES_FOLDER / address / "numa_node").read_text())
         except (OSError, ValueError):
             node = -1
-        found.append(node if node >= 0 else None)
-    return found
+        nodes.append(node if node >= 0 else None)  # the kernel writes -1 for an unknown node
+    return nodes
 
 
 T = TypeVar("T")
@@ -276,16 +324,21 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """This rank, its device, and the group it belongs to."""
+    """Holds this process's rank and device, and the process group that it belongs to.
+
+    Methods marked "Collective" must be called by all ranks, in the same order.
+    """
 
     ranks: Ranks
     device: torch.device
     store: distributed_c10d.Store | None = field(default=None, repr=False)
+    """Store that all ranks share; `None` without a process group."""
     rank_processes: list[RankProcess] = field(default_factory=list, repr=False)
-    """All ranks, in order; empty without a group."""
+    """Processes of all ranks, in the order of the ranks; empty without a process group."""
     progress: Progress = field(default_factory=Progress, repr=False)
-    """Record in which the training thread notes what it does."""
+    """Record of what the training thread is doing. The watchdog reads it."""
     watchdog: Watchdog | None = field(default=None, repr=False)
+    """Watchdog of this rank; `None` before `start_watchdog`, after `close`, and with one rank."""
 
     @property
     def is_distributed(self) -> bool:
@@ -301,7 +354,13 @@ class Job:
         return box[0]
 
     def run_on_main_rank(self, function: Callable[[], T]) -> T:
-        """Call it on rank 0; return its result, or raise its PipelineError, on every rank. Collective."""
+        """Call `function` on rank 0, and return its result on every rank. Collective.
+
+        A PipelineError that it raises is also raised on every rank; other exceptions, on rank 0 alone.
+
+        Args:
+            function: Runs on rank 0 only. Its result must be picklable.
+        """
         answer: Any = None
         if self.ranks.is_main_process:
             try:
@@ -311,8 +370,8 @@ class Job:
         answer = self.broadcast_object(answer)
         if isinstance(answer, PipelineError):
             raise answer
-        found: T = answer
-        return found
+        result: T = answer
+        return result
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value on every rank. Collective."""
@@ -323,61 +382,82 @@ class Job:
         return values
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, element by element and in place. Collective; no host sync on CUDA."""
+        """Sum a tensor over all ranks in place, and return it. Collective.
+
+        The sum is element by element. On CUDA the host does not wait for it.
+        """
         if self.is_distributed:
             dist.all_reduce(tensor)
         return tensor
 
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin all_reduce_sum and return what waits for the sum. Collective."""
+        """Start `all_reduce_sum`, and return a function that waits for the sum and returns it. Collective.
+
+        Do not use the tensor before that. On CUDA the function makes the current stream wait, not the host.
+        """
         if not self.is_distributed:
             return lambda: tensor
         work = dist.all_reduce(tensor, async_op=True)
 
-        def arrived() -> torch.Tensor:
+        def wait_for_sum() -> torch.Tensor:
             work.wait()
             return tensor
 
-        return arrived
+        return wait_for_sum
 
     def barrier(self) -> None:
-        """Wait for every rank. Collective."""
+        """Wait until every rank has reached this call. Collective."""
         if self.is_distributed:
             dist.barrier()
 
     def start_watchdog(self, limits: DistributedConfig) -> None:
-        """Start the watchdog, which ends a job that hangs or loses a rank. Not collective."""
+        """Start the watchdog, which ends the job if it hangs or loses a rank. Not collective.
+
+        Does nothing for a job of one rank.
+
+        Args:
+            limits: Section `distributed` of the recipe, with the watchdog's time limits.
+        """
         if self.store is not None and self.ranks.world_size > 1:
             self.watchdog = Watchdog(self.store, self.rank_processes, self.ranks.rank, self.progress, limits)
             self.watchdog.start()
 
     def claim_failure(self, code: int) -> bool:
-        """Return True on the first rank that fails: its error is shown, and the others end because of it.
+        """Claim the job's failure for this rank, and return whether it is the first rank to fail.
+
+        The first rank shows its error. The other ranks end because of it.
 
         Args:
             code: Exit code of the job.
         """
         if self.store is None:
             return True
-        own = Failure(self.ranks.rank, "raised", code)
+        own_failure = Failure(self.ranks.rank, "raised", code)
         try:
-            return claim_failure(self.store, own) == own
-        except RuntimeError:  # the store died with its rank, which therefore failed first
+            return claim_failure(self.store, own_failure) == own_failure
+        except RuntimeError:  # the store ended with the rank that serves it, which therefore failed first
             return False
 
     def wait_for_other_ranks_to_exit(self, seconds: float = 3.0) -> None:
-        """Give the other ranks the time to know of a failure, before the store ends with rank 0."""
+        """Wait on rank 0 until the other ranks have learned of a failure, because the store ends with rank 0.
+
+        Args:
+            seconds: Limit of the wait.
+        """
         if self.store is None or self.watchdog is None or not self.ranks.is_main_process:
             return
         began = time.monotonic()
-        with suppress(RuntimeError):  # the launcher's own store is gone with it
+        with suppress(RuntimeError):  # a store that the launcher serves ends with the launcher
             while time.monotonic() - began < seconds:
                 if self.store.add("pipeline/left", 0) >= self.ranks.world_size - 1:
                     return
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop the watchdog and destroy the process group; without this a finished run can abort at exit."""
+        """Stop the watchdog and destroy the process group.
+
+        Without this, a finished run can abort at exit.
+        """
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
@@ -393,16 +473,17 @@ def start_job(
     timeout: timedelta = timedelta(minutes=30),
     bind_to_cores: bool | None = False,
 ) -> Job:
-    """Bind this process to its device and join the process group.
+    """Bind this process to its device and join the process group. Collective if `distributed`.
 
     Args:
-        ranks: This process's place in the job.
+        ranks: Rank and world size of this process.
         distributed: Whether to make a process group.
-        timeout: Timeout of every process group: this one, and those that others make later.
-        bind_to_cores: See assign_cores.
+        timeout: Timeout of this process group, and of groups made later without a timeout.
+        bind_to_cores: See `assign_cores`.
 
     Raises:
-        LaunchError: There are more ranks on this machine than GPUs, or two with one; or not all ranks came.
+        LaunchError: This machine has more ranks than GPUs, two ranks share a GPU, or some ranks did not join
+            in time.
     """
     device = find_device(ranks)
     if device.type == "cuda":
@@ -411,17 +492,17 @@ def start_job(
         torch.set_num_threads(choose_num_threads(count_cores(), 1, os.environ))
         return Job(ranks, device)
     complete_launcher_environment(ranks)
-    # The backend is named per device so that CPU tensors can be reduced beside CUDA ones.
+    # Name the backend of each device type, so that the group can reduce CPU tensors as well as CUDA ones.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, everyone = rendezvous(ranks, timeout)
+    store, rank_processes = rendezvous(ranks, timeout)
     if device.type == "cuda":
-        check_own_devices(store, everyone, ranks.rank, device_id(device))
-    assign_cores(store, everyone, ranks.rank, bind_to_cores)
-    # Groups that are made without a timeout (DeepSpeed's, DDP's, a device mesh's) take torch's defaults.
+        check_own_devices(store, rank_processes, ranks.rank, device_id(device))
+    assign_cores(store, rank_processes, ranks.rank, bind_to_cores)
+    # DeepSpeed, DDP and device meshes make groups without a timeout; these take torch's defaults.
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
-    # The flight recorder knows what a rank waits in. It costs some microseconds a collective; on a CPU more
-    # of them the more it keeps. To be switched on before the group is made.
+    # The flight recorder tells the watchdog in which collective a rank waits. It costs some microseconds for
+    # each collective; on a CPU the cost grows with the buffer. It must be enabled before the group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if device.type == "cuda" else "256")
     dist.init_process_group(
         backend,
@@ -431,24 +512,24 @@ def start_job(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Job(ranks, device, store, everyone)
+    return Job(ranks, device, store, rank_processes)
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Let a GPU multiply fp32 matrices, and convolve, in TF32, or forbid it. No effect on a CPU."""
+    """Set whether a GPU may compute fp32 matrix products and convolutions in TF32. No effect on a CPU."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def describe_device(device: torch.device) -> Device:
-    """Return the formats shorter than fp32 that this device has instructions for."""
+    """Return the device's type, and which of bf16, fp16 and fp8 it has instructions for."""
     if device.type == "cuda":
-        # AMD's MI200 is 9.0 and has none, MI300 is 9.4.
-        least = (9, 4) if torch.version.hip else (8, 9)
+        # fp8 needs AMD's MI300 (9.4; MI200 is 9.0), or NVIDIA's compute capability 8.9.
+        minimum_for_fp8 = (9, 4) if torch.version.hip else (8, 9)
         return Device(
             "cuda",
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             fp16=True,
-            fp8=torch.cuda.get_device_capability(device) >= least,
+            fp8=torch.cuda.get_device_capability(device) >= minimum_for_fp8,
         )
     return Device.cpu()

@@ -114,7 +114,7 @@ def test_each_rank_says_why_it_ends(tmp_path):
     expected = {
         unknown: f"rank 1 on .* does not reach the master, nowhere.invalid:{port}",
         second: "rank 1 on .* does not reach the master, 127.0.0.1",
-        alone: "rank 1 of 2 is not there",
+        alone: "rank 1 of 2 has not joined",
     }
     for (process, errors), words in expected.items():
         assert process.wait(PATIENCE) == 2
