@@ -1,4 +1,7 @@
-"""This process's rank, read from the launcher's environment. No torch."""
+"""Reads this process's rank from the launcher's environment, and sets the variables that are missing.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,24 @@ from pipeline.errors import LaunchError
 from pipeline.files import replace_file
 
 ENVIRONMENT_FILE = "PIPELINE_ENVIRONMENT"
-"""Set by our launch scripts: a file in a folder of the launch, where each rank writes its exit code."""
+"""Name of the environment variable with which our launch scripts name a file for the ranks they start.
+
+The file contains variables and arguments. Each rank writes its exit code into the same folder.
+"""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place in the job."""
+    """Holds this process's rank and the number of ranks, in the job and on this machine."""
 
     rank: int
+    """Number of this process in the job, from 0."""
     local_rank: int
+    """Number of this process among those of the job on this machine, from 0."""
     world_size: int
+    """Number of ranks in the job."""
     local_world_size: int
+    """Number of the job's ranks on this machine."""
 
     @property
     def is_main_process(self) -> bool:
@@ -40,68 +50,78 @@ OPEN_MPI_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-"""Open MPI's names of rank, local rank, world size and local world size."""
+"""Variables in which Open MPI gives rank, local rank, world size and local world size."""
 OTHER_MPI_VARIABLES = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID"}
-"""Set by the mpirun of MPICH, Intel and Cray; srun may set PMI_RANK and the like, but none of these."""
+"""Variables that the mpirun of MPICH, Intel or Cray sets. srun sets none of these, but may set PMI_RANK."""
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
-SLURM_RESERVED_STEPS = 0xFFFFFFF0  # the batch script's own step, and an interactive shell's: one process
+FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
+"""Lowest step id that Slurm reserves, for batch scripts and interactive shells. These are one process."""
+LAUNCHER_ADVICE = "correct these variables, or let torchrun, deepspeed, srun or Open MPI's mpirun set them"
+"""Advice against variables that are malformed or contradict each other."""
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Return this process's place by RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, else by mpirun or srun.
+    """Return this process's ranks from the variables of torchrun or deepspeed, else of mpirun or srun.
 
-    Without any of them it is one process alone. mpirun goes before srun, which may start mpirun's daemons.
+    torchrun and deepspeed set RANK, LOCAL_RANK and WORLD_SIZE. Without any of these variables, the process is
+    a job of one rank. mpirun's take precedence over srun's, because srun may have started mpirun's daemons.
 
     Raises:
-        LaunchError: Some are set and others are missing, a value is no number or does not fit the others.
+        LaunchError: Some variables are set and others are missing, a value is not a number, or two values
+            contradict each other.
     """
     check_accelerator_variable(environment)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     given = {name: environment[name] for name in names if name in environment}
     if not given:
-        ranks = _read_scheduler(environment)
+        ranks = _read_mpi_or_slurm(environment)
         if ranks.world_size > 1:
             check_master_variables(environment)
         return ranks
     check_master_variables(environment)
     missing = [name for name in names if name not in given]
-    if missing == ["LOCAL_RANK"] and _in_slurm_step(environment):
-        ranks = _read_slurm(environment)
+    if missing == ["LOCAL_RANK"] and _is_slurm_task(environment):
+        ranks = _read_slurm_task(environment)
         if (str(ranks.rank), str(ranks.world_size)) == (given["RANK"], given["WORLD_SIZE"]):
-            return ranks  # a script that exports SLURM_PROCID and SLURM_NTASKS under these names
+            return ranks  # the user's script exports SLURM_PROCID and SLURM_NTASKS under these names
     if missing:
-        cure = "start with deepspeed or torchrun, or unset them for one process"
+        advice = "start with deepspeed or torchrun, or unset them for one process"
         if missing == ["LOCAL_RANK"]:
-            cure += "; under srun: export LOCAL_RANK=$SLURM_LOCALID in each task"
-        raise LaunchError(f"the environment sets {', '.join(given)} but not {', '.join(missing)}; {cure}")
-    # LOCAL_SIZE is the deepspeed launcher's name for it.
-    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
-    ranks = _checked(given | {"LOCAL_WORLD_SIZE": local})
+            advice += "; under srun: export LOCAL_RANK=$SLURM_LOCALID in each task"
+        raise LaunchError(f"the environment sets {', '.join(given)} but not {', '.join(missing)}; {advice}")
+    # The deepspeed launcher sets LOCAL_SIZE instead of LOCAL_WORLD_SIZE.
+    local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or given["WORLD_SIZE"]
+    ranks = _parse_ranks(given | {"LOCAL_WORLD_SIZE": local_size})
     if not 1 <= ranks.local_world_size <= ranks.world_size:
         raise LaunchError(
-            f"LOCAL_WORLD_SIZE={ranks.local_world_size} ranks on this machine do not fit into a job of "
-            f"WORLD_SIZE={ranks.world_size}"
+            f"LOCAL_WORLD_SIZE={ranks.local_world_size} ranks on this machine: expected from 1 to "
+            f"WORLD_SIZE={ranks.world_size}; {LAUNCHER_ADVICE}"
         )
     if not 0 <= ranks.local_rank < ranks.local_world_size:
         raise LaunchError(
-            f"LOCAL_RANK={ranks.local_rank} is outside the LOCAL_WORLD_SIZE={ranks.local_world_size} ranks "
-            "of this machine"
+            f"LOCAL_RANK={ranks.local_rank}: expected at least 0 and less than "
+            f"LOCAL_WORLD_SIZE={ranks.local_world_size}, the ranks on this machine; {LAUNCHER_ADVICE}"
         )
     return ranks
 
 
 def check_accelerator_variable(environment: Mapping[str, str]) -> None:
-    """Check that DS_ACCELERATOR is a device that the trainer knows.
+    """Check that DS_ACCELERATOR, if set, is a type of device that the trainer supports.
 
     Raises:
-        LaunchError: It is npu, xpu or another.
+        LaunchError: It is neither cpu nor cuda.
     """
     accelerator = environment.get("DS_ACCELERATOR", "cpu")
     if accelerator not in ("cpu", "cuda"):
-        raise LaunchError(f"DS_ACCELERATOR={accelerator}: expected cuda or cpu; unset it")
+        raise LaunchError(f"DS_ACCELERATOR={accelerator}: expected cuda or cpu; correct or unset it")
 
 
-def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
+def _read_mpi_or_slurm(environment: Mapping[str, str]) -> Ranks:
+    """Return this process's ranks from the variables of mpirun or srun, or those of a job of one rank.
+
+    Raises:
+        LaunchError: Variables are missing or wrong, or an mpirun other than Open MPI's started this process.
+    """
     if OPEN_MPI_VARIABLES[0] in environment:
         missing = [name for name in OPEN_MPI_VARIABLES if name not in environment]
         if missing:
@@ -109,49 +129,69 @@ def _read_scheduler(environment: Mapping[str, str]) -> Ranks:
                 f"the environment sets {OPEN_MPI_VARIABLES[0]} but not {', '.join(missing)}; start with "
                 f"mpirun, srun, torchrun or deepspeed, or unset {OPEN_MPI_VARIABLES[0]} for one process"
             )
-        return _checked({name: environment[name] for name in OPEN_MPI_VARIABLES})
-    in_slurm = _in_slurm_step(environment)
-    by_pmi = (environment.get("PMI_RANK", "0"), environment.get("PMI_SIZE", "1")) != ("0", "1")
-    if OTHER_MPI_VARIABLES & environment.keys() or (by_pmi and not in_slurm):
+        return _parse_ranks({name: environment[name] for name in OPEN_MPI_VARIABLES})
+    is_slurm_task = _is_slurm_task(environment)
+    is_pmi_task = (environment.get("PMI_RANK", "0"), environment.get("PMI_SIZE", "1")) != ("0", "1")
+    if OTHER_MPI_VARIABLES & environment.keys() or (is_pmi_task and not is_slurm_task):
         raise LaunchError(
-            f"PMI_RANK={environment.get('PMI_RANK')}: of all mpirun only Open MPI's is known; start with it, "
-            "with srun, torchrun or deepspeed, or unset PMI_RANK, PMI_SIZE and the like for one process"
+            f"PMI_RANK={environment.get('PMI_RANK')}: only Open MPI's mpirun is supported; start with it, "
+            "with srun, torchrun or deepspeed, or unset PMI_RANK, PMI_SIZE, "
+            f"{' and '.join(sorted(OTHER_MPI_VARIABLES))} for one process"
         )
-    return _read_slurm(environment) if in_slurm else Ranks(0, 0, 1, 1)
+    return _read_slurm_task(environment) if is_slurm_task else Ranks(0, 0, 1, 1)
 
 
-def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process; a batch script, or an allocation's shell, is one process."""
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    """Return whether srun started this process as one of several tasks.
+
+    A batch script or the shell of an allocation is not such a task.
+    """
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
-    if not step.isdecimal() or int(step) >= SLURM_RESERVED_STEPS:
+    if not step.isdecimal() or int(step) >= FIRST_RESERVED_SLURM_STEP:
         return False
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
-def _read_slurm(environment: Mapping[str, str]) -> Ranks:
+def _read_slurm_task(environment: Mapping[str, str]) -> Ranks:
+    """Return this process's ranks from the variables of srun.
+
+    Raises:
+        LaunchError: A variable is missing or wrong.
+    """
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     missing = [n for n in (*names, "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE") if n not in environment]
     if missing:
         raise LaunchError(
             f"srun started {environment.get('SLURM_STEP_NUM_TASKS')} tasks, but {', '.join(missing)} is not "
-            "set; start with srun, and pass its variables on"
+            "set; start each rank with srun, and pass all of its variables on to the rank"
         )
-    counts = parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    num_tasks = parse_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     node = environment["SLURM_NODEID"]
-    local = str(counts[int(node)]) if node.isdecimal() and int(node) < len(counts) else "unknown"
-    return _checked(
-        {name: environment[name] for name in names} | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local}
-    )
+    is_known = node.isdecimal() and int(node) < len(num_tasks)
+    local_size = str(num_tasks[int(node)]) if is_known else "unknown"
+    given = {name: environment[name] for name in names}
+    return _parse_ranks(given | {f"SLURM_STEP_TASKS_PER_NODE[{node}]": local_size})
 
 
-def _checked(given: Mapping[str, str]) -> Ranks:
-    """Return the ranks from rank, local rank, world size and local world size by their names."""
+def _parse_ranks(given: Mapping[str, str]) -> Ranks:
+    """Return the ranks that four variables give.
+
+    Args:
+        given: Name -> value of the variables for rank, local rank, world size and local world size, in this
+            order.
+
+    Raises:
+        LaunchError: A value is not a whole number, or the rank does not fit the world size.
+    """
     if not all(WHOLE_NUMBER.fullmatch(value.strip()) for value in given.values()):
-        raise LaunchError(f"the environment's {dict(given)} are not all whole numbers")
+        raise LaunchError(f"the environment sets {dict(given)}: expected whole numbers; {LAUNCHER_ADVICE}")
     rank, local_rank, world_size, local_world_size = (int(value) for value in given.values())
     if not 0 <= rank < world_size:
-        name_of_rank, _, name_of_size, _ = given
-        raise LaunchError(f"{name_of_rank}={rank} is outside a job of {name_of_size}={world_size}")
+        rank_name, _, world_size_name, _ = given
+        raise LaunchError(
+            f"{rank_name}={rank}: expected at least 0 and less than {world_size_name}={world_size}; "
+            f"{LAUNCHER_ADVICE}"
+        )
     return Ranks(rank, local_rank, world_size, local_world_size)
 
 
@@ -159,36 +199,41 @@ def check_master_variables(environment: Mapping[str, str]) -> None:
     """Check MASTER_ADDR and MASTER_PORT, if they are set.
 
     Raises:
-        LaunchError: One of them cannot be a host or a port.
+        LaunchError: MASTER_ADDR is not a host name or address, or MASTER_PORT is not a port.
     """
-    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    host = environment.get("MASTER_ADDR")
+    port = environment.get("MASTER_PORT")
     if port is not None and not is_port(port):
         raise LaunchError(
-            f"MASTER_PORT={port}: a port is a whole number from 1 to 65535; give one that is free on rank "
-            "0's machine, the same on every rank"
+            f"MASTER_PORT={port}: expected a port, a whole number from 1 to 65535; set it on every rank to "
+            "the same free port of rank 0's machine"
         )
     if host is not None and re.fullmatch(r"[\w.:%-]{1,253}", host) is None:
         raise LaunchError(
-            f"MASTER_ADDR={host!r} is no name or address of a machine; give rank 0's, the same on every rank"
+            f"MASTER_ADDR={host!r}: expected a host name or address; set it on every rank to the "
+            "address of rank 0's machine"
         )
 
 
 def is_port(text: str) -> bool:
-    """Return whether a text is a port number from 1 to 65535."""
+    """Return whether the text is a port: a whole number from 1 to 65535."""
     return re.fullmatch(r"[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65535
 
 
 def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return address and port of rank 0: the same on every rank, without asking any of them.
+    """Return the address and port of rank 0, computed from the launcher's environment.
+
+    Every rank computes the same result, without communication.
 
     Raises:
-        LaunchError: The launcher does not say where rank 0 is.
+        LaunchError: The environment does not say on which machine rank 0 runs.
     """
     if ranks.world_size == 1:
         return "127.0.0.1", find_free_port("127.0.0.1")
-    address, job = None, None
+    address: str | None = None
+    job: str | None = None
     if OPEN_MPI_VARIABLES[0] in environment:
-        address, job = _open_mpi_master(ranks, environment)
+        address, job = _find_open_mpi_master(ranks, environment)
     elif "SLURM_STEP_NODELIST" in environment:
         address = parse_first_host(environment["SLURM_STEP_NODELIST"])
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
@@ -196,30 +241,37 @@ def find_master_address(ranks: Ranks, environment: Mapping[str, str]) -> tuple[s
         address = "127.0.0.1"
     if address is None or job is None:
         raise LaunchError(
-            f"no launcher says where rank 0 of {ranks.world_size} ranks is: set MASTER_ADDR to its host and "
-            "MASTER_PORT to a free port there, the same on every rank (mpirun -x NAME=value)"
+            f"the environment does not say on which machine rank 0 of {ranks.world_size} ranks runs; set "
+            "MASTER_ADDR to its host and MASTER_PORT to a free port there, the same on every rank (with "
+            "mpirun: -x NAME=value)"
         )
-    # Below the ports of outgoing connections; jobs that share a machine differ in it.
+    # The port is below those that Linux gives to outgoing connections (32768 and up). It depends on the job's
+    # id, so two jobs on one machine rarely get the same port.
     return address, 12_000 + zlib.crc32(job.encode()) % 20_000
 
 
-def _open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return address and job. Rank 0 is on mpirun's machine if the hostfile begins with that; it can tell."""
+def _find_open_mpi_master(ranks: Ranks, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return the address of rank 0 and the id of the job; `None` for each that Open MPI does not give.
+
+    The address is mpirun's machine. Rank 0 runs there if the hostfile begins with that machine. Only rank 0
+    can check this, by the daemon that started it.
+    """
     job = environment.get("OMPI_MCA_ess_base_jobid")
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     match = re.search(r"tcp://([^,:;]+)", uri)
-    elsewhere = ranks.is_main_process and environment.get("OMPI_MCA_orte_local_daemon_uri") != uri
-    return (match[1] if match is not None and not elsewhere else None), job
+    is_elsewhere = ranks.is_main_process and environment.get("OMPI_MCA_orte_local_daemon_uri") != uri
+    address = match[1] if match is not None and not is_elsewhere else None
+    return address, job
 
 
 def parse_first_host(nodelist: str) -> str:
-    """Return the first name of Slurm's short form: rack2-node01 of `rack[2-3]-node[01-16,20],login`."""
+    """Return the first host of a Slurm node list: rack2-node01 for `rack[2-3]-node[01-16,20],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first is not None else "")
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the numbers of Slurm's short form: 2, 2, 2, 1 of `2(x3),1`."""
+    """Return the number of tasks on each node from Slurm's short form: [2, 2, 2, 1] for `2(x3),1`."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -227,53 +279,63 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 def complete_launcher_environment(ranks: Ranks) -> None:
-    """Set what torch and DeepSpeed look for and the launcher did not set, so that neither asks mpi4py.
+    """Set the variables that torch and DeepSpeed read and the launcher did not set.
+
+    DeepSpeed would otherwise look for them with mpi4py.
 
     Raises:
-        LaunchError: It cannot be known where rank 0 is, or a value cannot be.
+        LaunchError: The environment does not say on which machine rank 0 runs, or MASTER_ADDR or MASTER_PORT
+            is wrong.
     """
     check_master_variables(os.environ)
     address = {}
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         host, port = find_master_address(ranks, os.environ)
         address = {"MASTER_ADDR": host, "MASTER_PORT": port}
-    place = {
+    rank_variables = {
         "RANK": ranks.rank,
         "LOCAL_RANK": ranks.local_rank,
         "WORLD_SIZE": ranks.world_size,
         "LOCAL_WORLD_SIZE": ranks.local_world_size,
-        # Without it DeepSpeed on a CPU starts a numactl process each time it counts devices: at ZeRO-3
-        # fifty times a step.
+        # Without LOCAL_SIZE, DeepSpeed on a CPU starts a numactl process each time it counts devices. At
+        # ZeRO-3 this happens fifty times a step.
         "LOCAL_SIZE": ranks.local_world_size,
     }
-    for name, value in (address | place).items():
+    for name, value in (address | rank_variables).items():
         os.environ.setdefault(name, str(value))
 
 
 def write_exit_code(rank: int, world_size: int, code: int) -> None:
-    """Write this rank's exit code for the launch script, which trusts no launcher's.
+    """Write this rank's exit code to a file for our launch scripts.
 
-    Under another launcher nothing is written. The first code of a process stays: later ones follow from it.
+    The scripts do not rely on the exit code of the launcher. Nothing is written if none of them started this
+    process. Only a process's first exit code is written, because later ones are its consequences.
     """
-    handed_over = os.environ.get(ENVIRONMENT_FILE)
-    if handed_over is None:
+    environment_file = os.environ.get(ENVIRONMENT_FILE)
+    if environment_file is None:
         return
-    word = {"code": code, "world_size": world_size, "pid": os.getpid()}
-    path = Path(handed_over).parent / f"rank-{rank}"
-    with suppress(OSError, ValueError):  # a full disk: a missing code counts as a failure
-        if path.exists() and json.loads(path.read_text())["pid"] == word["pid"]:
+    record = {"code": code, "world_size": world_size, "pid": os.getpid()}
+    path = Path(environment_file).parent / f"rank-{rank}"
+    with suppress(OSError, ValueError):  # such as a full disk; a missing code counts as a failure
+        if path.exists() and json.loads(path.read_text())["pid"] == record["pid"]:
             return
-        replace_file(path, json.dumps(word))
+        replace_file(path, json.dumps(record))
 
 
 def choose_num_threads(num_cores: int, num_sharers: int, environment: Mapping[str, str]) -> int:
-    """Return this rank's threads: OMP_NUM_THREADS if the user set it, else cores / ranks that share them.
+    """Return the number of CPU threads for this rank.
 
-    Two ranks with every core each run at half the speed of one. The user did not set what torchrun sets by
-    itself: OMP_NUM_THREADS=1.
+    This is OMP_NUM_THREADS if the user set it, else this rank's share of the cores. Two ranks that each use
+    all cores run at half the speed of one. torchrun sets OMP_NUM_THREADS=1 if the user did not set it; that
+    does not count.
+
+    Args:
+        num_cores: Number of cores that this rank may use.
+        num_sharers: Number of ranks that share these cores, including this one.
+        environment: Environment of the process.
     """
     stated = environment.get("OMP_NUM_THREADS", "")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment and stated == "1"
-    if stated.isdigit() and int(stated) > 0 and not by_torchrun:
+    is_set_by_torchrun = "TORCHELASTIC_RUN_ID" in environment and stated == "1"
+    if stated.isdigit() and int(stated) > 0 and not is_set_by_torchrun:
         return int(stated)
     return max(1, num_cores // num_sharers)
