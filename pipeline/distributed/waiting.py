@@ -1,4 +1,7 @@
-"""Waits for another machine with a time limit, and prints what it waits for. Imports no torch."""
+"""Waits for other machines with a time limit, prints what is missing, and finds own addresses and free ports.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +15,50 @@ from pipeline.config.command_lines import format_pipeline_command
 from pipeline.errors import LaunchError
 
 SECONDS_BEFORE_FIRST_REPORT = 30.0
-"""Seconds until it is said who is waited for; less where the timeout is short."""
+"""Seconds of waiting before the first report. With a short limit, a quarter of the limit."""
 DOCTOR_COMMAND = format_pipeline_command("doctor", "--hostfile", "HOSTFILE")
+"""Command line that checks the connections between machines, for messages."""
 
 
 class TimedWait:
-    """Waits in small steps and prints what it waits for, at intervals that double.
+    """Waits in small steps up to a time limit, and prints what is missing at intervals that double.
 
     Args:
-        seconds: Limit after which it is given up.
-        setting: Name of what sets the limit.
+        seconds: Limit of the whole wait, from now on.
+        setting: Name of the setting or option that gives the limit, for the error.
     """
 
     def __init__(self, seconds: float, setting: str = "distributed.timeout_seconds"):
         self._began = time.monotonic()
-        self._seconds, self._setting = seconds, setting
-        self._say_after = min(SECONDS_BEFORE_FIRST_REPORT, seconds / 4)
+        self._seconds = seconds
+        self._setting = setting
+        self._next_report = min(SECONDS_BEFORE_FIRST_REPORT, seconds / 4)
 
-    def __call__(self, line: str, advice: str, print_progress: bool = True) -> None:
-        """Wait a moment more.
+    def __call__(self, problem: str, advice: str, print_progress: bool = True) -> None:
+        """Wait 0.05 s, and print the problem if a report is due.
+
+        Args:
+            problem: Sentence about what is missing, without its full stop.
+            advice: Step that the user can take, for the error.
+            print_progress: Whether to print reports.
 
         Raises:
-            LaunchError: The limit is reached.
+            LaunchError: The limit has passed.
         """
         waited = time.monotonic() - self._began
         if waited > self._seconds:
-            raise LaunchError(f"{line} after {waited:.0f} s ({self._setting}); {advice}")
-        if waited > self._say_after and print_progress:
-            print(f"waiting: {line} after {waited:.0f} s", file=sys.stderr, flush=True)
-        if waited > self._say_after:
-            self._say_after *= 2
+            raise LaunchError(f"{problem} after {waited:.0f} s ({self._setting}); {advice}")
+        if waited > self._next_report and print_progress:
+            print(f"waiting: {problem} after {waited:.0f} s", file=sys.stderr, flush=True)
+        if waited > self._next_report:
+            self._next_report *= 2
         time.sleep(0.05)
 
 
 def wait_for_port(
     host: str,
     port: int,
-    what: str,
+    problem: str,
     wait: TimedWait,
     print_progress: bool = True,
     is_own_host: Callable[[], bool] = lambda: False,
@@ -58,13 +68,13 @@ def wait_for_port(
     Args:
         host: Name or address to connect to.
         port: Port to connect to.
-        what: Sentence that names the machine that does not reach the other.
+        problem: Message while nothing listens: which machine or rank does not reach which other.
         wait: Limits the wait and prints progress.
         print_progress: Whether to print progress.
-        is_own_host: Returns whether the name has become one of this machine's; ends the wait.
+        is_own_host: Returns whether the name is now one of this machine's. Then the wait ends.
 
     Raises:
-        LaunchError: Nothing did in time, or there is no such name.
+        LaunchError: Nothing listened within the limit, or the name could not be resolved.
     """
     while not is_own_host():
         try:
@@ -72,16 +82,17 @@ def wait_for_port(
             return
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            wait(f"{what}, {host}:{port} ({reason})", f"what is in the way: {DOCTOR_COMMAND}", print_progress)
+            unreachable = f"{problem}, {host}:{port} ({reason})"
+            wait(unreachable, f"find the cause with {DOCTOR_COMMAND}", print_progress)
 
 
 def find_own_address(host: str) -> str | None:
-    """Return the first address of a name that is one of this machine's; None if none is."""
+    """Return the first address of a host name that belongs to this machine; `None` if none does."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # no name of any machine
+        candidates = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the name cannot be resolved
         return None
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in candidates:
         with suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind(address)
             return str(address[0])
@@ -89,7 +100,11 @@ def find_own_address(host: str) -> str | None:
 
 
 def find_free_port(host: str = "") -> int:
-    """Return a port of this machine that nothing listens at."""
+    """Return a TCP port of this machine that no process uses.
+
+    Args:
+        host: Address of this machine on which the port must be free; empty for all addresses.
+    """
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]

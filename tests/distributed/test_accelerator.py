@@ -63,7 +63,7 @@ def test_a_rank_takes_the_device_of_its_number_or_the_only_one(local_rank, visib
 @pytest.mark.parametrize(
     ("visible", "said"),
     [
-        (0, r"DS_ACCELERATOR=cuda, and torch .* sees no GPU \(CUDA_VISIBLE_DEVICES=unset\); unset it"),
+        (0, r"DS_ACCELERATOR=cuda, but torch .* sees no GPU \(CUDA_VISIBLE_DEVICES=unset\); unset DS"),
         (2, r"local rank 3 has no GPU: 4 ranks .* and 2 GPUs are visible .*; start as many ranks as GPUs"),
     ],
 )
@@ -108,7 +108,7 @@ def test_ranks_that_share_a_device_are_named_by_each():
     assert compared(["a", "b", "a", "b"]) == [None] * 4
     told = compared(["a", "b", "c", "c"])
     assert set(told) == {told[0]}
-    assert told[0].startswith("ranks 2, 3 on node1 have one GPU between them (c); give each its own")
+    assert told[0].startswith("ranks 2, 3 on node1 share one GPU (c), but each rank needs its own; start")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch computes on it")
@@ -117,4 +117,4 @@ def test_a_gpu_that_torch_leaves_idle_is_told_once(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with heard() as lines:
         assert [accelerator.choose_accelerator(tells=True) for _ in range(2)] == ["cpu", "cpu"]
-    assert lines == ["computing on the CPU, beside a GPU: this torch is a CPU build"]
+    assert lines == ["computing on the CPU although this machine has a GPU: this torch is a CPU build"]

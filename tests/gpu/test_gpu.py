@@ -74,7 +74,7 @@ def test_two_ranks_have_no_gpu_between_them(tmp_path):
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": index}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert "ranks 0, 1 on" in done.stderr
-    assert "have one GPU between them" in done.stderr
+    assert "share one GPU" in done.stderr
     ours, torchrun, _ = done.stderr.partition("torch/distributed/elastic")
     assert torchrun
     assert "Traceback" not in ours
