@@ -1,9 +1,10 @@
-"""Signals that come before a run can save, a launcher that is gone, and which ranks report that they end.
+"""Handles stop signals before a run can save, and stops a rank whose launcher has ended.
 
-A launcher that is asked to end ends its ranks; one that is killed cannot. A rank whose launcher is gone asks
-itself to stop: it saves and leaves, where it would train on unseen.
+A launcher that is asked to stop ends its ranks, but one that is killed cannot. A rank whose launcher has
+ended sends SIGTERM to itself. It then saves a checkpoint and exits, instead of training on unnoticed. The
+module also decides whether a rank reports its own exit.
 
-Imports no torch: the first seconds of a process are those in which it is imported.
+Imports no torch: signals must be handled while torch is imported, in the first seconds of a process.
 """
 
 from __future__ import annotations
@@ -26,118 +27,136 @@ from pipeline.distributed.ranks import ENVIRONMENT_FILE, OPEN_MPI_VARIABLES, Ran
 from pipeline.errors import Terminated
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask for a stop, beside Ctrl-C."""
-STDOUT, STDERR = 1, 2
-LAUNCHER_PERIOD = 1.0  # seconds between two looks for the launcher
+"""Signals that request a stop, in addition to Ctrl-C."""
+STDOUT = 1
+"""File descriptor of the standard output."""
+STDERR = 2
+"""File descriptor of the standard error output."""
+LAUNCHER_PERIOD = 1.0
+"""Seconds between two checks whether the launcher is alive."""
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def raise_on_stop_signals() -> Iterator[None]:
-    """Have the stop signals raise Terminated; by default they would end the process without a word.
+    """Make stop signals raise Terminated inside the `with` block.
 
-    A signal that is ignored (SIGHUP under nohup), or has another handler, stays so.
+    By default they would end the process without a message. A signal that is ignored (SIGHUP under nohup) or
+    has another handler is not changed. Outside the main thread nothing is changed: Python allows no handlers.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    wanted = [number for number in STOP_SIGNALS if is_main and signal.getsignal(number) == signal.SIG_DFL]
-    own = os.getpid()
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [
+        number for number in STOP_SIGNALS if is_main_thread and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    own_pid = os.getpid()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != own:  # a child that was forked: as if this had not been
+        if os.getpid() != own_pid:  # a forked child inherits the handler, but ends as by default
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         detach_closed_terminal()
         raise Terminated(number)
 
-    for number in wanted:
+    for number in handled:
         signal.signal(number, terminate)
     try:
         yield
     finally:
-        for number in wanted:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_stop_signals() -> None:
-    """Ignore the stop signals, for the last seconds of a process that ends anyway."""
+    """Ignore the stop signals. Call it when the process is about to end anyway."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def detach_closed_terminal() -> None:
-    """Discard what is printed if the terminal (a closed ssh) or the reader (`| tee`) is gone.
+    """Redirect stdout and stderr to /dev/null if their terminal (a closed ssh) or reader (`| tee`) is gone.
 
-    It would be an error, before the run could be saved.
+    Otherwise the next print would raise an error, before the run can be saved.
     """
     for stream in (STDOUT, STDERR):
-        watch = select.poll()
-        watch.register(stream, 0)
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
+        poller = select.poll()
+        poller.register(stream, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0)):
             with suppress(OSError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                null_device = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null_device, stream)
+                os.close(null_device)
 
 
-def reports_own_exit(alone_here: bool) -> bool:
-    """Return whether a rank that does not report the job's failure reports its own end.
+def reports_own_exit(is_only_reporter: bool) -> bool:
+    """Return whether this rank should print why it exits, although another rank reports the job's failure.
 
     Args:
-        alone_here: Whether no other rank of its machine reports anything.
+        is_only_reporter: Whether no other rank of this machine prints anything.
     """
-    # Our scripts, srun and mpirun show what all ranks print on one console.
+    # Our launch scripts, srun and mpirun show the output of all ranks on one console. One report is enough.
     if any(name in os.environ for name in (ENVIRONMENT_FILE, "SLURM_PROCID", OPEN_MPI_VARIABLES[0])):
         return False
-    return alone_here or _has_own_stderr()
+    return is_only_reporter or _has_own_stderr()
 
 
 def _has_own_stderr() -> bool:
-    """Return whether stderr goes elsewhere than the launcher's: a file for each rank, a pod's log."""
+    """Return whether stderr is not the launcher's, but a file for each rank or a pod's log."""
     try:
-        own, launchers = os.fstat(STDERR), os.stat(f"/proc/{os.getppid()}/fd/{STDERR}")
+        own_file = os.fstat(STDERR)
+        launcher_file = os.stat(f"/proc/{os.getppid()}/fd/{STDERR}")
     except OSError:
         return True
-    return (own.st_dev, own.st_ino) != (launchers.st_dev, launchers.st_ino)
+    return (own_file.st_dev, own_file.st_ino) != (launcher_file.st_dev, launcher_file.st_ino)
 
 
 def stop_with_launcher(ranks: Ranks, period: float = LAUNCHER_PERIOD) -> None:
-    """Watch the processes above this one; when one ends, send SIGTERM to this process.
+    """Watch the launcher's processes above this one on a thread; when one ends, send SIGTERM to this process.
 
-    Above a rank of the deepspeed launcher there are two: launch.py, and `deepspeed` which started that. Any
-    other launcher is its ranks' parent. Does nothing where a process was not started by a launcher.
+    The deepspeed launcher has two processes above a rank: launch.py, and `deepspeed`, which started it. Any
+    other launcher is the parent of its ranks. Does nothing if no launcher started this process.
+
+    Args:
+        ranks: Rank and world size of this process.
+        period: Seconds between two checks.
     """
-    if "LOCAL_RANK" not in os.environ and ranks.world_size == 1:  # srun and mpirun have other names for it
+    # srun and mpirun do not set LOCAL_RANK, but their jobs have several ranks.
+    if "LOCAL_RANK" not in os.environ and ranks.world_size == 1:
         return
     parent = os.getppid()
-    above = None
-    if "deepspeed.launcher.launch" in _words(parent):
-        above = _parent_of(parent)
-        # Started without it, launch.py may outlive the shell above it, and be meant to.
-        if above is not None and not any(word.endswith("deepspeed") for word in _words(above)[:3]):
-            above = None
+    grandparent = None
+    if "deepspeed.launcher.launch" in _read_command_line(parent):
+        grandparent = _find_parent(parent)
+        # Without `deepspeed`, the process above is a shell. The user may want launch.py to outlive it.
+        if grandparent is not None:
+            command_line = _read_command_line(grandparent)
+            if not any(word.endswith("deepspeed") for word in command_line[:3]):
+                grandparent = None
 
     def watch() -> None:
-        # None: not to be told just now, by a process out of file descriptors.
-        while os.getppid() == parent and (above is None or _parent_of(parent) in (above, None)):
+        # `_find_parent` returns None if this process has no free file descriptor. That is no reason to stop.
+        while os.getppid() == parent and (grandparent is None or _find_parent(parent) in (grandparent, None)):
             time.sleep(period)
-        line = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()}): its launcher is gone; it stops"
+        name = f"rank {ranks.rank} on {platform.node()} (pid {os.getpid()})"
+        message = f"{name}: its launcher has ended, so this rank stops"
         detach_closed_terminal()
-        log.warning("%s", line)
-        if not ranks.is_main_process:  # whose console shows warnings
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+        log.warning("%s", message)
+        if not ranks.is_main_process:  # rank 0's console shows the log
+            print(f"warning: {message}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
-def _parent_of(pid: int) -> int | None:
+def _find_parent(pid: int) -> int | None:
+    """Return the process id of the parent of a process; `None` if it cannot be read."""
     try:
         return psutil.Process(pid).ppid()
-    except (psutil.Error, OSError):  # gone, or not to be told
+    except (psutil.Error, OSError):  # it has ended, or cannot be read now
         return None
 
 
-def _words(pid: int) -> list[str]:
+def _read_command_line(pid: int) -> list[str]:
+    """Return the words of a process's command line; empty if it cannot be read."""
     try:
         return psutil.Process(pid).cmdline()
     except (psutil.Error, OSError):

@@ -15,7 +15,7 @@ GONE = r"rank 1 on node2 \(pid \d+\) (is gone|sends no heartbeat)"
 # Fault -> exit code, and what the console says.
 EXPECTED = {
     "kill -9 of a rank": (HANG, GONE),
-    "kill -9 of launch.py": (143, r"rank 1 on node2 \(pid \d+\): its launcher is gone"),
+    "kill -9 of launch.py": (143, r"rank 1 on node2 \(pid \d+\): its launcher has ended"),
     "kill -9 of the launcher": (-9, ""),
     "a rank asleep in a step": (
         HANG,
