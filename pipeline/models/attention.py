@@ -96,7 +96,7 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
         why = find_unsupported_feature(model)
         if why is None:
             model.set_attn_implementation(ATTENTION_NAME)
-            log.info("attention: by document, without a mask")
+            log.debug("attention: by document, without a mask")  # the usual case
         else:
             log.info("attention: transformers' %s; %s", given, why)
     else:

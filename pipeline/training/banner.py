@@ -1,4 +1,4 @@
-"""Prints the banner before a run's first step: model, split, batch, steps, memory, speed and paths.
+"""Prints the banner before a run's first step: model, split, batch, steps, memory and paths.
 
 Only rank 0 prints it.
 """
@@ -62,10 +62,9 @@ def banner_lines(
     max_steps = parts.schedule.max_steps
     tokens = f", {max_steps * samples * length:,} tokens" if length else ""
     done = f"; {parts.start.global_step} done" if parts.start.global_step else ""
-    yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}"
+    speed = "" if parts.expectation.speed is None else f"; {parts.expectation.speed}"
+    yield "steps", f"{max_steps:,}, {max_steps * samples:,} samples{tokens}{done}{speed}"
     yield "memory", "; ".join(filter(None, (parts.expectation.memory, format_device_memory(job.device))))
-    if (speed := parts.expectation.speed) is not None:
-        yield "speed", speed
     yield "run", f"{directory}: metrics.jsonl, checkpoints/, logs/"
 
 
@@ -80,14 +79,14 @@ def _describe_base(adapter: AdapterConfig, engine: Engine) -> str:
 
 
 def format_device_memory(device: torch.device) -> str:
-    """Return total and free memory of the GPU, or of the machine if the run computes on a CPU."""
+    """Return free and total memory of the GPU, or of the machine if the run computes on a CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        own = torch.cuda.memory_reserved(device)  # held by the model, which is already built
-        return f"the GPU has {format_bytes(total)}, of which {format_bytes(free + own)} are free for it"
+        own = torch.cuda.memory_reserved(device)  # by the model, which is already built
+        return f"{format_bytes(free + own)} free of the GPU's {format_bytes(total)}"
     now = read_memory_usage()
-    whose = "its cgroup allows" if now.by_cgroup else "the machine has"
-    return f"{whose} {format_bytes(now.limit)}, of which {format_bytes(available_memory())} are free"
+    owner = "cgroup" if now.by_cgroup else "machine"
+    return f"{format_bytes(available_memory())} free of the {owner}'s {format_bytes(now.limit)}"
 
 
 def warn_about_choices(

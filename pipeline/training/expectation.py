@@ -60,7 +60,7 @@ class Expectation:
             " on disk": found.memory.states.disk,
         }
         held = ", ".join(f"{each.total / GIB:.2f}{where}" for where, each in states.items() if each.total)
-        line = f"{least}{found.peak / GIB:.2f} GiB of {found.hardware.memory / GIB:.2f} expected"
+        line = f"{least}{found.peak / GIB:.2f} GiB expected"
         line += f" (weights, gradients and optimizer states {held})"
         return f"{line}, which does not fit" if found.fits is False else line
 
@@ -86,19 +86,23 @@ class Expectation:
         if found is None:
             return None
         fields: dict[str, str | float] = {}
-        told: list[str] = []
+        comparisons: list[str] = []
         expected = found.peak / GIB
         # The system reports only the peak of a process, and a notebook may have held more before the run.
         is_hidden = found.hardware.device.kind == "cpu" and self._before >= expected
         if peak_gib and not is_hidden:
             fields |= {"memory_expected_gib": expected, "memory_measured_gib": peak_gib}
-            told.append(f"memory {peak_gib:.2f} GiB of {expected:.2f} expected")
+            comparisons.append(f"memory {peak_gib:.2f} GiB, expected {expected:.2f}")
         if found.time is not None and len(speeds) > LEAST_ROWS and self._length:
             measured = median(speeds[1:]) * self._length
             speed = found.time.tokens_per_second
             fields |= {"tokens_per_second_measured": measured, "tokens_per_second_expected": speed}
-            told.append(f"{measured:,.0f} tokens/s of {speed:,.0f} expected")
-        return Event(PLAN, f"plan: {'; '.join(told)}", level="info", fields=fields) if told else None
+            comparisons.append(f"{measured:,.0f} tokens/s, expected {speed:,.0f}")
+        return (
+            Event(PLAN, f"plan: {'; '.join(comparisons)}", level="info", fields=fields)
+            if comparisons
+            else None
+        )
 
 
 def build_expectation(

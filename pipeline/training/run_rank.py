@@ -129,11 +129,10 @@ def _print_result(run: Run, settings: Settings, text: str | None) -> None:
         print(f"\nthe model wrote:\n\n{escape_unprintable(text)}\n")
     for line in summary_lines(path, settings.config.eval):
         print(line)
-    print(format_closing_line("metrics", path / "metrics.jsonl"))
-    if (report := write_final_report(path)) is not None:
+    report = write_final_report(path)
+    if report is not None:
         print(format_closing_line("report", report))
-    print(format_closing_line("checkpoint", path / "checkpoints"))
-    print(format_closing_line("settings", path / "recipe.yaml"), flush=True)
+    print(format_closing_line("run", f"{path}: metrics.jsonl, recipe.yaml, checkpoints/"), flush=True)
 
 
 def _write_report(begun: JobContext) -> None:

@@ -60,7 +60,7 @@ def test_of_a_module_that_no_formula_knows_states_are_told():
     config, resolved = resolve(tree, {"torch": {"parallel": "single"}}, 1)
     data = DataBundle([], {}, dict, None, None, 10, "none")
     told = build_expectation(config, resolved, ALONE, data, torch.nn.Linear(512, 512))
-    assert told.memory.startswith("at least 0.45 GiB of")
+    assert told.memory.startswith("at least 0.45 GiB expected")
 
 
 def test_the_guess_is_the_largest_micro_batch_that_is_expected_to_fit(tmp_path):

@@ -205,7 +205,9 @@ def prepare_documents(
             still = [task for task in missing if not is_prepared(task.folder)]
             _prepare(still, config, tokenizer)
     prepared = _collect_parts(sources, planned, tasks, tokenizer, complete=shard is None)
-    _log_summary(prepared, cache_dir)
+    _log_summary(prepared)
+    if missing:
+        log.info("prepared data: %s", cache_dir)
     return prepared
 
 
@@ -292,7 +294,7 @@ def _collect_parts(
     )
 
 
-def _log_summary(prepared: PreparedDocuments, cache_dir: Path) -> None:
+def _log_summary(prepared: PreparedDocuments) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
         log.info(
             "%s: %s documents, %s tokens; %s documents, %s tokens held out",
@@ -304,7 +306,6 @@ def _log_summary(prepared: PreparedDocuments, cache_dir: Path) -> None:
         )
         for line in source.tally.lines():
             log.info("%s: %s", source.name, line)
-    log.info("prepared data: %s", cache_dir)
 
 
 def _count_cores() -> int:
