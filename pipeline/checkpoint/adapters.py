@@ -30,7 +30,7 @@ from pipeline.config.optional_packages import require_package
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents.streams import SETTLED_NANOSECONDS
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError, ModelError, PipelineError, summarize_error
 from pipeline.files import format_bytes
 from pipeline.models.adapters import ADAPTER_NAME, find_adapter_layers, to_peft_name
@@ -61,7 +61,7 @@ def read_file_stamps(files: Sequence[Path]) -> list[list[Any]]:
     return [[path, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in stats]
 
 
-@phase(Phase.WEIGHTS)
+@tag_errors(Phase.WEIGHTS)
 def digest_weights(file: WeightFile, known: Mapping[str, Any]) -> str:
     """Return the digest of names, shapes, dtypes and values.
 

@@ -36,7 +36,7 @@ from pipeline.checkpoint.reader import (
 )
 from pipeline.checkpoint.shard_file import DTYPE_NAMES, as_bytes, encode_header
 from pipeline.checkpoint.shards import WEIGHT
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError
 from pipeline.files import (
     CONFIGURATION_LIMIT,
@@ -169,7 +169,7 @@ def _own_weights(manifest: Manifest) -> CheckpointWeights:
     return CheckpointWeights(manifest, adapters.map_peft_names(manifest) if is_adapter else None)
 
 
-@phase(Phase.WEIGHTS)
+@tag_errors(Phase.WEIGHTS)
 def write_weights(
     source: CheckpointWeights | MergedWeights,
     folder: Path,

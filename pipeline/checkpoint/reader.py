@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.checkpoint.manifest import TABLE, FileRecord, Manifest
 from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, open_for_reading, read_exactly
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError
 from pipeline.files import open_regular_file
 from pipeline.models.weights import TensorEntry
@@ -55,7 +55,7 @@ class Damage:
         return f"{self.file}: {self.what}{tensors}{written}"
 
 
-@phase(Phase.WEIGHTS)
+@tag_errors(Phase.WEIGHTS)
 def check_content(
     manifest: Manifest,
     files: Collection[str] | None = None,

@@ -54,7 +54,7 @@ from pipeline.checkpoint.shard_file import FileLayout, LayoutChangedError, as_by
 from pipeline.checkpoint.shards import BUFFER, EngineState, Shard
 from pipeline.distributed.machine import available_memory
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError, summarize_error
 from pipeline.files import format_bytes, publish_folder, write_durably
 
@@ -265,7 +265,7 @@ class CheckpointSave:
         self._written: list[WrittenFile] = []
         self._published: Manifest | None = None
 
-    @phase(Phase.SAVING)
+    @tag_errors(Phase.SAVING)
     def run(self, engine: EngineState, wait: bool) -> bool:
         """Save while training stands still: completely, or without `wait` only a copy to host memory.
 
@@ -286,7 +286,7 @@ class CheckpointSave:
                 self._kept.layout = self._kept.snapshot = None
         raise RuntimeError("the engine's shards are never the same twice")
 
-    @phase(Phase.SAVING)
+    @tag_errors(Phase.SAVING)
     def finish(self, engine: EngineState | None = None) -> None:
         """Write and publish the checkpoint, then remove those that the retention rule does not keep.
 
@@ -703,7 +703,7 @@ class CheckpointStore:
             log.info("resuming %s from %s", self.folder.parent, manifest.folder.name)
         return manifest
 
-    @phase(Phase.RESUMING)
+    @tag_errors(Phase.RESUMING)
     def restore(self, engine: EngineState, manifest: Manifest) -> dict[str, Any]:
         """Fill the engine from a checkpoint of `choose` and return the state of its save. Collective."""
         began = time.perf_counter()

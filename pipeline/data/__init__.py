@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.data_schema import DataConfig
 from pipeline.data.prepared.pool import exit_if_imported
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 
 if TYPE_CHECKING:
     from pipeline.data.bundle import DataBundle
@@ -28,7 +28,7 @@ PREPARERS = {
 }
 
 
-@phase(Phase.DATA)
+@tag_errors(Phase.DATA)
 def prepare_data(config: DataConfig) -> DataBundle:
     """Return the data that a recipe names, newly prepared or read from the cache.
 

@@ -37,7 +37,7 @@ from pipeline.data.sampler import (
     SampleOrder,
     SourceCounts,
 )
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import DataError, PipelineError
 
 PREFETCH = 2  # batches that each worker prefetches
@@ -318,7 +318,7 @@ class TrainLoader:
         """Return the number of samples returned so far over all ranks, by source."""
         return self._counts.count_up_to(self.samples_seen)
 
-    @phase(Phase.DATA)
+    @tag_errors(Phase.DATA)
     def next_group(self) -> list[Batch]:
         """Return the next group, on the device if groups are prefetched, else in host memory."""
         if self.is_prefetching:
@@ -331,7 +331,7 @@ class TrainLoader:
         self.samples_seen += self.global_batch_size
         return group
 
-    @phase(Phase.DATA)
+    @tag_errors(Phase.DATA)
     def prefetch(self) -> None:
         """Read the next group and start to copy it to the device, without waiting for the copy."""
         if not self.is_prefetching or self._ahead is not None:

@@ -33,7 +33,7 @@ PHASES = (
 COUNTED_AS = {"routing": "forward", ASIDE: OTHER}
 """Phases that count under another one's name: what a rank computes for all ranks before a forward."""
 ENTERS = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
-"""Phases of a step that an exception carries: see progress.phase."""
+"""Phases of a step that an exception carries: see progress.tag_errors."""
 NO_STEP = ("checkpoint", "evaluation", "generation", ASIDE)
 MOST_MARKS = 1024
 """Places that are kept until a row is read: from then on what the device has passed is added up."""
@@ -77,7 +77,7 @@ class TimelineSegment:
         self._totals = totals
         self._on_gpu = on_gpu
 
-    def settle(self, waits: bool) -> bool:
+    def add_ended_phases(self, waits: bool) -> bool:
         """Add up the phases that have ended.
 
         Args:
@@ -99,7 +99,7 @@ class TimelineSegment:
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds by phase. Waits for the device to be through."""
         if len(self.marks) > 1:
-            self.settle(waits=True)
+            self.add_ended_phases(waits=True)
         return self._seconds
 
 
@@ -125,7 +125,7 @@ class Phases:
         return moment_now(self._clock, self._on_gpu)
 
     @contextmanager
-    def measured(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str) -> Iterator[None]:
         """Measure a phase. It interrupts the one around it, but for those that are no part of a step."""
         outer = self._phase
         if outer in NO_STEP:
@@ -142,7 +142,7 @@ class Phases:
             self._switch(outer)
 
     @contextmanager
-    def heard_by(self, listen: Callable[[str], None]) -> Iterator[None]:
+    def notify_phase_ends(self, listen: Callable[[str], None]) -> Iterator[None]:
         """Call `listen` with the name of each phase that ends in the context."""
         self._listen = listen
         try:
@@ -157,14 +157,14 @@ class Phases:
         marks = self._now.marks
         marks.append((phase, self.now() if self._on_gpu else self._clock()))
         if len(marks) > MOST_MARKS:
-            self._now.settle(waits=False)
+            self._now.add_ended_phases(waits=False)
 
-    def take(self) -> TimelineSegment:
+    def pop_segment(self) -> TimelineSegment:
         """Return the stretch since the last call, and begin the next."""
         taken = self._now
         self._start()
         taken.marks.append((self._phase, self.began))
-        self._unread = [each for each in (*self._unread, taken) if not each.settle(waits=False)]
+        self._unread = [each for each in (*self._unread, taken) if not each.add_ended_phases(waits=False)]
         return taken
 
     def restart(self) -> None:
@@ -180,7 +180,7 @@ class Phases:
         """
         self._switch(self._phase)
         for each in (*self._unread, self._now):
-            each.settle(waits)
+            each.add_ended_phases(waits)
         return self._totals
 
 

@@ -42,7 +42,7 @@ LOADING = {Phase.RESUMING, Phase.WEIGHTS, Phase.OPTIMIZER, Phase.MODEL, Phase.DA
 _PHASE = "pipeline_phase"
 
 
-class phase:
+class tag_errors:
     """Enters a phase of the run, in a `with` or as a decorator.
 
     An exception that leaves it carries the phase; of nested phases it carries the innermost one. If nothing
@@ -96,7 +96,10 @@ class Activity(NamedTuple):
 
 
 class Progress:
-    """Records the current activity of the training thread. `at` writes a few attributes and never waits."""
+    """Records the current activity of the training thread.
+
+    `start_activity` writes a few attributes and never waits.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -104,7 +107,7 @@ class Progress:
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self.activity = Activity("starting", 0, clock())
 
-    def at(self, doing: str, step: int | None = None) -> None:
+    def start_activity(self, doing: str, step: int | None = None) -> None:
         """Note progress: the activity before is done, this one begins.
 
         Args:

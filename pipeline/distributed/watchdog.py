@@ -396,7 +396,7 @@ class Shutdown:
         self._progress = progress
         self._tells = rank == 0
 
-    def together(self, failure: Failure) -> None:
+    def end_with_others(self, failure: Failure) -> None:
         """Report this rank and end together with the others, coordinated through the store.
 
         Raises:
@@ -422,7 +422,7 @@ class Shutdown:
         if self._rank == 0:  # the others read all this in its store
             self._until(lambda: self._store.counted("left") >= len(self._everyone), SOON)
 
-    def alone(self, silent: float) -> None:
+    def end_without_store(self, silent: float) -> None:
         """End without the store, which has not answered for so many seconds. Does not return."""
         self._last_resort()
         with suppress(RuntimeError):
@@ -583,7 +583,7 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def write_to(self, run_dir: Path, tell: Callable[[int, str], None] | None = None) -> None:
+    def set_run_dir(self, run_dir: Path, tell: Callable[[int, str], None] | None = None) -> None:
         """Write stacks to `hang/` in the run's directory.
 
         Args:
@@ -594,10 +594,10 @@ class Watchdog:
         self._shutdown.tell = tell or self._shutdown.tell
 
     def tell(self, sentence: str) -> None:
-        """Call the `tell` of `write_to` with what ends the job, on a rank that raised it."""
+        """Call the `tell` of `set_run_dir` with what ends the job, on a rank that raised it."""
         self._shutdown.tell(self._progress.activity.step, sentence)
 
-    def advised_by(self, advise: Callable[[], str]) -> None:
+    def set_memory_advice(self, advise: Callable[[], str]) -> None:
         """Set what gives the advice for a rank that was killed for memory; it raises nothing."""
         self._shutdown.advise = advise
 
@@ -614,7 +614,7 @@ class Watchdog:
         self._wake.set()
         self._threads[0].join(timeout=2 * PERIOD)
 
-    def look_for_lost(self, error: BaseException) -> None:
+    def exit_if_peer_failed(self, error: BaseException) -> None:
         """End the process if another rank made a collective fail; return if none did."""
         self._shutdown.frames = traceback.extract_tb(error.__traceback__)
         if is_from_peers(error) and _TIMED_OUT.search(str(error)):
@@ -647,7 +647,7 @@ class Watchdog:
                 self._wake.set()
             patience = SOON if self._has_store_failed else SILENCE
             if self._quiet > patience and self._is_shutting_down.acquire(blocking=False):
-                self._shutdown.alone(self._quiet)
+                self._shutdown.end_without_store(self._quiet)
 
     def _talk(self) -> None:
         count, last, memory = 0, time.monotonic(), read_memory_usage()
@@ -679,7 +679,7 @@ class Watchdog:
             is_own = failure is not None and (failure.rank, failure.why) == (self._rank, "raised")
             if failure is not None and not is_own and self._is_shutting_down.acquire(blocking=False):
                 with suppress(RuntimeError):  # the store went with rank 0 meanwhile
-                    self._shutdown.together(failure)
+                    self._shutdown.end_with_others(failure)
                 self._shutdown.leave(failure.code)
             self._wake.wait(PERIOD / (4 if self._is_suspicious else 1))
             self._wake.clear()

@@ -33,7 +33,7 @@ from pipeline.config.split import Split
 from pipeline.distributed.op_builds import CPU_ADAM, needed_ops
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.clipping import StepGate, StepLimitGuard, suppress_steps
 from pipeline.engine.deepspeed_patches import (
     continue_at_min_loss_scale,
@@ -254,7 +254,7 @@ class DeepSpeedBase(ABC):
         """Wrap the model and `_optimizer` by deepspeed.initialize. Collective."""
         # At stage 0 in half precision DeepSpeed 0.19 allocates the optimizer's state by a step with zero
         # gradients, which Adam counts: the first real update would be 0.735 of its size. So it is suppressed.
-        with phase(Phase.OPTIMIZER), suppress_steps(self._optimizer, self.device):
+        with tag_errors(Phase.OPTIMIZER), suppress_steps(self._optimizer, self.device):
             self._engine, self._zero_optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._optimizer,

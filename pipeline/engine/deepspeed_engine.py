@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine import clipping
 from pipeline.engine.deepspeed_base import (
     DeepSpeedBase,
@@ -185,11 +185,11 @@ class DeepSpeedEngine(DeepSpeedBase):
             whole = gather_if_it_fits(self._zero_optimizer, self._job, settings.gather)
         # Ranks that draw different tokens would wait for each other forever.
         agree = broadcast_from_first_rank if self._split.tensor_parallel > 1 else None
-        with self.phases.measured("generation"), self._autocast(), whole as is_whole:
+        with self.phases.measure("generation"), self._autocast(), whole as is_whole:
             in_step = not is_whole and self._job.ranks.world_size > 1
             return generate(self.module, prompts, settings, self.device, in_step=in_step, agree=agree)
 
-    @phase(Phase.FORWARD)  # everything except backward and optimizer step
+    @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -211,7 +211,7 @@ class DeepSpeedEngine(DeepSpeedBase):
         own_loss_scale = self._own_loss_scale = get_missing_loss_scale(engine.optimizer, self.precision)
         set_learning_rate(self._zero_optimizer, learning_rate)
         skipped_before = engine.skipped_steps
-        with self._autocast(), self.phases.measured("routing"):
+        with self._autocast(), self.phases.measure("routing"):
             part_on_device = partial(self._part_on_device, objective=objective)
             objective.prepare_step(
                 GlobalBatch(engine, micro_batches, part_on_device, self._job.all_reduce_sum, self.device)
@@ -221,17 +221,17 @@ class DeepSpeedEngine(DeepSpeedBase):
         for index, cpu_batch in enumerate(micro_batches):
             with self._autocast():
                 batch = self._part_on_device(cpu_batch, objective)
-                with self.phases.measured("forward"):
+                with self.phases.measure("forward"):
                     loss = objective(engine, batch)
             require_gradient_graph(loss)
             if index == 0:
-                with self.phases.measured("communication"):
+                with self.phases.measure("communication"):
                     totals = finish_sum()
                 scale = backward_scale(totals[0], averaged_over).float()
             losses.append(loss.detached())
-            with self.phases.measured("backward"):
+            with self.phases.measure("backward"):
                 engine.backward(loss.minimised * (scale * own_loss_scale), scale_wrt_gas=False)
-            with self.phases.measured("optimizer"):
+            with self.phases.measure("optimizer"):
                 if index == len(micro_batches) - 1:
                     total = sum_losses(losses, objective.means, self.device)
                     loss_sum = total.loss_sum / degree
@@ -243,7 +243,7 @@ class DeepSpeedEngine(DeepSpeedBase):
                 ):
                     self._clip_and_guard_partition()
                 engine.step()
-        with self.phases.measured("communication"):
+        with self.phases.measure("communication"):
             self._buffers.broadcast()
         if self._end_watch is not None:
             warn_of_unused_parameters(self._end_watch())
@@ -315,7 +315,7 @@ class DeepSpeedEngine(DeepSpeedBase):
             self._limit_guard,
         )
 
-    @phase(Phase.EVALUATION)
+    @tag_errors(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step."""

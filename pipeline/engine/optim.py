@@ -18,7 +18,7 @@ from pipeline.config.import_paths import check_signature, errors_in_one_line, im
 from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.patterns import GroupKey, assign_parameter_groups, get_optimizer_kind
 from pipeline.config.split import Split
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ConfigError
 
 Groups = list[dict[str, Any]]
@@ -285,7 +285,7 @@ def group_parameters(
     return [group for group in groups if group["params"]]
 
 
-@phase(Phase.OPTIMIZER)
+@tag_errors(Phase.OPTIMIZER)
 def build_torch_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, split: Split = ONE_PROCESS
 ) -> Optimizer:

@@ -23,7 +23,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.clipping import clip_and_guard
 from pipeline.engine.deepspeed_base import DeepSpeedBase, fit_bucket
 from pipeline.engine.deepspeed_patches import allow_norm_without_gradients, get_missing_loss_scale
@@ -73,7 +73,7 @@ def _measure_instruction(execute: Callable[..., Any], phases: Phases, name: str)
     """Return DeepSpeed's method for an instruction, measured as a phase of the step."""
 
     def measured(engine: Any, **named: Any) -> None:
-        with phases.measured(name):
+        with phases.measure(name):
             execute(engine, **named)
 
     return measured
@@ -146,7 +146,7 @@ class PipelineEngine(DeepSpeedBase):
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See TextGenerator.generate. All stages take part in each token, without a key-value cache."""
-        with self.phases.measured("generation"):
+        with self.phases.measure("generation"):
             return generate(self.module, prompts, settings, self.device)
 
     def set_batch_division(self, micro_batch_size: int, gradient_accumulation_steps: int) -> None:
@@ -154,7 +154,7 @@ class PipelineEngine(DeepSpeedBase):
         super().set_batch_division(micro_batch_size, gradient_accumulation_steps)
         self._engine.micro_batch_size = micro_batch_size
 
-    @phase(Phase.FORWARD)  # everything except backward and optimizer step
+    @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -167,7 +167,7 @@ class PipelineEngine(DeepSpeedBase):
         engine = self._engine
         micro_batches = [add_document_bounds(batch) for batch in micro_batches]
         counts = stack_count_and_flags(micro_batches, objective, flags, self.device, copies=self._stages)
-        with self.phases.measured("communication"):
+        with self.phases.measure("communication"):
             totals = self._job.all_reduce_sum(counts)
         # PipelineEngine always divides by the accumulation steps; the factor undoes that.
         scale = backward_scale(totals[0], self.dp_world_size).float() * len(micro_batches)
@@ -177,7 +177,7 @@ class PipelineEngine(DeepSpeedBase):
             self._total(objective).loss_sum, totals[0]
         )
         on_device = partial(to_device, device=self.device, float_dtype=None)
-        with self.phases.measured("routing"):
+        with self.phases.measure("routing"):
             objective.prepare_step(
                 GlobalBatch(self._last.head, micro_batches, on_device, self._job.all_reduce_sum, self.device)
             )
@@ -187,7 +187,7 @@ class PipelineEngine(DeepSpeedBase):
         self._norm = torch.full((), torch.inf, device=self.device)
         self._announce_batches(micro_batches, objective)
         # Outside of the instructions, stages send each other the loss.
-        with self.phases.measured("communication"):
+        with self.phases.measure("communication"):
             engine.train_batch(self._on_device(micro_batches))
         norm = self._norm if self._own_norm else engine.get_global_grad_norm()
         # A copy from the host would wait for the device.
@@ -270,7 +270,7 @@ class PipelineEngine(DeepSpeedBase):
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         return square
 
-    @phase(Phase.EVALUATION)
+    @tag_errors(Phase.EVALUATION)
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. The last stage's share is the whole sum."""
         self._last.begin(objective, torch.ones((), device=self.device))

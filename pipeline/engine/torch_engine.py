@@ -25,7 +25,7 @@ from pipeline.config.schema import EngineConfig
 from pipeline.config.split import Split
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.clipping import StepGate, StepLimitGuard, clip_and_guard
 from pipeline.engine.interface import (
     StepLimits,
@@ -95,7 +95,7 @@ class TorchEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[list[int]]:
         """See TextGenerator.generate. Computes in fp32 on the bare module, which enters no collective."""
-        with self.phases.measured("generation"):
+        with self.phases.measure("generation"):
             return generate(self.module, prompts, settings, self.device)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class TorchEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    @phase(Phase.FORWARD)  # everything except backward and optimizer step
+    @tag_errors(Phase.FORWARD)  # everything except backward and optimizer step
     def train_step(
         self,
         micro_batches: Sequence[Batch],
@@ -136,7 +136,7 @@ class TorchEngine:
             limit_guard.begin_step(limits)
         # A phase of its own, not `forward`: an objective may wait for other ranks here, and the time in
         # `forward` is compared between ranks.
-        with self._autocast(), self.phases.measured("routing"):
+        with self._autocast(), self.phases.measure("routing"):
             to_device = partial(self._on_device, objective=objective)
             objective.prepare_step(
                 GlobalBatch(
@@ -148,25 +148,25 @@ class TorchEngine:
             batch = self._on_device(cpu_batch, objective)
             is_last = index == len(micro_batches) - 1  # its backward sums the gradients over the ranks
             with nullcontext() if ddp is None or is_last else ddp.wrapper.no_sync():
-                with self._autocast(), self.phases.measured("forward"):
+                with self._autocast(), self.phases.measure("forward"):
                     loss = objective(self._forward_module if ddp is None else ddp.wrapper, batch)
                 require_gradient_graph(loss)
                 if index == 0:
-                    with nullcontext() if ddp is None else self.phases.measured("communication"):
+                    with nullcontext() if ddp is None else self.phases.measure("communication"):
                         totals = finish_sum()
                     scale = backward_scale(totals[0], self.dp_world_size).float()
-                with self.phases.measured("backward"):
+                with self.phases.measure("backward"):
                     (loss.minimised * scale).backward()
             losses.append(loss.detached())
         if ddp is not None:
             ddp.check_gradients_complete()
-            with self.phases.measured("communication"):
+            with self.phases.measure("communication"):
                 self._buffers.broadcast()
         if self._is_first_step:
             self._is_first_step = False
             warn_of_unused_parameters(names_without_gradient(self.module))
         total = sum_losses(losses, objective.means, self.device)
-        with self.phases.measured("optimizer"):
+        with self.phases.measure("optimizer"):
             set_learning_rate(self._optimizer, learning_rate)
             if limit_guard is not None:
                 limit_guard.compute_loss(total.loss_sum, totals[0])
@@ -185,7 +185,7 @@ class TorchEngine:
             loss=None if limit_guard is None else limit_guard.loss,
         )
 
-    @phase(Phase.EVALUATION)
+    @tag_errors(Phase.EVALUATION)
     @torch.no_grad()
     def eval_step(self, batch: Batch, objective: Objective) -> LossSum:
         """See Engine.eval_step. Under `ddp` it uses the bare module, which enters no collective."""

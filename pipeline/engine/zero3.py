@@ -198,7 +198,7 @@ def measure_gathers(optimizer: Any, phases: Phases) -> None:
         if not forward:
             fetch(module, forward)
             return
-        with phases.measured("communication"):
+        with phases.measure("communication"):
             fetch(module, forward)
 
     coordinator.fetch_sub_module = measured

@@ -29,7 +29,7 @@ from pipeline.data.bundle import DataBundle
 from pipeline.data.reference import restore_reference_logps
 from pipeline.data.tokenizer import load_pretrained
 from pipeline.distributed.process_group import Job, allow_tf32, describe_device
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
@@ -259,7 +259,7 @@ def generate(
     return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
 
 
-@phase(Phase.MODEL)
+@tag_errors(Phase.MODEL)
 def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
     config = trained.config
     deepspeed = trained.split["deepspeed"]

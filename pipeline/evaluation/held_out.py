@@ -12,7 +12,7 @@ from pipeline.config.schema import EvalConfig, RunConfig
 from pipeline.data.bundle import DataBundle
 from pipeline.data.loader import EvalLoader
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader, StopOnSignal
 from pipeline.engine.interface import Evaluator, compute_evaluation_loss, compute_extra_means
 from pipeline.errors import ConfigError
@@ -41,7 +41,7 @@ def build_eval_loader(
     )
 
 
-@phase(Phase.EVALUATION)
+@tag_errors(Phase.EVALUATION)
 def evaluate(
     engine: Evaluator, objective: Objective, loader: EvalLoader, job: Job, stop: StopOnSignal | None = None
 ) -> dict[str, float] | None:
@@ -73,7 +73,7 @@ def evaluate(
     none = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)
     for name, batch, is_real in loader:
-        job.progress.at("evaluation")
+        job.progress.start_activity("evaluation")
         if stop is not None:
             flag = float(STOP_FLAG * stop.requested)
             flags = torch.full((), flag, dtype=torch.float64, device=engine.device)  # a copy would wait

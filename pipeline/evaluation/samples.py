@@ -11,7 +11,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.batches import IGNORE_INDEX
 from pipeline.data.bundle import DataBundle
 from pipeline.data.template_process import TemplateProcess
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError
 from pipeline.models.generation import GenerationSettings, TextGenerator, get_max_positions
 from pipeline.monitoring.events import SAMPLE, Event
@@ -118,7 +118,7 @@ def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
     return ids or [tokenizer.eos_token_id]  # the separator of documents
 
 
-@phase(Phase.GENERATION)
+@tag_errors(Phase.GENERATION)
 def _write(
     writer: TextGenerator, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings
 ) -> Sample:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig, ModelConfig
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.models.custom import build_cnn, build_custom
 from pipeline.models.sharding import ModelRequest
 
 
-@phase(Phase.MODEL)
+@tag_errors(Phase.MODEL)
 def build_model(config: ModelConfig, request: ModelRequest, seed: int) -> nn.Module:
     """Return the model that the recipe names, placed as `request.sharding` says (fp32 on the CPU by default).
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import DataError, ModelError
 from pipeline.models.transformers_facts import is_transformers_generator
 
@@ -69,7 +69,7 @@ class TextGenerator(Protocol):
         ...
 
 
-@phase(Phase.GENERATION)
+@tag_errors(Phase.GENERATION)
 @torch.no_grad()
 def generate(
     module: nn.Module,

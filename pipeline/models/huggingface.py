@@ -49,7 +49,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.config.hub import use_hub_or_cache
 from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import TRANSFORMERS_FIELDS, CausalLMConfig
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError, summarize_error
 from pipeline.models.attention import CAUSAL_FIELDS, resolve_attention_name
 from pipeline.models.embeddings import grow_vocabulary
@@ -412,7 +412,7 @@ def _read_pretrained(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its report says that misfitting weights can be ignored
     try:
-        with phase(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
+        with tag_errors(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
             model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
                 name,
                 config=hf_config,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError, format_names, summarize_error
 from pipeline.files import DESCRIPTION_LIMIT, path_inside, read_regular_file, read_weight_map
 from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
@@ -368,7 +368,7 @@ class LoadPlan:
         return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds if names)
 
 
-@phase(Phase.WEIGHTS)
+@tag_errors(Phase.WEIGHTS)
 def load_weights(
     model: nn.Module,
     config: ModelSection,

@@ -437,7 +437,7 @@ class Meters:
     def restart(self) -> None:
         """Drop the measurements since the last row, after the run rolled back to an earlier step."""
         self._each = {}
-        self.phases.take()
+        self.phases.pop_segment()
         self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
         self._before = None
         self._steps = 0
@@ -457,7 +457,7 @@ class Meters:
         Args:
             phase: `evaluation`, `checkpoint`, or the default for anything else.
         """
-        return self.phases.measured(phase)
+        return self.phases.measure(phase)
 
     def state_dict(self) -> dict[str, float]:
         """Return the run's time for a checkpoint."""
@@ -505,7 +505,7 @@ class Meters:
         result = self._last
         further = further or {}
         assert result is not None, "collect_row before the first step"
-        interval = RowInterval(result, self._steps, self.phases.take())
+        interval = RowInterval(result, self._steps, self.phases.pop_segment())
         numbers = {name: torch.stack(each) for name, each in self._each.items()}
         self._each = {}
         own = self._own_numbers(interval)
@@ -516,7 +516,7 @@ class Meters:
             ]
         )
         if self._job.ranks.world_size > 1:
-            with self.phases.measured("communication"):  # counts in the next row
+            with self.phases.measure("communication"):  # counts in the next row
                 sums, numbers["own"] = self._reduce(sums, list(own.values()))
         numbers["loss"] = sums[: self._steps]
         numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)

@@ -32,7 +32,7 @@ from pipeline.data.digest import check_same_data
 from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import process_age, raise_open_files_limit, read_memory_usage
 from pipeline.distributed.process_group import Job, describe_device, start_job
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.distributed.ranks import Ranks, read_ranks
 from pipeline.distributed.signals import stop_with_launcher
 from pipeline.engine.memory import count_tensor_bytes
@@ -79,7 +79,7 @@ class JobContext:
     """Whether the run has completed a step."""
 
 
-@phase(Phase.DATA)
+@tag_errors(Phase.DATA)
 def join_job(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None) -> JobContext:
     """Prepare the data and join the process group. Collective.
 
@@ -211,8 +211,8 @@ class Run:
                 record_processes(self._directory, self._job.rank_processes)
             if self._job.watchdog is not None:
                 tell = partial(notify_failure, config.notify, self._directory.resolve().name)
-                self._job.watchdog.write_to(self._directory, tell)
-                self._job.watchdog.advised_by(advise)
+                self._job.watchdog.set_run_dir(self._directory, tell)
+                self._job.watchdog.set_memory_advice(advise)
             long_lived = stack.enter_context(GcFreezer())
             stack.enter_context(snapshot_if_profiling(config, self._job, self._directory))
             self._parts = assemble(config, resolved, self._job, self._data, self._directory)

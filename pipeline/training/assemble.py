@@ -31,7 +31,7 @@ from pipeline.data.curriculum import build_order, check_same_curriculum
 from pipeline.data.loader import BatchSource, TrainLoader
 from pipeline.data.reference import restore_reference_logps
 from pipeline.distributed.process_group import Job, allow_tf32
-from pipeline.distributed.progress import Phase, phase
+from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.engine.interface import DTYPES, Engine, count_parameters
 from pipeline.engine.memory import unmap_freed_tensors
 from pipeline.engine.schedule import LearningRate, check_user_schedule
@@ -158,7 +158,7 @@ def _build_recomputed_flops(
     return lambda: of_blocks * compute_recomputed_share(engine.module)
 
 
-@phase(Phase.MODEL)
+@tag_errors(Phase.MODEL)
 @unmap_freed_tensors()
 def build_engine(
     config: RunConfig, resolved: ResolvedSettings, job: Job, data: DataBundle, *, resumes: bool = False
@@ -295,9 +295,9 @@ def assemble(
     """Build every component of a run, and restore the newest checkpoint if there is one. Collective."""
     objective = build_checked_objective(config, resolved, data)
     checkpoints = build_store(config, resolved, job, directory)
-    job.progress.at("resuming")
+    job.progress.start_activity("resuming")
     checkpoint = checkpoints.choose()  # before building, so that skipped checkpoints are logged first
-    job.progress.at("starting")
+    job.progress.start_activity("starting")
     resumes = checkpoint is not None
     engine = build_engine(config, resolved, job, data, resumes=resumes)
     adapter = adapters.describe_adapter(config, engine.module, job, open_checkpoint, checkpoint)
@@ -314,11 +314,11 @@ def assemble(
     warn_about_choices(config, resolved, job, loader, schedule.max_steps)
     if job.ranks.is_main_process:  # what a checkpoint's weights are to be read into, and the tokenizer
         write_model_description(engine.module, data.tokenizer, directory / "model")
-    job.progress.at("resuming")
+    job.progress.start_activity("resuming")
     start, remembered = restore_progress(
         checkpoints, checkpoint, engine=engine, source=loader, max_steps=schedule.max_steps, adapter=adapter
     )
-    job.progress.at("starting")
+    job.progress.start_activity("starting")
     if resolved.batch_plan.is_provisional:  # weights and states of the checkpoint are there
         resolved = settle_on(resolved=resolved, data=data)
         loader.set_batch_division(

@@ -464,7 +464,7 @@ class TrainLoop:
         self._write_rows()
         if self._asked.end and not self._stopped and step < self._schedule.max_steps:
             self._report_early_stop()
-        self._parts.job.progress.at("saving", step)
+        self._parts.job.progress.start_activity("saving", step)
         with self._parts.meters.exclude_from_step_time("checkpoint"):
             if step > 0 and (not self._stopped or self._has_time_to_save()):
                 self._before_save("save", *([] if self._stopped else ["evaluate", "stop"]))
@@ -476,13 +476,13 @@ class TrainLoop:
             self._parts.callbacks.call("run_ends", now)
         if self._stopped:  # before the trackers are closed with the reason for the end
             self._report_totals()
-        self._parts.job.progress.at("ending")
+        self._parts.job.progress.start_activity("ending")
         self._signals.close()
 
     def _save(self, at_once: bool = False) -> None:
         parts = self._parts
         self._write_rows()  # so that all rows up to the checkpoint's step are on the disk
-        parts.job.progress.at("saving", self.state.global_step)
+        parts.job.progress.start_activity("saving", self.state.global_step)
         self._before_save("save")
         save = parts.checkpoints.save_final if at_once else parts.checkpoints.save
         with parts.meters.exclude_from_step_time("checkpoint"):
@@ -535,7 +535,7 @@ class TrainLoop:
         if parts.eval_loader is None:
             return None
         self._write_rows()
-        parts.job.progress.at("evaluation", step)
+        parts.job.progress.start_activity("evaluation", step)
         # A model that draws random numbers in its evaluation draws the same ones after a resume.
         seed_step(parts.seed, step, parts.engine.seed_rank)
         with parts.meters.exclude_from_step_time("evaluation"):

@@ -383,7 +383,7 @@ class MicroBatchSearch:
             elif phase != "communication":  # ZeRO 3 interrupts a forward to gather parameters
                 began = self._memory.now()
 
-        with allocate_optimizer_states() as unmade, engine.phases.heard_by(ends):
+        with allocate_optimizer_states() as unmade, engine.phases.notify_phase_ends(ends):
             engine.train_step(batches, self.objective, 0.0, 0, NOTHING_STAYS)
         ends("other")
         update = most.pop("optimizer", 0) + unmade[0]

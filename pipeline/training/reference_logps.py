@@ -136,7 +136,7 @@ def _compute_answers(
     """
     recorded = LogprobRecorder(objective)
     for _, batch, is_real in batches:
-        job.progress.at("evaluation")
+        job.progress.start_activity("evaluation")
         recorded.logps_BS = None  # only ranks that compute the loss set it
         engine.eval_step(batch, recorded)
         if is_real and recorded.logps_BS is not None:

@@ -162,7 +162,7 @@ def _end_with_failure(
         ignore_stop_signals()
     logging.getLogger("pipeline.failure").error("%s", message)
     if watchdog is not None and (isinstance(error, Terminated) or (error and is_from_peers(error))):
-        watchdog.look_for_lost(error)  # does not return if another rank caused the failure
+        watchdog.exit_if_peer_failed(error)  # does not return if another rank caused the failure
     first = ranks.local_rank == 0 or reports_own_exit(False) if job is None else job.claim_failure(code)
     if first:
         prefix = f"[rank {ranks.rank}] " if ranks.world_size > 1 and code != 2 else ""

@@ -308,7 +308,7 @@ class Recovery:
             StoppedError: There is no such checkpoint, or the run rolled back too often.
         """
         until = self.safeguard.begin_rollback(request)
-        self.job.progress.at("resuming", abandoned)
+        self.job.progress.start_activity("resuming", abandoned)
         with self.meters.exclude_from_step_time("checkpoint"):
             remembered = self.checkpoints.roll_back(self.engine, until)
         if remembered is None:

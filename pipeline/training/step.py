@@ -84,9 +84,9 @@ class TrainStep:
         asked: Flags | None = None
         learning_rate = self.learning_rate(global_step)
         while True:
-            self.progress.at("step", global_step)
+            self.progress.start_activity("step", global_step)
             first = source.samples_seen
-            with phases.measured("data"):  # on a GPU, its waiting time while the host reads
+            with phases.measure("data"):  # on a GPU, its waiting time while the host reads
                 micro_batches = source.next_group()
             samples = (first, source.samples_seen)
             if self.replica_check is not None:
@@ -108,7 +108,7 @@ class TrainStep:
             with self.profiled(global_step + 1), shown:
                 result = engine.train_step(micro_batches, self.objective, learning_rate, flags, limits)
             if self._prefetching is not None:  # while the device computes
-                with phases.measured("data"):
+                with phases.measure("data"):
                     self._prefetching.prefetch()
             found = None if self.replica_check is None else self.replica_check.end(global_step)
             if found is not None:

@@ -17,32 +17,32 @@ def test_one_phase_inside_of_another_takes_its_time_from_it():
     clock = Clock()
     phases = Phases(clock, CPU)
     clock.now += 1
-    with phases.measured("forward"):
+    with phases.measure("forward"):
         clock.now += 2
-        with phases.measured("communication"):
+        with phases.measure("communication"):
             clock.now += 4
         clock.now += 8
     clock.now += 16
-    assert phases.take().seconds() == {"other": 17, "forward": 10, "communication": 4}
-    assert phases.take().seconds() == {"other": 0}
+    assert phases.pop_segment().seconds() == {"other": 17, "forward": 10, "communication": 4}
+    assert phases.pop_segment().seconds() == {"other": 0}
 
 
 def test_what_is_no_part_of_a_step_is_not_interrupted():
     """An evaluation goes through the stages' instructions as a step does."""
     clock = Clock()
     phases = Phases(clock, CPU)
-    with phases.measured("evaluation"), phases.measured("forward"):
+    with phases.measure("evaluation"), phases.measure("forward"):
         clock.now += 1
-    assert phases.take().seconds() == {"other": 0, "evaluation": 1}
+    assert phases.pop_segment().seconds() == {"other": 0, "evaluation": 1}
 
 
 def test_a_phase_ends_with_an_exception():
     clock = Clock()
     phases = Phases(clock, CPU)
-    with pytest.raises(ZeroDivisionError), phases.measured("forward"):
+    with pytest.raises(ZeroDivisionError), phases.measure("forward"):
         _ = 1 / 0
     clock.now += 1
-    assert phases.take().seconds() == {"other": 1, "forward": 0}
+    assert phases.pop_segment().seconds() == {"other": 1, "forward": 0}
 
 
 def test_whatever_happens_they_add_up():
@@ -52,14 +52,14 @@ def test_whatever_happens_they_add_up():
     def go_on(depth):
         for _ in range(draw.randrange(4)):
             clock.now += draw.random()
-            with phases.measured(draw.choice(PHASES)):
+            with phases.measure(draw.choice(PHASES)):
                 clock.now += draw.random()
                 if depth < 4:
                     go_on(depth + 1)
 
     for _ in range(50):
         go_on(0)
-        rows.append((phases.take().seconds(), clock.now - taken_at))
+        rows.append((phases.pop_segment().seconds(), clock.now - taken_at))
         taken_at = clock.now
     for seconds, passed in rows:
         assert sum(seconds.values()) == pytest.approx(passed)
@@ -88,12 +88,12 @@ def gpu(monkeypatch):
 def test_on_a_gpu_it_is_the_device_s_time_and_nothing_waits_until_it_is_read(gpu):
     phases = Phases(lambda: pytest.fail("the host's clock"), CUDA)
     for _ in range(2):
-        with phases.measured("forward"):
+        with phases.measure("forward"):
             gpu.launched += 3
-        with phases.measured("backward"):
+        with phases.measure("backward"):
             gpu.launched += 5
         gpu.launched += 1
-    taken = phases.take()
+    taken = phases.pop_segment()
     gpu.launched += 100  # the next step
     assert sum(phases.totals().values()) == 0  # it has come nowhere yet
     assert (gpu.waits, gpu.now) == (0, 0)
@@ -108,7 +108,7 @@ def test_marks_do_not_pile_up_between_two_rows(gpu):
 
     def steps(count):
         for _ in range(count):
-            with phases.measured("forward"):
+            with phases.measure("forward"):
                 gpu.launched += 1
 
     steps(MOST_MARKS)
@@ -120,4 +120,4 @@ def test_marks_do_not_pile_up_between_two_rows(gpu):
     steps(1)
     assert len(phases._now.marks) < 8
     assert gpu.waits == 0
-    assert phases.take().seconds()["forward"] == 2 * MOST_MARKS + 1
+    assert phases.pop_segment().seconds()["forward"] == 2 * MOST_MARKS + 1

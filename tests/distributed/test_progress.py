@@ -10,16 +10,16 @@ from support.clock import Clock
 
 from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.phases import Phases
-from pipeline.distributed.progress import Phase, Progress, find_phase, phase
+from pipeline.distributed.progress import Phase, Progress, find_phase, tag_errors
 
 
 def stepped(seconds, steps=5):
     clock = Clock()
     progress = Progress(clock)
     for step in range(steps):
-        progress.at("step", step)
+        progress.start_activity("step", step)
         clock.now += seconds
-    progress.at("step", steps)
+    progress.start_activity("step", steps)
     return progress
 
 
@@ -36,19 +36,19 @@ def test_the_first_of_its_kind_may_compile():
     limits = DistributedConfig(timeout_seconds=900, hang_seconds=7.0)
     progress = Progress()
     assert progress.limit(limits) == 900
-    progress.at("evaluation")
+    progress.start_activity("evaluation")
     assert progress.limit(limits) == 900
-    progress.at("evaluation")
+    progress.start_activity("evaluation")
     assert progress.limit(limits) == 7.0
-    progress.at("step", 0)
+    progress.start_activity("step", 0)
     assert progress.limit(limits) == 900
 
 
 @pytest.mark.parametrize("doing", ["saving", "resuming", "starting", "ending"])
 def test_what_is_not_a_step_has_the_timeout(doing):
     progress = stepped(0.1)
-    progress.at(doing)
-    progress.at(doing)
+    progress.start_activity(doing)
+    progress.start_activity(doing)
     assert progress.limit(DistributedConfig(timeout_seconds=900, hang_seconds=7.0)) == 900
     assert progress.activity.step == 5
 
@@ -57,20 +57,20 @@ def test_evaluations_and_saves_are_not_steps():
     clock = Clock()
     progress = Progress(clock)
     for step in range(5):
-        progress.at("step", step)
+        progress.start_activity("step", step)
         clock.now += 10.0
-        progress.at("saving", step)
+        progress.start_activity("saving", step)
         clock.now += 500.0
-    progress.at("step", 5)
+    progress.start_activity("step", 5)
     assert progress.limit(DistributedConfig()) == 100.0
 
 
 def test_an_exception_carries_the_innermost_phase_that_it_left():
-    @phase(Phase.MODEL)
+    @tag_errors(Phase.MODEL)
     def build():
-        with phase(Phase.WEIGHTS):
+        with tag_errors(Phase.WEIGHTS):
             pass
-        with phase(Phase.OPTIMIZER):
+        with tag_errors(Phase.OPTIMIZER):
             raise MemoryError
 
     with pytest.raises(MemoryError) as caught:
@@ -84,7 +84,7 @@ def test_a_phase_of_a_step_is_that_of_its_timeline():
     phases = Phases(time.perf_counter, torch.device("cpu"))
 
     def step():
-        with phases.measured("backward"), phases.measured("communication"):
+        with phases.measure("backward"), phases.measure("communication"):
             raise MemoryError
 
     with pytest.raises(MemoryError) as caught:

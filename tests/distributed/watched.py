@@ -40,7 +40,7 @@ def something_happens(fault: str) -> None:
 
 def steps(job: Job, fault: str, victim: int) -> None:
     for step in range(1000):
-        job.progress.at("step", step)
+        job.progress.start_activity("step", step)
         if step == 5 and job.ranks.rank == victim:
             something_happens(fault)
         job.all_reduce_sum(torch.ones(3))
@@ -51,12 +51,12 @@ def main(fault: str, victim: str, folder: str) -> None:
     job = start_job(read_ranks(os.environ), distributed=True, timeout=timedelta(minutes=10))
     job.start_watchdog(DistributedConfig(timeout_seconds=600, hang_seconds=HANG_SECONDS))
     assert job.watchdog is not None
-    job.watchdog.write_to(Path(folder))
+    job.watchdog.set_run_dir(Path(folder))
     try:
         steps(job, fault, int(victim))
         job.close()
     except RuntimeError as error:
-        job.watchdog.look_for_lost(error)
+        job.watchdog.exit_if_peer_failed(error)
         raise
 
 

@@ -27,9 +27,9 @@ def test_a_row_waits_for_nothing_until_it_is_read():
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with meters.phases.measured("data"):
+            with meters.phases.measure("data"):
                 torch.cuda._sleep(int(1e8))  # some 50 ms
-            with meters.phases.measured("forward"):
+            with meters.phases.measure("forward"):
                 torch.cuda._sleep(int(2e8))
             with meters.exclude_from_step_time("evaluation"):
                 torch.cuda._sleep(int(1e8))

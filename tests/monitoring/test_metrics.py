@@ -45,7 +45,7 @@ def test_rates_leave_out_what_is_not_training():
     clock = Clock()
     meter = meters(clock)
     for _ in range(3):
-        with meter.phases.measured("data"):
+        with meter.phases.measure("data"):
             clock.now += 0.25
         clock.now += 0.75
         meter.observe(step())
@@ -123,7 +123,7 @@ def test_a_row_comes_with_each_step_before_it():
     clock = Clock()
     meter = meters(clock)
     for number in range(200):
-        with meter.phases.measured("data"):
+        with meter.phases.measure("data"):
             clock.now += 0.25
         meter.observe(step(loss_sum=10.0 * number, count=5.0, skipped=number % 2, norm=number))
     seen = meter.collect_row().read()

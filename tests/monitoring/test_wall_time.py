@@ -34,7 +34,7 @@ def walls(clock, **how):
 
 def spend(wall, clock, **seconds):
     for phase, each in seconds.items():
-        with wall.phases.measured(phase):
+        with wall.phases.measure(phase):
             clock.now += each
 
 

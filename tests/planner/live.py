@@ -117,11 +117,11 @@ def _measured(
 
 def _mark(engine: Any, live: Live) -> None:
     """Says where a backward and a step begin."""
-    measured = engine.phases.measured
+    measured = engine.phases.measure
 
     def marked(name: str) -> Any:
         if name in ("backward", "optimizer"):
             live.enter({"optimizer": "step"}.get(name, name))
         return measured(name)
 
-    engine.phases.measured = marked
+    engine.phases.measure = marked
