@@ -1,8 +1,8 @@
-"""Assigns the seconds of a run to phases on one timeline, so that they add up to its wall time.
+"""Assigns each second of a run to a phase on one timeline, so that the phases add up to the wall time.
 
-On a GPU a CUDA event marks each change of phase, and nothing waits for the device until the seconds are read.
-A phase ends where the next one begins, so communication of DDP and ZeRO that overlaps the backward counts as
-backward: separating it would take events on the collectives' own streams.
+On a GPU a CUDA event marks each change of phase. The host does not wait for the device until the seconds are
+read. A phase ends where the next one begins, so communication of DDP and ZeRO that overlaps the backward
+counts as backward. Separating it would take events on the streams of the collectives.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ PHASES = (
     OTHER,
 )
 COUNTED_AS = {"routing": "forward", ASIDE: OTHER}
-"""Phases that count under another one's name: what a rank computes for all ranks before a forward."""
-ENTERS = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
-"""Phases of a step that an exception carries: see progress.tag_errors."""
+"""Phases without a column, and the phase that each counts as. `routing` is an objective's `prepare_step`."""
+ERROR_PHASES = {"backward": Phase.BACKWARD, "optimizer": Phase.STEP}
+"""Phases of a step that an exception is tagged with; see progress.tag_errors."""
 NO_STEP = ("checkpoint", "evaluation", "generation", ASIDE)
+"""Phases that are no part of a step."""
 MOST_MARKS = 1024
-"""Places that are kept until a row is read: from then on what the device has passed is added up."""
+"""Number of marks that a segment keeps. Beyond it, phases that the device has finished are added up early."""
 
 
 Moment = Any
-"""A place in the code: seconds by the host's clock or, on a GPU, an event that the device records."""
+"""Point on the timeline: seconds of the host's clock or, on a GPU, an event that the device records."""
 
 
 def moment_now(clock: Callable[[], float], on_gpu: bool) -> Moment:
-    """Return this place. Does not wait."""
+    """Return the current moment, without waiting for the device."""
     if not on_gpu:
         return clock()
     event = torch.cuda.Event(enable_timing=True)
@@ -53,7 +54,7 @@ def moment_now(clock: Callable[[], float], on_gpu: bool) -> Moment:
 
 
 def seconds_between(earlier: Moment, later: Moment) -> float:
-    """Return the seconds between two places. Waits for the device to come to the later one."""
+    """Return the seconds between two moments, after waiting until the device has reached the later one."""
     if isinstance(earlier, int | float):
         return float(later - earlier)
     if not later.query():
@@ -65,26 +66,26 @@ class TimelineSegment:
     """Seconds by phase of one segment of the timeline."""
 
     def __init__(self, totals: dict[str, float], on_gpu: bool):
-        """Begin a stretch.
+        """Begin a segment.
 
         Args:
-            totals: Seconds by phase of all stretches; this one adds its own.
-            on_gpu: Whether the device comes to the marks later than the host.
+            totals: Seconds by phase of all segments, to which this one adds its own.
+            on_gpu: Whether the marks are CUDA events, which the device reaches later than the host.
         """
         self.marks: deque[tuple[str, Moment]] = deque()
-        """Each phase with its beginning, in order; the last one has not ended."""
+        """Phases with the moments at which they began, in order; the last phase has not ended."""
         self._seconds: dict[str, float] = defaultdict(float)
         self._totals = totals
         self._on_gpu = on_gpu
 
     def add_ended_phases(self, waits: bool) -> bool:
-        """Add up the phases that have ended.
+        """Add the seconds of the phases that have ended to the sums.
 
         Args:
-            waits: Wait for the device to end all of them.
+            waits: Whether to wait until the device has ended all of them.
 
         Returns:
-            Whether all have ended.
+            Whether all of them have ended.
         """
         while len(self.marks) > 1:
             ended = self.marks[1][1]
@@ -97,14 +98,21 @@ class TimelineSegment:
         return True
 
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds by phase. Waits for the device to be through."""
+        """Return the seconds by phase, after waiting until the device has finished the segment."""
         if len(self.marks) > 1:
             self.add_ended_phases(waits=True)
         return self._seconds
 
 
 class Phases:
-    """Timeline of a run, which begins when this is created. Time outside of every phase counts as `other`."""
+    """Timeline of a run, which begins when the object is created.
+
+    Time outside of all phases counts as `other`.
+
+    Args:
+        clock: Clock that returns seconds.
+        device: Device of the run. For CUDA the device's time is measured, else the host's.
+    """
 
     def __init__(self, clock: Callable[[], float], device: torch.device):
         self._clock = clock
@@ -112,21 +120,24 @@ class Phases:
         self._totals: dict[str, float] = defaultdict(float)
         self._unread: list[TimelineSegment] = []
         self._phase = OTHER
-        self._listen: Callable[[str], None] | None = None
-        self._start()
+        self._listener: Callable[[str], None] | None = None
+        self._start_segment()
 
-    def _start(self) -> None:
+    def _start_segment(self) -> None:
         self.began = self.now() if self._on_gpu else self._clock()
-        self._now = TimelineSegment(self._totals, self._on_gpu)
-        self._now.marks.append((self._phase, self.began))
+        self._segment = TimelineSegment(self._totals, self._on_gpu)
+        self._segment.marks.append((self._phase, self.began))
 
     def now(self) -> Moment:
-        """Return this place."""
+        """Return the current moment, without waiting for the device."""
         return moment_now(self._clock, self._on_gpu)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Measure a phase. It interrupts the one around it, but for those that are no part of a step."""
+        """Measure the block as a phase, and tag its exceptions if the phase is one of ERROR_PHASES.
+
+        A nested phase interrupts the outer one. Inside of a phase of NO_STEP nothing is measured separately.
+        """
         outer = self._phase
         if outer in NO_STEP:
             yield
@@ -135,51 +146,52 @@ class Phases:
         try:
             yield
         except BaseException as error:
-            if phase in ENTERS:
-                note_phase(error, ENTERS[phase])
+            if phase in ERROR_PHASES:
+                note_phase(error, ERROR_PHASES[phase])
             raise
         finally:
             self._switch(outer)
 
     @contextmanager
-    def notify_phase_ends(self, listen: Callable[[str], None]) -> Iterator[None]:
-        """Call `listen` with the name of each phase that ends in the context."""
-        self._listen = listen
+    def notify_phase_ends(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Call `listener` with the name of each phase that ends in the block."""
+        self._listener = listener
         try:
             yield
         finally:
-            self._listen = None
+            self._listener = None
 
     def _switch(self, phase: str) -> None:
-        if self._listen is not None:
-            self._listen(self._phase)
+        if self._listener is not None:
+            self._listener(self._phase)
         self._phase = phase
-        marks = self._now.marks
+        marks = self._segment.marks
         marks.append((phase, self.now() if self._on_gpu else self._clock()))
         if len(marks) > MOST_MARKS:
-            self._now.add_ended_phases(waits=False)
+            self._segment.add_ended_phases(waits=False)
 
     def pop_segment(self) -> TimelineSegment:
-        """Return the stretch since the last call, and begin the next."""
-        taken = self._now
-        self._start()
-        taken.marks.append((self._phase, self.began))
-        self._unread = [each for each in (*self._unread, taken) if not each.add_ended_phases(waits=False)]
-        return taken
+        """Return the segment since the previous call, and begin the next one."""
+        ended = self._segment
+        self._start_segment()
+        ended.marks.append((self._phase, self.began))
+        self._unread = [each for each in (*self._unread, ended) if not each.add_ended_phases(waits=False)]
+        return ended
 
     def restart(self) -> None:
-        """Forget everything so far."""
-        self._unread, self._totals = [], defaultdict(float)
-        self._start()
+        """Discard all segments and totals, and begin a new segment."""
+        self._unread = []
+        self._totals = defaultdict(float)
+        self._start_segment()
 
     def totals(self, waits: bool = False) -> Mapping[str, float]:
-        """Return the seconds by phase since the start, as far as the device has come.
+        """Return the seconds by phase since the start, up to the point that the device has reached.
 
         Args:
-            waits: Wait for the device, and return all of them.
+            waits: Whether to wait for the device, so that nothing is missing.
         """
         self._switch(self._phase)
-        for each in (*self._unread, self._now):
+        for each in (*self._unread, self._segment):
             each.add_ended_phases(waits)
         return self._totals
 
@@ -189,11 +201,12 @@ def format_columns(seconds: Mapping[str, float], *, communicates: bool) -> dict[
 
     Args:
         seconds: Seconds by phase.
-        communicates: Whether there are ranks to wait for; otherwise there is no communication column.
+        communicates: Whether there are other ranks. If not, there is no column for communication, and its
+            time counts as `other`.
     """
-    told = dict.fromkeys(PHASES, 0.0)
+    columns = dict.fromkeys(PHASES, 0.0)
     for phase, spent in seconds.items():
-        told[COUNTED_AS.get(phase, phase)] += spent
+        columns[COUNTED_AS.get(phase, phase)] += spent
     if not communicates:
-        told[OTHER] += told.pop("communication")
-    return told
+        columns[OTHER] += columns.pop("communication")
+    return columns

@@ -1,4 +1,4 @@
-"""Notes what the training thread is doing, for the watchdog and for the report of a failure."""
+"""Records the current activity of the training thread, for the watchdog and for reports of failures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipeline.config.schema import DistributedConfig
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 RECENT_STEPS = 50
-LEAST_LIMIT = 60.0  # seconds: a step that waits for a file system may take that long
+MIN_LIMIT_SECONDS = 60.0  # one step that waits for a file system may take this long
 LIMIT_IN_STEPS = 10
-# What may take as long as a collective may: it is done seldom, and its length says nothing of a step's.
+# These activities may take as long as a collective may. They are rare, and step times do not predict them.
 UNMEASURED = ("starting", "resuming", "saving", "ending")
 
 
 class Phase(StrEnum):
-    """Part of a run, in the words of a message."""
+    """Part of a run, in the words of an error message."""
 
     EVALUATION = "in an evaluation"
     GENERATION = "while text is generated"
@@ -38,19 +38,22 @@ class Phase(StrEnum):
 
 
 LOADING = {Phase.RESUMING, Phase.WEIGHTS, Phase.OPTIMIZER, Phase.MODEL, Phase.DATA}
-"""Phases before there is anything of a batch on the device."""
+"""Phases before the first batch is on the device."""
 _PHASE = "pipeline_phase"
 
 
 class tag_errors:
-    """Enters a phase of the run, in a `with` or as a decorator.
+    """Tags each exception that leaves the block with a phase of the run.
 
-    An exception that leaves it carries the phase; of nested phases it carries the innermost one. If nothing
-    fails, nothing is written.
+    Use it in a `with` statement or as a decorator. If phases are nested, the exception carries the innermost
+    one. Without an exception nothing is recorded.
+
+    Args:
+        phase: Phase that the block belongs to.
     """
 
-    def __init__(self, entered: Phase):
-        self._phase = entered
+    def __init__(self, phase: Phase):
+        self._phase = phase
 
     def __enter__(self) -> None:
         pass
@@ -60,72 +63,84 @@ class tag_errors:
             note_phase(error, self._phase)
 
     def __call__(self, function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-        """Return the function wrapped, so that each call enters the phase."""
+        """Return the function wrapped, so that each call tags its exception."""
 
         @functools.wraps(function)
-        def inside(*arguments: Given.args, **named: Given.kwargs) -> Returned:
+        def wrapper(*arguments: Given.args, **named: Given.kwargs) -> Returned:
             try:
                 return function(*arguments, **named)
             except BaseException as error:
                 note_phase(error, self._phase)
                 raise
 
-        return inside
+        return wrapper
 
 
 def note_phase(error: BaseException, left: Phase) -> None:
-    """Note on an exception which phase it leaves. It keeps the first one."""
+    """Record on an exception the phase that it leaves, unless one is recorded already."""
     error.__dict__.setdefault(_PHASE, left)
 
 
 def find_phase(raised: Sequence[BaseException]) -> Phase | None:
-    """Return the phase that an exception left; None if that has no name.
+    """Return the phase that an exception left; `None` if none was recorded.
 
     Args:
-        raised: The exception, then those that were raised because of it.
+        raised: The exception, then the exceptions that were raised because of it.
     """
     return next((each.__dict__[_PHASE] for each in raised if _PHASE in each.__dict__), None)
 
 
 class Activity(NamedTuple):
-    """An activity, its step, and since when (monotonic seconds)."""
+    """Activity of the training thread."""
 
     doing: str
+    """Kind of activity; see Progress.start_activity."""
     step: int
+    """Number of optimizer steps completed."""
     since: float
+    """Start of the activity, in seconds of the clock."""
 
 
 class Progress:
     """Records the current activity of the training thread.
 
-    `start_activity` writes a few attributes and never waits.
+    `start_activity` writes a few attributes and never waits, so other threads may read `activity`.
+
+    Args:
+        clock: Clock that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._finished: set[str] = set()
-        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self.activity = Activity("starting", 0, clock())
 
     def start_activity(self, doing: str, step: int | None = None) -> None:
-        """Note progress: the activity before is done, this one begins.
+        """End the previous activity and start the next one.
 
         Args:
             doing: `step`, `evaluation` (each batch), or one of UNMEASURED.
-            step: Optimizer steps done; None for as before.
+            step: Number of optimizer steps completed; `None` if it has not changed.
         """
-        before, now = self.activity, self._clock()
-        if before.doing == "step":
-            self._steps.append(now - before.since)
-        self._finished.add(before.doing)
-        self.activity = Activity(doing, before.step if step is None else step, now)
+        previous = self.activity
+        now = self._clock()
+        if previous.doing == "step":
+            self._step_seconds.append(now - previous.since)
+        self._finished.add(previous.doing)
+        self.activity = Activity(doing, previous.step if step is None else step, now)
 
     def limit(self, limits: DistributedConfig) -> float:
-        """Return the seconds that this activity may take. The first of its kind may compile: the timeout."""
+        """Return the number of seconds that the current activity may take.
+
+        The first activity of its kind may compile, so it may take as long as a collective: `timeout_seconds`.
+        """
         doing = self.activity.doing
         if doing in UNMEASURED or doing not in self._finished:
             return limits.timeout_seconds
         if limits.hang_seconds is not None:
             return limits.hang_seconds
-        steps = list(self._steps)
-        return max(LEAST_LIMIT, LIMIT_IN_STEPS * median(steps)) if steps else limits.timeout_seconds
+        recent = list(self._step_seconds)
+        if not recent:
+            return limits.timeout_seconds
+        return max(MIN_LIMIT_SECONDS, LIMIT_IN_STEPS * median(recent))

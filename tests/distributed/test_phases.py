@@ -112,12 +112,12 @@ def test_marks_do_not_pile_up_between_two_rows(gpu):
                 gpu.launched += 1
 
     steps(MOST_MARKS)
-    assert len(phases._now.marks) > 2 * MOST_MARKS - 2
+    assert len(phases._segment.marks) > 2 * MOST_MARKS - 2
     gpu.now = gpu.launched
     steps(MOST_MARKS)
-    assert len(phases._now.marks) <= 2 * MOST_MARKS + 2
+    assert len(phases._segment.marks) <= 2 * MOST_MARKS + 2
     gpu.now = gpu.launched
     steps(1)
-    assert len(phases._now.marks) < 8
+    assert len(phases._segment.marks) < 8
     assert gpu.waits == 0
     assert phases.pop_segment().seconds()["forward"] == 2 * MOST_MARKS + 1
