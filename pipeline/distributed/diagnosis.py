@@ -1,4 +1,7 @@
-"""Turns the reports of the ranks into one sentence that names the rank at fault. Without side effects."""
+"""Turns the reports of the ranks into one sentence that names the rank at fault.
+
+The functions here have no side effects.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,20 @@ from pipeline.files import format_bytes
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-NEARLY_FULL = 0.9  # of the memory that is allowed
+NEARLY_FULL = 0.9
+"""Share of the memory limit above which a lost process was most likely killed for memory."""
 ADVICE = "lower batch.micro_batch_size or loader.num_workers, or give the job more memory"
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank and its process."""
+    """Rank of a job and the process that runs it."""
 
     rank: int
     host: str
     pid: int
     machine: str = ""
-    """See machine.machine_id."""
+    """Id of its machine; see machine.machine_id."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
@@ -31,35 +35,38 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of a rank that is alive."""
+    """Position of a rank that is alive, as the rank itself reports it."""
 
     process: RankProcess
     doing: str
+    """Kind of activity; see progress.Activity."""
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps completed."""
     place: str
-    """A line of ours or of the user's."""
+    """Innermost line on the stack that is not of a library, with its file and function."""
     collective: str | None = None
-    """Collective that it waits in; None if it is busy with something else."""
+    """Collective that the rank waits in; `None` if it is busy with something else."""
     number: int | None = None
-    """Number of the collective in its group, if the flight recorder knows it."""
+    """Number of the collective in its process group; `None` if the flight recorder does not know it."""
 
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank whose heartbeats have stopped."""
+    """Rank whose heartbeats have stopped."""
 
     process: RankProcess
     silent: float
     """Seconds since its last heartbeat."""
     step: int | None
+    """Number of optimizer steps completed at its last heartbeat; `None` if it sent none."""
     state: str | None
-    """State of its process on its own machine: `gone`, `stopped`, `there`; None if nobody looked."""
+    """State of its process: `gone`, `stopped` or `there`; `None` if it runs on another machine."""
     memory: MemoryUsage | None
+    """Memory usage at its last heartbeat; `None` if it sent none."""
     num_kills: int = 0
-    """Processes that the kernel killed for memory in its cgroup since its last heartbeat."""
+    """Number of processes that the kernel killed for memory in its cgroup since its last heartbeat."""
     ranks_there: int = 1
-    """Number of ranks on its machine, with itself."""
+    """Number of ranks on its machine, including itself."""
 
 
 def advise() -> str:
@@ -72,35 +79,46 @@ def describe_lost(lost: Sequence[LostRank], advise: Callable[[], str] = advise) 
 
     Args:
         lost: The lost ranks, at least one.
-        advise: Gives the advice if memory is why; called only then.
+        advise: Returns advice against a lack of memory; called only if that is the cause.
     """
-    parties = _by(lost, lambda each: (each.process.host, each.state))
-    return "; ".join(_of_party(party, advise) for party in parties.values())
+    groups = _group_by(lost, lambda each: (each.process.host, each.state))
+    return "; ".join(_describe_lost_group(group, advise) for group in groups.values())
 
 
-def _of_party(party: Sequence[LostRank], advise: Callable[[], str]) -> str:
-    """Describe one rank, or several that a machine took with it, by the first of them."""
-    lost = party[0]
-    who, are, send = str(lost.process), "is", "sends"
-    if len(party) > 1:
-        who, are, send = f"{_ranks_of(party)} on {lost.process.host}", "are", "send"
+def _describe_lost_group(group: Sequence[LostRank], advise: Callable[[], str]) -> str:
+    """Describe lost ranks of one host and state, with the facts of the first of them.
+
+    Several ranks of a host are usually lost for one reason: their machine.
+    """
+    lost = group[0]
+    if len(group) > 1:
+        who = f"{_format_ranks_of(group)} on {lost.process.host}"
+        are = "are"
+        send = "send"
+    else:
+        who = str(lost.process)
+        are = "is"
+        send = "sends"
     where = "" if lost.step is None else f" at step {lost.step}"
     last = f"last heartbeat {lost.silent:.1f} s ago{where}"
     if lost.state == "stopped":
-        return f"{who} {are} stopped: {last}; it was sent SIGSTOP (by a scheduler, a debugger)"
+        return f"{who} {are} stopped: {last}; it received SIGSTOP, for example from a scheduler or a debugger"
     if lost.state == "there":
-        hangs = "its process is there and runs no Python: a call that hangs"
+        hangs = "its process is alive but runs no Python code: a native call hangs"
         return f"{who} {send} no heartbeat: {last}; {hangs}"
     memory = lost.memory
     is_full = memory is not None and memory.used > NEARLY_FULL * memory.limit
     if lost.num_kills or is_full:
         how = "killed for memory (exit code -9)" if lost.num_kills else "most likely killed for memory"
-        ranks, resident = lost.ranks_there, 0 if memory is None else memory.resident
+        ranks = lost.ranks_there
+        resident = 0 if memory is None else memory.resident
         several = f": {ranks} ranks there x {format_bytes(resident)}" if ranks > 1 else ""
         return f"{who} {are} gone: {last}; {memory}: {how}{several}; {advise()}"
     if lost.state == "gone":
         held = "" if memory is None else f"; {memory}"
-        return f"{who} {are} gone: {last}{held}; killed or crashed: its launcher knows the exit code"
+        return (
+            f"{who} {are} gone: {last}{held}; killed or crashed: see the launcher's output for the exit code"
+        )
     return f"{who} {send} no heartbeat: {last}; its process, its machine or the link to it {are} gone"
 
 
@@ -116,69 +134,73 @@ def describe_hang(
         reports: Reports of the ranks that answered, in any order; at least one.
         seconds: Seconds without progress.
         silent: Ranks that sent no heartbeat while the others reported.
-        advise: Gives the advice if memory is the cause; called only then.
+        advise: Returns advice against a lack of memory; called only if that is the cause.
     """
-    everyone = sorted(reports, key=lambda w: w.process.rank)
-    doing = max(everyone, key=lambda w: w.step).doing
+    everyone = sorted(reports, key=lambda report: report.process.rank)
+    doing = max(everyone, key=lambda report: report.step).doing
     since = f"{seconds:.0f}" if seconds >= 1 else f"{max(seconds, 0.1):.1f}"
     start = f"hang: no {'step' if doing == 'step' else f'progress ({doing})'} for {since} s. "
-    waiting = [w for w in everyone if w.collective is not None]
-    busy = [w for w in everyone if w.collective is None]
+    waiting = [report for report in everyone if report.collective is not None]
+    busy = [report for report in everyone if report.collective is None]
     if silent:
-        rest = f"; {_waits(waiting)}" if waiting else ""
+        rest = f"; {_describe_waiting(waiting)}" if waiting else ""
         return start + describe_lost(silent, advise) + rest
     if waiting and busy:
-        # What is not at the same step waits for no one here, but is behind all the same.
-        behind = [f"{w.process} is behind: {_place(w)}" for w in busy]
-        return start + "; ".join([*behind, _waits(waiting)])
+        # A busy rank counts as behind even if it is at another step than the ranks that wait.
+        behind = [f"{report.process} is behind: {_format_position(report)}" for report in busy]
+        return start + "; ".join([*behind, _describe_waiting(waiting)])
     if busy:
-        places = [f"{_ranks_of(party)}: {place}" for place, party in _by(busy, _place).items()]
-        return start + "no rank waits in a collective: " + "; ".join(places)
-    return start + _all_waiting(waiting)
+        groups = _group_by(busy, _format_position)
+        positions = [f"{_format_ranks_of(group)}: {position}" for position, group in groups.items()]
+        return start + "no rank waits in a collective: " + "; ".join(positions)
+    return start + _describe_all_waiting(waiting)
 
 
-def _all_waiting(waiting: list[RankReport]) -> str:
-    # All ranks run one program: they belong together where name, number in the group and line agree.
-    calls = _by(waiting, lambda w: (w.collective, w.number, w.place))
+def _describe_all_waiting(waiting: list[RankReport]) -> str:
+    """Describe a hang in which every rank waits in a collective."""
+    # All ranks run one program, so ranks are in the same call if its name, number and line are equal.
+    calls = _group_by(waiting, lambda report: (report.collective, report.number, report.place))
     if len(calls) == 1:
-        w = waiting[0]
+        first = waiting[0]
         return (
-            f"all ranks wait in {w.collective} (step {w.step}, {w.place}), and nothing arrives: look at the "
-            "network between the hosts, and at the interface that is used (GLOO_SOCKET_IFNAME, "
-            "NCCL_SOCKET_IFNAME)"
+            f"all ranks wait in {first.collective} (step {first.step}, {first.place}), and nothing arrives: "
+            "check the network between the hosts, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
+            "interface that connects them"
         )
-    # The smaller party is more likely the one that went astray; where both are as large, the one that is at
-    # an earlier step.
-    parties = sorted(calls.values(), key=lambda party: (len(party), party[0].step, party[0].process.rank))
-    first, rest = parties[0], [w for party in parties[1:] for w in party]
-    astray = "; ".join(f"{w.process} is {_wait(w)}" for w in first)
-    return f"the ranks are in different collectives: {astray}; {_waits(rest)}"
+    # The smallest group most likely made the wrong call; of equally small ones, that at the earliest step.
+    groups = sorted(calls.values(), key=lambda group: (len(group), group[0].step, group[0].process.rank))
+    suspects = groups[0]
+    others = [report for group in groups[1:] for report in group]
+    described = "; ".join(f"{report.process} is {_format_wait(report)}" for report in suspects)
+    return f"the ranks are in different collectives: {described}; {_describe_waiting(others)}"
 
 
-def _waits(waiting: Sequence[RankReport]) -> str:
-    parties = _by(waiting, _wait).items()
-    return "; ".join(f"{_ranks_of(party)} wait{'s' * (len(party) == 1)} {wait}" for wait, party in parties)
+def _describe_waiting(waiting: Sequence[RankReport]) -> str:
+    groups = _group_by(waiting, _format_wait).items()
+    return "; ".join(
+        f"{_format_ranks_of(group)} wait{'s' * (len(group) == 1)} {wait}" for wait, group in groups
+    )
 
 
-def _wait(report: RankReport) -> str:
+def _format_wait(report: RankReport) -> str:
     number = "" if report.number is None else f" number {report.number}"
     return f"in {report.collective}{number} (step {report.step}, {report.place})"
 
 
-def _place(report: RankReport) -> str:
+def _format_position(report: RankReport) -> str:
     doing = "" if report.doing == "step" else f"{report.doing}, "
     return f"step {report.step}, {doing}at {report.place}"
 
 
-def _ranks_of(party: Iterable[RankReport] | Iterable[LostRank]) -> str:
-    return format_ranks([each.process.rank for each in party])
+def _format_ranks_of(group: Iterable[RankReport] | Iterable[LostRank]) -> str:
+    return format_ranks([each.process.rank for each in group])
 
 
-def _by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    parties: dict[Key, list[Item]] = {}
+def _group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        parties.setdefault(key(item), []).append(item)
-    return parties
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

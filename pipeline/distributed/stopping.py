@@ -1,7 +1,7 @@
-"""Stops a run on a signal: the run finishes its step, saves and exits.
+"""Stops a run on a signal: the run finishes its step, saves a checkpoint and exits.
 
-A signal sets a flag on one rank. Flags are summed over the ranks together with the token count, and take
-effect once all ranks have seen the sum. On CUDA it is read two steps late, so that the host never waits for
+A signal sets a flag on one rank. The flags are summed over all ranks together with the token count, so every
+rank acts on them at the same step. On CUDA the sum is read two steps later, so that the host never waits for
 the device.
 """
 
@@ -21,73 +21,85 @@ from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 
 log = logging.getLogger(__name__)
 
-SAVE_FLAG, STOP_FLAG = 1, 1 << 20
-"""Request of a rank after a step. Sums over up to a million ranks keep the two apart (fp64)."""
-EVALUATE_FLAG, END_FLAG = 1 << 40, 1 << 41
-"""Requests of rank 0 alone."""
+SAVE_FLAG = 1
+"""Request of any rank for a checkpoint."""
+STOP_FLAG = 1 << 20
+"""Request of any rank to stop. In fp64, sums of both requests over up to a million ranks stay apart."""
+EVALUATE_FLAG = 1 << 40
+"""Request of rank 0 for an evaluation."""
+END_FLAG = 1 << 41
+"""Request of rank 0 to end the run."""
 
 
 class StopOnSignal:
-    """Asks for a stop at the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP; a second SIGINT ends the process.
+    """Requests a stop at the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP, while it is used as a context manager.
 
-    SIGUSR1 is what Slurm is told to send before a time limit or a preemption (`--signal=USR1@120`). SIGHUP
-    comes where the terminal was closed; it stays ignored where it was (nohup).
+    A SIGINT after that raises KeyboardInterrupt, which ends the process. Slurm sends SIGUSR1 before a time
+    limit or a preemption if the job asks for it (`--signal=USR1@120`). A closed terminal sends SIGHUP. If
+    SIGHUP was ignored before (nohup), it stays ignored.
     """
 
     SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
+        """Number of the first signal; `None` before it."""
         self.came_at: float | None = None
-        """time.monotonic() of the first signal."""
-        self._previous: dict[int, Any] = {}
+        """Time of the first signal by time.monotonic(); `None` before it."""
+        self._previous_handlers: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
-        """Return whether a signal has asked for a stop."""
+        """Return whether a signal has requested a stop."""
         return self.signal_number is not None
 
     def __enter__(self) -> StopOnSignal:
         for number in self.SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # else whoever ends the process has seen to it
+        for number, handler in self._previous_handlers.items():
+            # Code that ends the process may have set a handler since then, which stays.
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         detach_closed_terminal()
-        # A launcher passes on the signal the terminal already sent to every process: once is enough.
+        # The terminal sends Ctrl-C to every process, and a launcher forwards it, so it may come twice.
         if not self.requested:
             self.signal_number = number
             self.came_at = time.monotonic()
-            log.info("%s: stopping after this step, with a checkpoint", signal.Signals(number).name)
+            name = signal.Signals(number).name
+            log.info("received %s: the run saves a checkpoint after this step and stops", name)
 
 
 class Flags(NamedTuple):
     """Requests that all ranks have received, whichever rank made them."""
 
     save: bool = False
+    """Whether to save a checkpoint."""
     stop: bool = False
-    """A signal came: save and leave."""
+    """Whether a rank received a signal: save a checkpoint and exit."""
     evaluate: bool = False
+    """Whether to evaluate."""
     end: bool = False
-    """A callback ends the run, as its last step would."""
+    """Whether a callback ends the run, in the same way as the last step would."""
 
     def __or__(self, other: Flags) -> Flags:
         return Flags(*(ours or theirs for ours, theirs in zip(self, other, strict=True)))
 
 
 class FlagReader:
-    """Reads the ranks' summed flags, the same ones on every rank, and never waits for the device.
+    """Reads the summed flags of all ranks, which are equal on every rank, without waiting for the device.
 
-    On CUDA the flags of a step are read two steps later, through an event of their own: by then they have
-    long arrived.
+    On CUDA the flags of a step are read two steps later, when the device has long finished copying them.
+
+    Args:
+        device: Device of the flags.
     """
 
     def __init__(self, device: torch.device):
@@ -95,9 +107,13 @@ class FlagReader:
         self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def read(self, flags: Tensor) -> Flags:
-        """Record the summed flags of the step just launched; return what all ranks know by now."""
+        """Record the summed flags of the step just launched, and return the newest that every rank can read.
+
+        Args:
+            flags: Sum of SAVE_FLAG, STOP_FLAG, EVALUATE_FLAG and END_FLAG over all ranks, a scalar.
+        """
         if not self._on_gpu:
-            return _counted(flags)
+            return _decode_flags(flags)
         host = torch.empty((), dtype=flags.dtype, pin_memory=True)
         host.copy_(flags, non_blocking=True)
         event = torch.cuda.Event()
@@ -108,20 +124,25 @@ class FlagReader:
         oldest, arrived = self._pending.popleft()
         assert arrived is not None
         arrived.synchronize()
-        return _counted(oldest)
+        return _decode_flags(oldest)
 
 
-def _counted(flags: Tensor) -> Flags:
-    of_rank_0, counts = divmod(int(flags), EVALUATE_FLAG)
-    stops, saves = divmod(counts, STOP_FLAG)
-    return Flags(save=saves > 0, stop=stops > 0, evaluate=of_rank_0 % 2 > 0, end=of_rank_0 > 1)
+def _decode_flags(flags: Tensor) -> Flags:
+    rank_0_requests, counts = divmod(int(flags), EVALUATE_FLAG)
+    num_stops, num_saves = divmod(counts, STOP_FLAG)
+    return Flags(
+        save=num_saves > 0,
+        stop=num_stops > 0,
+        evaluate=rank_0_requests % 2 > 0,
+        end=rank_0_requests > 1,
+    )
 
 
 class PeriodicTimer:
     """Becomes due once per period.
 
     Args:
-        seconds: Length of the period; 0 means never.
+        seconds: Length of the period; with 0 the timer is never due.
     """
 
     def __init__(self, seconds: float):

@@ -60,8 +60,8 @@ ODD = {"collective": "broadcast", "place": "other.py:7 in g"}
         (
             [waits(rank, number=5) for rank in range(3)],
             [],
-            f"all ranks wait in all_reduce (step 41, {LINE}), and nothing arrives: look at the network",
-            "NCCL_SOCKET_IFNAME)",
+            f"all ranks wait in all_reduce (step 41, {LINE}), and nothing arrives: check the network",
+            "NCCL_SOCKET_IFNAME to the interface that connects them",
         ),
         (
             [busy(0), busy(1), busy(2, step=40)],
@@ -95,8 +95,8 @@ HEARD = "last heartbeat 1.2 s ago at step 40; "
     ("state", "changes", "words"),
     [
         ("gone", {}, f"is gone: {HEARD}it held 2.00 GiB, and 3.00 GiB of the 16.00 GiB its cgroup allows"),
-        ("stopped", {}, f"is stopped: {HEARD}it was sent SIGSTOP"),
-        ("there", {}, f"sends no heartbeat: {HEARD}its process is there and runs"),
+        ("stopped", {}, f"is stopped: {HEARD}it received SIGSTOP"),
+        ("there", {}, f"sends no heartbeat: {HEARD}its process is alive but runs no Python"),
         (None, {}, f"sends no heartbeat: {HEARD}its process, its machine or the"),
         ("gone", {"num_kills": 1}, ": killed for memory (exit code -9); lower batch.micro_batch_size"),
         (
