@@ -1,10 +1,10 @@
-"""Ends a job that hangs or has lost a rank, on every rank within seconds, and says which rank and where.
+"""Ends a job that hangs or has lost a rank, within seconds, and names the rank at fault and its position.
 
-Two threads a rank: one talks to the job's store, the other waits for nothing and ends the process where even
+Each rank has two threads. One talks to the job's store. The other never waits, and ends the process if even
 the store does not answer. Neither waits for the training thread, a collective or a device.
 
-Ranks tell each other through the store: heartbeats, the failure that one of them claims, where each one is.
-Whatever uses the store may raise RuntimeError: the store, or the link to it, is gone.
+Through the store the ranks exchange heartbeats, the failure that one of them claims, and a report of the
+position of each rank. Every use of the store may raise RuntimeError if the store, or the link to it, is gone.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pipeline.distributed.progress import Progress
 from pipeline.distributed.ranks import write_exit_code
 from pipeline.distributed.signals import STDERR, reports_own_exit
 
-# Frames in these files are a collective's own; the functions around it that say nothing.
-_COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+# Frames in these files belong to a collective, and functions with these names only wrap it.
+_COLLECTIVE_FILES = ("/torch/distributed/", "/deepspeed/comm/")
 _WRAPPERS = {"wrapper", "log_wrapper", "inner", "_fn", "<lambda>", "fn"}
-# A line of Python that waits for the device, and with it for the collective that the device is in.
-_WAITS = (".wait(", ".item(", "float(", "int(", "bool(", "synchronize(", ".tolist(", ".cpu(")
-_HERE = os.path.dirname(__file__)
+# A line with one of these calls waits for the device, and so for the collective that the device is in.
+_WAITING_CALLS = (".wait(", ".item(", "float(", "int(", "bool(", "synchronize(", ".tolist(", ".cpu(")
+_OWN_FOLDER = os.path.dirname(__file__)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
@@ -58,68 +58,76 @@ class ThreadPosition(NamedTuple):
     """Position of a thread."""
 
     collective: str | None
-    """`all_reduce`, `barrier`, ...; None if it waits for no other rank."""
+    """Collective that the thread waits in (`all_reduce`, `barrier`, ...); `None` if it waits for no rank."""
     place: str
-    """The innermost line that is not of a library."""
+    """Innermost line on the stack that is not of a library, with its file and function."""
 
 
 class InFlight(NamedTuple):
-    """A collective that this rank has entered and not left: its name and its number in its group."""
+    """Collective that this rank has entered and not left."""
 
     name: str
     number: int
+    """Number of the collective in its process group."""
 
 
 def thread_position(frames: Sequence[FrameSummary], in_flight: Sequence[InFlight] = ()) -> ThreadPosition:
-    """Return where a thread with this stack (innermost last) is."""
-    inner: list[FrameSummary] = []
-    mine = None
+    """Return the position of a thread.
+
+    Args:
+        frames: Stack of the thread, innermost frame last.
+        in_flight: Collectives that the rank has entered and not left, in order.
+    """
+    library_frames: list[FrameSummary] = []
+    user_frame = None
     for frame in reversed(frames):
-        if not _is_library(frame):
-            mine = frame
+        if not _is_library_frame(frame):
+            user_frame = frame
             break
-        inner.append(frame)
-    place = _described(mine or (frames[-1] if frames else FrameSummary("?", 0, "?", line="")))
-    for frame in reversed(inner):  # from the outside: all_gather_object, and not the all_gather in it
-        if any(part in frame.filename for part in _COLLECTIVES) and frame.name not in _WRAPPERS:
+        library_frames.append(frame)
+    innermost = frames[-1] if frames else FrameSummary("?", 0, "?", line="")
+    place = _format_frame(user_frame or innermost)
+    for frame in reversed(library_frames):  # outermost first: all_gather_object, not the all_gather in it
+        if any(part in frame.filename for part in _COLLECTIVE_FILES) and frame.name not in _WRAPPERS:
             return ThreadPosition(frame.name, place)
-    # Autograd, and whatever else waits outside Python, is seen by the flight recorder alone. What the
-    # user's own line is busy with may have a collective under way beside it.
-    if in_flight and (inner or (mine is not None and any(word in (mine.line or "") for word in _WAITS))):
+    # Code that waits outside Python, such as autograd, shows its collective only in the flight recorder. A
+    # line of the user's may also compute beside a collective in flight, so it must be one that waits.
+    line = "" if user_frame is None else user_frame.line or ""
+    if in_flight and (library_frames or any(call in line for call in _WAITING_CALLS)):
         return ThreadPosition(in_flight[0].name, place)
     return ThreadPosition(None, place)
 
 
-def _is_library(frame: FrameSummary) -> bool:
-    """Return whether a frame is not the user's; our own wrappers of collectives count as a library."""
-    return frame.filename.startswith((_STDLIB, _HERE, "<")) or "site-packages" in frame.filename
+def _is_library_frame(frame: FrameSummary) -> bool:
+    """Return whether a frame is of a library; this package's wrappers of collectives count as one."""
+    return frame.filename.startswith((_STDLIB, _OWN_FOLDER, "<")) or "site-packages" in frame.filename
 
 
-def _described(frame: FrameSummary) -> str:
+def _format_frame(frame: FrameSummary) -> str:
     file = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd()) else frame.filename
     return f"{file}:{frame.lineno or 0} in {frame.name}" + (f" ({frame.line})" if frame.line else "")
 
 
 def main_frames() -> list[FrameSummary]:
-    """Return the main thread's stack, innermost last. For other threads."""
+    """Return the main thread's stack, innermost frame last; to be called by other threads."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return traceback.extract_stack(frame) if frame is not None else []
 
 
 def in_flight_now() -> list[InFlight]:
-    """Return the collectives that training has entered and not left, by the flight recorder, in their order.
+    """Return the collectives that training has entered and not left, in order, from the flight recorders.
 
-    Those of a thread of ours beside training (a checkpoint being written) are left out.
+    Collectives of this package's other threads, such as the one that writes a checkpoint, are left out.
     """
-    # Autograd's own threads show up as dummies where a hook of theirs was Python.
-    beside = {
+    # An autograd thread that has run a Python hook is a _DummyThread, and its collectives are training's.
+    others = {
         str(thread.ident)
         for thread in threading.enumerate()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
     }
     found = []
-    for entry in _recorded(only_active=True).get("entries", []):
-        if entry.get("retired") or entry.get("state") == "completed" or entry.get("thread_id") in beside:
+    for entry in _read_flight_recorders(only_active=True).get("entries", []):
+        if entry.get("retired") or entry.get("state") == "completed" or entry.get("thread_id") in others:
             continue
         name = entry["profiling_name"].rpartition(":")[2]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
@@ -128,23 +136,34 @@ def in_flight_now() -> list[InFlight]:
 
 
 def write_stacks(folder: Path, rank: int, headline: str) -> None:
-    """Write every thread's Python stack to `rank-00001.txt`, and what the flight recorder holds beside it.
+    """Write the Python stack of each thread, and the flight recorders' entries, to two files of this rank.
+
+    For rank 1 the files are `rank-00001.txt` and, if there are entries, `rank-00001.collectives.json`.
+
+    Args:
+        folder: Folder of the files, which is created.
+        rank: This rank.
+        headline: First line of the stacks' file, after the time.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: A file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"rank-{rank:05d}.txt").open("w") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {headline}\n\n")
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
-    recorded = _recorded(only_active=False)
+    recorded = _read_flight_recorders(only_active=False)
     if recorded.get("entries"):
         (folder / f"rank-{rank:05d}.collectives.json").write_text(json.dumps(recorded))
 
 
-def _recorded(only_active: bool) -> dict[str, Any]:
-    """Return what both recorders hold, NCCL's own first, which only CUDA builds can read."""
+def _read_flight_recorders(only_active: bool) -> dict[str, Any]:
+    """Return the merged dumps of both flight recorders: NCCL's, which only CUDA builds have, then torch's.
+
+    Args:
+        only_active: Whether to leave out collectives that have completed.
+    """
     merged: dict[str, Any] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
@@ -158,32 +177,44 @@ def _recorded(only_active: bool) -> dict[str, Any]:
 
 
 HANG_EXIT_CODE = 124
-"""Exit code of every rank of a job that hung or lost a rank, as of `timeout`."""
+"""Exit code of every rank of a job that hung or lost a rank, the same as that of the command `timeout`."""
 FAILURE_KEY = "pipeline/failure"
+"""Key of the job's failure in the store."""
 NO_FAILURE = "-"
+"""Value of FAILURE_KEY until a rank claims a failure."""
 
-# Seconds.
-PERIOD = 1.0  # between two heartbeats
-SILENCE = 15.0  # without a heartbeat, after which a rank, or the store, counts as lost
-SOON = 3.0  # the same once a collective has failed
-ANSWER = 6.0  # for every rank to report where it is, also on a busy machine
-DEADLINE = 20.0  # after which a rank leaves, whatever is still to be said
-LONGEST_END = 30.0  # within which a watchdog has ended its process after a failure
-# What gloo, NCCL and torch's store say when it is another rank that failed, or when they gave up waiting.
-_OF_PEERS = re.compile(
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between two heartbeats."""
+SILENCE_SECONDS = 15.0
+"""Seconds without a heartbeat, or without an answer, after which a rank or the store counts as lost."""
+SHORT_SILENCE_SECONDS = 3.0
+"""Seconds that replace SILENCE_SECONDS after a collective has failed."""
+REPORT_SECONDS = 6.0
+"""Seconds for every rank to report its position, also on a busy machine."""
+SHUTDOWN_SECONDS = 20.0
+"""Seconds after which a rank exits even if its shutdown has not finished."""
+LONGEST_END = 30.0
+"""Seconds after a failure within which the watchdog has ended its process."""
+# Messages of gloo, NCCL and torch's store if another rank has failed, or if they have timed out.
+_PEER_FAILURE = re.compile(
     r"gloo/|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out|[Tt]imed? ?out after|DistStore|recv"
 )
-_TIMED_OUT = re.compile(r"Timed out waiting|timeout")
+_TIMEOUT = re.compile(r"Timed out waiting|timeout")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why the job ends, claimed once, by the first rank that knows."""
+    """Reason why the job ends, claimed once, by the first rank that knows of it."""
 
     rank: int
+    """Rank that claimed the failure."""
     why: str
-    """`raised`: the rank shows its own error. `hang`, `lost`: the rank at fault must be found."""
+    """Kind of failure: `raised` if that rank prints its own error, else `hang` or `lost`.
+
+    For `hang` and `lost` the rank at fault is still to be found.
+    """
     code: int
+    """Exit code of the job."""
     seconds: float = 0.0
     """Seconds without progress, for `hang`."""
     what: str = ""
@@ -195,23 +226,28 @@ class Heartbeat:
     """Sign of life that a rank sends about once a second."""
 
     count: int
+    """Number of heartbeats that the rank has sent."""
     step: int
+    """Number of optimizer steps completed."""
     memory: MemoryUsage
 
 
 def claim_failure(store: Store, failure: Failure) -> Failure:
-    """Return the job's failure: this one, or the one that was claimed before.
+    """Claim a failure of the job, and return the job's failure: this one, or one that was claimed before.
 
     Raises:
         RuntimeError: The store is gone.
     """
-    # Where the key is not there yet, the first call makes it; two that do so at once still agree below.
+    # The first call creates the key. Ranks that do so at the same time still agree in the second call.
     store.compare_set(FAILURE_KEY, "", NO_FAILURE)
-    return _failure(store.compare_set(FAILURE_KEY, NO_FAILURE, json.dumps(asdict(failure))))
+    return _parse_failure(store.compare_set(FAILURE_KEY, NO_FAILURE, json.dumps(asdict(failure))))
 
 
 class WatchdogStore:
-    """A connection of the watchdog's own: the training thread may be stuck in the other one."""
+    """Connects the watchdog to the job's store.
+
+    It clones the store's connection, since the training thread may hang in a call on the original.
+    """
 
     def __init__(self, store: Store, rank: int, patience: float):
         """Connect to the store.
@@ -226,97 +262,104 @@ class WatchdogStore:
         self._rank = rank
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Tell the others that this rank is alive."""
+        """Send a heartbeat of this rank."""
         self._store.set(f"pipeline/heartbeat/{self._rank}", json.dumps(asdict(heartbeat)))
 
     def heartbeats(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """Return the newest heartbeat of each rank that sent any."""
         return {
-            rank: _heartbeat(value) for rank, value in read_by_rank(self._store, "heartbeat", ranks).items()
+            rank: _parse_heartbeat(value)
+            for rank, value in read_by_rank(self._store, "heartbeat", ranks).items()
         }
 
     def failure(self) -> Failure | None:
-        """Return why the job ends, if it does."""
+        """Return the failure that ends the job; `None` if there is none."""
         value = self._store.get(FAILURE_KEY).decode()
-        return None if value == NO_FAILURE else _failure(value.encode())
+        return None if value == NO_FAILURE else _parse_failure(value.encode())
 
     def claim(self, failure: Failure) -> Failure:
-        """Claim a failure: see `claim`."""
+        """Claim a failure, and return the job's failure; see claim_failure."""
         return claim_failure(self._store, failure)
 
     def send_report(self, report: RankReport) -> None:
-        """Send where this rank is."""
+        """Send the report of this rank's position."""
         self._store.set(f"pipeline/report/{self._rank}", json.dumps(asdict(report)))
 
     def reports(self, ranks: Sequence[int]) -> list[RankReport]:
-        """Return the reports that were sent."""
+        """Return the reports of those of `ranks` that sent one."""
         found = [json.loads(value) for value in read_by_rank(self._store, "report", ranks).values()]
         return [RankReport(**values | {"process": RankProcess(**values["process"])}) for values in found]
 
     def publish_diagnosis(self, sentence: str) -> None:
-        """Publish why the job ends, for all ranks."""
+        """Publish the sentence that says why the job ends, for all ranks."""
         self._store.set("pipeline/diagnosis", sentence)
 
     def diagnosis(self) -> str | None:
-        """Return what was published, if anything was."""
+        """Return the published sentence; `None` if there is none yet."""
         key = "pipeline/diagnosis"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def count(self, what: str) -> None:
-        """Count that something is done on this rank."""
-        self._store.add(f"pipeline/{what}", 1)
+    def count_rank(self, event: str) -> None:
+        """Count this rank as one on which an event has happened."""
+        self._store.add(f"pipeline/{event}", 1)
 
-    def counted(self, what: str) -> int:
-        """Return how many ranks have counted it."""
-        return int(self._store.add(f"pipeline/{what}", 0))
+    def num_counted(self, event: str) -> int:
+        """Return the number of ranks that were counted for an event."""
+        return int(self._store.add(f"pipeline/{event}", 0))
 
 
-def read_by_rank(store: Store, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-    """Return rank -> value of the key `what` of each rank that has written one."""
-    keys = {rank: f"pipeline/{what}/{rank}" for rank in ranks}
+def read_by_rank(store: Store, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Return rank -> value of `pipeline/KEY/RANK` for each of `ranks` that has written one."""
+    keys = {rank: f"pipeline/{key}/{rank}" for rank in ranks}
     if keys and not store.check(list(keys.values())):
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        keys = {rank: each for rank, each in keys.items() if store.check([each])}
     return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
 
 
-def _failure(value: bytes) -> Failure:
+def _parse_failure(value: bytes) -> Failure:
     return Failure(**json.loads(value))
 
 
-def _heartbeat(value: bytes) -> Heartbeat:
+def _parse_heartbeat(value: bytes) -> Heartbeat:
     values: dict[str, Any] = json.loads(value)
     return Heartbeat(values["count"], values["step"], MemoryUsage(**values["memory"]))
 
 
 @dataclass
-class _Last:
+class _LatestHeartbeat:
+    """Latest heartbeat of a rank, and what has happened since."""
+
     heartbeat: Heartbeat | None = None
+    """`None` if the rank has sent none."""
     age: float = 0.0
+    """Seconds since the heartbeat changed."""
     checks_without_process: int = 0
+    """Number of successive checks that did not find the rank's process."""
 
 
 class Heartbeats:
-    """The heartbeats of the other ranks, as one rank sees them.
+    """Records the heartbeats of the other ranks, and finds ranks that are lost.
 
     Args:
         everyone: All ranks, in order.
-        rank: The rank that looks.
+        rank: This rank.
     """
 
     def __init__(self, everyone: Sequence[RankProcess], rank: int):
         self._everyone = everyone
-        self._heartbeats = {each.rank: _Last() for each in everyone if each.rank != rank}
-        here = everyone[rank].machine
-        self.neighbours = [other for other in self._heartbeats if everyone[other].machine == here]
+        self._heartbeats = {each.rank: _LatestHeartbeat() for each in everyone if each.rank != rank}
+        machine = everyone[rank].machine
+        self.neighbours = [other for other in self._heartbeats if everyone[other].machine == machine]
+        """Other ranks on this machine."""
 
     def update(self, watched: Iterable[int], heartbeats: Mapping[int, Heartbeat], seconds: float) -> None:
-        """Record the newest heartbeats of the ranks that are watched now.
+        """Record the newest heartbeats of the ranks that are watched.
 
         Args:
             watched: Ranks to record.
             heartbeats: Newest heartbeat of each rank that sent any.
-            seconds: Seconds since the last call, by which a heartbeat that has not changed is older. Time in
-                which this rank itself stood still must not be in it.
+            seconds: Seconds since the last call, without the time in which this process itself was stopped.
+                They are added to the age of each heartbeat that has not changed.
         """
         for rank in watched:
             last = self._heartbeats.get(rank)
@@ -325,17 +368,25 @@ class Heartbeats:
             last.age += seconds
             heartbeat = heartbeats.get(rank)
             if heartbeat is not None and (last.heartbeat is None or heartbeat.count != last.heartbeat.count):
-                last.heartbeat, last.age = heartbeat, 0.0
+                last.heartbeat = heartbeat
+                last.age = 0.0
 
     def check_processes(self) -> None:
-        """Check whether the ranks' processes on this machine are there."""
+        """Check whether the processes of the other ranks on this machine exist."""
         for rank in self.neighbours:
             is_gone = process_state(self._everyone[rank].pid) == "gone"
             last = self._heartbeats[rank]
             last.checks_without_process = last.checks_without_process + 1 if is_gone else 0
 
     def lost(self, silence: float, among: Iterable[int], checks: int = 2) -> list[LostRank]:
-        """Return those of `among` that were silent for `silence` seconds, or gone at `checks` checks."""
+        """Return the lost ranks.
+
+        Args:
+            silence: Seconds without a heartbeat after which a rank is lost.
+            among: Ranks to consider.
+            checks: Number of successive calls of check_processes without its process after which a rank is
+                lost. A single call may come while a process exits normally.
+        """
         found = []
         for rank in sorted(among):
             last = self._heartbeats.get(rank)
@@ -344,34 +395,47 @@ class Heartbeats:
         return found
 
     def describe(self, rank: int, silent: float | None = None) -> LostRank:
-        """Return what is known of a rank that counts as lost.
+        """Return the known facts about a rank that counts as lost.
 
         Args:
             rank: The lost rank.
-            silent: Seconds of its silence, if another clock knows better.
+            silent: Seconds since its last heartbeat; `None` for the seconds recorded here.
         """
-        process, last = self._everyone[rank], self._heartbeats[rank]
-        is_near = rank in self.neighbours
+        process = self._everyone[rank]
+        last = self._heartbeats[rank]
+        is_on_this_machine = rank in self.neighbours
         heartbeat = last.heartbeat
+        state = process_state(process.pid) if is_on_this_machine else None
+        num_kills = 0
+        if is_on_this_machine and heartbeat is not None:
+            num_kills = max(0, count_kills() - heartbeat.memory.num_kills)
         return LostRank(
             process=process,
             silent=last.age if silent is None else silent,
             step=None if heartbeat is None else heartbeat.step,
-            state=process_state(process.pid) if is_near else None,
+            state=state,
             memory=None if heartbeat is None else heartbeat.memory,
-            num_kills=max(0, count_kills() - heartbeat.memory.num_kills)
-            if is_near and heartbeat is not None
-            else 0,
+            num_kills=num_kills,
             ranks_there=sum(each.machine == process.machine for each in self._everyone),
         )
 
 
-def _tell_nobody(step: int, sentence: str) -> None:
+def _ignore_diagnosis(step: int, sentence: str) -> None:
     pass
 
 
 class Shutdown:
-    """Ends this process. It never waits for the training thread, and for other ranks only for seconds."""
+    """Ends this process, after its rank has reported its position.
+
+    It never waits for the training thread, and waits for other ranks only for seconds.
+
+    Args:
+        store: Connection to the job's store.
+        heartbeats: Heartbeats of the other ranks.
+        everyone: All ranks, in order.
+        rank: This rank.
+        progress: Activity of the training thread.
+    """
 
     def __init__(
         self,
@@ -382,77 +446,91 @@ class Shutdown:
         progress: Progress,
     ):
         self.folder: Path | None = None
-        """Folder for the stacks; None if there is none yet."""
+        """Folder for the stacks; `None` if there is none yet."""
         self.before_leaving: Callable[[], object] = lambda: None
-        """Last work of a process that is rank 0 or reports why the job ends; raises nothing."""
+        """Last work of the process if it is rank 0 or prints the diagnosis; it must not raise."""
         self.frames: list[FrameSummary] = []
         """Stack of the training thread when it raised an exception; empty if it did not."""
-        self.tell: Callable[[int, str], None] = _tell_nobody
-        """Called with the step and the sentence by the rank that reports; takes seconds at the most."""
-        self.advise: Callable[[], str] = advise
-        """Gives the advice for a rank that was killed for memory."""
-        self._store, self._heartbeats = store, heartbeats
-        self._everyone, self._rank = everyone, rank
-        self._progress = progress
-        self._tells = rank == 0
+        self.tell: Callable[[int, str], None] = _ignore_diagnosis
+        """Called with the step and the sentence on the rank that prints the diagnosis.
 
-    def end_with_others(self, failure: Failure) -> None:
-        """Report this rank and end together with the others, coordinated through the store.
+        It may take a few seconds.
+        """
+        self.advise: Callable[[], str] = advise
+        """Returns the advice for a rank that was killed for memory."""
+        self._store = store
+        self._heartbeats = heartbeats
+        self._everyone = everyone
+        self._rank = rank
+        self._progress = progress
+        self._runs_last_work = rank == 0
+
+    def coordinate_exit(self, failure: Failure) -> None:
+        """Coordinate this rank's exit with the other ranks through the store; the caller then calls `leave`.
+
+        If the job hangs or has lost a rank, every rank sends a report of its position. The rank that claimed
+        the failure prints the diagnosis.
 
         Raises:
             RuntimeError: The store is gone.
         """
         if failure.why == "raised":
-            # Its rank shows what it was; what this rank's training thread makes of it belongs in its log.
-            self._report_exit(failure, f"{self._everyone[failure.rank]} failed, and says why")
-            self._store.count("left")
-            time.sleep(SOON)
+            # The failed rank prints its error. Errors that it causes on this rank belong in this rank's log.
+            self._print_own_exit(failure, f"{self._everyone[failure.rank]} failed; see its error message")
+            self._store.count_rank("left")
+            time.sleep(SHORT_SILENCE_SECONDS)
             return
-        self._last_resort()
-        self._store.send_report(self._own_report(failure.why))
+        self._arm_exit_timer()
+        self._store.send_report(self._make_report(failure.why))
         if failure.rank == self._rank:
-            sentence = self._sentence(failure)
-            self._publish(sentence)
+            sentence = self._diagnose(failure)
+            self._print_diagnosis(sentence)
             self._store.publish_diagnosis(sentence)
             self.tell(self._progress.activity.step, sentence)
         else:
-            self._until(lambda: self._store.diagnosis() is not None, 2 * ANSWER)
-            self._report_exit(failure, self._store.diagnosis() or "it hung, or lost a rank")
-        self._store.count("left")
-        if self._rank == 0:  # the others read all this in its store
-            self._until(lambda: self._store.counted("left") >= len(self._everyone), SOON)
+            self._wait_until(lambda: self._store.diagnosis() is not None, 2 * REPORT_SECONDS)
+            self._print_own_exit(failure, self._store.diagnosis() or "the job hung or lost a rank")
+        self._store.count_rank("left")
+        if self._rank == 0:  # the store ends with this process, and the others read the diagnosis in it
+            self._wait_until(
+                lambda: self._store.num_counted("left") >= len(self._everyone), SHORT_SILENCE_SECONDS
+            )
 
     def end_without_store(self, silent: float) -> None:
-        """End without the store, which has not answered for so many seconds. Does not return."""
-        self._last_resort()
+        """End this process without the store; does not return.
+
+        Args:
+            silent: Seconds since the store last answered.
+        """
+        self._arm_exit_timer()
         with suppress(RuntimeError):
-            self._own_report("lost")
+            self._make_report("lost")
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if by_launcher or self._rank == 0:
             line = (
-                f"the launcher on {os.environ.get('MASTER_ADDR')} is gone, or the link to it: its store gave "
-                f"no answer for {silent:.1f} s"
+                f"the launcher on {os.environ.get('MASTER_ADDR')}, or the link to it, is gone: its store has "
+                f"not answered for {silent:.1f} s"
             )
         else:
             line = describe_lost([self._heartbeats.describe(0, silent)], self.advise)
-        if self._is_reporter():
-            self._publish(line)
+        if self._claim_printing():
+            self._print_diagnosis(line)
             self.tell(self._progress.activity.step, line)
-        elif reports_own_exit(self._is_head):
-            self._write(line)
+        elif reports_own_exit(self._is_first_on_machine):
+            self._print_line(line)
         self.leave(HANG_EXIT_CODE)
 
-    def _last_resort(self) -> None:
-        # A thread of C: it needs no lock of Python's, should even this thread get stuck.
-        faulthandler.dump_traceback_later(DEADLINE + 5, exit=True, file=STDERR)
+    def _arm_exit_timer(self) -> None:
+        # The timer is a C thread, so it needs no lock of Python's and works even if this thread hangs.
+        faulthandler.dump_traceback_later(SHUTDOWN_SECONDS + 5, exit=True, file=STDERR)
 
-    def _own_report(self, why: str) -> RankReport:
-        """Return where this rank is, and write its stacks."""
+    def _make_report(self, why: str) -> RankReport:
+        """Return the report of this rank's position, and write its stacks."""
         activity = self._progress.activity
         in_flight = in_flight_now()
-        now = thread_position(self.frames or main_frames(), in_flight)
+        position = thread_position(self.frames or main_frames(), in_flight)
         own = self._everyone[self._rank]
-        number = in_flight[0].number if in_flight and in_flight[0].name == now.collective else None
+        number = in_flight[0].number if in_flight and in_flight[0].name == position.collective else None
         if self.folder is not None:
             with suppress(OSError):
                 write_stacks(self.folder, own.rank, f"{why}: {own}, {activity.doing}, step {activity.step}")
@@ -460,12 +538,13 @@ class Shutdown:
             process=own,
             doing=activity.doing,
             step=activity.step,
-            place=now.place,
-            collective=now.collective,
+            place=position.place,
+            collective=position.collective,
             number=number,
         )
 
-    def _sentence(self, failure: Failure) -> str:
+    def _diagnose(self, failure: Failure) -> str:
+        """Return the sentence that names the rank at fault, after waiting for the reports of all ranks."""
         ranks = range(len(self._everyone))
         began = last = time.monotonic()
         while True:
@@ -473,44 +552,53 @@ class Shutdown:
             last = time.monotonic()
             self._heartbeats.check_processes()
             reports = self._store.reports(ranks)
-            heard = {w.process.rank for w in reports}
-            lost = self._heartbeats.lost(ANSWER, set(ranks) - heard, checks=1)
-            if len(heard) + len(lost) == len(ranks) or last - began > ANSWER:
+            reported = {report.process.rank for report in reports}
+            lost = self._heartbeats.lost(REPORT_SECONDS, set(ranks) - reported, checks=1)
+            if len(reported) + len(lost) == len(ranks) or last - began > REPORT_SECONDS:
                 break
-            time.sleep(PERIOD / 5)
-        known = heard | {each.process.rank for each in lost}
+            time.sleep(HEARTBEAT_SECONDS / 5)
+        known = reported | {each.process.rank for each in lost}
         lost += [self._heartbeats.describe(rank) for rank in ranks if rank not in known]
         if failure.why == "lost":
-            return describe_lost(lost, self.advise) if lost else f"{failure.what}; by now all ranks answer"
+            if not lost:
+                return f"{failure.what}; all ranks answer again"
+            return describe_lost(lost, self.advise)
         return describe_hang(reports, failure.seconds, lost, self.advise)
 
-    def _publish(self, line: str) -> None:
-        self._tells = True
-        # Not through logging or rich: the training thread may be stuck with their locks.
+    def _print_diagnosis(self, line: str) -> None:
+        """Print the diagnosis on the console, and write it to the folder of the stacks."""
+        self._runs_last_work = True
+        # Logging and rich are not used, since the training thread may hang while it holds their locks.
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / "diagnosis.txt").write_text(line + "\n")
             line += f"; stacks: {self.folder}"
-        self._write(line)
+        self._print_line(line)
 
-    def _report_exit(self, failure: Failure, sentence: str) -> None:
-        """Write the sentence on this rank's own console too, if the rank that reports has another one."""
-        own, teller = self._everyone[self._rank], self._everyone[failure.rank]
-        if own.rank != teller.rank and reports_own_exit(self._is_head and own.machine != teller.machine):
-            self._write(f"{own}: ends with {failure.code}: {sentence}")
+    def _print_own_exit(self, failure: Failure, sentence: str) -> None:
+        """Print the sentence on this rank's console too, if the rank that prints it has another console."""
+        own = self._everyone[self._rank]
+        printing = self._everyone[failure.rank]
+        is_alone_here = self._is_first_on_machine and own.machine != printing.machine
+        if own.rank != printing.rank and reports_own_exit(is_alone_here):
+            self._print_line(f"{own}: ends with {failure.code}: {sentence}")
 
     @property
-    def _is_head(self) -> bool:
+    def _is_first_on_machine(self) -> bool:
         """Return whether this is the first rank of its machine."""
         return self._rank == min([self._rank, *self._heartbeats.neighbours])
 
-    def _write(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         with suppress(OSError):
             os.write(STDERR, f"{os.linesep if os.isatty(STDERR) else ''}{line}\n".encode())
 
-    def _is_reporter(self) -> bool:
-        """Return whether this rank reports although no store can agree on one: one rank a file system."""
+    def _claim_printing(self) -> bool:
+        """Return whether this rank prints the diagnosis, decided without the store.
+
+        One rank prints it for each shared run directory. Without a run directory, it is the first rank of
+        each machine that is not rank 0.
+        """
         if self.folder is not None:
             with suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -521,15 +609,19 @@ class Shutdown:
                 return True
         return self._rank == min({self._rank, *self._heartbeats.neighbours} - {0}, default=0)
 
-    def _until(self, is_so: Callable[[], bool], seconds: float) -> None:
+    def _wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
         began = time.monotonic()
         while not is_so() and time.monotonic() - began < seconds:
-            time.sleep(PERIOD / 10)
+            time.sleep(HEARTBEAT_SECONDS / 10)
 
     def leave(self, code: int) -> None:
-        """End this process and its data workers, without waiting for any destructor or thread."""
-        if self._tells:
-            self.before_leaving()  # takes seconds at the most
+        """End this process and its data workers, without waiting for any destructor or thread.
+
+        Args:
+            code: Exit code of the process.
+        """
+        if self._runs_last_work:
+            self.before_leaving()
         write_exit_code(self._rank, len(self._everyone), code)
         for child in multiprocessing.active_children():
             child.kill()
@@ -537,9 +629,9 @@ class Shutdown:
 
 
 def is_from_peers(error: BaseException) -> bool:
-    """Return whether another rank may have caused an exception: a collective that failed."""
+    """Return whether another rank may have caused an exception, since a collective or the store failed."""
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or _OF_PEERS.search(str(error)) is not None
+        isinstance(error, dist.DistError) or _PEER_FAILURE.search(str(error)) is not None
     )
 
 
@@ -547,11 +639,11 @@ class Watchdog:
     """Ends this process if the job hangs or loses a rank, between `start` and `stop`.
 
     Args:
-        store: The job's store; the watchdog makes a connection of its own to it.
+        store: The job's store, to which the watchdog opens its own connection.
         everyone: All ranks, in order.
         rank: This rank.
         progress: Activity of the training thread.
-        limits: Seconds after which it counts as a hang.
+        limits: Limits of time without progress; see Progress.limit.
     """
 
     def __init__(
@@ -562,132 +654,151 @@ class Watchdog:
         progress: Progress,
         limits: DistributedConfig,
     ):
-        self._everyone, self._rank = everyone, rank
-        self._progress, self._limits = progress, limits
-        self._store = WatchdogStore(store, rank, SILENCE)
+        self._everyone = everyone
+        self._rank = rank
+        self._progress = progress
+        self._limits = limits
+        self._store = WatchdogStore(store, rank, SILENCE_SECONDS)
         self._heartbeats = Heartbeats(everyone, rank)
         self._shutdown = Shutdown(self._store, self._heartbeats, everyone, rank, progress)
-        self._stopped, self._wake = threading.Event(), threading.Event()
-        self._is_shutting_down = threading.Lock()
-        self._quiet = 0.0  # seconds since the store answered
+        self._stopped = threading.Event()
+        self._wake = threading.Event()
+        self._shutdown_lock = threading.Lock()  # never released: the thread that acquires it ends the process
+        self._store_silent_seconds = 0.0
         self._has_store_failed = False
         self._suspected: Failure | None = None
         self._is_suspicious = False
         self._threads = [
             threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True)
-            for target in (self._talk, self._guard)
+            for target in (self._communicate, self._check_limits)
         ]
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         for thread in self._threads:
             thread.start()
 
     def set_run_dir(self, run_dir: Path, tell: Callable[[int, str], None] | None = None) -> None:
-        """Write stacks to `hang/` in the run's directory.
+        """Set the run's directory, in whose folder `hang/` the stacks are written.
 
         Args:
             run_dir: The run's directory.
-            tell: Called with the step and why the job ends, on the rank that says so on the console.
+            tell: Called with the step and the reason why the job ends, on the rank that prints the reason.
         """
         self._shutdown.folder = run_dir / "hang"
         self._shutdown.tell = tell or self._shutdown.tell
 
     def tell(self, sentence: str) -> None:
-        """Call the `tell` of `set_run_dir` with what ends the job, on a rank that raised it."""
+        """Call the `tell` of `set_run_dir` with the error that ends the job, on the rank that raised it."""
         self._shutdown.tell(self._progress.activity.step, sentence)
 
     def set_memory_advice(self, advise: Callable[[], str]) -> None:
-        """Set what gives the advice for a rank that was killed for memory; it raises nothing."""
+        """Set the function that returns advice for a rank that was killed for memory; it must not raise."""
         self._shutdown.advise = advise
 
-    def _described(self, lost: Sequence[LostRank]) -> str:
+    def _describe_lost(self, lost: Sequence[LostRank]) -> str:
         return describe_lost(lost, self._shutdown.advise)
 
     def before_leaving(self, work: Callable[[], object]) -> None:
-        """Set the last work before the process ends: it raises nothing and takes seconds."""
+        """Set the last work before the process ends; it must not raise, and may take a few seconds."""
         self._shutdown.before_leaving = work
 
     def stop(self) -> None:
-        """Stop watching, at the good end of a run and before the store goes."""
+        """Stop watching, at the end of a run that succeeded and before its store is closed."""
         self._stopped.set()
         self._wake.set()
-        self._threads[0].join(timeout=2 * PERIOD)
+        self._threads[0].join(timeout=2 * HEARTBEAT_SECONDS)
 
     def exit_if_peer_failed(self, error: BaseException) -> None:
-        """End the process if another rank made a collective fail; return if none did."""
+        """Wait for the watchdog to end the process if another rank has failed; else return after seconds.
+
+        Args:
+            error: Exception of the training thread.
+        """
         self._shutdown.frames = traceback.extract_tb(error.__traceback__)
-        if is_from_peers(error) and _TIMED_OUT.search(str(error)):
+        if is_from_peers(error) and _TIMEOUT.search(str(error)):
             idle = time.monotonic() - self._progress.activity.since
             self._suspected = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
         self._is_suspicious = True
         self._wake.set()
-        time.sleep(2 * SOON)
-        if self._is_shutting_down.locked():
-            time.sleep(DEADLINE)
+        time.sleep(2 * SHORT_SILENCE_SECONDS)
+        if self._shutdown_lock.locked():
+            time.sleep(SHUTDOWN_SECONDS)
 
-    def _guard(self) -> None:
-        """Count time in ticks. Time in which this thread did not run (a stopped process) is left out."""
-        tick = PERIOD / 2
-        seen, idle, ending, last = self._progress.activity, 0.0, 0.0, time.monotonic()
+    def _check_limits(self) -> None:
+        """Detect hangs and a lost store, and end a shutdown that takes too long.
+
+        Time is counted in ticks, without the time in which this thread did not run (a stopped process).
+        """
+        tick = HEARTBEAT_SECONDS / 2
+        previous = self._progress.activity
+        idle = 0.0
+        ending = 0.0
+        last = time.monotonic()
         while not self._stopped.wait(tick):
             now = time.monotonic()
-            passed, last = min(now - last, 4 * tick), now
-            self._quiet += passed
+            passed = min(now - last, 4 * tick)
+            last = now
+            self._store_silent_seconds += passed
             activity = self._progress.activity
-            idle = idle + passed if activity is seen else 0.0
-            seen = activity
-            if self._is_shutting_down.locked():
+            idle = idle + passed if activity is previous else 0.0
+            previous = activity
+            if self._shutdown_lock.locked():
                 ending += passed
-                if ending > DEADLINE:
+                if ending > SHUTDOWN_SECONDS:
                     self._shutdown.leave(HANG_EXIT_CODE)
                 continue
             if self._suspected is None and idle > self._progress.limit(self._limits):
                 self._suspected = Failure(self._rank, "hang", HANG_EXIT_CODE, idle)
                 self._wake.set()
-            patience = SOON if self._has_store_failed else SILENCE
-            if self._quiet > patience and self._is_shutting_down.acquire(blocking=False):
-                self._shutdown.end_without_store(self._quiet)
+            patience = SHORT_SILENCE_SECONDS if self._has_store_failed else SILENCE_SECONDS
+            if self._store_silent_seconds > patience and self._shutdown_lock.acquire(blocking=False):
+                self._shutdown.end_without_store(self._store_silent_seconds)
 
-    def _talk(self) -> None:
-        count, last, memory = 0, time.monotonic(), read_memory_usage()
+    def _communicate(self) -> None:
+        """Exchange heartbeats and failures with the other ranks, and shut down once there is a failure."""
+        count = 0
+        last = time.monotonic()
+        memory = read_memory_usage()
         while not self._stopped.is_set():
             try:
                 count += 1
-                with suppress(OSError):  # no more files may be opened: what was known last will do
+                with suppress(OSError):  # the process can open no more files, so the last value is sent
                     memory = read_memory_usage()
                 self._store.send_heartbeat(Heartbeat(count, self._progress.activity.step, memory))
                 failure = self._store.failure()
                 now = time.monotonic()
-                passed, last = min(now - last, 2 * PERIOD), now
-                # The store's host looks at all; a rank more that did would be a rank's worth of reads more.
+                passed = min(now - last, 2 * HEARTBEAT_SECONDS)
+                last = now
+                # Rank 0, which hosts the store, watches all ranks. For each other rank that did the same, the
+                # store would have to serve as many reads again.
                 watched = range(len(self._everyone)) if self._rank == 0 or self._is_suspicious else [0]
                 self._heartbeats.update(watched, self._store.heartbeats(watched), passed)
                 self._heartbeats.check_processes()
                 suspected = self._suspected
-                if suspected is None and (lost := self._lost(watched)):
-                    suspected = Failure(self._rank, "lost", HANG_EXIT_CODE, what=self._described(lost))
+                if suspected is None and (lost := self._find_lost(watched)):
+                    suspected = Failure(self._rank, "lost", HANG_EXIT_CODE, what=self._describe_lost(lost))
                 if failure is None and suspected is not None:
                     failure = self._store.claim(suspected)
-            except dist.DistNetworkError:  # its process has ended: the guard does the rest
+            except dist.DistNetworkError:  # the store's process has ended; _check_limits ends this one
                 self._has_store_failed = True
                 return
             except RuntimeError:  # no answer in time
                 continue
-            self._quiet = 0.0
-            # What this rank raised itself, its training thread shows.
+            self._store_silent_seconds = 0.0
+            # The training thread prints an error that this rank raised itself.
             is_own = failure is not None and (failure.rank, failure.why) == (self._rank, "raised")
-            if failure is not None and not is_own and self._is_shutting_down.acquire(blocking=False):
-                with suppress(RuntimeError):  # the store went with rank 0 meanwhile
-                    self._shutdown.end_with_others(failure)
+            if failure is not None and not is_own and self._shutdown_lock.acquire(blocking=False):
+                with suppress(RuntimeError):  # rank 0 has ended meanwhile, and the store with it
+                    self._shutdown.coordinate_exit(failure)
                 self._shutdown.leave(failure.code)
-            self._wake.wait(PERIOD / (4 if self._is_suspicious else 1))
+            self._wake.wait(HEARTBEAT_SECONDS / (4 if self._is_suspicious else 1))
             self._wake.clear()
 
-    def _lost(self, watched: Sequence[int]) -> list[LostRank]:
+    def _find_lost(self, watched: Sequence[int]) -> list[LostRank]:
         among = {*watched, *self._heartbeats.neighbours}
         if self._is_suspicious:
-            return self._heartbeats.lost(SOON, among, checks=1)
-        # Imports and the loading of CUDA keep Python from running anything else for seconds.
+            return self._heartbeats.lost(SHORT_SILENCE_SECONDS, among, checks=1)
+        # Imports and loading CUDA may keep all other Python threads from running for seconds.
         is_starting = self._progress.activity.doing == "starting"
-        return self._heartbeats.lost(SILENCE * (4 if is_starting else 1), among)
+        return self._heartbeats.lost(SILENCE_SECONDS * (4 if is_starting else 1), among)

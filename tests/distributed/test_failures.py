@@ -143,7 +143,7 @@ def test_a_rank_that_answers_late_is_not_lost(seconds, told):
     shutdown = Shutdown(stores[0], Heartbeats(RANKS, 0), RANKS, 0, Progress())
     try:
         with patch("pipeline.distributed.watchdog.time", Time(stores[1], seconds)):
-            shutdown.end_with_others(Failure(0, "hang", HANG_EXIT_CODE, 60.0))
+            shutdown.coordinate_exit(Failure(0, "hang", HANG_EXIT_CODE, 60.0))
     finally:
         faulthandler.cancel_dump_traceback_later()
     assert told in (stores[1].diagnosis() or "")

@@ -17,7 +17,7 @@ from support.ranks import RankPool
 
 from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader
-from pipeline.distributed.watchdog import _recorded
+from pipeline.distributed.watchdog import _read_flight_recorders
 from pipeline.monitoring.metrics import MemoryMeter
 from pipeline.planner.hardware import peak_flops
 
@@ -59,7 +59,7 @@ def test_the_device_is_known():
 def recorded_all_reduce(job):
     dist.all_reduce(torch.ones(3, device=job.device))
     torch.cuda.synchronize()
-    return [entry["profiling_name"] for entry in _recorded(only_active=False)["entries"]]
+    return [entry["profiling_name"] for entry in _read_flight_recorders(only_active=False)["entries"]]
 
 
 def test_hang_verdicts_know_what_nccl_is_in(gpu):
