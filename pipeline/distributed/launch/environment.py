@@ -1,7 +1,7 @@
-"""The part of this shell's environment and arguments that reaches the nodes, and how a rank reads it.
+"""Chooses the environment variables and arguments that reach the nodes, and loads them in each rank.
 
-It travels through ssh's standard input into a file of mode 600. What pdsh is given is seen on command lines
-and in logs, and a shell on the node expands it.
+They travel through ssh's standard input into a file of mode 600. The command line of pdsh is no place for
+them: other users can read it in `ps` and in logs, and a shell on the node expands it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.errors import LaunchError
 
-PREFIXES = (
+SENT_PREFIXES = (
     *("WANDB_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "DATASETS_"),
     *("NCCL_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "NVIDIA_", "UCX_", "FI_"),
     *("OMP_", "MKL_", "KMP_", "GOMP_", "DS_", "DEEPSPEED_", "PIPELINE_WEBHOOK"),
 )
-# Each node's own, or of this launch alone.
-NOT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
-# Python and the loader read them before any of our code runs: they go the launcher's way, or not at all.
-EARLY_PREFIX = "PYTHON"
-EARLY = ("LD_LIBRARY_PATH",)
-# What deepspeed sends to the nodes by itself, in double quotes, which a shell looks into.
-SENT_BY_DEEPSPEED = ("MLFLOW", "MV2", "UCX", "NCCL")
-# pdsh hands a line to a shell on every node, after putting its own words in place of %h, %n and %u.
-PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+# Their values hold for one machine only (the devices) or for one launch only (the file).
+NEVER_SENT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "DS_ENV_FILE"}
+# Python and the dynamic loader read these before the file with the environment is read. Therefore only the
+# launcher can send them.
+STARTUP_PREFIX = "PYTHON"
+STARTUP_VARIABLES = ("LD_LIBRARY_PATH",)
+# deepspeed itself would send variables with these prefixes, in double quotes, inside which a shell expands
+# `$` and backquotes.
+DEEPSPEED_PREFIXES = ("MLFLOW", "MV2", "UCX", "NCCL")
+# pdsh replaces %h, %n and %u in a line, then a shell on every node interprets it.
+PLAIN_TEXT = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
+PLAIN_CHARACTERS = "letters, digits and _@+=:,./-"
+"""Characters of `PLAIN_TEXT`, for messages."""
 TRAINING_OPTIONS = (
     *("--deepspeed", "--config", "--dry-run", "--world-size", "--no-import-paths"),
     *("--quiet", "--log-level"),
@@ -40,49 +44,64 @@ TRAINING_OPTIONS = (
 
 
 def is_plain(text: str) -> bool:
-    """Return whether no shell, and no pdsh, changes a text."""
-    return PLAIN.fullmatch(text) is not None
+    """Return whether a text passes through pdsh and a shell unchanged."""
+    return PLAIN_TEXT.fullmatch(text) is not None
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split into the launcher's and train.py's: those begin at --deepspeed, --config, key=value, after --."""
-    for number, argument in enumerate(arguments):
+    """Split a command line into the arguments of the launcher and the arguments of train.py.
+
+    The latter begin at the first option of train.py (--deepspeed, --config, ...), at the first key=value, or
+    after `--`.
+
+    Returns:
+        The launcher's arguments, then train.py's.
+    """
+    for position, argument in enumerate(arguments):
         if argument == "--":
-            return list(arguments[:number]), list(arguments[number + 1 :])
+            return list(arguments[:position]), list(arguments[position + 1 :])
         name, equals, _ = argument.partition("=")
         if name in TRAINING_OPTIONS or (equals and not argument.startswith("-")):
-            return list(arguments[:number]), list(arguments[number:])
+            return list(arguments[:position]), list(arguments[position:])
     return list(arguments), []
 
 
-def choose_environment(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that training needs on every node: by their first letters, and those in `also`.
+def choose_environment(environment: Mapping[str, str], extra_names: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that training needs on every node.
+
+    Args:
+        environment: Environment of this shell.
+        extra_names: Names to send besides those with one of `SENT_PREFIXES`.
 
     Raises:
-        LaunchError: One of `also` is not set.
+        LaunchError: A variable of `extra_names` is not set.
     """
-    chosen = {name: value for name, value in environment.items() if name.startswith(PREFIXES)}
-    for name in also:
+    chosen = {name: value for name, value in environment.items() if name.startswith(SENT_PREFIXES)}
+    for name in extra_names:
         if name not in environment:
-            raise LaunchError(f"--export {name}: it is not set in this shell; set it, or leave this out")
+            raise LaunchError(
+                f"--export {name}: {name} is not set in this shell; export it, or leave the option out"
+            )
         chosen[name] = environment[name]
-    return {name: value for name, value in chosen.items() if name not in NOT}
+    return {name: value for name, value in chosen.items() if name not in NEVER_SENT}
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for deepspeed itself, without what it would send to the nodes by itself.
+    """Return the environment for deepspeed itself, without the variables that deepspeed would send on.
 
     Raises:
-        LaunchError: A variable that Python needs from its start has a value that a shell would change.
+        LaunchError: A variable that Python needs at startup has a value that a shell would change.
     """
     for name, value in environment.items():
-        if (name.startswith(EARLY_PREFIX) or name in EARLY) and value and not is_plain(value):
+        if (name.startswith(STARTUP_PREFIX) or name in STARTUP_VARIABLES) and value and not is_plain(value):
             raise LaunchError(
-                f"{name}={value!r} cannot be sent to the nodes unchanged: a shell there would read it; use "
-                "letters, digits and @+=:,./- or set it on the nodes"
+                f"{name}={value!r} cannot be sent to the nodes, because a shell there would change it; use "
+                f"only {PLAIN_CHARACTERS}, or unset it here and set it on the nodes"
             )
     return {
-        k: v for k, v in environment.items() if not k.startswith(SENT_BY_DEEPSPEED) and k != ENVIRONMENT_FILE
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(DEEPSPEED_PREFIXES) and name != ENVIRONMENT_FILE
     }
 
 
@@ -90,37 +109,43 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     """Write a new file that only this user may read (mode 600).
 
     Raises:
-        FileExistsError: There is one already.
+        FileExistsError: The file exists already.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(document, file)  # ASCII: bytes that are not UTF-8 come through as what they are
+        json.dump(document, file)  # writes ASCII escapes, which preserve bytes that are not UTF-8
 
 
 def load_sent_environment(environment: MutableMapping[str, str]) -> list[str]:
-    """Set the variables that a launch script sent, if one did, and return the arguments that it sent.
+    """Set the variables that a launch script sent, and return the arguments that it sent.
 
-    The venv's programs come first in PATH, as they do where the launch script was started.
+    It also puts the folder of this Python first in PATH, as on the machine of the launch script. Without
+    PIPELINE_ENVIRONMENT no launch script sent anything: nothing is set, and the result is empty.
 
     Raises:
-        LaunchError: The file that PIPELINE_ENVIRONMENT names is not there, not ours alone, or not whole.
+        LaunchError: The file named by PIPELINE_ENVIRONMENT is missing or incomplete, belongs to another user,
+            or is accessible to others.
     """
-    name = environment.get(ENVIRONMENT_FILE)
-    if name is None:
+    path = environment.get(ENVIRONMENT_FILE)
+    if path is None:
         return []
     try:
-        with open(name) as file:
+        with open(path) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise LaunchError(f"{ENVIRONMENT_FILE}={name}: others may write or read it; chmod 600")
+                raise LaunchError(
+                    f"{ENVIRONMENT_FILE}={path}: other users may read or write this file; it must belong to "
+                    f"the user who trains, with mode 600: chmod 600 {path}"
+                )
             document = json.load(file)
         environment.update(document["environment"])
         arguments = [str(argument) for argument in document["arguments"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not what a launch script writes"
+        reason = error.strerror if isinstance(error, OSError) else "not a file that a launch script wrote"
         raise LaunchError(
-            f"{ENVIRONMENT_FILE}={name}: {reason}; start with {LAUNCH / 'multi_node.sh'}, or unset it"
+            f"{ENVIRONMENT_FILE}={path}: {reason}; start with {LAUNCH / 'multi_node.sh'}, which sets this "
+            "variable, or unset it"
         ) from None
-    first = os.path.dirname(sys.executable)
-    if environment.get("PATH", "").split(os.pathsep)[0] != first:
-        environment["PATH"] = os.pathsep.join([first, environment.get("PATH", os.defpath)])
+    programs = os.path.dirname(sys.executable)
+    if environment.get("PATH", "").split(os.pathsep)[0] != programs:
+        environment["PATH"] = os.pathsep.join([programs, environment.get("PATH", os.defpath)])
     return arguments

@@ -1,6 +1,7 @@
-"""The machines of a job, `worker-1 slots=8` a line, and which of their devices a run takes.
+"""Reads a hostfile with lines such as `worker-1 slots=8`, and chooses the devices of a run.
 
-The words are the deepspeed launcher's. What it would silently take for something else is an error here.
+Hostfile and options have the syntax of the deepspeed launcher. Input that this launcher would silently
+misread is an error here.
 """
 
 from __future__ import annotations
@@ -13,153 +14,185 @@ from pathlib import Path
 from pipeline.errors import LaunchError
 from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
 
-LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>[0-9]{1,6})")
-# What neither a shell, nor ssh, nor pdsh, nor the launcher's NAME:0,1@NAME takes for something else.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-EXAMPLE = "worker-1 slots=8"
-NUMBER = re.compile(r"[0-9]{1,6}")
+LINE_PATTERN = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>[0-9]{1,6})")
+# Names of these characters mean nothing else to a shell, to ssh, to pdsh, or in --include NAME:0,1@NAME.
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+EXAMPLE_LINE = "worker-1 slots=8"
+NUMBER_PATTERN = re.compile(r"[0-9]{1,6}")
 Devices = dict[str, list[int]]
-"""Machine -> numbers of its devices, in the order of the ranks."""
+"""Name of each machine -> the numbers of its devices, in the order of the ranks."""
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return the machines as ssh knows them -> slots, the number of ranks on each.
+    """Return the number of slots (ranks) of each machine, in the order of the file.
 
-    They are in the file's order: the first is the master.
+    The keys are the names by which ssh knows the machines. The first machine is the master.
 
     Raises:
-        LaunchError: There is no such file, a line is not `NAME slots=N`, a name has other characters than a
-            name has or stands there twice, or there is no machine at all.
+        LaunchError: The file cannot be read or lists no machine, a line is not `NAME slots=N`, or a name is
+            invalid or repeated.
     """
     try:
         lines = read_regular_file(path, CONFIGURATION_LIMIT).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise LaunchError(
-            f"hostfile {path}: {reason}; give a file with a line for each machine, as {EXAMPLE!r}"
+            f"hostfile {path}: {reason}; give a file with one line per machine, such as {EXAMPLE_LINE!r}"
         ) from None
-    found: dict[str, tuple[int, int]] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].strip()
-        if not words:
+    found: dict[str, tuple[int, int]] = {}  # name -> line number and slots
+    for line_number, line in enumerate(lines, 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        match = LINE.fullmatch(words)
+        match = LINE_PATTERN.fullmatch(entry)
         if match is None or int(match["slots"]) == 0:
-            raise LaunchError(f"{path}:{number}: {line.strip()!r} is not a machine; write it as {EXAMPLE!r}")
-        name = match["name"]
-        if NAME.fullmatch(name) is None:
             raise LaunchError(
-                f"{path}:{number}: {name!r} is no name of a machine (letters, digits, '.', '_', '-'); give "
-                "the machine such a name in ~/.ssh/config, with its user, address and port there"
+                f"{path}:{line_number}: got {line.strip()!r}, expected a name and a number of ranks; write a "
+                f"line such as {EXAMPLE_LINE!r}"
+            )
+        name = match["name"]
+        if NAME_PATTERN.fullmatch(name) is None:
+            raise LaunchError(
+                f"{path}:{line_number}: got the name {name!r}, expected letters, digits, '.', '_' and '-'; "
+                "give the machine such a name in ~/.ssh/config, with its user, address and port there"
             )
         if name in found:
             raise LaunchError(
-                f"{path}:{number}: {name} is on line {found[name][0]} already; give each machine one line "
-                "with all its slots"
+                f"{path}:{line_number}: {name} is already on line {found[name][0]}; give each machine one "
+                "line with all its slots"
             )
-        found[name] = (number, int(match["slots"]))
+        found[name] = (line_number, int(match["slots"]))
     if not found:
-        raise LaunchError(f"hostfile {path} names no machine; add a line for each, as {EXAMPLE!r}")
+        raise LaunchError(f"hostfile {path} lists no machine; add a line such as {EXAMPLE_LINE!r} for each")
     return {name: slots for name, (_, slots) in found.items()}
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Machines and devices that are wanted, as the user gave them."""
+    """Options with which the user selects machines and devices, as text."""
 
     include: str = ""
+    """Machines and devices to use, as NAME:0,1@NAME."""
     exclude: str = ""
+    """Machines and devices to leave out, in the same format."""
     num_nodes: int | None = None
+    """Number of machines to use, from the first one; `None` for all."""
     num_gpus: int | None = None
+    """Number of devices to use on each machine, from the first one; `None` for all."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES of the shell: the same devices on every machine."""
+    """Value of CUDA_VISIBLE_DEVICES in the shell; it selects the same devices on every machine."""
     source: str = "the hostfile"
-    """Name of what says which devices there are, for messages."""
+    """Source of the available devices, for messages."""
 
 
 def choose_devices(slots: Mapping[str, int], wanted: Selection) -> Devices:
     """Return the devices of the run.
 
     Args:
-        slots: Machine -> number of its devices.
-        wanted: Machines and devices that the user chose.
+        slots: Number of devices of each machine.
+        wanted: Selection of the user.
 
     Raises:
-        LaunchError: There are two ways to choose, a machine or device that is not there, or none is left.
+        LaunchError: The user selects devices in two ways, a machine or device does not exist, or no device is
+            left.
     """
-    counted = wanted.num_nodes is not None or wanted.num_gpus is not None
+    has_counts = wanted.num_nodes is not None or wanted.num_gpus is not None
     ways = {
         "--include": bool(wanted.include),
         "--exclude": bool(wanted.exclude),
-        "--num_nodes/--num_gpus": counted,
+        "--num_nodes/--num_gpus": has_counts,
         f"CUDA_VISIBLE_DEVICES={wanted.visible} (of this shell)": bool(wanted.visible),
     }
     given = [name for name, is_given in ways.items() if is_given]
     if len(given) > 1:
-        raise LaunchError(f"{' and '.join(given)} both choose the devices; give one of them")
-    every = {name: list(range(count)) for name, count in slots.items()}
+        raise LaunchError(f"{' and '.join(given)} each choose the devices; give only one of them")
+    available = {name: list(range(count)) for name, count in slots.items()}
     if wanted.include:
-        chosen = _parse("--include", wanted.include, every, wanted.source)
-        return {name: chosen[name] for name in every if name in chosen}
+        chosen = _parse_devices("--include", wanted.include, available, wanted.source)
+        return {name: chosen[name] for name in available if name in chosen}
     if wanted.exclude:
-        without = _parse("--exclude", wanted.exclude, every, wanted.source)
-        left = {name: [n for n in every[name] if n not in without.get(name, [])] for name in every}
+        excluded = _parse_devices("--exclude", wanted.exclude, available, wanted.source)
+        left: Devices = {}
+        for name, devices in available.items():
+            left[name] = [number for number in devices if number not in excluded.get(name, [])]
         left = {name: devices for name, devices in left.items() if devices}
         if not left:
-            raise LaunchError(f"--exclude {wanted.exclude} leaves no device of {wanted.source}'s")
+            raise LaunchError(
+                f"--exclude {wanted.exclude} leaves no device of {wanted.source}; exclude fewer machines or "
+                "devices"
+            )
         return left
     if wanted.visible:
-        return _visible(wanted.visible, every, wanted.source)
-    return _first(every, wanted)
+        return _take_visible(wanted.visible, available, wanted.source)
+    return _take_first(available, wanted)
 
 
-def _first(every: Devices, wanted: Selection) -> Devices:
-    num_nodes, num_gpus = wanted.num_nodes, wanted.num_gpus
-    if num_nodes is not None and not 1 <= num_nodes <= len(every):
-        raise LaunchError(f"--num_nodes {num_nodes}: {wanted.source} has {len(every)} machines")
-    left = dict(list(every.items())[:num_nodes])
-    for name, devices in left.items():
-        if num_gpus is not None and not 1 <= num_gpus <= len(devices):
-            raise LaunchError(f"--num_gpus {num_gpus}: {name} has slots={len(devices)} in {wanted.source}")
-    return {name: devices[:num_gpus] for name, devices in left.items()}
-
-
-def _visible(text: str, every: Devices, source: str) -> Devices:
-    words = text.split(",")
-    if not all(NUMBER.fullmatch(word) for word in words):
+def _take_first(available: Devices, wanted: Selection) -> Devices:
+    """Return the first devices of the first machines, by --num_nodes and --num_gpus."""
+    num_nodes = wanted.num_nodes
+    num_gpus = wanted.num_gpus
+    if num_nodes is not None and not 1 <= num_nodes <= len(available):
         raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={text}: several machines' devices are chosen by number, as 0,2; "
-            "unset it, or give --include NAME:0,2@NAME:0,2"
+            f"--num_nodes {num_nodes}: {wanted.source} has {len(available)} machines; give 1 to "
+            f"{len(available)}"
+        )
+    chosen = dict(list(available.items())[:num_nodes])
+    for name, devices in chosen.items():
+        if num_gpus is not None and not 1 <= num_gpus <= len(devices):
+            raise LaunchError(
+                f"--num_gpus {num_gpus}: {name} has slots={len(devices)} ({wanted.source}); give 1 to "
+                f"{len(devices)}"
+            )
+    return {name: devices[:num_gpus] for name, devices in chosen.items()}
+
+
+def _take_visible(text: str, available: Devices, source: str) -> Devices:
+    """Return the devices that CUDA_VISIBLE_DEVICES lists, the same on every machine."""
+    words = text.split(",")
+    if not all(NUMBER_PATTERN.fullmatch(word) for word in words):
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={text}: the launcher chooses devices by number; set it to numbers such as "
+            "0,2, or unset it and give --include NAME:0,2"
         )
     numbers = [int(word) for word in words]
-    for name, devices in every.items():
-        _check(f"CUDA_VISIBLE_DEVICES={text}", name, numbers, devices, source)
-    return dict.fromkeys(every, numbers)
+    for name, devices in available.items():
+        _check_devices(f"CUDA_VISIBLE_DEVICES={text}", name, numbers, devices, source)
+    return dict.fromkeys(available, numbers)
 
 
-def _parse(option: str, text: str, every: Devices, source: str) -> Devices:
+def _parse_devices(option: str, text: str, available: Devices, source: str) -> Devices:
+    """Return the devices that an option such as NAME:0,1@NAME lists.
+
+    A name without numbers means all devices of the machine.
+    """
     chosen: Devices = {}
     for spec in text.split("@"):
-        name, colon, listed = spec.partition(":")
-        if name not in every:
-            raise LaunchError(f"{option} {text}: {name!r} is not in {source}, but {', '.join(every)}")
-        numbers = every[name]
+        name, colon, device_list = spec.partition(":")
+        if name not in available:
+            raise LaunchError(
+                f"{option} {text}: {name!r} is not in {source}; give one or more of {', '.join(available)}"
+            )
+        numbers = available[name]
         if colon:
-            words = listed.split(",")
-            if not all(NUMBER.fullmatch(word) for word in words):
-                raise LaunchError(f"{option} {text}: write it as NAME or NAME:0,2, with @ between several")
+            words = device_list.split(",")
+            if not all(NUMBER_PATTERN.fullmatch(word) for word in words):
+                raise LaunchError(
+                    f"{option} {text}: after the colon expected numbers of devices; write NAME or NAME:0,2, "
+                    "with @ between several"
+                )
             numbers = [int(word) for word in words]
-            _check(f"{option} {text}", name, numbers, every[name], source)
+            _check_devices(f"{option} {text}", name, numbers, available[name], source)
         chosen[name] = sorted({*chosen.get(name, []), *numbers})
     return chosen
 
 
-def _check(given: str, name: str, numbers: list[int], devices: list[int], source: str) -> None:
+def _check_devices(given: str, name: str, numbers: list[int], devices: list[int], source: str) -> None:
+    """Raise a `LaunchError` if a number is not a device of the machine or is repeated."""
     for number in numbers:
         if number not in devices:
             raise LaunchError(
-                f"{given}: {name} has no device {number}; {source} gives it slots={len(devices)}, "
-                f"0 to {len(devices) - 1}"
+                f"{given}: {name} has no device {number}, but slots={len(devices)} ({source}); give numbers "
+                f"from 0 to {len(devices) - 1}"
             )
     if len(set(numbers)) < len(numbers):
-        raise LaunchError(f"{given}: a device is named twice for {name}")
+        raise LaunchError(f"{given}: a device of {name} is given twice; give each device once")

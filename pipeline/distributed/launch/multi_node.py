@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.launch.environment import (
-    EARLY,
+    STARTUP_VARIABLES,
     choose_environment,
     is_plain,
     launcher_environment,
@@ -184,7 +184,7 @@ def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
         hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
         hostfile.write_text(launch.hostfile())
         # deepspeed itself sends those that begin with PYTHON.
-        variables = {early: environment[early] for early in EARLY if environment.get(early)}
+        variables = {early: environment[early] for early in STARTUP_VARIABLES if environment.get(early)}
         variables[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
         sent.touch(mode=0o600)
         sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))

@@ -53,7 +53,7 @@ def test_training_variables_go_and_nothing_else_does():
         "EDITOR",
     }
     assert all(value == SHELL[name] for name, value in chosen.items())
-    with pytest.raises(LaunchError, match="--export PAGER: it is not set"):
+    with pytest.raises(LaunchError, match="--export PAGER: PAGER is not set"):
         choose_environment(SHELL, ["PAGER"])
 
 
@@ -82,9 +82,9 @@ def test_a_rank_takes_up_what_was_handed_over(tmp_path):
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        ("{}", 0o600, "not what a launch script writes"),
-        ("[1", 0o600, "not what a launch script writes"),
-        ('{"environment": {}, "arguments": []}', 0o640, "others may write or read it"),
+        ("{}", 0o600, "not a file that a launch script wrote"),
+        ("[1", 0o600, "not a file that a launch script wrote"),
+        ('{"environment": {}, "arguments": []}', 0o640, "other users may read or write this file"),
     ],
 )
 def test_what_is_not_ours_is_not_taken(tmp_path, content, mode, message):

@@ -19,9 +19,9 @@ def test_machines_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xef\xbb\xbfa slots=1\r\nb slots=-1\r\n", "hostfile:2: 'b slots=-1' is not a machine"),
-        ("a slots=\u0661\n".encode(), "is not a machine"),
-        (b"a slots=1 slots=2\n", "hostfile:1: 'a slots=1 slots=2' is not a machine"),
+        (b"\xef\xbb\xbfa slots=1\r\nb slots=-1\r\n", "hostfile:2: got 'b slots=-1', expected a name"),
+        ("a slots=\u0661\n".encode(), "expected a name and a number of ranks"),
+        (b"a slots=1 slots=2\n", "hostfile:1: got 'a slots=1 slots=2', expected a name"),
         (b"# long\n" * 200_000, "larger than"),
     ],
 )
@@ -65,17 +65,17 @@ def test_what_is_chosen(wanted, devices):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Selection(include="a:2"), "--include a:2: a has no device 2; the hostfile gives it slots=2, 0 to 1"),
-        (Selection(include="a:" + "9" * 5000), "write it as NAME or NAME:0,2"),
-        (Selection(include="a:9", source="this machine"), "a has no device 9; this machine gives it slots=2"),
-        (Selection(include="a:0,0"), "a device is named twice for a"),
-        (Selection(exclude="b", num_gpus=1), "--exclude and --num_nodes/--num_gpus both choose"),
-        (Selection(include="a", visible="0"), "--include and CUDA_VISIBLE_DEVICES=0 (of this shell) both"),
-        (Selection(num_nodes=4), "--num_nodes 4: the hostfile has 3 machines"),
-        (Selection(num_gpus=3), "--num_gpus 3: a has slots=2 in the hostfile"),
+        (Selection(include="a:2"), "--include a:2: a has no device 2, but slots=2 (the hostfile)"),
+        (Selection(include="a:" + "9" * 5000), "write NAME or NAME:0,2"),
+        (Selection(include="a:9", source="this machine"), "a has no device 9, but slots=2 (this machine)"),
+        (Selection(include="a:0,0"), "a device of a is given twice"),
+        (Selection(exclude="b", num_gpus=1), "--exclude and --num_nodes/--num_gpus each choose"),
+        (Selection(include="a", visible="0"), "--include and CUDA_VISIBLE_DEVICES=0 (of this shell) each"),
+        (Selection(num_nodes=4), "--num_nodes 4: the hostfile has 3 machines; give"),
+        (Selection(num_gpus=3), "--num_gpus 3: a has slots=2 (the hostfile)"),
         (Selection(num_gpus=0), "--num_gpus 0"),
         (Selection(visible="3"), "CUDA_VISIBLE_DEVICES=3: a has no device 3"),
-        (Selection(visible="GPU-8a1f"), "devices are chosen by number"),
+        (Selection(visible="GPU-8a1f"), "the launcher chooses devices by number"),
     ],
 )
 def test_what_is_refused(wanted, message):

@@ -201,7 +201,7 @@ def test_numbers_that_torchrun_cannot_take(options, words):
         (["--num_nodes", "2"], "multi_gpu.sh trains on this machine alone"),
         (["--hostfile", "hosts"], "multi_gpu.sh trains on this machine alone"),
         (["--master_port", "abc"], "--master_port abc: a port is a whole number"),
-        (["--include", "localhost:99"], "--include localhost:99: localhost has no device 99; this machine"),
+        (["--include", "localhost:99"], "--include localhost:99: localhost has no device 99, but"),
     ],
 )
 def test_what_deepspeed_answers_with_a_traceback_is_told_before(options, words, capfd):
