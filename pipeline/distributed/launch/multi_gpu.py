@@ -1,6 +1,6 @@
 """Implements launch/multi_gpu.sh: `python -m pipeline.distributed.launch.multi_gpu ...`.
 
-It runs the deepspeed launcher on this machine alone, on a free port, and returns the exit code of the ranks.
+It runs the deepspeed launcher on this machine only, with a free port, and returns the exit code of the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.command_lines import format_pipeline_command
 from pipeline.config.shipped import LAUNCH
 from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import split_arguments
@@ -28,18 +29,18 @@ from pipeline.errors import CommandLineParser, LaunchError, report_errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the run's exit code; 2 for bad input."""
+    """Train on this machine, and return the exit code of the run; bad input has code 2."""
     options, arguments = split_arguments(sys.argv[1:] if argv is None else argv)
     folder = Path(tempfile.gettempdir()) / f"pipeline-{secrets.token_hex(8)}"
-    # The ranks are children of this shell: their environment comes by itself. Arguments go by a file, since
-    # deepspeed prints its command where a rank fails, and other users see it in the list of processes.
+    # The ranks inherit the environment of this shell. The arguments travel in a file, because deepspeed
+    # prints its command line when a rank fails, and other users can read it in the list of processes.
     document = {"folder": str(folder), "environment": {}, "arguments": arguments}
     guards = {"this machine": local_command("pipeline.distributed.launch.node_guard")}
 
     def start(master: Mapping[str, Any]) -> list[str]:
-        # The user's own of these come later, and are taken.
-        given = [f"--master_port={master['port']}", "--log_level=warning"]
-        return [find_program("deepspeed"), *given, *options, str(TRAIN)]
+        # The same options, if the user gave them, come later on the command line and therefore win.
+        defaults = [f"--master_port={master['port']}", "--log_level=warning"]
+        return [find_program("deepspeed"), *defaults, *options, str(TRAIN)]
 
     def run() -> int:
         check_options(options, os.environ)
@@ -50,10 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_options(options: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse what deepspeed would take for something else, or answer with a traceback.
+    """Check the launcher's options that deepspeed would misread or answer with a traceback.
+
+    Args:
+        options: Options for the deepspeed launcher.
+        environment: Environment of this shell; CUDA_VISIBLE_DEVICES in it selects devices, too.
 
     Raises:
-        LaunchError: A device is not there, there are several machines, or an option has another spelling.
+        LaunchError: A device does not exist, the options ask for several machines, an option is misspelled,
+            or a number is out of range.
     """
     parser = CommandLineParser(prog="launch/multi_gpu.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("-i", "--include", default="")
@@ -62,27 +68,30 @@ def check_options(options: Sequence[str], environment: Mapping[str, str]) -> Non
     parser.add_argument("--num_nodes", type=int)
     parser.add_argument("--num_gpus", "--num_accelerators", type=int)
     parser.add_argument("--master_port")
-    given, others = parser.parse_known_args(options)
-    for other in others:
-        name = other.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+    given, unknown = parser.parse_known_args(options)
+    for option in unknown:
+        name = option.partition("=")[0].replace("-", "_").replace("__", "--", 1)
         if name in ("--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port"):
-            raise LaunchError(f"{other}: unknown option; did you mean {name}?")
+            raise LaunchError(f"{option}: unknown option; did you mean {name}?")
     if given.hostfile is not None or (given.num_nodes or 1) != 1:
         raise LaunchError(
-            f"multi_gpu.sh trains on this machine alone; for several: {LAUNCH / 'multi_node.sh'} HOSTFILE"
+            "multi_gpu.sh trains on this machine only, without --hostfile or --num_nodes; for several "
+            f"machines use {LAUNCH / 'multi_node.sh'} HOSTFILE"
         )
     if given.num_gpus is not None and given.num_gpus < 1:
         raise LaunchError(f"--num_gpus {given.num_gpus}: give 1 or more")
     if given.master_port is not None and not is_port(given.master_port):
-        raise LaunchError(f"--master_port {given.master_port}: a port is a whole number from 1 to 65535")
+        raise LaunchError(
+            f"--master_port {given.master_port}: expected a whole number from 1 to 65535; leave the option "
+            "out to use a free port"
+        )
     has_gpus = Device.probe().kind == "cuda"
     visible = environment.get("CUDA_VISIBLE_DEVICES") if has_gpus else None
-    # On CPUs it is a number of processes, as many as wanted.
+    # On CPUs --num_gpus is a number of processes, which has no limit.
     num_gpus = given.num_gpus if has_gpus or given.include or given.exclude else None
     if given.include or given.exclude or num_gpus or visible:
-        here = {"localhost": _count_devices(environment)}
         choose_devices(
-            here,
+            {"localhost": _count_devices(environment)},
             Selection(
                 include=given.include,
                 exclude=given.exclude,
@@ -95,13 +104,25 @@ def check_options(options: Sequence[str], environment: Mapping[str, str]) -> Non
 
 
 def _count_devices(environment: Mapping[str, str]) -> int:
-    """Count the devices as deepspeed will: it must be asked, since on CPUs it goes by numactl."""
-    ask = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
-    every = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run([sys.executable, "-c", ask], env=every, capture_output=True, text=True, check=False)
+    """Return the number of devices that deepspeed will find on this machine.
+
+    A separate process asks deepspeed itself, which on CPUs counts what numactl reports.
+
+    Raises:
+        LaunchError: deepspeed fails to count them.
+    """
+    program = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+    # With CUDA_VISIBLE_DEVICES set, deepspeed would count only the devices that it lists.
+    variables = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False
+    )
     match = re.search(r"^devices (\d+)$", done.stdout, re.MULTILINE)
     if match is None:
-        raise LaunchError(f"deepspeed cannot count this machine's devices: {done.stderr.strip()[-200:]}")
+        raise LaunchError(
+            f"deepspeed failed to count the devices of this machine: {done.stderr.strip()[-200:]}; check the "
+            f"installation: {format_pipeline_command('doctor')}"
+        )
     return int(match[1])
 
 

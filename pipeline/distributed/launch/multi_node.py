@@ -1,8 +1,9 @@
 """Implements launch/multi_node.sh: `python -m pipeline.distributed.launch.multi_node HOSTFILE ...`.
 
-It reads the hostfile, runs the doctor, sends the environment and returns the exit code. The deepspeed
-launcher starts the ranks, not torchrun's agents through ssh: those end with 1 in place of 124 or 143 and can
-outlive their launcher.
+It reads the hostfile, runs the doctor, sends the environment and returns the exit code.
+
+The deepspeed launcher starts the ranks. torchrun's agents over ssh would be no substitute: they end with 1 in
+place of 124 or 143, and they can outlive their launcher.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from pipeline.config.shipped import LAUNCH
 from pipeline.distributed.launch.environment import (
+    PLAIN_CHARACTERS,
     STARTUP_VARIABLES,
     choose_environment,
     is_plain,
@@ -37,15 +39,23 @@ from pipeline.redaction import redact
 
 TRAIN = LAUNCH / "train.py"
 GUARD = "pipeline.distributed.launch.node_guard"
+INSTALL_ADVICE = {
+    "deepspeed": "make setup",
+    "torchrun": "make setup",
+    "mpirun": "apt-get install openmpi-bin",
+}
+"""Program -> the command that installs it, where apt-get has no package of its name."""
 
 
 class _Parser(argparse.ArgumentParser):
+    """Raises a `LaunchError` where argparse would print its usage and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}; see {LAUNCH / 'multi_node.sh'} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the hostfile, our own options, and those of the deepspeed launcher's."""
+    """Return the parser of the hostfile, this script's options and the deepspeed launcher's options."""
     parser = _Parser(prog="multi_node.sh", add_help=False, allow_abbrev=False)
     parser.add_argument("hostfile", type=Path)
     parser.add_argument("--no-doctor", action="store_true")
@@ -65,58 +75,66 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MultiNodeLaunch:
-    """One run over several machines, checked: nothing in it means anything to a shell."""
+    """Checked plan of a run over several machines; no text in it has a meaning to a shell."""
 
     options: argparse.Namespace
+    """Options of the command line."""
     devices: Devices
+    """Devices of the run on each node."""
     folder: str
     """Folder on every node for the environment and the exit codes of the ranks."""
     document: dict[str, Any]
-    """Message to the guards; holds secrets."""
+    """First message to each guard, with folder, environment and arguments; it contains secrets."""
     arguments: list[str]
-    """train.py's arguments that stand on the command line."""
+    """Arguments of train.py for the command line; empty if they travel in `document`."""
 
     @property
-    def over_mpi(self) -> bool:
-        """Return whether mpirun starts the ranks."""
+    def uses_mpi(self) -> bool:
+        """Whether mpirun starts the ranks."""
         return bool(self.options.launcher == "openmpi")
 
     @property
-    def chooses(self) -> bool:
-        """Return whether some node's devices are not its first ones."""
+    def needs_include(self) -> bool:
+        """Whether some node's devices are not its first ones, so that the launcher needs --include."""
         return any(numbers != list(range(len(numbers))) for numbers in self.devices.values())
 
     def hostfile(self) -> str:
-        """Return the machines and slots of this run alone."""
+        """Return the text of a hostfile with the machines and slots of this run only."""
         return "".join(f"{name} slots={max(numbers) + 1}\n" for name, numbers in self.devices.items())
 
-    def listed(self) -> str:
-        """Return the devices as the launcher's --include has them."""
-        return "@".join(f"{name}:{','.join(map(str, ns))}" for name, ns in self.devices.items())
+    def format_include(self) -> str:
+        """Return the devices in the format of the launcher's --include, as NAME:0,1@NAME:0."""
+        return "@".join(f"{name}:{','.join(map(str, numbers))}" for name, numbers in self.devices.items())
 
     def places(self) -> dict[int, str]:
-        """Return the node of each rank."""
+        """Return the name of the node of each rank."""
         return dict(enumerate(name for name, numbers in self.devices.items() for _ in numbers))
 
     def command(self, hostfile: Path, master: Mapping[str, Any]) -> list[str]:
-        """Return the deepspeed launcher's command line."""
+        """Return the command line of the deepspeed launcher.
+
+        Args:
+            hostfile: File with the text of `hostfile()`.
+            master: Message of the first node's guard: `address` of the node and a free `port`.
+        """
         options = self.options
         address = options.master_addr or master["address"]
         arguments = options.launcher_args
-        if self.over_mpi:  # mpirun binds each rank to one core, and waits for ever for a node that is cut off
-            reach = f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}'"
-            arguments = f"{reach} {arguments}".strip()
-        words = {
+        if self.uses_mpi:
+            # By default mpirun binds each rank to one core, and waits without end for an unreachable node.
+            defaults = f"--bind-to none --mca plm_rsh_args '{' '.join(SSH_OPTIONS)}'"
+            arguments = f"{defaults} {arguments}".strip()
+        values = {
             "--hostfile": hostfile,
             "--master_addr": address if is_plain(address) else next(iter(self.devices)),
             "--master_port": options.master_port or master["port"],
             "--launcher": options.launcher,
             "--launcher_args": arguments,
             "--log_level": options.log_level,
-            "--include": self.listed() if self.chooses else "",
+            "--include": self.format_include() if self.needs_include else "",
         }
-        # With an equals sign: a value may begin with a dash.
-        given = [f"{name}={value}" for name, value in words.items() if value != ""]
+        # Name and value are one word with an equals sign, because a value may begin with a dash.
+        given = [f"{name}={value}" for name, value in values.items() if value != ""]
         flags = ["--force_multi", "--no_ssh_check"]
         return [find_program("deepspeed"), *given, *flags, str(TRAIN), *self.arguments]
 
@@ -124,30 +142,40 @@ class MultiNodeLaunch:
 def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNodeLaunch:
     """Return the launch that a command line asks for.
 
+    Args:
+        argv: Command line of launch/multi_node.sh.
+        environment: Environment of this shell.
+
     Raises:
-        LaunchError: It is wrong, or cannot be carried out as it stands.
+        LaunchError: The command line, the hostfile or a variable is wrong, or a path contains characters that
+            a shell on the nodes would interpret.
     """
-    launcher, arguments = split_arguments(argv)
-    options = build_parser().parse_args(launcher)
-    fixed = {
-        "the folder": os.getcwd(),
+    launcher_arguments, arguments = split_arguments(argv)
+    options = build_parser().parse_args(launcher_arguments)
+    command_line_texts = {
+        "the working folder": os.getcwd(),
         "Python": sys.executable,
-        "the project": str(TRAIN),
+        "the project's train.py": str(TRAIN),
         "--master_addr": options.master_addr or "none",
     }
-    for what, text in fixed.items():
+    for name, text in command_line_texts.items():
         if not is_plain(text):
             raise LaunchError(
-                f"{what}, {text!r}, has characters that a shell on the nodes would read; move or rename it"
+                f"{name}: {text!r} has characters that a shell on the nodes would interpret; move or rename "
+                f"it to have only {PLAIN_CHARACTERS}"
             )
     if options.master_port is not None and not is_port(str(options.master_port)):
-        raise LaunchError(f"--master_port {options.master_port}: a port is a whole number from 1 to 65535")
+        raise LaunchError(
+            f"--master_port {options.master_port}: expected a whole number from 1 to 65535; leave the option "
+            "out to use a free port"
+        )
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = Selection(options.include, options.exclude, options.num_nodes, options.num_gpus, visible)
     devices = choose_devices(read_hostfile(options.hostfile), wanted)
     if options.bind_cores_to_rank:
-        arguments = [*arguments, "distributed.bind_cores=true"]  # pdsh would drop it
-    # deepspeed prints the command, and `ps` shows it.
+        # Over pdsh deepspeed drops its own option.
+        arguments = [*arguments, "distributed.bind_cores=true"]
+    # deepspeed prints the command line and `ps` shows it, so it must have no secret.
     is_safe = all(map(is_plain, arguments)) and redact(arguments) == arguments
     folder = f"/tmp/pipeline-{secrets.token_hex(8)}"
     document = {
@@ -156,78 +184,95 @@ def plan_launch(argv: Sequence[str], environment: Mapping[str, str]) -> MultiNod
         "arguments": [] if is_safe else arguments,
     }
     launch = MultiNodeLaunch(options, devices, folder, document, arguments if is_safe else [])
-    if launch.over_mpi and launch.chooses:
+    if launch.uses_mpi and launch.needs_include:
         raise LaunchError(
-            "--launcher openmpi: mpirun takes the first devices of each node; choose others by pdsh"
+            "--launcher openmpi: mpirun always takes the first devices of each node; leave this option out "
+            "to choose other devices"
         )
     return launch
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program: beside Python, else in PATH.
+    """Return the path of a program, from the folder of this Python or else from PATH.
 
     Raises:
-        LaunchError: It is not on this machine.
+        LaunchError: The program is not installed on this machine.
     """
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise LaunchError(f"{name} is not on this machine: install it (apt-get install {name})")
+        advice = INSTALL_ADVICE.get(name, f"apt-get install {name}")
+        raise LaunchError(f"{name} is not on this machine; install it: {advice}")
     return found
 
 
 def run(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
-    """Start the run, wait for it and return its exit code."""
-    child = launcher_environment(environment)
-    append = f"{child.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
+    """Run the doctor, train, and return the exit code.
+
+    Args:
+        launch: Plan of the run.
+        environment: Environment of this shell.
+
+    Raises:
+        LaunchError: A variable cannot be sent, or a node does not answer.
+    """
+    variables = launcher_environment(environment)
+    ssh_arguments = f"{variables.get('PDSH_SSH_ARGS_APPEND', '')} {' '.join(SSH_OPTIONS)}".strip()
     with tempfile.TemporaryDirectory(prefix="pipeline-") as name:  # mode 700
-        hostfile, sent = Path(name) / "hostfile", Path(name) / "deepspeed_env"
+        hostfile = Path(name) / "hostfile"
         hostfile.write_text(launch.hostfile())
-        # deepspeed itself sends those that begin with PYTHON.
-        variables = {early: environment[early] for early in STARTUP_VARIABLES if environment.get(early)}
-        variables[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
-        sent.touch(mode=0o600)
-        sent.write_text("".join(f"{key}={value}\n" for key, value in variables.items()))
-        # An absolute name: deepspeed then looks neither into the home nor the working directory.
-        child |= {"DS_ENV_FILE": str(sent), "PDSH_SSH_ARGS_APPEND": append}
-        if not launch.options.no_doctor and (code := _doctor(launch, environment)):
+        # deepspeed itself sends the variables with `STARTUP_PREFIX`.
+        sent = {key: environment[key] for key in STARTUP_VARIABLES if environment.get(key)}
+        sent[ENVIRONMENT_FILE] = f"{launch.folder}/environment.json"
+        sent_file = Path(name) / "deepspeed_env"
+        sent_file.touch(mode=0o600)
+        sent_file.write_text("".join(f"{key}={value}\n" for key, value in sent.items()))
+        # With an absolute path deepspeed searches neither the home directory nor the working directory.
+        variables |= {"DS_ENV_FILE": str(sent_file), "PDSH_SSH_ARGS_APPEND": ssh_arguments}
+        if not launch.options.no_doctor and (code := _run_doctor(launch, environment)):
             return code
         guards = {host: ssh_command(host, GUARD, Path.cwd()) for host in launch.devices}
         supervisor = Supervisor(guards, launch.document, launch.places())
 
         def start(master: Mapping[str, Any]) -> list[str]:
             command = launch.command(hostfile, master)
-            if launch.over_mpi:  # mpirun tells the ranks their numbers, but not where rank 0 is
-                named = dict(word.split("=", 1) for word in command if word.startswith("--master_"))
-                with sent.open("a") as file:
+            if launch.uses_mpi:
+                # mpirun gives each rank its number, but not the address of rank 0.
+                options = dict(word.split("=", 1) for word in command if word.startswith("--master_"))
+                with sent_file.open("a") as file:
                     file.write(
-                        f"MASTER_ADDR={named['--master_addr']}\nMASTER_PORT={named['--master_port']}\n"
+                        f"MASTER_ADDR={options['--master_addr']}\nMASTER_PORT={options['--master_port']}\n"
                     )
             return command
 
-        return asyncio.run(supervisor.run(start, child))
+        return asyncio.run(supervisor.run(start, variables))
 
 
-def _doctor(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
-    chosen = ["--hostfile", str(launch.options.hostfile), f"--include={launch.listed()}", "--force_multi"]
+def _run_doctor(launch: MultiNodeLaunch, environment: Mapping[str, str]) -> int:
+    """Check the nodes quickly, and return the exit code of the doctor."""
+    hostfile = str(launch.options.hostfile)
+    chosen = ["--hostfile", hostfile, f"--include={launch.format_include()}", "--force_multi"]
     arguments = launch.arguments or launch.document["arguments"]
     command = [sys.executable, "-m", "pipeline", "doctor", *chosen, "--quick", *arguments]
-    # It would choose devices a second time.
-    left = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return subprocess.run(command, env=left, check=False).returncode
+    # CUDA_VISIBLE_DEVICES would choose devices a second time.
+    variables = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(command, env=variables, check=False).returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the run's exit code; 2 for bad input or a node that cannot take part."""
+    """Train on several machines, and return the exit code of the run.
+
+    Bad input and a node that cannot take part have code 2.
+    """
     return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
 
 
 def _launch(argv: Sequence[str]) -> int:
     launch = plan_launch(argv, os.environ)
-    find_program("mpirun" if launch.over_mpi else "pdsh")
+    find_program("mpirun" if launch.uses_mpi else "pdsh")
     for folder in (Path.cwd(), Path.home()):
         if (file := folder / ".deepspeed_env").exists():
-            print(f"{file} is not read; name variables with --export", file=sys.stderr)
+            print(f"{file} is not read; to send a variable, give --export NAME", file=sys.stderr)
     return run(launch, os.environ)
 
 

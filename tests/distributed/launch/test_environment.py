@@ -174,9 +174,12 @@ def test_what_deepspeed_is_given(hostfile, arguments, expected):
     ("arguments", "message"),
     [
         (["--hostfile", "h"], f"unrecognized arguments: --hostfile h; see {LAUNCH}/multi_node.sh --help"),
-        (["--master_addr", "a;b"], "--master_addr, 'a;b', has characters that a shell on the nodes would"),
-        (["--launcher", "openmpi", "--include", "a:1@b:2"], "mpirun takes the first devices of each node"),
-        (["--master_port", "99999"], "--master_port 99999: a port is a whole number from 1 to 65535"),
+        (["--master_addr", "a;b"], "--master_addr: 'a;b' has characters that a shell on the nodes would"),
+        (
+            ["--launcher", "openmpi", "--include", "a:1@b:2"],
+            "mpirun always takes the first devices of each node",
+        ),
+        (["--master_port", "99999"], "--master_port 99999: expected a whole number from 1 to 65535"),
     ],
 )
 def test_what_cannot_be_done_is_refused(hostfile, arguments, message):
@@ -191,7 +194,9 @@ def test_a_folder_that_a_shell_would_read_is_refused(hostfile, tmp_path, monkeyp
     folder = tmp_path / "my project"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(LaunchError, match="my project', has characters that a shell on the nodes would read"):
+    with pytest.raises(
+        LaunchError, match="my project' has characters that a shell on the nodes would interpret"
+    ):
         plan_launch([str(hostfile)], {})
 
 

@@ -198,9 +198,9 @@ def test_numbers_that_torchrun_cannot_take(options, words):
         (["--num_gpus", "0"], "--num_gpus 0: give 1 or more"),
         (["--num_gpus", "two"], "argument --num_gpus/--num_accelerators: invalid int value: 'two'"),
         (["--num-gpus", "2"], "--num-gpus: unknown option; did you mean --num_gpus?"),
-        (["--num_nodes", "2"], "multi_gpu.sh trains on this machine alone"),
-        (["--hostfile", "hosts"], "multi_gpu.sh trains on this machine alone"),
-        (["--master_port", "abc"], "--master_port abc: a port is a whole number"),
+        (["--num_nodes", "2"], "multi_gpu.sh trains on this machine only"),
+        (["--hostfile", "hosts"], "multi_gpu.sh trains on this machine only"),
+        (["--master_port", "abc"], "--master_port abc: expected a whole number"),
         (["--include", "localhost:99"], "--include localhost:99: localhost has no device 99, but"),
     ],
 )
