@@ -1,8 +1,9 @@
 """Guards the ranks of one run on a node; a launch script starts it.
 
 It runs as `python -m pipeline.distributed.launch.node_guard`. It stores the environment, forwards signals and
-reports how each rank ended. It ends what is left of the run if the launch script says so, or falls silent: it
-was killed or cut off. It touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
+reports how each rank ended. It ends the remaining processes of the run when the launch script asks for it. It
+does the same when the script sends nothing any more, because it was killed or the connection broke. The guard
+touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
 """
 
 from __future__ import annotations
@@ -29,145 +30,168 @@ from pipeline.distributed.machine import count_kills, read_kernel_kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.distributed.waiting import find_free_port
 
-SILENCE = 30.0  # seconds without a word from the launch script, which speaks every five
-TICK = 1.0
-POLL = 0.1
-LAST = 3.0  # that a rank's children, and the launcher above it, have after it
-GENERATIONS = 10  # of processes that one look follows, each started by one that left at once
+SILENCE_TIMEOUT = (
+    30.0  # seconds without input after which the launch script counts as gone; it sends every 5 s
+)
+READ_SECONDS = 1.0  # seconds that one read of the connection waits for input
+POLL_SECONDS = 0.1
+EXIT_TIMEOUT = 3.0  # seconds that the children of a rank, and its launcher, have to end after the rank
+# Number of scans of /proc in a row. Each finds the children of processes that ended during the one before.
+MAX_GENERATIONS = 10
 RANK_NAMES = (b"RANK=", b"OMPI_COMM_WORLD_RANK=")
 
 
 class Connection:
-    """The connection to the launch script, over standard input and output."""
+    """Connection to the launch script over standard input and output."""
 
     def __init__(self) -> None:
         self._buffer = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
-        self.heard_at = time.monotonic()
+        self._last_input = time.monotonic()
         self.is_open = True
+        """Whether more messages can come."""
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
-        """Return what comes within so many seconds; `is_open` turns False if nothing will come any more."""
+        """Wait for input for at most so many seconds, and return the messages in it.
+
+        At the end of the input, or after `SILENCE_TIMEOUT` without any, it sets `is_open` to False.
+        """
         if not self.is_open:
             time.sleep(seconds)
             return []
         if self._selector.select(seconds):
             data = os.read(0, 1 << 16)
-            self.heard_at = time.monotonic()
+            self._last_input = time.monotonic()
             self.is_open = bool(data)
             self._buffer += data
-        elif time.monotonic() - self.heard_at > SILENCE:
+        elif time.monotonic() - self._last_input > SILENCE_TIMEOUT:
             self.is_open = False
         *lines, self._buffer = self._buffer.split(b"\n")
         return [message for line in lines if (message := decode_message(line)) is not None]
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the launch script; if it is gone nothing happens."""
+        """Send a message to the launch script, or do nothing if the script is gone."""
         with suppress(OSError):
             os.write(1, encode_message(message))
 
 
 class Guard:
-    """The processes of one run on this machine."""
+    """Finds, signals and ends the processes of one run on this machine.
+
+    Args:
+        path: File with the environment. PIPELINE_ENVIRONMENT of every process of the run names it.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         self._marker = f"{ENVIRONMENT_FILE}={path}".encode()
-        self._known: list[psutil.Process] = []
+        self._processes: list[psutil.Process] = []
 
     def find(self) -> list[psutil.Process]:
         """Return every process of the run, from /proc.
 
-        A process can hide: one that is started while /proc is read and whose parent leaves meanwhile, or one
-        that is on its way into another program and has no variables yet. Such ones are looked at again.
+        One scan can miss a process in two ways: it starts during the scan while its parent ends, or it is in
+        the middle of `exec` and has no variables yet. Therefore new and unreadable processes are read again.
         """
-        self._known = []
-        seen: set[int] = set()
-        deadline = time.monotonic() + LAST
-        for _ in range(GENERATIONS):
-            fresh = set(psutil.pids()) - seen
-            if self._known or not fresh:
+        self._processes = []
+        examined: set[int] = set()
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        for _ in range(MAX_GENERATIONS):
+            pids = set(psutil.pids()) - examined
+            if self._processes or not pids:
                 break
-            seen |= fresh
-            while fresh:
-                fresh = {pid for pid in fresh if not self._is_read(pid)}
+            examined |= pids
+            while pids:
+                pids = {pid for pid in pids if not self._examine(pid)}
                 if time.monotonic() > deadline:
                     break
-        return self._known
+        return self._processes
 
-    def _is_read(self, pid: int) -> bool:
-        """Return whether a process could be looked at; if it is the run's it is known from now on."""
-        variables = _environment(pid)
+    def _examine(self, pid: int) -> bool:
+        """Add a process to the list if it belongs to the run; return whether its variables were readable."""
+        variables = _read_environment(pid)
         if variables is not None and self._marker in variables:
             with suppress(psutil.Error):
-                self._known.append(psutil.Process(pid))
+                self._processes.append(psutil.Process(pid))
         return variables is not None
 
     def is_running(self) -> bool:
-        """Return whether any process of the run is there. Looks for new ones if the known ones are gone."""
-        return any(_lives(process) for process in self._known) or bool(self.find())
+        """Return whether a process of the run exists.
+
+        It scans /proc only if all processes of the last scan have ended.
+        """
+        return any(_is_alive(process) for process in self._processes) or bool(self.find())
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the ranks among the processes: not the launcher above, nor a rank's own children."""
-        marked = [p for p in self.find() if any(v.startswith(RANK_NAMES) for v in _environment(p.pid) or ())]
-        pids = {process.pid for process in marked}
-        found = []
-        for process in marked:
+        """Return the processes that are ranks, without their launcher and without their children."""
+        with_rank = []
+        for process in self.find():
+            variables = _read_environment(process.pid) or ()
+            if any(variable.startswith(RANK_NAMES) for variable in variables):
+                with_rank.append(process)
+        # The children of a rank inherit its variables.
+        pids = {process.pid for process in with_rank}
+        ranks = []
+        for process in with_rank:
             with suppress(psutil.Error):
                 if process.ppid() not in pids:
-                    found.append(process)
-        return found
+                    ranks.append(process)
+        return ranks
 
-    def send(self, number: int, told: Container[int] = ()) -> list[int]:
-        """Send a signal to each rank whose pid is not in `told`; return the pids of all ranks."""
+    def send(self, number: int, skipped_pids: Container[int] = ()) -> list[int]:
+        """Send a signal to each rank except those with `skipped_pids`; return the pids of all ranks."""
         ranks = self.ranks()
         for process in ranks:
-            if process.pid not in told:
+            if process.pid not in skipped_pids:
                 with suppress(psutil.Error):
                     process.send_signal(number)
         return [process.pid for process in ranks]
 
     def kill(self) -> int:
-        """Kill all that is left; return how many processes that were."""
+        """Kill all remaining processes of the run, and return their number."""
         killed = set()
-        for _ in range(10):  # what waits for a dead disk cannot be killed
+        for _ in range(10):  # no endless loop, since a process that waits for a dead disk cannot be killed
             for process in self.find():
                 with suppress(psutil.Error):
                     process.kill()
                     killed.add(process.pid)
-            if not self._known:
+            if not self._processes:
                 break
-            psutil.wait_procs(self._known, timeout=TICK)
+            psutil.wait_procs(self._processes, timeout=READ_SECONDS)
         return len(killed)
 
     def exit_records(self) -> dict[str, Any]:
-        """Return the exit record that each rank wrote."""
-        found = {}
+        """Return the exit record of each rank that wrote one, by the number of the rank as text."""
+        records = {}
         for file in self.path.parent.glob("rank-*"):
             if file.suffix != ".part":
-                found[file.name.removeprefix("rank-")] = json.loads(file.read_text())
-        return found
+                records[file.name.removeprefix("rank-")] = json.loads(file.read_text())
+        return records
 
 
-def _environment(pid: int) -> list[bytes] | None:
-    """Return the variables that a process was started with; None if it is on its way into a program."""
+def _read_environment(pid: int) -> list[bytes] | None:
+    """Return the variables that a process was started with, or `None` if it is in the middle of `exec`."""
     folder = Path(f"/proc/{pid}")
     try:
         if variables := (folder / "environ").read_bytes():
             return variables.split(b"\0")
-        # proc(5): a thread of the kernel and a dead process have no memory; what was started without
-        # variables (env -i) has a place for them, of no length. So has one in exec, whose code has no
-        # address yet: the kernel writes that after the variables.
+        # See proc(5). A thread of the kernel and a dead process have no memory. A process that was started
+        # without variables (env -i) has an area of length 0 for them. So has a process in the middle of
+        # `exec`, but its code has no address yet, because the kernel sets that after the variables.
         fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        memory, code, start, end = fields[20], fields[23], fields[47], fields[48]
-        has_none = memory == b"0" or (code != b"0" and start == end)
-        return [] if has_none else None
-    except OSError:  # gone, or another user's
+        memory = fields[20]
+        code_start = fields[23]
+        variables_start = fields[47]
+        variables_end = fields[48]
+        has_no_variables = memory == b"0" or (code_start != b"0" and variables_start == variables_end)
+        return [] if has_no_variables else None
+    except OSError:  # the process has ended or belongs to another user
         return []
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
+    """Return whether a process exists and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -175,11 +199,11 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def describe_node() -> dict[str, Any]:
-    """Return where this machine can be reached, and a free port on it."""
+    """Return the `address` of this machine and a free `port` on it."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     if not address or address.startswith(("127.", "::1")):
-        # The launch script runs on this very machine: what deepspeed itself would ask.
+        # The launch script runs on this machine. deepspeed itself would ask `hostname -I`.
         with suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
             address = (answer.stdout.split() or [""])[0]
@@ -187,11 +211,17 @@ def describe_node() -> dict[str, Any]:
 
 
 def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
-    """Watch until the launch script says that the run is over, or is gone; return the last message to it."""
-    started = gone = False
-    began, kills_before = time.monotonic(), count_kills()
+    """Watch the run until the launch script ends it or is gone.
+
+    Returns:
+        The last message for the launch script; empty if it is gone.
+    """
+    has_started = False
+    has_ended = False
+    start_time = time.monotonic()
+    kills_before = count_kills()
     while True:
-        for message in connection.read(TICK):
+        for message in connection.read(READ_SECONDS):
             if "signal" in message:
                 guard.send(message["signal"])
             if "end" in message:
@@ -199,41 +229,51 @@ def watch_run(guard: Guard, connection: Connection) -> dict[str, Any]:
                 return {
                     "ended": guard.exit_records(),
                     "killed": killed,
-                    "killed_for_memory": max(len(read_kernel_kills(began)), count_kills() - kills_before),
+                    "killed_for_memory": max(
+                        len(read_kernel_kills(start_time)), count_kills() - kills_before
+                    ),
                 }
         if not connection.is_open:
-            end_run(guard, SILENCE)
+            end_run(guard, SILENCE_TIMEOUT)
             return {}
-        if not gone:
-            running = guard.is_running()
-            started = started or running
-            if started and not running:
-                gone = True
+        if not has_ended:
+            is_running = guard.is_running()
+            has_started = has_started or is_running
+            if has_started and not is_running:
+                has_ended = True
                 connection.send({"gone": guard.exit_records()})
 
 
 def end_run(guard: Guard, seconds: float) -> int:
-    """Ask the ranks to save and leave; after so many seconds kill what is left, and return how many."""
+    """Ask the ranks to save and end, then kill the remaining processes of the run.
+
+    Args:
+        guard: Guard of the run.
+        seconds: Time that the ranks have to save and end.
+
+    Returns:
+        Number of processes that had to be killed.
+    """
     deadline = time.monotonic() + seconds
-    told: list[int] = []
-    while (ranks := guard.send(signal.SIGTERM, told)) and time.monotonic() < deadline:
-        told += ranks  # a launcher may just be starting more
-        time.sleep(POLL)
-    deadline = min(deadline, time.monotonic() + LAST)
+    signaled: list[int] = []
+    while (ranks := guard.send(signal.SIGTERM, signaled)) and time.monotonic() < deadline:
+        signaled += ranks  # the next call reaches only ranks that the launcher starts meanwhile
+        time.sleep(POLL_SECONDS)
+    deadline = min(deadline, time.monotonic() + EXIT_TIMEOUT)
     while guard.is_running() and time.monotonic() < deadline:
-        told += guard.send(signal.SIGTERM, told)
-        time.sleep(POLL)
+        signaled += guard.send(signal.SIGTERM, signaled)
+        time.sleep(POLL_SECONDS)
     return guard.kill()
 
 
 def main() -> int:
-    """Read the run's document from standard input, and guard the run."""
+    """Read the first message from standard input, guard the run, and return the exit code of the guard."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # standard input tells when to go
+        signal.signal(number, signal.SIG_IGN)  # the end of standard input ends the guard
     connection = Connection()
     messages: list[dict[str, Any]] = []
     while not messages and connection.is_open:
-        messages = connection.read(TICK)
+        messages = connection.read(READ_SECONDS)
     if not messages:
         return 1
     document = messages[0]
@@ -241,16 +281,16 @@ def main() -> int:
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
-        connection.send({"problem": f"{folder}: {error.strerror}"})
+        connection.send({"problem": f"cannot create {folder}: {error.strerror}"})
         return 1
     try:
         path = folder / "environment.json"
         write_document(path, document)
         connection.send({"ready": describe_node()})
-        last = watch_run(Guard(path), connection)
+        report = watch_run(Guard(path), connection)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    connection.send(last)
+    connection.send(report)
     return 0
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.cgroup import memory_limited
 
-from pipeline.distributed.launch.node_guard import Guard, _environment
+from pipeline.distributed.launch.node_guard import Guard, _read_environment
 from pipeline.distributed.launch.ssh import encode_message, local_command
 from pipeline.distributed.launch.supervise import Supervisor, choose_exit_code, ranks_without_exit_code
 from pipeline.errors import LaunchError
@@ -100,7 +100,7 @@ def test_a_process_in_exec_is_never_taken_for_one_without_variables(tmp_path):
     program.write_text(f'#!/bin/sh\n[ -e {tmp_path}/over ] || exec "$0"\n')
     program.chmod(0o700)
     process = subprocess.Popen([program], env=os.environ | {"PIPELINE_ENVIRONMENT": "here"})
-    looks = [_environment(process.pid) for _ in range(50_000)]
+    looks = [_read_environment(process.pid) for _ in range(50_000)]
     (tmp_path / "over").touch()
     process.wait()
     assert all(look is None or b"PIPELINE_ENVIRONMENT=here" in look for look in looks)
@@ -115,7 +115,7 @@ def test_what_never_has_variables_is_not_waited_for():
     dead = subprocess.Popen(["true"])
     while psutil.Process(dead.pid).status() != "zombie":
         pass
-    assert (_environment(bare.pid), _environment(dead.pid)) == ([], [])
+    assert (_read_environment(bare.pid), _read_environment(dead.pid)) == ([], [])
     bare.kill()
     assert (bare.wait(), dead.wait()) == (-9, 0)
 
@@ -164,7 +164,7 @@ def test_a_node_that_does_not_answer_is_named_and_nothing_is_started(folder, tmp
     assert "not started: there: Permission denied (publickey)" in str(caught.value)
     assert not list(tmp_path.iterdir())
     folder.mkdir()
-    with pytest.raises(LaunchError, match=r"here: /tmp/pipeline-\w+: File exists"):
+    with pytest.raises(LaunchError, match=r"here: cannot create /tmp/pipeline-\w+: File exists"):
         supervise(folder, "exit 0")
     folder.rmdir()
 
