@@ -159,7 +159,7 @@ def test_a_machine_without_ssh_is_told_what_to_install(tmp_path, monkeypatch, ca
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["doctor", "--hostfile", str(tmp_path / "hosts")]) == 2
     said = capsys.readouterr().err
-    assert said == "error: ssh is not on this machine: install it (apt-get install ssh)\n"
+    assert said == "error: ssh is not on this machine; install it: apt-get install ssh\n"
 
 
 @pytest.mark.slow
