@@ -1,6 +1,7 @@
-"""Runs a launcher with a guard on every node, which forwards signals and ends all ranks if a node is lost.
+"""Runs a launcher with a guard on every node, forwards signals, and ends all ranks if a node is lost.
 
-The exit code comes from the ranks, not from the launcher: deepspeed ends with 0 if a part of it was killed.
+The exit code comes from the ranks. The launcher's code is not enough, because deepspeed ends with 0 after its
+launch.py was killed.
 """
 
 from __future__ import annotations
@@ -20,158 +21,188 @@ from pipeline.distributed.launch.ssh import NodeProcess, start_process, wait_and
 from pipeline.distributed.signals import STOP_SIGNALS, detach_closed_terminal
 from pipeline.errors import DeviceFailedError, DeviceMemoryError, LaunchError
 
-KEEP_ALIVE = 5.0  # seconds between two messages to a guard
-READY = 300.0  # seconds a guard has to answer; ssh gives up a machine that is gone within 20
-STRAGGLING = 15.0  # seconds the other nodes have once one has ended with a failure
-SAVING = 60.0  # seconds ranks have to save once their launcher is gone
-LEAVING = 5.0  # the same where a node failed or is lost: nothing can be saved together
-SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
-HUNG, BAD_INPUT = 124, 2
-OUT_OF_MEMORY, DEVICE_FAILED = DeviceMemoryError.exit_code, DeviceFailedError.exit_code  # ENOMEM, EFAULT
+KEEP_ALIVE_PERIOD = 5.0  # seconds between two messages to a guard
+READY_TIMEOUT = 300.0  # seconds that a guard has to answer; ssh reports an unreachable machine within 20
+STRAGGLER_TIMEOUT = 15.0  # seconds that the other nodes have to end after one node has failed
+SAVE_TIMEOUT = 60.0  # seconds that ranks have to save after their launcher has ended
+# Seconds that ranks have to end after a node has failed or is lost. They cannot save without it.
+EXIT_TIMEOUT = 5.0
+FORWARDED_SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
+HUNG = 124
+BAD_INPUT = 2
+OUT_OF_MEMORY = DeviceMemoryError.exit_code  # ENOMEM
+DEVICE_FAILED = DeviceFailedError.exit_code  # EFAULT
 TERMINATED = 143
-STOPS = {129, 130, 138, TERMINATED}  # with a checkpoint, by a closed terminal, Ctrl-C, SIGUSR1, SIGTERM
+# Codes of ranks that saved a checkpoint and ended, after a closed terminal, Ctrl-C, SIGUSR1 or SIGTERM.
+STOP_CODES = {129, 130, 138, TERMINATED}
 
 ExitRecords = Mapping[int, Mapping[str, int]]
-"""Rank -> its `code` and the `world_size` it knew of; a rank that was killed has none."""
+"""Rank -> its exit `code` and the `world_size` that it knew; a rank that was killed has no record."""
 
 
 def ranks_without_exit_code(records: ExitRecords, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks without a record, of those that were to run or, if unknown, of all known."""
-    known = range(max((record["world_size"] for record in records.values()), default=0))
-    return [rank for rank in list(ranks) or known if rank not in records]
+    """Return the ranks that have no exit record.
+
+    Args:
+        records: Exit records of the ranks that wrote one.
+        ranks: All ranks of the run; if empty, the world size in the records gives them.
+    """
+    world_size = max((record["world_size"] for record in records.values()), default=0)
+    return [rank for rank in list(ranks) or range(world_size) if rank not in records]
 
 
 def choose_exit_code(records: ExitRecords, ranks: Iterable[int], launcher: int) -> int:
     """Return the exit code of a run.
 
-    It is 0 only if every rank has said so; else their common code, that of a hang, of the device's end or of
-    bad input if any rank has it, else the launcher's.
+    It is 0 only if every rank has reported 0. If all ranks reported one other code, it is that code. Else it
+    is the code of a hang, of a failed device or of bad input if any rank has it. Else it is the launcher's
+    or, if that is 0, the highest code of the ranks and at least 1.
 
     Args:
         records: Exit records of the ranks that wrote one.
-        ranks: Ranks that were to run; empty if only the launcher knew.
-        launcher: The launcher's exit code; negative for the signal that killed it.
+        ranks: All ranks of the run; empty if only the launcher knew them.
+        launcher: The launcher's exit code; the negative number of a signal if that killed it.
     """
     codes = {record["code"] for record in records.values()}
-    launched = launcher if launcher >= 0 else 128 - launcher
-    if codes <= STOPS and len(codes) == 2:
-        codes -= {TERMINATED}  # the launcher's, for ranks that were just leaving
+    launcher_code = launcher if launcher >= 0 else 128 - launcher
+    if codes <= STOP_CODES and len(codes) == 2:
+        codes -= {TERMINATED}  # the launcher sends SIGTERM to ranks that are still about to end
     if len(codes) == 1 and not ranks_without_exit_code(records, ranks):
-        # Finished, and then the launcher was ended: nothing was lost.
+        # If all ranks finished and a signal ended the launcher afterwards, the run is complete.
         return codes.pop() or max(launcher, 0)
     for code in (HUNG, OUT_OF_MEMORY, DEVICE_FAILED, BAD_INPUT):
         if code in codes:
             return code
-    return launched or max(codes | {1})
+    return launcher_code or max(codes | {1})
 
 
 @dataclass
 class _NodeState:
-    """State of a node."""
+    """State of one node of the run, from the messages of its guard."""
 
     process: NodeProcess
     exit_records: dict[str, dict[str, int]] = field(default_factory=dict)
-    is_gone: bool = False
-    """Its part of the run is over."""
+    """Exit record of each rank of the node that wrote one, by the number of the rank as text."""
+    has_no_process: bool = False
+    """Whether all processes of the run on the node have ended."""
     is_lost: bool = False
-    has_ended: bool = False
-    killed: int = 0
-    killed_for_memory: int = 0
-    """Processes on the node that the kernel killed for memory while the run was there."""
+    """Whether the connection to the guard broke before its final report."""
+    has_report: bool = False
+    """Whether the guard has ended the remaining processes and reported the result."""
+    num_killed: int = 0
+    """Number of processes that the guard had to kill at the end."""
+    num_kernel_kills: int = 0
+    """Number of processes on the node that the kernel killed for memory during the run."""
 
     @property
     def has_failed(self) -> bool:
-        """Return whether it is lost, or its ranks are gone and did not all tell of a good end."""
-        well = bool(self.exit_records) and all(record["code"] == 0 for record in self.exit_records.values())
-        return self.is_lost or (self.is_gone and not well)
+        """Whether the node is lost, or its ranks have ended without all reporting success."""
+        has_succeeded = bool(self.exit_records) and all(
+            record["code"] == 0 for record in self.exit_records.values()
+        )
+        return self.is_lost or (self.has_no_process and not has_succeeded)
 
     @property
     def name(self) -> str:
+        """Name of the node."""
         return self.process.name
 
 
 class Supervisor:
-    """One run: its guards, its launcher, and how it ends."""
+    """Runs one launcher and its guards, and determines the exit code of the run."""
 
     def __init__(
         self, guards: Mapping[str, Sequence[str]], document: Mapping[str, Any], places: Mapping[int, str]
     ):
-        """Prepare one run.
+        """Store the description of the run; `run` starts it.
 
         Args:
-            guards: The nodes in order, and the command that starts the guard on each.
-            document: What each guard is given: folder, environment, arguments.
-            places: The node of each rank; empty if only the launcher knows how many there will be.
+            guards: Command that starts the guard on each node, by the name of the node, in order.
+            document: First message to each guard, with folder, environment and arguments.
+            places: Name of the node of each rank; empty if only the launcher knows the number of ranks.
         """
         self._guards = guards
         self._document = document
         self._places = places
         self._states: list[_NodeState] = []
-        self._child: asyncio.subprocess.Process | None = None
-        self._signals: list[int] = []
-        self._changed = asyncio.Event()
+        self._launcher: asyncio.subprocess.Process | None = None
+        self._received_signals: list[int] = []
+        self._change_event = asyncio.Event()
 
     async def run(
         self, start: Callable[[Mapping[str, Any]], Sequence[str]], environment: Mapping[str, str]
     ) -> int:
-        """Start the guards, then the launcher; wait for all to end, and return the exit code.
+        """Start the guards and the launcher, wait until all have ended, and return the exit code.
 
         Args:
-            start: Gives the launcher's command, from what the first node says of itself (`address`, `port`).
-            environment: The launcher's.
+            start: Function that returns the launcher's command from the `address` and `port` of the first
+                node.
+            environment: Environment of the launcher.
 
         Raises:
-            LaunchError: A node does not answer.
+            LaunchError: A node does not answer, or its guard cannot start.
         """
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._pass_on, number)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # unheard, it would be taken for dead
+        for number in FORWARDED_SIGNALS:
+            # Under nohup SIGHUP is ignored, and stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._forward_signal, number)
+        # While stopped by Ctrl-Z, this process would send nothing, and the guards would take it for dead.
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         tasks: list[asyncio.Task[None]] = []
         try:
-            # Known once all of them are there: a signal meanwhile must not be a guard's first message.
+            # The list is assigned when it is complete. Until then no signal is forwarded, because the first
+            # message to a guard must be the document.
             self._states = [_NodeState(await start_process(*guard)) for guard in self._guards.items()]
-            first = (await self._handshake())[0]
-            tasks = [asyncio.create_task(self._listen(state)) for state in self._states]
+            first = (await self._start_guards())[0]
+            tasks = [asyncio.create_task(self._receive_messages(state)) for state in self._states]
             tasks.append(asyncio.create_task(self._keep_alive()))
-            if not self._signals:
-                # A session of its own: Ctrl-C goes to the ranks, not to the launcher, which would kill them.
-                self._child = await asyncio.create_subprocess_exec(
+            if not self._received_signals:
+                # In a new session Ctrl-C does not reach the launcher, which would kill the ranks before they
+                # have saved.
+                self._launcher = await asyncio.create_subprocess_exec(
                     *start(first), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
                 )
-                await self._wait_for_launcher(self._child)
-            await self._end_ranks(LEAVING if any(state.has_failed for state in self._states) else SAVING)
+                await self._wait_for_launcher(self._launcher)
+            has_failed = any(state.has_failed for state in self._states)
+            await self._end_ranks(EXIT_TIMEOUT if has_failed else SAVE_TIMEOUT)
             return self._conclude()
         finally:
             for task in tasks:
                 task.cancel()
-            self._end_launcher()
+            self._kill_launcher()
             await asyncio.gather(*(state.process.close() for state in self._states))
 
-    async def _handshake(self) -> list[dict[str, Any]]:
-        """Return what each node says of itself."""
-        greetings = {state.name: asyncio.create_task(self._greet(state)) for state in self._states}
-        await wait_and_report(greetings)
-        answers = [each.result() for each in greetings.values()]
+    async def _start_guards(self) -> list[dict[str, Any]]:
+        """Return the address and the port that each node reports, in order.
+
+        Raises:
+            LaunchError: A guard could not start or did not answer.
+        """
+        tasks = {state.name: asyncio.create_task(self._start_guard(state)) for state in self._states}
+        await wait_and_report(tasks)
+        answers = [task.result() for task in tasks.values()]
         problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
             raise LaunchError(
-                f"the run was not started: {'; '.join(problems)}; what is wrong there: "
+                f"the run was not started: {'; '.join(problems)}; to find the cause, run "
                 f"{format_pipeline_command('doctor', '--hostfile', 'HOSTFILE')}"
             )
         return [answer for answer in answers if isinstance(answer, dict)]
 
-    async def _greet(self, state: _NodeState) -> dict[str, Any] | str:
-        """Return what the guard says of its node, or as a string why it says nothing."""
+    async def _start_guard(self, state: _NodeState) -> dict[str, Any] | str:
+        """Send the document to a guard, and return the address and port of its node.
+
+        If the guard cannot start or does not answer, the result is the reason as a string.
+        """
         try:
-            async with asyncio.timeout(READY):
+            async with asyncio.timeout(READY_TIMEOUT):
                 state.process.send(self._document)
                 answer = await state.process.receive()
                 if answer is None:
                     return f"{state.name}: {(await state.process.last_words()).splitlines()[-1]}"
         except TimeoutError:
-            return f"{state.name}: no answer within {READY:.0f} s"
+            return f"{state.name}: no answer within {READY_TIMEOUT:.0f} s"
         except OSError as error:
             return str(error)
         if "ready" not in answer:
@@ -179,105 +210,130 @@ class Supervisor:
         ready: dict[str, Any] = answer["ready"]
         return ready
 
-    async def _listen(self, state: _NodeState) -> None:
+    async def _receive_messages(self, state: _NodeState) -> None:
+        """Update the state of a node from the messages of its guard until the connection closes."""
         while (message := await state.process.receive()) is not None:
             if "gone" in message:
-                state.is_gone, state.exit_records = True, message["gone"]
+                state.has_no_process = True
+                state.exit_records = message["gone"]
             if "ended" in message:
-                state.has_ended, state.exit_records, state.killed = True, message["ended"], message["killed"]
-                state.killed_for_memory = message["killed_for_memory"]
-            self._changed.set()
-        if not state.has_ended:
+                state.has_report = True
+                state.exit_records = message["ended"]
+                state.num_killed = message["killed"]
+                state.num_kernel_kills = message["killed_for_memory"]
+            self._change_event.set()
+        if not state.has_report:
             state.is_lost = True
-            _say(f"{state.name} is lost: {(await state.process.last_words()).splitlines()[-1]}")
-        self._changed.set()
+            _print_line(f"{state.name} is lost: {(await state.process.last_words()).splitlines()[-1]}")
+        self._change_event.set()
 
     async def _keep_alive(self) -> None:
+        """Send every guard an empty message at intervals, or it would take this process for dead."""
         while True:
-            await asyncio.sleep(KEEP_ALIVE)
+            await asyncio.sleep(KEEP_ALIVE_PERIOD)
             self._send_all({})
 
-    async def _wait_for_launcher(self, child: asyncio.subprocess.Process) -> None:
-        """Return when the launcher has ended, or what it started can no longer end well."""
-        waiter = asyncio.create_task(child.wait())
-        waiter.add_done_callback(lambda _: self._changed.set())
+    async def _wait_for_launcher(self, launcher: asyncio.subprocess.Process) -> None:
+        """Wait until the launcher has ended or the run can no longer succeed.
+
+        It can no longer succeed if a node is lost, if a third signal arrives, or `STRAGGLER_TIMEOUT` after a
+        node has failed.
+        """
+        waiter = asyncio.create_task(launcher.wait())
+        waiter.add_done_callback(lambda _: self._change_event.set())
         deadline: float | None = None
         clock = asyncio.get_running_loop().time
         while not waiter.done():
-            await self._change(deadline)
-            if self._any_lost() or len(self._signals) > 2:
+            await self._wait_for_change(deadline)
+            if self._has_lost_node() or len(self._received_signals) > 2:
                 break
             if deadline is None and any(state.has_failed for state in self._states):
-                deadline = clock() + STRAGGLING
+                deadline = clock() + STRAGGLER_TIMEOUT
             if deadline is not None and clock() >= deadline:
-                late = [state.name for state in self._states if not state.is_gone]
-                if late:
-                    _say(f"ended: {', '.join(late)} went on {STRAGGLING:.0f} s after another node had failed")
+                running = [state.name for state in self._states if not state.has_no_process]
+                if running:
+                    _print_line(
+                        f"stopping the run: a node failed {STRAGGLER_TIMEOUT:.0f} s ago, and ranks still run "
+                        f"on {', '.join(running)}"
+                    )
                 break
         waiter.cancel()
 
     async def _end_ranks(self, seconds: float) -> None:
-        """Have every node end what is left of the run, and say how its ranks ended."""
-        if len(self._signals) > 2:
+        """Make every guard end the remaining processes of the run, and wait for its final report.
+
+        Args:
+            seconds: Time that the ranks have to save and end; 0 after a third signal.
+        """
+        if len(self._received_signals) > 2:
             seconds = 0.0
         self._send_all({"end": seconds})
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds + 15
-        while not all(state.has_ended or state.is_lost for state in self._states) and clock() < deadline:
-            await self._change(deadline)
-        if self._child is not None and self._child.returncode is None:
+        while not all(state.has_report or state.is_lost for state in self._states) and clock() < deadline:
+            await self._wait_for_change(deadline)
+        if self._launcher is not None and self._launcher.returncode is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._child.wait(), 5)
+                await asyncio.wait_for(self._launcher.wait(), 5)
 
-    async def _change(self, deadline: float | None) -> None:
-        """Wait until something has changed, at most until the deadline of the loop's clock."""
+    async def _wait_for_change(self, deadline: float | None) -> None:
+        """Wait until a message, a signal or the launcher's end changes something.
+
+        Args:
+            deadline: Time of the event loop's clock at which to stop waiting; `None` for no limit.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
-        self._changed.clear()
+                await self._change_event.wait()
+        self._change_event.clear()
 
     def _conclude(self) -> int:
-        """Return the exit code; name the ranks that left none, and what had to be killed."""
+        """Return the exit code; print which ranks reported none, and which processes were killed."""
         records = {int(rank): record for state in self._states for rank, record in state.exit_records.items()}
         silent = ranks_without_exit_code(records, self._places)
         for state in self._states:
-            if state.killed:
-                _say(f"{state.name}: {state.killed} processes of the run were left, and killed")
-        if self._child is None:
-            return 128 + self._signals[0]
-        launcher = self._child.returncode
+            if count := state.num_killed:
+                processes = f"process{'es' * (count > 1)}"
+                _print_line(f"{state.name}: killed {count} remaining {processes} of the run")
+        if self._launcher is None:
+            return 128 + self._received_signals[0]
+        launcher = self._launcher.returncode
         if silent and (records or launcher == 0):
             places = {rank: f" on {name}" for rank, name in self._places.items()}
-            named = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
-            _say(f"ended without a word, as if killed: rank {named}")
+            names = ", ".join(f"{rank}{places.get(rank, '')}" for rank in silent)
+            _print_line(f"ended without an exit code, most likely killed: rank {names}")
         for state in self._states:
-            if (count := state.killed_for_memory) and (silent or not records):
+            if (count := state.num_kernel_kills) and (silent or not records):
                 killed = f"the kernel killed {count} process{'es' * (count > 1)} for memory"
-                _say(f"{state.name}: {killed}; {ADVICE}, or start fewer ranks there")
+                _print_line(f"{state.name}: {killed}; {ADVICE}, or start fewer ranks there")
         code = choose_exit_code(records, self._places, launcher or 0)
-        return 1 if code == 0 and self._any_lost() else code
+        return 1 if code == 0 and self._has_lost_node() else code
 
-    def _end_launcher(self) -> None:
-        if self._child is not None and self._child.returncode is None:
+    def _kill_launcher(self) -> None:
+        """Kill the launcher and its process group, if it still runs."""
+        if self._launcher is not None and self._launcher.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+                os.killpg(self._launcher.pid, signal.SIGKILL)
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
+        """Record a signal that this process received, and send it to the ranks of all nodes."""
         detach_closed_terminal()
-        if number == signal.SIGHUP in self._signals:
-            return  # the kernel and the shell both send it: nobody asks twice
-        self._signals.append(number)
+        if number == signal.SIGHUP in self._received_signals:
+            return  # the kernel and the shell both send it, so a second one is no second request
+        self._received_signals.append(number)
         self._send_all({"signal": number})
-        if self._child is None or len(self._signals) > 2:
-            self._changed.set()
+        if self._launcher is None or len(self._received_signals) > 2:
+            self._change_event.set()
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the guard of every node."""
         for state in self._states:
             state.process.send(message)
 
-    def _any_lost(self) -> bool:
+    def _has_lost_node(self) -> bool:
+        """Return whether the connection to any node is lost."""
         return any(state.is_lost for state in self._states)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
     """One is left behind as well: launch.py killed, its rank training on."""
     assert supervise(folder, "say 0 0; RANK=1 setsid sleep 60 & exit 0") == 1
     said = capfd.readouterr().err
-    assert "ended without a word, as if killed: rank 1 on here" in said
+    assert "ended without an exit code, most likely killed: rank 1 on here" in said
 
 
 @pytest.mark.skipif(not os.access("/dev/kmsg", os.R_OK), reason="the kernel's log is not to be read")
