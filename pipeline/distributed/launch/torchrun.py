@@ -1,7 +1,7 @@
 """Implements launch/torchrun.sh: `python -m pipeline.distributed.launch.torchrun ...`.
 
-It adds the options that a run over several machines needs, checks the recipe, and replaces itself with
-torchrun. The check comes first because torchrun would restart a faulty recipe again and again.
+It adds the options that a run over several machines needs, checks the recipe, and replaces its own process by
+torchrun. The check comes first because torchrun would restart a run with a wrong recipe again and again.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from pipeline.distributed.ranks import is_port
 from pipeline.distributed.waiting import TimedWait, find_own_address, wait_for_port
 from pipeline.errors import LaunchError, report_errors
 
-RESTARTS = 3
-JOIN_TIMEOUT = 600.0  # seconds: torchrun's
-NUMBER = "[1-9][0-9]{0,8}"
-FEW = 8  # numbers of machines that are planned for: under a second each
+DEFAULT_RESTARTS = 3
+JOIN_TIMEOUT = 600.0  # seconds; torchrun's default
+POSITIVE_NUMBER = "[1-9][0-9]{0,8}"
+MAX_PLANS = 8  # most numbers of machines to plan for; each takes up to a second
 
 
 def build_command(argv: Sequence[str]) -> list[str]:
-    """Return torchrun's command line.
+    """Return the command line of torchrun.
+
+    Args:
+        argv: Options of torchrun, then arguments of train.py.
 
     Raises:
-        LaunchError: Several machines have nowhere to meet, or a number cannot be.
+        LaunchError: Several machines have no rendezvous endpoint, or the value of an option is invalid.
     """
     options, arguments = split_arguments(argv)
-    given = _values(options)
-    _check(given)
+    given = _parse_options(options)
+    _check_values(given)
     nodes = given.get("nnodes", "1")
     added = [] if "nproc_per_node" in given else [f"--nproc-per-node={count_gpus(os.environ) or 1}"]
     if nodes in ("1", "1:1"):
@@ -47,119 +50,145 @@ def build_command(argv: Sequence[str]) -> list[str]:
             added.append("--rdzv-id=pipeline")
     elif "master_addr" not in given:
         raise LaunchError(
-            f"--nnodes {nodes}: where the machines meet is missing; give every machine the same "
-            "--rdzv-endpoint HOST:PORT, of one of them"
+            f"--nnodes {nodes}: --rdzv-endpoint is missing; give --rdzv-endpoint HOST:PORT of one of the "
+            "machines, the same on all of them"
         )
     if ":" in nodes and "max_restarts" not in given:
-        added.append(f"--max-restarts={RESTARTS}")
+        added.append(f"--max-restarts={DEFAULT_RESTARTS}")
     return [find_program("torchrun"), *added, *options, str(TRAIN), *arguments]
 
 
 def _is_range(nodes: str) -> bool:
+    """Return whether a text is N, or MIN:MAX with MIN not above MAX."""
     least, _, most = nodes.partition(":")
-    return re.fullmatch(f"{NUMBER}(:{NUMBER})?", nodes) is not None and int(least) <= int(most or least)
+    return re.fullmatch(f"{POSITIVE_NUMBER}(:{POSITIVE_NUMBER})?", nodes) is not None and int(least) <= int(
+        most or least
+    )
 
 
 def _is_endpoint(text: str) -> bool:
+    """Return whether a text is HOST:PORT or a host."""
     host, port = split_endpoint(text)
     return host != "" and is_port(port)
 
 
 RULES: dict[str, tuple[Callable[[str], object], str]] = {
-    "nnodes": (_is_range, "give N, or MIN:MAX as 3:4"),
+    "nnodes": (_is_range, "give N, or MIN:MAX such as 3:4"),
     "nproc_per_node": (
-        re.compile(f"auto|cpu|gpu|xpu|{NUMBER}").fullmatch,
+        re.compile(f"auto|cpu|gpu|xpu|{POSITIVE_NUMBER}").fullmatch,
         "give the number of ranks on this machine, 1 or more",
     ),
     "max_restarts": (re.compile("[0-9]{1,9}").fullmatch, "give 0 or more"),
     "node_rank": (re.compile("[0-9]{1,9}").fullmatch, "give 0 or more"),
-    "rdzv_endpoint": (_is_endpoint, "give HOST:PORT, of one of the machines, with a port from 1 to 65535"),
+    "rdzv_endpoint": (_is_endpoint, "give HOST:PORT of one of the machines, with a port from 1 to 65535"),
     "master_port": (is_port, "give a port from 1 to 65535"),
 }
-"""Option -> whether its value can be, and what to give. torchrun answers others with a traceback."""
+"""Option -> function that tells whether a value is valid, and the advice if it is not.
+
+torchrun answers an invalid value with a traceback.
+"""
 
 
-def _check(given: Mapping[str, str]) -> None:
-    for name, (is_right, advice) in RULES.items():
-        if name in given and not is_right(given[name]):
+def _check_values(given: Mapping[str, str]) -> None:
+    """Raise a `LaunchError` if the value of an option breaks its rule."""
+    for name, (is_valid, advice) in RULES.items():
+        if name in given and not is_valid(given[name]):
             raise LaunchError(f"--{name.replace('_', '-')} {given[name]}: {advice}")
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
-    """Return host and port; without a port torchrun takes 29400."""
+    """Return the host and the port of an endpoint; the default port of torchrun is 29400."""
     host, colon, port = endpoint.strip().rpartition(":")
-    host, port = (host, port) if colon else (port, "29400")
+    if not colon:
+        host = port
+        port = "29400"
     return host.strip("[]"), port
 
 
 def wait_for_others(words: Sequence[str]) -> None:
-    """Wait until the machine where all meet can be reached.
+    """Wait until the rendezvous endpoint can be reached.
 
-    torchrun itself would wait without a word, and give up with a traceback.
+    torchrun itself would print nothing while it waits, and end with a traceback.
+
+    Args:
+        words: Command line of torchrun.
 
     Raises:
-        LaunchError: It could not be reached for as long as torchrun would wait for the others.
+        LaunchError: The endpoint cannot be reached within torchrun's `join_timeout`.
     """
-    given = _values(words[1 : words.index(str(TRAIN))])
+    given = _parse_options(words[1 : words.index(str(TRAIN))])
     if "rdzv_endpoint" in given:
         if given.get("rdzv_backend") != "c10d" or "is_host" in given.get("rdzv_conf", ""):
             return
         host, port = split_endpoint(given["rdzv_endpoint"])
     elif "master_addr" in given and given.get("node_rank", "0") != "0":
-        host, port = given["master_addr"], given.get("master_port", "29500")
+        host = given["master_addr"]
+        port = given.get("master_port", "29500")
     else:
         return
     match = re.search(r"join_timeout=([0-9]+)", given.get("rdzv_conf", ""))
     wait = TimedWait(float(match[1]) if match else JOIN_TIMEOUT, "--rdzv-conf=join_timeout=...")
-    what = f"{platform.node()} does not reach the machine where all meet"
-    wait_for_port(host, int(port), what, wait, is_own_host=lambda: find_own_address(host) is not None)
+    problem = f"{platform.node()} does not reach the rendezvous endpoint"
+    wait_for_port(host, int(port), problem, wait, is_own_host=lambda: find_own_address(host) is not None)
 
 
-def _values(options: Sequence[str]) -> dict[str, str]:
-    """Return option -> value, in torchrun's spelling with underscores; a flag's value means nothing."""
-    found = {}
+
+def _parse_options(options: Sequence[str]) -> dict[str, str]:
+    """Return the value of each option, with underscores in the names as torchrun spells them.
+
+    A flag has no value, so its value in the result has no meaning.
+    """
+    values = {}
     for option, following in zip(options, [*options[1:], ""], strict=True):
         if option.startswith("--"):
             name, equals, value = option[2:].partition("=")
-            found[name.replace("-", "_")] = value if equals else following
-    return found
+            values[name.replace("-", "_")] = value if equals else following
+    return values
 
 
 def check_node_counts(words: Sequence[str]) -> int:
     """Plan the run (train.py --dry-run) for every number of machines that it may have.
 
-    What does not fit the most machines is an error. For fewer it is a line: a restart would end there.
+    A problem with the highest number of machines ends the launch. A problem with a lower number is only
+    printed, because the run would end there after the loss of a machine.
+
+    Args:
+        words: Command line of torchrun.
 
     Returns:
-        The exit code of the plan for the most machines: 2 if it is wrong.
+        Exit code of the plan for the highest number of machines; 2 for bad input.
     """
-    place = words.index(str(TRAIN))
-    given = _values(words[1:place])
-    least, _, most = given.get("nnodes", "1").partition(":")
-    per_node = given["nproc_per_node"]
-    if not (per_node + least + most).isdecimal():
-        return 0  # `gpu`, `auto`: torchrun will count
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    alone = {name: value for name, value in os.environ.items() if name not in launched}
-    sizes = range(int(most or least), int(least) - 1, -1)
-    for nodes in sizes[:FEW]:
-        size = str(nodes * int(per_node))
-        plan = [sys.executable, *words[place:], "--dry-run", "--world-size", size]
-        done = subprocess.run(plan, capture_output=True, text=True, check=False, env=alone)
+    train_position = words.index(str(TRAIN))
+    given = _parse_options(words[1:train_position])
+    lowest, _, highest = given.get("nnodes", "1").partition(":")
+    ranks_per_node = given["nproc_per_node"]
+    if not (ranks_per_node + lowest + highest).isdecimal():
+        return 0  # with `gpu` or `auto` torchrun itself counts the devices
+    rank_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in rank_variables}
+    node_counts = range(int(highest or lowest), int(lowest) - 1, -1)
+    for num_nodes in node_counts[:MAX_PLANS]:
+        world_size = str(num_nodes * int(ranks_per_node))
+        command = [sys.executable, *words[train_position:], "--dry-run", "--world-size", world_size]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode == 0:
             continue
         problem = done.stderr.strip()
-        if nodes == sizes[0]:
+        if num_nodes == node_counts[0]:
             print(problem, file=sys.stderr, flush=True)
             return done.returncode
         reason = problem.removeprefix("error: ")
-        line = f"with {nodes} of {sizes[0]} machines it could not go on: {reason}"
+        line = f"with {num_nodes} of {node_counts[0]} machines the run could not continue: {reason}"
         print(line, file=sys.stderr, flush=True)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become torchrun; return 2 if that cannot be."""
+    """Replace this process by torchrun.
+
+    Returns:
+        Exit code if torchrun is not started: 2 for bad input, 1 if the rendezvous endpoint is unreachable.
+    """
     return report_errors(lambda: _launch(sys.argv[1:] if argv is None else argv))
 
 
@@ -171,9 +200,9 @@ def _launch(argv: Sequence[str]) -> int:
         wait_for_others(words)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1  # no mistake in what was given: it may be there the next time
-    # Else torch keeps the ranks' store from attempt to attempt, on the machine that had rank 0 in the first:
-    # lost, it is looked for there by all machines but the one that takes its place.
+        return 1  # not 2, because the input is right and the endpoint may be reachable later
+    # By default torch keeps the store of the ranks on the machine that had rank 0 in the first attempt. If
+    # that machine is lost, the others look for the store there after a restart, and never find it.
     os.execve(words[0], words, os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 

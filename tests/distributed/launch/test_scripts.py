@@ -119,7 +119,7 @@ def test_what_torchrun_is_given_besides(arguments, added):
 
 
 def test_machines_that_do_not_know_where_to_meet():
-    with pytest.raises(LaunchError, match=r"--nnodes 2: where the machines meet is missing"):
+    with pytest.raises(LaunchError, match=r"--nnodes 2: --rdzv-endpoint is missing"):
         build_command(["--nnodes", "2", "name=x"])
 
 
@@ -131,7 +131,9 @@ def test_sizes_that_a_restart_could_not_have_are_said_before(tmp_path, capfd):
     )
     assert check_node_counts(words) == 0
     said = capfd.readouterr().err
-    assert said.startswith("with 3 of 4 machines it could not go on: batch: global_batch_size = 8 on 6 ")
+    assert said.startswith(
+        "with 3 of 4 machines the run could not continue: batch: global_batch_size = 8 on 6 "
+    )
     assert "use a global_batch_size of 6 or 12" in said
     assert check_node_counts([*words, "model.num_layers=x"]) == 2
     assert "num_layers" in capfd.readouterr().err
@@ -225,7 +227,7 @@ def test_an_endpoint_without_a_machine_is_told(capfd):
     words = build_command(
         ["--nnodes=2", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=join_timeout=1", "a=b"]
     )
-    named = r"\S+ does not reach the machine where all meet, nowhere.invalid:29400 \("
+    named = r"\S+ does not reach the rendezvous endpoint, nowhere.invalid:29400 \("
     with pytest.raises(LaunchError, match=named):
         torchrun.wait_for_others(words)
     assert re.match(f"waiting: {named}", capfd.readouterr().err)
