@@ -1,1 +1,1 @@
-"""Starts a job on one or many machines; launch/*.sh call it."""
+"""Starts and supervises a run on one or several machines; launch/*.sh call it."""
