@@ -10,12 +10,12 @@
 #                    checkpoint with the same global batch, which the number of remaining ranks must divide. The run
 #                    directory must be on a file system that all machines share
 # --max-restarts N   number of restarts (default: 3 with MIN:MAX, else 0)
-# --rdzv-endpoint    HOST:PORT of one of the machines, where all connect. The loss of this machine ends the run.
-#                    One machine needs none
+# --rdzv-endpoint    HOST:PORT of one of the machines, to which all connect. The loss of this machine ends the run.
+#                    A run on one machine needs no endpoint
 #
 # The arguments of train.py begin at --deepspeed, --config, a key=value, or after --. Write a torchrun option with an
-# equals sign in its value as one word: --rdzv-conf=join_timeout=60. Without --nproc-per-node it starts one rank for each GPU
-# of the machine, or one rank if there is no GPU. Each rank has the environment of its own machine.
+# equals sign in its value as one word: --rdzv-conf=join_timeout=60. Without --nproc-per-node the script starts one
+# rank for each GPU of the machine, or one rank if there is no GPU. Each rank has the environment of its own machine.
 set -euo pipefail
 root=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;; esac

@@ -1,4 +1,4 @@
-"""Trains a model; the same program as `ds-pipeline train`, as a file that launchers can start.
+"""Trains a model like `ds-pipeline train`, as a file that launchers can start.
 
 deepspeed launch/train.py --deepspeed ds_configs/zero2.json
 torchrun --nproc-per-node 2 launch/train.py ...

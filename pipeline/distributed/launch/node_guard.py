@@ -30,9 +30,8 @@ from pipeline.distributed.machine import count_kills, read_kernel_kills
 from pipeline.distributed.ranks import ENVIRONMENT_FILE
 from pipeline.distributed.waiting import find_free_port
 
-SILENCE_TIMEOUT = (
-    30.0  # seconds without input after which the launch script counts as gone; it sends every 5 s
-)
+# Seconds without input after which the launch script counts as gone. It sends a message every 5 seconds.
+SILENCE_TIMEOUT = 30.0
 READ_SECONDS = 1.0  # seconds that one read of the connection waits for input
 POLL_SECONDS = 0.1
 EXIT_TIMEOUT = 3.0  # seconds that the children of a rank, and its launcher, have to end after the rank
@@ -91,8 +90,9 @@ class Guard:
     def find(self) -> list[psutil.Process]:
         """Return every process of the run, from /proc.
 
-        One scan can miss a process in two ways: it starts during the scan while its parent ends, or it is in
-        the middle of `exec` and has no variables yet. Therefore new and unreadable processes are read again.
+        One scan can miss a process in two ways. A process may start during the scan while its parent ends, so
+        a scan that finds none is repeated for new pids. And a process may be in the middle of `exec` and have
+        no variables yet, so it is read again.
         """
         self._processes = []
         examined: set[int] = set()
@@ -162,7 +162,7 @@ class Guard:
         return len(killed)
 
     def exit_records(self) -> dict[str, Any]:
-        """Return the exit record of each rank that wrote one, by the number of the rank as text."""
+        """Return the exit record of each rank that wrote one, keyed by the rank as text."""
         records = {}
         for file in self.path.parent.glob("rank-*"):
             if file.suffix != ".part":
@@ -203,7 +203,7 @@ def describe_node() -> dict[str, Any]:
     words = os.environ.get("SSH_CONNECTION", "").split()
     address = words[2] if len(words) == 4 else ""
     if not address or address.startswith(("127.", "::1")):
-        # The launch script runs on this machine. deepspeed itself would ask `hostname -I`.
+        # The launch script runs on this machine. Then take the address that deepspeed itself would take.
         with suppress(OSError, subprocess.SubprocessError):
             answer = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=5, check=True)
             address = (answer.stdout.split() or [""])[0]

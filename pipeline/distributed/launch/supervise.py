@@ -81,8 +81,9 @@ class _NodeState:
     """State of one node of the run, from the messages of its guard."""
 
     process: NodeProcess
+    """Connection to the guard."""
     exit_records: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Exit record of each rank of the node that wrote one, by the number of the rank as text."""
+    """Exit record of each rank of the node that wrote one, keyed by the rank as text."""
     has_no_process: bool = False
     """Whether all processes of the run on the node have ended."""
     is_lost: bool = False
@@ -174,7 +175,7 @@ class Supervisor:
             await asyncio.gather(*(state.process.close() for state in self._states))
 
     async def _start_guards(self) -> list[dict[str, Any]]:
-        """Return the address and the port that each node reports, in order.
+        """Start the run on every guard, and return the address and port that each node reports, in order.
 
         Raises:
             LaunchError: A guard could not start or did not answer.

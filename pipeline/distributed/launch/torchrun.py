@@ -1,6 +1,6 @@
 """Implements launch/torchrun.sh: `python -m pipeline.distributed.launch.torchrun ...`.
 
-It adds the options that a run over several machines needs, checks the recipe, and replaces its own process by
+It adds the options that a run over several machines needs, checks the recipe, and replaces its process with
 torchrun. The check comes first because torchrun would restart a run with a wrong recipe again and again.
 """
 
@@ -60,10 +60,10 @@ def build_command(argv: Sequence[str]) -> list[str]:
 
 def _is_range(nodes: str) -> bool:
     """Return whether a text is N, or MIN:MAX with MIN not above MAX."""
-    least, _, most = nodes.partition(":")
-    return re.fullmatch(f"{POSITIVE_NUMBER}(:{POSITIVE_NUMBER})?", nodes) is not None and int(least) <= int(
-        most or least
-    )
+    if re.fullmatch(f"{POSITIVE_NUMBER}(:{POSITIVE_NUMBER})?", nodes) is None:
+        return False
+    lowest, _, highest = nodes.partition(":")
+    return int(lowest) <= int(highest or lowest)
 
 
 def _is_endpoint(text: str) -> bool:
@@ -184,7 +184,7 @@ def check_node_counts(words: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by torchrun.
+    """Replace this process with torchrun.
 
     Returns:
         Exit code if torchrun is not started: 2 for bad input, 1 if the rendezvous endpoint is unreachable.
