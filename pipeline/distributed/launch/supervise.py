@@ -186,7 +186,7 @@ class Supervisor:
         problems = [answer for answer in answers if isinstance(answer, str)]
         if problems:
             raise LaunchError(
-                f"the run was not started: {'; '.join(problems)}; to find the cause, run "
+                f"the run was not started: {'; '.join(problems)}; find the cause with "
                 f"{format_pipeline_command('doctor', '--hostfile', 'HOSTFILE')}"
             )
         return [answer for answer in answers if isinstance(answer, dict)]

@@ -132,7 +132,6 @@ def wait_for_others(words: Sequence[str]) -> None:
     wait_for_port(host, int(port), problem, wait, is_own_host=lambda: find_own_address(host) is not None)
 
 
-
 def _parse_options(options: Sequence[str]) -> dict[str, str]:
     """Return the value of each option, with underscores in the names as torchrun spells them.
 
