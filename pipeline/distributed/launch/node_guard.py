@@ -4,6 +4,10 @@ It runs as `python -m pipeline.distributed.launch.node_guard`. It stores the env
 reports how each rank ended. It ends the remaining processes of the run when the launch script asks for it. It
 does the same when the script sends nothing any more, because it was killed or the connection broke. The guard
 touches only processes that were started with this run's PIPELINE_ENVIRONMENT.
+
+DeepSpeed's own launcher (0.19) ends with 0 after its launch.py was killed, ends processes of other jobs with
+`pkill -f`, and puts every exported value on a command line, which all users of the machine can read. The
+guard receives the environment through ssh's standard input.
 """
 
 from __future__ import annotations

@@ -474,6 +474,9 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
 def explain_kill(directory: Path, peak_gib: float) -> str:
     """Return the evidence that a process was killed for memory; empty if there is none.
 
+    It serves the next start of the run and its report. While a run is still there, the other ranks
+    (`diagnosis`) and the guard of a launch script (`count_kills`) name the killed rank at once.
+
     The kernel's log names a killed process of this machine. Otherwise the last resident memory of all ranks
     on the machine is compared with its limit.
 
