@@ -105,14 +105,14 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     row: dict[str, Any] = without_nulls(record)
     if layout == ROW:
         return Conversation([{"role": ASSISTANT, "content": "", "row": row}])
-    names = list(LAYOUTS) if layout == "auto" else [layout]
-    name = next((name for name in names if all(has_field(row, each) for each in LAYOUTS[name][0])), None)
+    names = list(CHAT_LAYOUTS) if layout == "auto" else [layout]
+    name = next((name for name in names if all(has_field(row, each) for each in CHAT_LAYOUTS[name][0])), None)
     if name is None:
         fields = ", ".join(map(repr, row)) or "none"
-        expected = "; ".join(f"{name} has {' and '.join(map(repr, LAYOUTS[name][0]))}" for name in names)
+        expected = "; ".join(f"{name} has {' and '.join(map(repr, CHAT_LAYOUTS[name][0]))}" for name in names)
         asked = "any known layout" if layout == "auto" else f"data.layout {layout}"
         raise DataError(f"{where}: no conversation in {asked}; its fields: {fields}; expected: {expected}")
-    turns = LAYOUTS[name][1](where, row)
+    turns = CHAT_LAYOUTS[name][1](where, row)
     if not turns:
         raise DataError(f"{where}: the conversation is empty")
     unlearned = frozenset(number for number, turn in enumerate(turns) if turn.pop(UNLEARNED, False))
@@ -324,7 +324,7 @@ def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 # Layout -> fields that identify it, and its reader. Rows with conversations often have a `prompt` as well, so
 # the order matters.
-LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[Turn]]]] = {
+CHAT_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[str, dict[str, Any]], list[Turn]]]] = {
     "messages": (("messages",), _read_messages),
     "sharegpt": (("conversations",), _read_sharegpt),
     "alpaca": (("instruction", "output"), _read_alpaca),

@@ -145,7 +145,7 @@ def _find_prompt(where: str, record: dict[str, Any], layout: str) -> tuple[str |
     The field is `None` if the answers are whole conversations.
     """
     has_pair = any(has_field(record, side) for pair in PAIRS for side in pair)
-    fields = PROMPTS if layout == "auto" else LAYOUTS[layout]
+    fields = PROMPTS if layout == "auto" else PREFERENCE_LAYOUTS[layout]
     field = next((field for field in fields if has_field(record, field)), None)
     if field is None and not (has_pair and layout in ("auto", "trl")):
         names = ", ".join(map(repr, record)) or "none"
@@ -358,7 +358,7 @@ PROMPTS: dict[str, Callable[[str, dict[str, Any]], TextOrTurns]] = {
     "input": lambda where, record: read_content(where, "field 'input'", record["input"]),
     "messages": lambda where, record: read_turns(where, "messages", record["messages"]),
 }
-LAYOUTS: dict[str, tuple[str, ...]] = {
+PREFERENCE_LAYOUTS: dict[str, tuple[str, ...]] = {
     "trl": ("prompt",),
     "sharegpt": ("conversations",),
     "messages": ("messages",),

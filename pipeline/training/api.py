@@ -28,7 +28,7 @@ from pipeline.config.optional_packages import require_deepspeed
 from pipeline.config.settings import ResolvedSettings, Settings
 from pipeline.data import prepare_data
 from pipeline.data.bundle import DataBundle
-from pipeline.data.digest import check_same_data
+from pipeline.data.same_data_check import check_same_data
 from pipeline.distributed.accelerator import choose_accelerator
 from pipeline.distributed.machine import process_age, raise_open_files_limit, read_memory_usage
 from pipeline.distributed.process_group import Job, describe_device, start_job

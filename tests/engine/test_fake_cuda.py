@@ -123,11 +123,10 @@ def step(job: Job, split: dict[str, Any], packed: bool, model: dict[str, Any], k
     return seen.names, seen.masks, census.reads
 
 
-# Of the batch as it lies on the host.
+# Functions that read the batch on the host.
 ON_HOST = (
     "interface.py:add_document_bounds",
     "document_attention.py:find_document_bounds",
-    "model_call.py:wrong_label",
 )
 BF16 = {**SINGLE, "bf16": {"enabled": True}}
 CASES = {

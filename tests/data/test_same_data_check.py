@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.tiny import MaskedTokens, token_bundle
 
-from pipeline.data.digest import check_same_data, digest_samples, find_first_difference
+from pipeline.data.same_data_check import check_same_data, digest_samples, find_first_difference
 from pipeline.distributed.process_group import Job
 from pipeline.errors import DataError
 
