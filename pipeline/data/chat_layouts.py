@@ -91,7 +91,7 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of LAYOUTS; or `auto`, the first layout whose fields the row has; or ROW, for one turn
+        layout: A key of CHAT_LAYOUTS; or `auto`, the first layout whose fields the row has; or ROW, for one turn
             of the assistant with the row itself under `row`.
 
     Raises:

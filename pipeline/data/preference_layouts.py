@@ -103,7 +103,7 @@ def read_example(where: str, record: Record, layout: str, *, unpaired: bool) -> 
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of LAYOUTS; or `auto`, the first field of PROMPTS that the row has.
+        layout: A key of PREFERENCE_LAYOUTS; or `auto`, the first field of PROMPTS that the row has.
         unpaired: Whether one answer with a judgement is an example.
 
     Raises:
