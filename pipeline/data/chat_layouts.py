@@ -91,8 +91,8 @@ def read_conversation(where: str, record: Record, layout: str) -> Conversation:
     Args:
         where: File and line, for messages.
         record: The row.
-        layout: A key of CHAT_LAYOUTS; or `auto`, the first layout whose fields the row has; or ROW, for one turn
-            of the assistant with the row itself under `row`.
+        layout: A key of CHAT_LAYOUTS; `auto` for the first layout whose fields the row has; or ROW for one
+            turn of the assistant with the row itself under `row`.
 
     Raises:
         DataError: The row has no conversation in this layout, the conversation is empty, or a turn has no
