@@ -1,4 +1,7 @@
-"""The doctor's table: a row for each check that is well, or for each fault that a check found."""
+"""Rows of the doctor's table, and printing them.
+
+A check that passes has one row. A check that fails has one row for each distinct fault.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +11,91 @@ from dataclasses import dataclass
 from typing import Literal
 
 HOST = "<host>"
-"""Placeholder in a fix for the name of the host that has the fault."""
+"""Placeholder in a fix; `group_faults` replaces it with the name of the first host that has the fault."""
 STYLES = {"ok": "green", "warning": "yellow", "fail": "bold red"}
-WIDTH = 140  # characters, if there is no terminal to ask
+"""Rich style of each status, in the table."""
+WIDTH = 140
+"""Characters in a line if the output is no terminal."""
 Status = Literal["ok", "warning", "fail"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one host, and what to do about it."""
+    """A fault of one host, and what to do about it.
+
+    Hosts with equal faults share a row, so the texts contain HOST and not the name of the host.
+    """
 
     status: Status
     found: str
+    """Description of the fault."""
     fix: str
+    """Advice: a command, or a sentence in the imperative."""
 
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One line of the table."""
+    """One row of the table."""
 
     check: str
+    """Name of the check."""
     status: Status
     found: str
+    """Result of the check, or description of the fault."""
     fix: str = ""
+    """Advice, printed on a line of its own; empty if there is no fault."""
     hosts: tuple[str, ...] = ()
     """Hosts that the row is about; empty if it is about all of them."""
 
 
 def group_faults(check: str, faults: Iterable[tuple[str, Fault]], fine: str) -> list[CheckRow]:
-    """Return a row for each distinct fault, with all hosts that have it; without faults a row with `fine`.
+    """Return a row for each distinct fault, with all hosts that have it.
+
+    If there are no faults, return one row with the text `fine`.
 
     Args:
         check: Name of the check.
-        faults: Each host with one of its faults.
+        faults: Pairs of a host and one of its faults.
         fine: Text of the row if there are no faults.
     """
-    together: dict[Fault, list[str]] = {}
+    hosts_by_fault: dict[Fault, list[str]] = {}
     for host, fault in faults:
-        together.setdefault(fault, []).append(host)
+        hosts_by_fault.setdefault(fault, []).append(host)
     rows = []
-    for fault, hosts in together.items():
+    for fault, hosts in hosts_by_fault.items():
         first, *others = hosts
-        more = f" (the same for {', '.join(others)})" if others else ""
-        fix = fault.fix.replace(HOST, first) + more
+        suffix = f" (the same for {', '.join(others)})" if others else ""
+        fix = fault.fix.replace(HOST, first) + suffix
         rows.append(CheckRow(check, fault.status, fault.found, fix, tuple(hosts)))
     return rows or [CheckRow(check, "ok", fine)]
 
 
 def merge_texts(fine: Mapping[str, str]) -> str:
-    """Return what hosts without a fault say of themselves, as one text.
+    """Return the texts of hosts without a fault as one text, in which equal texts stand once.
 
     Args:
         fine: Host -> its text.
     """
-    together: dict[str, list[str]] = {}
+    hosts_by_text: dict[str, list[str]] = {}
     for host, text in fine.items():
-        together.setdefault(text, []).append(host)
-    if len(together) == 1:
-        return next(iter(together))
-    return "; ".join(f"{', '.join(hosts)}: {text}" for text, hosts in together.items())
+        hosts_by_text.setdefault(text, []).append(host)
+    if len(hosts_by_text) == 1:
+        return next(iter(hosts_by_text))
+    return "; ".join(f"{', '.join(hosts)}: {text}" for text, hosts in hosts_by_text.items())
 
 
 def has_failure(rows: list[CheckRow]) -> bool:
-    """Return whether a launch would fail."""
+    """Return whether a check failed, so that a launch would fail too."""
     return any(row.status == "fail" for row in rows)
 
 
 def print_rows(rows: Sequence[CheckRow], seconds: float) -> None:
-    """Print a line for each row, the fix below what is wrong, and a last line with the counts."""
+    """Print the table: a line for each row, its fix below it, and a last line with the counts.
+
+    Args:
+        rows: Rows of all checks.
+        seconds: Duration of the examination.
+    """
     from rich.console import Console  # slow to load
     from rich.table import Table
     from rich.text import Text
@@ -86,12 +106,12 @@ def print_rows(rows: Sequence[CheckRow], seconds: float) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        words = Text(f"{', '.join(row.hosts)}: {row.found}" if row.hosts else row.found)
-        table.add_row(Text(row.check), Text(row.status, STYLES[row.status]), words)
+        text = Text(f"{', '.join(row.hosts)}: {row.found}" if row.hosts else row.found)
+        table.add_row(Text(row.check), Text(row.status, STYLES[row.status]), text)
         if row.fix:
             table.add_row("", "", Text(f"-> {row.fix}", "bold"))
     console.print(table)
     counts = {status: sum(row.status == status for row in rows) for status in STYLES}
-    failed = sorted({host for row in rows if row.status == "fail" for host in row.hosts})
-    last = f"{counts['fail']} failed, {counts['warning']} warned of, {counts['ok']} fine, in {seconds:.1f} s"
-    console.print(Text(f"{', '.join(failed)}: {last}" if failed else last), soft_wrap=True)
+    failed_hosts = sorted({host for row in rows if row.status == "fail" for host in row.hosts})
+    summary = f"{counts['fail']} failed, {counts['warning']} warned, {counts['ok']} passed in {seconds:.1f} s"
+    console.print(Text(f"{', '.join(failed_hosts)}: {summary}" if failed_hosts else summary), soft_wrap=True)

@@ -67,7 +67,7 @@ def test_the_table(capsys):
         "clock   warning  a: 1.0 s ahead",
         "                 -> ssh a date",
         "memory  ok       enough",
-        "b, c: 1 failed, 1 warned of, 2 fine, in 1.2 s",
+        "b, c: 1 failed, 1 warned, 2 passed in 1.2 s",
     ]
     assert has_failure(rows)
     assert not has_failure(rows[2:])
