@@ -1,4 +1,8 @@
-"""Sends questions to a node that the doctor examines, and answers them there, one after another."""
+"""Both ends of the conversation with a node that the doctor examines.
+
+The doctor sends questions with `ask`, and the process on the node answers them with `serve`, one after
+another. Each message is a line of JSON (see pipeline.distributed.launch.ssh).
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,20 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 from pipeline.distributed.launch.ssh import NodeProcess, decode_message, encode_message, wait_and_report
 
 ANSWER_LIMIT = 300.0
-"""Seconds that a node has for an answer. ssh itself gives up a machine that is gone within 20."""
+"""Seconds that a node has for an answer. If a machine disappears, ssh itself ends within 20 seconds."""
 Result = TypeVar("Result")
 Tell = Callable[[str], None]
+"""Function that reports the step at which a process is."""
 Method = Callable[[Any, Tell], Any]
-"""Answers a question with a value; it is also given a function that says which step it is at."""
+"""Function that answers a question. Its arguments: the question's value, and the function for its steps."""
 
 
 class SilentError(Exception):
     """A node did not answer.
 
     Args:
-        code: Exit code of the process that leads to it; None if that process still runs.
-        said: Last words of that process.
+        code: Exit code of the local process that connects to the node; `None` if that process still runs.
+        said: Last output of that process, or the reason why it is not waited for any longer.
     """
 
     def __init__(self, code: int | None, said: str):
@@ -36,10 +41,16 @@ class SilentError(Exception):
 
 
 async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float = ANSWER_LIMIT) -> Any:
-    """Return a node's answer. One that was silent once is not to be asked again.
+    """Ask a node, and return its answer. After a SilentError, do not ask this node again.
+
+    Args:
+        node: Process to ask.
+        method: Name of the question.
+        value: Argument of the question, as JSON can express it.
+        seconds: Time limit for the answer.
 
     Raises:
-        SilentError: There was no answer within the time, or the process ended.
+        SilentError: There was no answer within the time limit, or the process ended.
     """
     node.send({"ask": method, "with": value})
     try:
@@ -56,10 +67,10 @@ async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float 
 async def ask_all(
     nodes: Iterable[NodeProcess], question: Callable[[NodeProcess], Awaitable[Result]]
 ) -> tuple[dict[str, Result], dict[str, SilentError]]:
-    """Ask all nodes at the same time, and say on the console which of them are waited for.
+    """Ask all nodes at the same time. The console names the nodes that are slow to answer.
 
     Returns:
-        The answers, and why there is none, both by node and in the order of the nodes.
+        Answers by node, and errors by node for those that did not answer. Both have the order of `nodes`.
     """
 
     async def attempt(node: NodeProcess) -> Result | SilentError:
@@ -73,26 +84,32 @@ async def ask_all(
     if tasks:
         await wait_and_report(tasks, lambda name: f"{name} ({by_name[name].step})")
     results = {name: task.result() for name, task in tasks.items()}
-    answers = {name: each for name, each in results.items() if not isinstance(each, SilentError)}
-    return answers, {name: each for name, each in results.items() if isinstance(each, SilentError)}
+    answers = {name: result for name, result in results.items() if not isinstance(result, SilentError)}
+    errors = {name: result for name, result in results.items() if isinstance(result, SilentError)}
+    return answers, errors
 
 
 async def clock_offset(node: NodeProcess) -> float:
-    """Return the seconds that a node's clock is ahead, as far as the way there and back proves it."""
-    tries = []
+    """Return the seconds by which a node's clock is ahead; negative if it is behind.
+
+    The offset is known up to half the round trip, and this uncertainty is subtracted: the result is the
+    offset that is certain. Of three measurements, the one with the shortest round trip counts.
+    """
+    measurements = []
     for _ in range(3):
         sent = time.time()
-        there = float(await ask(node, "time"))
-        back = time.time()
-        tries.append((back - sent, there - (sent + back) / 2))
-    way, offset = min(tries)
-    return max(0.0, abs(offset) - way / 2) * (1 if offset > 0 else -1)
+        remote = float(await ask(node, "time"))
+        received = time.time()
+        measurements.append((received - sent, remote - (sent + received) / 2))
+    round_trip, offset = min(measurements)
+    return max(0.0, abs(offset) - round_trip / 2) * (1 if offset > 0 else -1)
 
 
 def own_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return standard input and output, for messages alone: what a library prints goes to standard error.
+    """Return standard input and output for messages alone; later prints go to standard error.
 
-    These are not sys.stdin's own buffers: Python aborts at its exit if a thread waits in those.
+    A library may print, and its lines must not mix with the messages. The streams are not the buffers of
+    sys.stdin and sys.stdout: Python aborts at its exit if a thread waits in those.
     """
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
@@ -106,10 +123,10 @@ def serve(
     methods: Mapping[str, Method],
     at_end: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Answer questions until there are no more. Then the process ends, whatever it is doing.
+    """Answer questions until their stream ends. Then the process ends, even in the middle of an answer.
 
     Args:
-        questions: Stream of questions, one a line.
+        questions: Stream of questions, one per line.
         answers: Stream for the answers.
         methods: Name of a question -> the function that answers it.
         at_end: Called before the process ends.
@@ -124,7 +141,7 @@ def serve(
         os._exit(0)
 
     def send(message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # whoever asked is gone: `read` finds out
+        with contextlib.suppress(OSError, ValueError):  # the doctor is gone, and `read` ends the process
             answers.write(encode_message(message))
             answers.flush()
 

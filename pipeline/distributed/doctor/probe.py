@@ -1,7 +1,7 @@
-"""The far side of an examination: the process that the doctor starts on every host and asks.
+"""Process that the doctor starts on every host, and that answers its questions there.
 
-It runs as `python -m pipeline.distributed.doctor.probe`. It only looks, runs no command that comes with a
-question, and removes what it made when its questions end.
+It runs as `python -m pipeline.distributed.doctor.probe`. It changes nothing on the machine except for a
+marker file, which it removes at its end, and it runs no command that comes with a question.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeline.distributed.launch.ssh import local_command, start_process
 from pipeline.distributed.waiting import find_free_port
 
 CHECK_LIMIT = 90.0
-"""Seconds for the checks: a folder on a file server that is gone never answers."""
+"""Seconds for all checks together. A folder on a file server that is down never answers."""
 
 
 class Probe:
@@ -44,7 +44,16 @@ class Probe:
         self._sees_markers = False
 
     def examine(self, values: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """Return the findings of every check, the network, and the number of GPUs."""
+        """Run all checks, and return their findings, the network and the number of GPUs.
+
+        Args:
+            values: Fields of the MachineQuestion.
+            tell: Called with the names of the checks that still run.
+
+        Returns:
+            `findings`: check -> fields of its CheckResult. `network`: fields of the Network, or `None` if it
+            cannot be read; then `findings` has the fault. `num_gpus`: number of visible GPUs.
+        """
         question = MachineQuestion(**values)
         self._question = question
         os.environ.update(question.environment)
@@ -54,30 +63,48 @@ class Probe:
         }
         checks["network"] = partial(network.read_network, question.names, port)
         checks["gpus"] = read_gpus
-        found = run_checks(checks, CHECK_LIMIT, tell)
-        gpus, own_network = found.pop("gpus"), None
-        if isinstance(found["network"], network.Network):
-            own_network = asdict(found.pop("network"))
-        self._sees_markers = not found["folders"].faults
+        results = run_checks(checks, CHECK_LIMIT, tell)
+        gpus = results.pop("gpus")
+        own_network = None
+        if isinstance(results["network"], network.Network):
+            own_network = asdict(results.pop("network"))
+        self._sees_markers = not results["folders"].faults
         return {
-            "findings": {name: asdict(finding) for name, finding in found.items()},
+            "findings": {name: asdict(finding) for name, finding in results.items()},
             "network": own_network,
             "num_gpus": len(gpus) if isinstance(gpus, list) else 0,
         }
 
     def connect(self, peers: list[tuple[str, str, int]], tell: Tell) -> dict[str, Any]:
-        """Try the peers, and look whose markers this host sees."""
+        """Connect to the peers, and find the hosts whose markers this host sees.
+
+        Args:
+            peers: Name, address and port of each.
+            tell: Called once with this step.
+
+        Returns:
+            `links`: fields of a Link for each peer. `sees`: names of the hosts whose markers are visible.
+        """
         assert self._question is not None
         tell("connecting to the other hosts")
         links = network.connect_to(peers, self._question.token)
-        names = self._question.names if self._sees_markers else []  # else the folder may never answer
+        # After a fault in the folders check, the folder may never answer.
+        names = self._question.names if self._sees_markers else []
         return {
             "links": [asdict(link) for link in links],
             "sees": [name for name in names if self._marker(name).exists()],
         }
 
     def reduce(self, parts: list[dict[str, Any]], tell: Tell) -> list[dict[str, Any]]:
-        """Take part in the all-reduce with this machine's ranks, and return what each measured."""
+        """Take part in the all-reduce with this machine's ranks, each in a process of its own.
+
+        Args:
+            parts: Arguments of `all_reduce.take_part` for each rank.
+            tell: Called with each step of each rank.
+
+        Returns:
+            Fields of the RankMeasurements of each rank.
+        """
 
         async def take_part(part: dict[str, Any]) -> dict[str, Any]:
             rank = await start_process("rank", local_command(MODULE))
@@ -87,9 +114,9 @@ class Probe:
             except SilentError as error:
                 problem = f"still at {rank.step} after {LIMIT:.0f} s"
                 if error.code is not None:
-                    problem = f"ended with code {error.code} at {rank.step}: {error.said.splitlines()[-1]}"
+                    problem = f"exit code {error.code} at {rank.step}: {error.said.splitlines()[-1]}"
                 measured = asdict(RankMeasurements(part["rank"], rank.step, problem))
-            await rank.close(patience=0.5)  # one that hangs is not waited for
+            await rank.close(patience=0.5)  # a rank that hangs is killed soon
             return measured
 
         async def take_all() -> list[dict[str, Any]]:
@@ -98,7 +125,7 @@ class Probe:
         return asyncio.run(take_all())
 
     def close(self) -> None:
-        """Leave the machine as it was."""
+        """Remove the marker file, so that the machine is as it was before."""
         if self._question is not None:
             with contextlib.suppress(OSError):
                 self._marker(self._question.name).unlink()
@@ -109,7 +136,16 @@ class Probe:
 
 
 def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell) -> dict[str, Any]:
-    """Run all checks at the same time. One that fails, or takes too long, is a fault; it is left running."""
+    """Run all checks at the same time, and return their results.
+
+    The result of a check that raises, or that exceeds the time limit, is a CheckResult with that fault. A
+    check that exceeds the limit is not stopped: a thread cannot be.
+
+    Args:
+        checks: Name of each check -> the function that runs it.
+        seconds: Time limit for all checks together.
+        tell: Called about once a second with the names of the checks that still run.
+    """
     pool = ThreadPoolExecutor(max_workers=len(checks))
     futures: dict[str, Future[Any]] = {name: pool.submit(check) for name, check in checks.items()}
     deadline = time.monotonic() + seconds
@@ -119,22 +155,28 @@ def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell)
         wait([futures[name] for name in missing], timeout=1.0)
         missing = [name for name, future in futures.items() if not future.done()]
     pool.shutdown(wait=False)
-    found = {}
+    results = {}
     for name, future in futures.items():
         if future.done() and future.exception() is None:
-            found[name] = future.result()
+            results[name] = future.result()
             continue
-        found_out, look = f"no answer within {seconds:g} s", "a file server or name server that is gone"
+        reason = f"no answer within {seconds:g} s"
+        fix = f"look for a file server or name server that does not respond on {HOST}"
         if future.done():
             error = future.exception()
-            found_out, look = f"{type(error).__name__}: {error}", "the machine"
-        fault = Fault("fail", f"could not be found out: {found_out}", f"look for {look} on {HOST}")
-        found[name] = CheckResult("", [fault])
-    return found
+            reason = f"{type(error).__name__}: {error}"
+            fix = f"log in to {HOST} and look for the cause of this error"
+        results[name] = CheckResult("", [Fault("fail", f"could not be checked: {reason}", fix)])
+    return results
 
 
 def answer(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
-    """Answer the doctor until it has no more questions. Then the process ends."""
+    """Answer the doctor's questions until their stream ends. Then the process ends.
+
+    Args:
+        questions: Stream of questions.
+        answers: Stream for the answers.
+    """
     probe = Probe()
     methods: dict[str, Method] = {
         "time": lambda _, __: time.time(),

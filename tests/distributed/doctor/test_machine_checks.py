@@ -262,7 +262,7 @@ def test_a_network_that_cannot_be_read_is_a_fault(machine, monkeypatch):
     answer = probe.Probe().examine(asdict(machine), lambda step: None)
     assert answer["network"] is None
     (fault,) = answer["findings"]["network"]["faults"]
-    assert fault["found"] == "could not be found out: OSError: no interfaces"
+    assert fault["found"] == "could not be checked: OSError: no interfaces"
 
 
 @pytest.mark.slow
@@ -272,8 +272,8 @@ def test_a_check_that_fails_or_takes_too_long_is_a_fault():
     found = run_checks(checks, 2.5, steps.append)
     gate.set()
     assert found["a"] == 1
-    assert the_fault(found["b"]).found == "could not be found out: no answer within 2.5 s"
+    assert the_fault(found["b"]).found == "could not be checked: no answer within 2.5 s"
     assert "file server" in the_fault(found["b"]).fix
-    assert the_fault(found["c"]).found == "could not be found out: KeyError: 'x'"
+    assert the_fault(found["c"]).found == "could not be checked: KeyError: 'x'"
     assert steps[0] == "a, b, c"
     assert steps[-1] == "b", "what is waited for is said"
