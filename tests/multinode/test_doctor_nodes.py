@@ -83,7 +83,7 @@ def test_well_machines_are_green_and_left_as_they_were(cluster):
     assert report.count("fail") == 0
     report.row("links  ", "slowest node", "Gbit/s")  # how fast each is, is this machine's affair
     report.row("all-reduce  ok", "over 4 ranks")
-    report.row("ports  ok", "all 12 ways")
+    report.row("ports  ok", "all 12 connections")
     report.row("run folder  ok", "each host has its own")
     report.row("interface  ok  eth0")
     cluster.wait_until_idle()
@@ -186,7 +186,7 @@ def test_a_network_with_traps(cluster):
         wrong = doctor(cluster, "--quick", GLOO_SOCKET_IFNAME="eth7")
     assert report.code == 2
     report.row("ports  fail", "node4 -> node2: no answer within 10 s", "10.77.0.12", "ssh node2 iptables")
-    report.row("interface  fail  node3: gloo would offer 127.0.1.1", "export GLOO_SOCKET_IFNAME=eth0")
+    report.row("interface  fail  node3: gloo would advertise 127.0.1.1", "export GLOO_SOCKET_IFNAME=eth0")
     report.row("interface  fail  node4: gloo would use br9 (192.168.9.4)", "export GLOO_SOCKET_IFNAME=eth0")
     assert report.count("fail") == 3
     repaired.row("interface  ok  eth0")

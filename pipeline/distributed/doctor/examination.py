@@ -189,7 +189,7 @@ class _Examination:
             return []
         here = read_network([])
         for host, network in self.networks.items():
-            if network.is_same_machine != here.is_same_machine:
+            if network.identity != here.identity:
                 found = f"{host} alone is chosen and is not this machine: deepspeed would run its ranks here"
                 return [CheckRow("hosts", "fail", found, f"add --force_multi, or start on {host}", (host,))]
         return []

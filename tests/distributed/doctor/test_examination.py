@@ -206,10 +206,10 @@ def test_hosts_through_ssh(tmp_path, monkeypatch, capsys):
         "ssh fail gone: there is no way to it",
         "disk ok enough free in",
         "clock ok within 0.",
-        "hosts fail a, localhost: a and localhost are one machine",
-        "names fail a, localhost: a is unknown",
-        "ports ok all 2 ways are open",
-        "run folder ok one for all hosts",
+        "hosts fail a, localhost: a and localhost are the same machine",
+        "names fail a, localhost: the name a does not resolve",
+        "ports ok all 2 connections succeed",
+        "run folder ok shared by all hosts",
         "all-reduce warning not tried -> first: hosts, ",
     ):
         assert row in table
@@ -278,4 +278,4 @@ def test_tasks_of_srun_find_each_other(tmp_path):
     said = [task.communicate(timeout=300)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 2], said
     assert said[0] == ""
-    assert "n0 and n1 are one machine" in " ".join(said[1].split())  # as they are here
+    assert "n0 and n1 are the same machine" in " ".join(said[1].split())  # as they are here

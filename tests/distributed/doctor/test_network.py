@@ -67,7 +67,7 @@ def test_all_is_well():
     rows = check_names(networks) + check_ports(networks, open_links) + check_interfaces(networks, open_links)
     rows += check_sharing({host: list("abc") for host in "abc"}, "runs")
     assert not bad(rows)
-    assert {row.found for row in rows} >= {"all 6 ways are open", "eth0", "one for all hosts"}
+    assert {row.found for row in rows} >= {"all 6 connections succeed", "eth0", "shared by all hosts"}
 
 
 def test_a_closed_way_is_named_with_its_direction():
@@ -82,10 +82,10 @@ def test_a_closed_way_is_named_with_its_direction():
 @pytest.mark.parametrize(
     ("name", "known", "status", "found"),
     [
-        ("a", [], "fail", "a is unknown"),
-        ("a", ["127.0.1.1"], "fail", "a is 127.0.1.1, which is b itself"),
-        ("a", ["10.0.0.9"], "fail", "a is 10.0.0.9, an address that a does not have"),
-        ("c", [], "warning", "c is unknown"),
+        ("a", [], "fail", "the name a does not resolve"),
+        ("a", ["127.0.1.1"], "fail", "a resolves to 127.0.1.1, which is b itself"),
+        ("a", ["10.0.0.9"], "fail", "a resolves to 10.0.0.9, which is not an address of a"),
+        ("c", [], "warning", "the name c does not resolve"),
         ("b", ["127.0.1.1"], None, ""),  # check_interfaces judges it
     ],
 )
@@ -99,21 +99,21 @@ def test_names(name, known, status, found):
 
 def test_two_names_of_one_machine():
     (row,) = bad(check_names(well("ab", hostname="a", boot_id="boot of a")))
-    assert (row.found, row.hosts) == ("a and b are one machine", ("a", "b"))
+    assert (row.found, row.hosts) == ("a and b are the same machine", ("a", "b"))
 
 
 @pytest.mark.parametrize(
     ("own", "given", "closed", "status", "found"),
     [
         # Debian writes 127.0.1.1 beside a machine's own name.
-        ("127.0.1.1", {}, [], "fail", "gloo would offer 127.0.1.1 (lo) to the others"),
+        ("127.0.1.1", {}, [], "fail", "gloo would advertise 127.0.1.1 (lo), which other"),
         ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, [], None, ""),
         (
             "127.0.1.1",
             {"GLOO_SOCKET_IFNAME": "eth1"},
             [],
             "fail",
-            "GLOO_SOCKET_IFNAME=eth1: there is no such",
+            "GLOO_SOCKET_IFNAME=eth1: no interface",
         ),
         ("172.17.0.1", {}, [], "warning", "gloo would use docker0 (172.17.0.1); the first host is reached"),
         ("172.17.0.1", {}, [("a", "172.17.0.1")], "fail", "gloo would use docker0 (172.17.0.1)"),
