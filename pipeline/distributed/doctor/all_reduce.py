@@ -1,6 +1,6 @@
-"""One rank of the doctor's all-reduce, a process of its own, and what its measurements say.
+"""The doctor's all-reduce: the process of one rank, and the rows that follow from all measurements.
 
-It runs as `python -m pipeline.distributed.doctor.all_reduce`, started by the probe of its machine.
+The probe of each machine starts `python -m pipeline.distributed.doctor.all_reduce` once for each rank.
 """
 
 from __future__ import annotations
@@ -22,53 +22,63 @@ if TYPE_CHECKING:
 
 MODULE = "pipeline.distributed.doctor.all_reduce"
 LIMIT = 240.0
-"""Seconds for the all-reduce and what leads to it."""
+"""Seconds from the start of a rank's process to the end of its all-reduce."""
 STEPS = ("starting", "loading torch", "joining", "the first all-reduce", "transfers", "the large all-reduce")
-"""Steps of a rank, in order."""
+"""Steps of a rank, in order; `joining` is the creation of the process group."""
 SIZES = {"cpu": 16 * MIB, "cuda": 256 * MIB}
-"""Bytes of a transfer and of the large all-reduce."""
+"""Type of device -> bytes of a transfer and of the large all-reduce."""
 TRIES = 3
-"""Measurements of each, of which the fastest counts: the first one makes the connection."""
+"""Measurements of each speed. The fastest counts, since the first one also opens the connection."""
 SLOW = 1 / 3
-"""Share of the usual speed below which a link is slow."""
-
-
+"""Share of the usual speed below which a link counts as slow."""
 Rounds = list[list[list[int]]]
-"""Transfers, each from one rank to another; those of a round run at the same time."""
+"""Rounds of transfers, each from one rank to another. The transfers of a round run at the same time."""
 
 
 @dataclass
 class RankMeasurements:
-    """Measurements of a rank, as far as it came. Speeds are bytes a second."""
+    """Measurements of a rank, up to the step that it reached. Speeds are in bytes per second."""
 
     rank: int
     step: str = STEPS[0]
-    """The last step that it began."""
+    """Last step that the rank began."""
     problem: str = ""
+    """Reason of a failure; empty if the rank finished."""
     links: list[list[float]] = field(default_factory=list)
     """Sender, receiver and speed of each transfer that this rank received."""
     bandwidth: float = 0.0
-    """Bus bandwidth of the all-reduce: 2 (n - 1) / n x size / time."""
+    """Bus bandwidth of the large all-reduce: 2 (n - 1) / n x size / time, for n ranks."""
     size: int = 0
+    """Bytes of the large all-reduce."""
 
 
 def plan_ring_transfers(num_hosts: int) -> Rounds:
-    """Return transfers from each host to the next, in rounds in which no host takes part twice."""
+    """Return transfers from each host to the next, as a ring.
+
+    No host takes part twice in a round, so transfers of a round do not slow each other down. An odd number
+    of hosts needs a third round.
+
+    Args:
+        num_hosts: Number of hosts; fewer than two have no transfers.
+    """
     if num_hosts < 2:
         return []
     rounds: Rounds = [[], [], []]
     for host in range(num_hosts):
         is_last_of_odd = host == num_hosts - 1 and num_hosts % 2
         rounds[2 if is_last_of_odd else host % 2].append([host, (host + 1) % num_hosts])
-    return [each for each in rounds if each]
+    return [pairs for pairs in rounds if pairs]
 
 
 def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Do one rank's part, and return what it measured, or what failed.
+    """Run one rank of the all-reduce.
 
     Args:
-        part: The arguments of `_measure` that say where the ranks meet.
+        part: Arguments of `_measure` except for `measured` and `enter`.
         tell: Called with each step as it begins.
+
+    Returns:
+        Fields of the rank's RankMeasurements. An error is one of them.
     """
     measured = RankMeasurements(part["rank"])
 
@@ -78,7 +88,7 @@ def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     try:
         _measure(**part, measured=measured, enter=enter)
-    except Exception as error:  # gloo, NCCL and the store each raise their own
+    except Exception as error:  # gloo, NCCL and the store raise various types
         measured.problem = summarize_error(error, 300)
     return asdict(measured)
 
@@ -94,6 +104,21 @@ def _measure(
     measured: RankMeasurements,
     enter: Tell,
 ) -> None:
+    """Join the process group, check a sum, and measure transfers and a large all-reduce.
+
+    Args:
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        gpu: Index of this rank's GPU; `None` to compute on the CPU.
+        address: Address of the store, which rank 0 hosts.
+        port: Port of the store.
+        rounds: Transfers to measure.
+        measured: Measurements, filled as they are made.
+        enter: Called with each step as it begins.
+
+    Raises:
+        ValueError: The sum over all ranks is wrong.
+    """
     enter("loading torch")
     import torch
     import torch.distributed as dist
@@ -120,7 +145,7 @@ def _measure(
     dist.all_reduce(ones)
     expected = world_size * (world_size + 1) / 2
     if ones.ne(expected).any().item():
-        raise ValueError(f"the sum over all ranks is {ones[0].item():g}, not {expected:g}")
+        raise ValueError(f"the sum over all ranks is {ones[0].item():g}, expected {expected:g}")
     enter("transfers")
     measured.links = _transfer(rank, rounds, device)
     enter("the large all-reduce")
@@ -138,13 +163,17 @@ def _measure(
 
 
 def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[float]]:
-    """Return the speeds of what this rank received. It asks for each: a late sender does not count."""
+    """Take part in the transfers, and return sender, receiver and speed of those that this rank received.
+
+    The receiver requests each transfer and starts its clock then, so that a sender that comes late does not
+    look like a slow link.
+    """
     import torch
     import torch.distributed as dist
 
     buffer = torch.zeros(SIZES[device.type], dtype=torch.uint8, device=device)
     request = torch.zeros(1, device=device)
-    found: list[list[float]] = []
+    received: list[list[float]] = []
     for pairs in rounds:
         for source, target in pairs:
             if rank == source:
@@ -158,12 +187,13 @@ def _transfer(rank: int, rounds: Rounds, device: torch.device) -> list[list[floa
                     dist.send(request, source)
                     dist.recv(buffer, source)
                     seconds.append(_now(device) - started)
-                found.append([source, target, len(buffer) / min(seconds)])
+                received.append([source, target, len(buffer) / min(seconds)])
         dist.barrier()
-    return found
+    return received
 
 
 def _now(device: torch.device) -> float:
+    """Return the time in seconds, after the device has finished its work."""
     import torch
 
     if device.type == "cuda":
@@ -174,58 +204,59 @@ def _now(device: torch.device) -> float:
 def check_all_reduce(
     places: Sequence[str], results: Sequence[RankMeasurements], problem: str, has_gpus: bool
 ) -> list[CheckRow]:
-    """Return the rows of the all-reduce and of the links.
+    """Return the row of the all-reduce and, if it succeeded between hosts, the row of the links.
 
     Args:
         places: Host of each rank.
-        results: Measurements of the ranks.
+        results: Measurements of all ranks.
         problem: Reason why there are no results; empty if there are.
         has_gpus: Whether the ranks compute on GPUs.
     """
-    more = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"
-    fix = f"look at the rows above; {more} in front of this command shows more"
+    variable = "NCCL_DEBUG=INFO" if has_gpus else "TORCH_CPP_LOG_LEVEL=INFO"
+    fix = f"check the rows above; for details run this command again with {variable} in front"
     if problem:
         return [CheckRow("all-reduce", "fail", problem, fix)]
-    wrong = [each for each in results if each.problem]
-    if wrong:
-        # The others wait for the one that is furthest behind.
-        first = min(wrong, key=lambda each: STEPS.index(each.step))
-        behind = [each for each in wrong if each.step == first.step]
-        hosts = tuple(dict.fromkeys(places[each.rank] for each in behind))
+    failed = [result for result in results if result.problem]
+    if failed:
+        # The other ranks wait for the one that is furthest behind, so its problem is the cause.
+        first = min(failed, key=lambda result: STEPS.index(result.step))
+        behind = [result for result in failed if result.step == first.step]
+        hosts = tuple(dict.fromkeys(places[result.rank] for result in behind))
         return [CheckRow("all-reduce", "fail", f"stopped at {first.step}: {first.problem}", fix, hosts)]
     ranks = f"{len(results)} rank{'s' * (len(results) > 1)}"
-    slowest = min(each.bandwidth for each in results)
-    over = f", {_speed(slowest)} a rank" if len(results) > 1 else ""
-    found = f"{min(each.size for each in results) / MIB:.0f} MiB over {ranks}{over}"
+    slowest = min(result.bandwidth for result in results)
+    speed = f", {_format_speed(slowest)} per rank" if len(results) > 1 else ""
+    found = f"{min(result.size for result in results) / MIB:.0f} MiB over {ranks}{speed}"
     return [CheckRow("all-reduce", "ok", found), *_check_links(places, results)]
 
 
 def _check_links(places: Sequence[str], results: Sequence[RankMeasurements]) -> list[CheckRow]:
+    """Compare the speeds of the links between hosts, and name a slow link or a slow host."""
     speeds = {
         (places[int(source)], places[int(target)]): speed
-        for each in results
-        for source, target, speed in each.links
+        for result in results
+        for source, target, speed in result.links
     }
     if not speeds:
         return []
-    # Of two links the faster is what the slower is compared with.
+    # The median of two links would be their mean; compare the slower one with the faster one instead.
     usual = median(speeds.values()) if len(speeds) > 2 else max(speeds.values())
     slow = {pair for pair, speed in speeds.items() if speed < SLOW * usual}
     (source, target), least = min(speeds.items(), key=lambda item: item[1])
-    found = f"slowest {source} -> {target} {_speed(least)}; usual {_speed(usual)}"
+    found = f"slowest {source} -> {target} {_format_speed(least)}; usual {_format_speed(usual)}"
     if not slow:
         return [CheckRow("links", "ok", found)]
-    # If all links of a host are slow, the host is.
-    guilty = [host for host in (source, target) if len({pair for pair in slow if host in pair}) > 1]
-    hosts = tuple(guilty or (source, target))
-    fix = f"on {', '.join(hosts)}: what else runs (top), the link's speed and errors (ip -s link; ethtool)"
-    if len(guilty) == 1:
-        found = f"{guilty[0]} is slow: {found}"
+    # Every host has two links of the ring. If both are slow, the host is the cause.
+    slow_hosts = [host for host in (source, target) if len({pair for pair in slow if host in pair}) > 1]
+    hosts = tuple(slow_hosts or (source, target))
+    fix = f"on {', '.join(hosts)} look for other processes (top) and link errors (ip -s link; ethtool)"
+    if len(slow_hosts) == 1:
+        found = f"{slow_hosts[0]} is slow: {found}"
     return [CheckRow("links", "warning", found, fix, hosts)]
 
 
-def _speed(bytes_a_second: float) -> str:
-    return f"{bytes_a_second * 8 / 1e9:.3g} Gbit/s"
+def _format_speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def _find_wrong_names(networks: Networks) -> Iterator[tuple[str, Fault]]:
         for name, target in networks.items():
             status: Status = "fail" if name == master else "warning"  # every rank connects to the master
             resolved = network.names.get(name, [])
-            fix = f'add the line "{choose_address(name, networks)} {name}" to /etc/hosts on {HOST}'
+            fix = f'write the line "{choose_address(name, networks)} {name}" in /etc/hosts on {HOST}'
             if not resolved:
                 yield host, Fault(status, f"the name {name} does not resolve", fix)
             elif host != name and is_loopback(resolved[0]):
@@ -350,9 +350,10 @@ def check_interfaces(networks: Networks, links: Links) -> list[CheckRow]:
                 # gloo falls back to loopback if no interface has the address of the host's own name.
                 advertised = f"{address or '127.0.0.1'} ({name or 'lo'})"
                 found = f"{library} would advertise {advertised}, which other hosts cannot reach"
-                hostname = networks[host].hostname
-                own_line = f"{choose_address(host, networks)} {hostname}"
-                fix += f', or correct the line of {hostname} in /etc/hosts on {HOST}: "{own_line}"'
+                if library == "gloo":
+                    hostname = networks[host].hostname
+                    own_line = f"{choose_address(host, networks)} {hostname}"
+                    fix += f', or correct the line of {hostname} in /etc/hosts on {HOST}: "{own_line}"'
                 fault = Fault("fail", found, fix)
             else:
                 found = f"{library} would use {name} ({address}); the first host is reached through {right}"

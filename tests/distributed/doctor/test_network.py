@@ -213,7 +213,7 @@ def measured(speeds):
 def test_the_slow_link_or_host_is_named(speeds, hosts):
     names = list("abcd")[: len(speeds)]
     reduced, row = check_all_reduce(names, measured(speeds), "", has_gpus=False)
-    assert reduced.found == f"16 MiB over {len(speeds)} ranks, 4 Gbit/s a rank"
+    assert reduced.found == f"16 MiB over {len(speeds)} ranks, 4 Gbit/s per rank"
     assert (row.hosts, row.status) == (hosts, "warning" if hosts else "ok")
     slowest = speeds.index(min(speeds))
     assert f"{names[slowest]} -> {names[(slowest + 1) % len(names)]}" in row.found
