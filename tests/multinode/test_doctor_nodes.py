@@ -112,8 +112,8 @@ def test_each_machine_with_a_fault_of_its_own(cluster):
         report = doctor(cluster, "--quick")
     assert report.code == 2
     report.row("clock  fail  node2: 5.0 s behind", "ssh node2 timedatectl set-ntp true")
-    report.row("project  fail  node2: commit 1111111111, here ", "rsync", "node2:")
-    report.row("project  fail  node3: other source files")
+    report.row("project  fail  node2: commit 1111111111, but the launching machine has ", "rsync", "node2:")
+    report.row("project  fail  node3: source files differ")
     report.row("versions  fail  node3: torch 1.", "ssh node3", "-m pip install torch==")
     report.row("memory  fail  node3: 391 MiB free for 1 rank")
     report.row("disk  fail  node4: ", "runs: 2 MiB free", "ssh node4 df -h")
