@@ -135,7 +135,7 @@ def test_machines_that_cannot_be_reached(cluster):
     report.row("ssh  fail  node3: asks for a password", "ssh-copy-id node3")
     report.row("folder  fail  node4: no folder", "rsync -a")
     report.row("ssh  fail  nowhere: unknown host", "hostfile")
-    report.row("all-reduce  warning  not tried", "first: folder, ssh")
+    report.row("all-reduce  warning  skipped", "first: folder, ssh")
 
 
 @pytest.mark.nightly
@@ -156,7 +156,7 @@ def test_a_machine_without_the_python_and_one_that_is_not_this(cluster):
 
     report = doctor(cluster, "--quick", "--include", "node3")
     assert report.code == 2
-    report.row("hosts  fail  node3: node3 alone is chosen", "--force_multi")
+    report.row("hosts  fail  node3: node3 is the only host", "--force_multi")
     assert doctor(cluster, "--quick", "--include", "node3", "--force_multi").code == 0
 
 

@@ -1,1 +1,1 @@
-"""Finds what is wrong with the machines of a job before it starts: asks every host and judges each answer."""
+"""Examines the machines of a job before it starts: asks every host, and reports each fault with its fix."""

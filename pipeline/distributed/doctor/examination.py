@@ -1,7 +1,8 @@
-"""The examination from start to end: opens a process on every host, asks them all, and judges.
+"""Examines the hosts of a job: starts a probe on each, asks all of them, and compares their answers.
 
-Through ssh, on this machine alone, or under srun. There a task on each machine is its probe, and task 0 asks
-them all: the tasks find each other at a port that follows from the job's number.
+The probes run on the hosts of a hostfile (through ssh), on this machine alone, or under srun. Under srun the
+first task of each machine is its probe, and task 0 asks all of them. The other tasks connect to task 0 at a
+port that is computed from the job's number.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pipeline.distributed.doctor.network import (
     read_network,
 )
 from pipeline.distributed.doctor.node import SilentError, ask, ask_all, clock_offset
-from pipeline.distributed.doctor.probe import answer
+from pipeline.distributed.doctor.probe import answer_questions
 from pipeline.distributed.doctor.rows import HOST, CheckRow, Fault, group_faults, merge_texts
 from pipeline.distributed.launch.ssh import (
     LONGEST_LINE,
@@ -53,170 +54,191 @@ from pipeline.errors import LaunchError
 
 PROBE = "pipeline.distributed.doctor.probe"
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_EXTENSIONS_DIR")
-"""Variables of this shell that change what the doctor sees."""
+"""Prefixes of the variables of this shell that the probes receive, since they change the results."""
 CLOCK = (2.0, 0.5)
-"""Seconds that a clock may differ before a check fails, or warns."""
+"""Seconds by which a clock may differ before the check fails, or warns."""
 REACHING = {"ssh", "python", "folder"}
+"""Checks that fail if no probe can be started on a host."""
 BLOCKING = REACHING | {
     *("project", "versions", "devices", "driver", "network", "hosts", "names", "ports", "interface")
 }
-"""Checks whose faults an all-reduce would only show again, later and less clearly."""
+"""Checks whose faults would also stop an all-reduce, later and with a less clear message."""
 TASKS_LIMIT = 120.0
-"""Seconds for all tasks of srun to find each other."""
+"""Seconds until the probes of all machines under srun must have connected to task 0."""
 
 
 @dataclass(frozen=True)
 class ExaminationSettings:
-    """Hosts and settings to examine."""
+    """Hosts to examine, and the facts about the run that the checks depend on."""
 
     devices: Mapping[str, list[int] | None]
-    """Every host of the job and its devices (None: all it has), in order: the first is the master."""
+    """Host -> its devices (`None`: all of them), in the job's order. The first host is the master."""
     quick: bool = False
-    """Leave the all-reduce out: torch is not loaded."""
+    """Whether to skip the all-reduce, so that torch is not loaded."""
     folders: Sequence[str] = ("runs", "~/.cache/deepspeed-pipeline")
-    """Folders that the run writes to; the first is that of its runs."""
+    """Folders that the run writes to. The first is the folder of runs."""
     ops: Collection[NativeOp] | None = None
-    """Native ops that the run needs; None if no run is known."""
+    """Native ops that the run needs; `None` if no run is known."""
     force_multi: bool = False
-    """Whether the launcher will use ssh also for one host."""
+    """Whether the launcher uses ssh even for a single host."""
     is_remote: bool = True
-    """Whether the hosts are reached as the launcher would; False for this machine alone."""
+    """Whether clocks and names are checked, and a fix needs ssh. False for this machine alone."""
 
 
-def examine(wanted: ExaminationSettings) -> list[CheckRow]:
-    """Examine every host of the job, all at the same time.
+def examine(settings: ExaminationSettings) -> list[CheckRow]:
+    """Examine all hosts of the job at the same time.
 
     Returns:
-        A row for each check, or for each fault that it found.
+        Rows of all checks: one row for a check that passed, otherwise one for each fault.
     """
-    return asyncio.run(_examine(wanted))
+    return asyncio.run(_examine(settings))
 
 
-async def _examine(wanted: ExaminationSettings) -> list[CheckRow]:
+async def _examine(settings: ExaminationSettings) -> list[CheckRow]:
     nodes = []
-    for host in wanted.devices:
-        command = ssh_command(host, PROBE, Path.cwd()) if wanted.is_remote else local_command(PROBE)
+    for host in settings.devices:
+        command = ssh_command(host, PROBE, Path.cwd()) if settings.is_remote else local_command(PROBE)
         nodes.append(await start_process(host, command))
-    rows = await _examine_nodes(wanted, nodes)
-    if wanted.is_remote and not any(row.check in REACHING for row in rows):
-        rows.insert(0, CheckRow("ssh", "ok", "every host, without a question"))
+    rows = await _examine_nodes(settings, nodes)
+    if settings.is_remote and not any(row.check in REACHING for row in rows):
+        rows.insert(0, CheckRow("ssh", "ok", "connects to every host without a prompt"))
     return rows
 
 
-async def _examine_nodes(wanted: ExaminationSettings, nodes: Sequence[NodeProcess]) -> list[CheckRow]:
+async def _examine_nodes(settings: ExaminationSettings, nodes: Sequence[NodeProcess]) -> list[CheckRow]:
     try:
-        return await _Examination(wanted, {node.name: node for node in nodes}).run()
+        return await _Examination(settings, {node.name: node for node in nodes}).run()
     finally:
         await asyncio.gather(*(node.close() for node in nodes))
 
 
-def restrict_to_this_machine(wanted: ExaminationSettings) -> ExaminationSettings:
-    """Return the same for this machine alone and all its devices."""
-    return replace(wanted, devices={platform.node(): None}, is_remote=False)
+def restrict_to_this_machine(settings: ExaminationSettings) -> ExaminationSettings:
+    """Return a copy of the settings, for this machine alone and all its devices."""
+    return replace(settings, devices={platform.node(): None}, is_remote=False)
 
 
 @dataclass
 class _Examination:
-    """Answers so far. Keys are hosts in the job's order, without those that did not answer."""
+    """Runs the phases of an examination, and collects the answers.
 
-    wanted: ExaminationSettings
+    `answers` and `networks` have the hosts in the job's order, without those that did not answer.
+    """
+
+    settings: ExaminationSettings
     nodes: Mapping[str, NodeProcess]
+    """Host -> its probe."""
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Host -> result of Probe.examine."""
     networks: dict[str, Network] = field(default_factory=dict)
+    """Host -> its view of the network. It lacks hosts that could not read theirs."""
 
     async def run(self) -> list[CheckRow]:
-        """Ask, phase after phase, and return the rows."""
-        wanted = self.wanted
-        questions = self._questions()
-        self.answers, silent = await self._ask("examine", {h: asdict(q) for h, q in questions.items()})
+        """Run all phases one after another, and return their rows."""
+        settings = self.settings
+        questions = {host: asdict(question) for host, question in self._build_questions().items()}
+        self.answers, silent = await self._ask("examine", questions)
         rows = [explain_silence(host, error) for host, error in silent.items()]
-        for host, told in self.answers.items():
-            if told["network"] is not None:
-                self.networks[host] = Network(**told["network"])
+        for host, answer in self.answers.items():
+            if answer["network"] is not None:
+                self.networks[host] = Network(**answer["network"])
         rows += self._check_machines()
-        if wanted.is_remote:
+        if settings.is_remote:
             offsets, _ = await ask_all([self.nodes[host] for host in self.answers], clock_offset)
             rows += check_clocks(offsets)
             rows += self._check_one_remote_host()
             rows += check_names(self.networks)
-        if len(wanted.devices) > 1:
+        if len(settings.devices) > 1:
             rows += await self._connect()
-        if not wanted.quick and self.answers:
+        if not settings.quick and self.answers:
             rows += await self._all_reduce(rows)
         return rows
 
     async def _ask(
         self, method: str, values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, SilentError]]:
+        """Ask the hosts of `values` the same question, each with its value. See `ask_all`."""
         nodes = [self.nodes[host] for host in values]
         return await ask_all(nodes, lambda node: ask(node, method, values[node.name]))
 
-    def _questions(self) -> dict[str, MachineQuestion]:
-        wanted = self.wanted
+    def _build_questions(self) -> dict[str, MachineQuestion]:
+        """Return the question to each host."""
+        settings = self.settings
         common = MachineQuestion(
             token=secrets.token_hex(8),
             name="",
-            names=list(wanted.devices),
-            folders=list(wanted.folders),
-            ops=None if wanted.ops is None else [op.label for op in wanted.ops],
-            environment={name: text for name, text in os.environ.items() if name.startswith(PASSED_ON)},
+            names=list(settings.devices),
+            folders=list(settings.folders),
+            ops=None if settings.ops is None else [op.label for op in settings.ops],
+            environment={name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)},
             here=read_here(),
-            is_remote=wanted.is_remote,
+            is_remote=settings.is_remote,
         )
-        return {host: replace(common, name=host, devices=devices) for host, devices in wanted.devices.items()}
+        return {
+            host: replace(common, name=host, devices=devices) for host, devices in settings.devices.items()
+        }
 
     def _check_machines(self) -> list[CheckRow]:
+        """Return the rows of the checks that each machine ran for itself."""
         rows = []
-        has_gpus = any(told["num_gpus"] for told in self.answers.values())
+        has_gpus = any(answer["num_gpus"] for answer in self.answers.values())
         for check in (*CHECKS, "network"):
-            faults, fine = [], {}
-            for host, told in self.answers.items():
-                if check not in told["findings"]:
-                    continue  # a network that is known has checks of its own
-                finding = CheckResult(**told["findings"][check])
-                faults += [(host, Fault(**fault)) for fault in finding.faults]  # type: ignore[arg-type]
-                fine[host] = finding.fine
-                if check == "devices" and has_gpus and not told["num_gpus"]:
-                    fix = f"ssh {HOST} nvidia-smi says why; or leave the host out (--exclude)"
-                    faults.append((host, Fault("fail", "no GPU, where other hosts have some", fix)))
+            faults = []
+            fine = {}
+            for host, answer in self.answers.items():
+                if check not in answer["findings"]:
+                    continue  # the network could be read, and its own checks judge it
+                result = CheckResult(**answer["findings"][check])
+                faults += [(host, Fault(**fault)) for fault in result.faults]  # type: ignore[arg-type]
+                fine[host] = result.fine
+                if check == "devices" and has_gpus and not answer["num_gpus"]:
+                    fix = f"ssh {HOST} nvidia-smi shows the reason; or exclude the host (--exclude {HOST})"
+                    faults.append((host, Fault("fail", "no GPU, although other hosts have GPUs", fix)))
             if fine:
                 rows += group_faults(check, faults, merge_texts(fine))
         return rows
 
     def _check_one_remote_host(self) -> list[CheckRow]:
-        """Warn of deepspeed's trap: of a single host it takes this machine for it."""
-        if len(self.wanted.devices) != 1 or self.wanted.force_multi:
+        """Report a single host that is not this machine: deepspeed would ignore its name and start here."""
+        if len(self.settings.devices) != 1 or self.settings.force_multi:
             return []
         here = read_network([])
         for host, network in self.networks.items():
             if network.identity != here.identity:
-                found = f"{host} alone is chosen and is not this machine: deepspeed would run its ranks here"
-                return [CheckRow("hosts", "fail", found, f"add --force_multi, or start on {host}", (host,))]
+                found = f"{host} is the only host, but deepspeed would start its ranks on this machine"
+                fix = f"add --force_multi, or start on {host}"
+                return [CheckRow("hosts", "fail", found, fix, (host,))]
         return []
 
     async def _connect(self) -> list[CheckRow]:
+        """Let all hosts connect to each other, and return the rows of ports, interfaces and run folders."""
         peers = {host: list_peers(host, self.networks) for host in self.networks}
         answers, silent = await self._ask("connect", peers)
         rows = [
-            CheckRow("ports", "fail", error.said, f"is {host} still up?", (host,))
+            CheckRow("ports", "fail", error.said, f"check that {host} is still up: ping {host}", (host,))
             for host, error in silent.items()
         ]
         if len(answers) < 2:
             return rows
-        links = {host: [Link(**link) for link in told["links"]] for host, told in answers.items()}
+        links = {host: [Link(**link) for link in answer["links"]] for host, answer in answers.items()}
         sees = {
-            host: told["sees"]
-            for host, told in answers.items()
+            host: answer["sees"]
+            for host, answer in answers.items()
             if not self.answers[host]["findings"]["folders"]["faults"]
         }
         rows += check_ports(self.networks, links) + check_interfaces(self.networks, links)
-        return rows + check_sharing(sees, self.wanted.folders[0])
+        return rows + check_sharing(sees, self.settings.folders[0])
 
     async def _all_reduce(self, rows: Sequence[CheckRow]) -> list[CheckRow]:
+        """Run the all-reduce over all ranks of the job, and return its rows.
+
+        Args:
+            rows: Rows of the earlier checks. If a blocking check failed, the all-reduce is skipped.
+        """
         blocking = sorted({row.check for row in rows if row.status == "fail" and row.check in BLOCKING})
         if blocking:
-            return [CheckRow("all-reduce", "warning", "not tried", f"first: {', '.join(blocking)}")]
-        devices = {host: self._devices(host) for host in self.answers}
+            fix = f"repair these first: {', '.join(blocking)}"
+            return [CheckRow("all-reduce", "warning", "skipped", fix)]
+        devices = {host: self._list_devices(host) for host in self.answers}
         places = [host for host, of_host in devices.items() for _ in of_host]
         first_ranks = [places.index(host) for host in devices]
         rounds = [
@@ -231,20 +253,20 @@ class _Examination:
         except SilentError as error:
             return check_all_reduce(places, [], f"{master}: {error.said}", has_gpus)
         common = {"world_size": len(places), "address": address, "port": port, "rounds": rounds}
-        number = count()
+        rank = count()
         parts = {
-            host: [common | {"rank": next(number), "gpu": gpu} for gpu in of_host]
+            host: [common | {"rank": next(rank), "gpu": gpu} for gpu in of_host]
             for host, of_host in devices.items()
         }
         answers, silent = await self._ask("reduce", parts)
-        results = [RankMeasurements(**each) for told in answers.values() for each in told]
+        results = [RankMeasurements(**measured) for answer in answers.values() for measured in answer]
         problem = "; ".join(f"{host}: {error.said}" for host, error in silent.items())
         return check_all_reduce(places, results, problem, has_gpus)
 
-    def _devices(self, host: str) -> list[int] | list[None]:
-        """Return the devices of a host's ranks: every GPU of the job, or one rank on its processors."""
+    def _list_devices(self, host: str) -> list[int] | list[None]:
+        """Return the GPU of each rank of a host; a host without GPUs has one rank, whose GPU is `None`."""
         num_gpus = self.answers[host]["num_gpus"]
-        return list(self.wanted.devices[host] or range(num_gpus)) if num_gpus else [None]
+        return list(self.settings.devices[host] or range(num_gpus)) if num_gpus else [None]
 
 
 KNOWN = {
@@ -257,63 +279,80 @@ KNOWN = {
         "unknown host",
         "correct the name in the hostfile, or give {host} an address in /etc/hosts or ~/.ssh/config",
     ),
-    "Connection refused": ("no ssh server answers", "start it there: systemctl start ssh; on {host}"),
-    "timed out": ("does not answer", "is {host} up? ping {host}; open port 22 in its firewall"),
-    "No route to host": ("there is no way to it", "is {host} up and on this network? ping {host}"),
+    "Connection refused": ("no ssh server answers", "start the server on {host}: systemctl start ssh"),
+    "timed out": ("does not answer", "check that {host} is up (ping {host}) and lets port 22 through"),
+    "No route to host": ("no route to it", "check that {host} is up and on this network: ping {host}"),
 }
-"""Words of ssh -> what is wrong, and what to do."""
+"""Words in the output of ssh -> the fault, and its fix."""
 
 
 def explain_silence(host: str, error: SilentError) -> CheckRow:
-    """Return why a host did not answer, by what ssh said."""
-    said, folder, python = error.said, Path.cwd(), sys.executable
-    check = "ssh" if error.code in (None, 255) else "python"
-    last = (said.splitlines() or ["it said nothing"])[-1]
-    found = last if error.code is None else f"ended with code {error.code}: {last}"
-    fix = f"try it by hand: ssh {host} {python} -c pass"
-    for words, (meaning, remedy) in KNOWN.items():
-        if words in said:
-            found, fix = meaning, remedy.format(host=host)
+    """Return the row of a host that did not answer, by the exit code and the output of ssh."""
+    output = error.said
+    folder = Path.cwd()
+    python = sys.executable
+    check = "ssh" if error.code in (None, 255) else "python"  # 255 is ssh's own exit code
+    last_line = (output.splitlines() or ["no output"])[-1]
+    found = last_line if error.code is None else f"exit code {error.code}: {last_line}"
+    fix = f"run this command by hand: ssh {host} {python} -c pass"
+    for words, (known_fault, known_fix) in KNOWN.items():
+        if words in output:
+            found = known_fault
+            fix = known_fix.format(host=host)
     if error.code == NO_FOLDER:
-        check, found, fix = "folder", f"no folder {folder}", f"rsync -a {folder}/ {host}:{folder}/"
+        check = "folder"
+        found = f"no folder {folder}"
+        fix = f"copy it: rsync -a {folder}/ {host}:{folder}/"
     elif error.code == NO_PYTHON:
-        found, fix = f"no program {python}", f"make the same environment on {host}, at the same path"
-    elif "No module named " in said:
-        package = said.rpartition("named ")[2].splitlines()[0]
+        found = f"no program {python}"
+        fix = f"create the same environment on {host}, at the same path"
+    elif "No module named " in output:
+        package = output.rpartition("named ")[2].splitlines()[0]
         found = f"{python} lacks a package of the project: {package}"
         fix = f"ssh {host} 'cd {folder} && {python} -m pip install -e .'"
     return CheckRow(check, "fail", found, fix, (host,))
 
 
 def check_clocks(offsets: Mapping[str, float]) -> list[CheckRow]:
-    """Compare the clocks with the one here.
+    """Compare the clocks of all hosts with the launching machine's clock.
 
     Args:
-        offsets: Host -> seconds that its clock is ahead.
+        offsets: Host -> seconds by which its clock is ahead; negative if it is behind.
     """
     faults = []
     for host, offset in offsets.items():
         if abs(offset) > CLOCK[1]:
-            found = f"{abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}"
+            direction = "ahead of" if offset > 0 else "behind"
+            found = f"{abs(offset):.1f} s {direction} the launching machine's clock"
             fix = f"ssh {HOST} timedatectl set-ntp true (or chronyc makestep)"
             faults.append((host, Fault("fail" if abs(offset) > CLOCK[0] else "warning", found, fix)))
-    most = max(map(abs, offsets.values()), default=0.0)
-    return group_faults("clock", faults, f"within {max(most, 0.001):.3f} s")
+    largest = max(map(abs, offsets.values()), default=0.0)
+    return group_faults("clock", faults, f"within {max(largest, 0.001):.3f} s")
 
 
 def is_slurm_task(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of srun. A batch script is none, though it runs in a job."""
+    """Return whether this process is a task of srun. A batch script runs in a job, but is not a task."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
 
 
-def examine_step(environment: Mapping[str, str], wanted: ExaminationSettings) -> list[CheckRow] | None:
-    """Return the rows on task 0; None on the others, when they are no longer needed.
+def examine_step(environment: Mapping[str, str], settings: ExaminationSettings) -> list[CheckRow] | None:
+    """Examine the machines of a Slurm step. Every task of srun calls this.
+
+    Task 0 examines the machines of all tasks. The first task of every other machine answers its questions,
+    and its process ends when there are no more.
+
+    Args:
+        environment: Variables that srun has set.
+        settings: Facts about the run; the hosts are replaced by those of the step.
+
+    Returns:
+        Rows on task 0; `None` on a further task of a machine, which has nothing to do.
 
     Raises:
-        LaunchError: Task 0 was not found.
+        LaunchError: Task 0 cannot be reached.
     """
     if environment["SLURM_LOCALID"] != "0":
-        return None  # one task of a machine speaks for it
+        return None  # one task of each machine is enough
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
     num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     port = 20_000 + int(environment["SLURM_JOB_ID"]) % 10_000
@@ -323,45 +362,67 @@ def examine_step(environment: Mapping[str, str], wanted: ExaminationSettings) ->
         greeting = {"key": key, "number": int(environment["SLURM_NODEID"]), "name": name, "slots": slots}
         _answer_task_0(parse_first_host(environment["SLURM_STEP_NODELIST"]), port, greeting)
         return None
-    wanted = replace(wanted, is_remote=num_nodes > 1)
+    settings = replace(settings, is_remote=num_nodes > 1)
     return asyncio.run(
-        _examine_tasks(wanted, name=name, slots=slots, num_nodes=num_nodes, port=port, key=key)
+        _examine_tasks(settings, name=name, slots=slots, num_nodes=num_nodes, port=port, key=key)
     )
 
 
 async def _examine_tasks(
-    wanted: ExaminationSettings, *, name: str, slots: list[int] | None, num_nodes: int, port: int, key: str
+    settings: ExaminationSettings, *, name: str, slots: list[int] | None, num_nodes: int, port: int, key: str
 ) -> list[CheckRow]:
-    found = {0: (await start_process(name, local_command(PROBE)), slots)}
-    all_came = asyncio.Event()
+    """Wait for the tasks of the other machines to connect, and examine all machines. Task 0 calls this.
+
+    Args:
+        settings: Facts about the run; the hosts are replaced by those that connect.
+        name: Name of this machine.
+        slots: Devices of this machine's ranks (see `read_slots`).
+        num_nodes: Number of machines.
+        port: Port to which the other tasks connect.
+        key: Text that every task of this step sends in its greeting.
+    """
+    connected = {0: (await start_process(name, local_command(PROBE)), slots)}
+    are_all_connected = asyncio.Event()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not one of us
-            said = json.loads(await reader.readline())
-            if said["key"] == key:
-                found[said["number"]] = NodeProcess(said["name"], reader, writer), said["slots"]
-                if len(found) == num_nodes:
-                    all_came.set()
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not a task of this step
+            greeting = json.loads(await reader.readline())
+            if greeting["key"] == key:
+                node = NodeProcess(greeting["name"], reader, writer)
+                connected[greeting["number"]] = (node, greeting["slots"])
+                if len(connected) == num_nodes:
+                    are_all_connected.set()
                 return
         writer.close()
 
     if num_nodes > 1:
         server = await asyncio.start_server(greet, port=port, limit=LONGEST_LINE)
-        waiting = asyncio.create_task(asyncio.wait_for(all_came.wait(), TASKS_LIMIT))
-        await wait_and_report({"": waiting}, lambda _: f"{num_nodes - len(found)} of {num_nodes} hosts")
-        waiting.exception()  # a row names those that did not come
+        waiting = asyncio.create_task(asyncio.wait_for(are_all_connected.wait(), TASKS_LIMIT))
+        await wait_and_report({"": waiting}, lambda _: f"{num_nodes - len(connected)} of {num_nodes} hosts")
+        waiting.exception()  # mark a timeout as handled: a row below reports the missing hosts
         server.close()
-    tasks = [task for _, task in sorted(found.items())]
+    tasks = [task for _, task in sorted(connected.items())]
     devices = {node.name: slots for node, slots in tasks}
-    rows = await _examine_nodes(replace(wanted, devices=devices), [node for node, _ in tasks])
-    if missing := num_nodes - len(tasks):
-        what = f"{missing} of the {num_nodes} hosts of the step did not come to {name}:{port}"
-        fix = f"let TCP between the hosts through; these came: {', '.join(devices)}"
-        rows.insert(0, CheckRow("hosts", "fail", what, fix))
+    rows = await _examine_nodes(replace(settings, devices=devices), [node for node, _ in tasks])
+    num_missing = num_nodes - len(tasks)
+    if num_missing:
+        found = f"{num_missing} of the {num_nodes} hosts of the step did not connect to {name}:{port}"
+        fix = f"allow TCP between the hosts; these connected: {', '.join(devices)}"
+        rows.insert(0, CheckRow("hosts", "fail", found, fix))
     return rows
 
 
 def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
+    """Connect to task 0, send the greeting, and answer the doctor's questions until the process ends.
+
+    Args:
+        first: Host of task 0.
+        port: Port of task 0.
+        greeting: Number, name and slots of this machine, and the key of the step.
+
+    Raises:
+        LaunchError: Task 0 cannot be reached within TASKS_LIMIT.
+    """
     deadline = time.monotonic() + TASKS_LIMIT
     while True:
         try:
@@ -370,23 +431,24 @@ def _answer_task_0(first: str, port: int, greeting: Mapping[str, Any]) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{socket.gethostname()} does not reach {first}:{port}, where task 0 waits: {error}; "
-                    "let TCP between the hosts through"
+                    f"{socket.gethostname()} does not reach task 0 at {first}:{port}: {error}; "
+                    "allow TCP between the hosts"
                 ) from None
             time.sleep(0.2)
     connection.settimeout(None)
     connection.sendall(json.dumps(greeting).encode() + b"\n")
-    answer(connection.makefile("rb"), connection.makefile("wb"))
+    answer_questions(connection.makefile("rb"), connection.makefile("wb"))
 
 
 def read_slots(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the devices of this machine's ranks, one a task; None if one task will start the others itself.
+    """Return the devices of this machine's ranks, one per task; `None` for all devices that are visible.
 
-    None also where Slurm gives each task devices of its own: this one sees no other's.
+    It is `None` if the machine has a single task, which starts all ranks itself. It is also `None` if Slurm
+    gives each task its own devices, since this task cannot see those of the others.
     """
     if "CUDA_VISIBLE_DEVICES" in environment:
         return None
     tasks = parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    here = int(environment.get("SLURM_NODEID", "0"))
-    mine = tasks[here] if here < len(tasks) else 1
-    return list(range(mine)) if mine > 1 else None
+    node = int(environment.get("SLURM_NODEID", "0"))
+    num_tasks = tasks[node] if node < len(tasks) else 1
+    return list(range(num_tasks)) if num_tasks > 1 else None

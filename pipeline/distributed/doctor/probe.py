@@ -170,7 +170,7 @@ def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell)
     return results
 
 
-def answer(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
+def answer_questions(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
     """Answer the doctor's questions until their stream ends. Then the process ends.
 
     Args:
@@ -189,4 +189,4 @@ def answer(questions: BinaryIO, answers: BinaryIO) -> NoReturn:
 
 
 if __name__ == "__main__":
-    answer(*own_streams())
+    answer_questions(*own_streams())

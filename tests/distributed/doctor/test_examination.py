@@ -76,9 +76,9 @@ def test_the_table(capsys):
 def test_clocks():
     rows = check_clocks({"a": 0.01, "b": -2.5, "c": 0.7, "d": 2.1})
     assert [(row.status, row.hosts, row.found) for row in rows] == [
-        ("fail", ("b",), "2.5 s behind"),
-        ("warning", ("c",), "0.7 s ahead"),
-        ("fail", ("d",), "2.1 s ahead"),
+        ("fail", ("b",), "2.5 s behind the launching machine's clock"),
+        ("warning", ("c",), "0.7 s ahead of the launching machine's clock"),
+        ("fail", ("d",), "2.1 s ahead of the launching machine's clock"),
     ]
     assert all("timedatectl" in row.fix for row in rows)
 
@@ -91,8 +91,8 @@ def test_clocks():
         (255, "ssh: Could not resolve hostname b: x", "ssh", "unknown host", "hostfile"),
         (255, "ssh: connect to host b port 22: Connection refused", "ssh", "no ssh server", "start ssh"),
         (255, "ssh: connect to host b port 22: Connection timed out", "ssh", "does not answer", "ping b"),
-        (255, "ssh: connect to host b port 22: No route to host", "ssh", "no way to it", "ping b"),
-        (255, "kex_exchange: read: reset\n", "ssh", "ended with code 255: kex_exchange", "by hand: ssh b"),
+        (255, "ssh: connect to host b port 22: No route to host", "ssh", "no route to it", "ping b"),
+        (255, "kex_exchange: read: reset\n", "ssh", "exit code 255: kex_exchange", "by hand: ssh b"),
         (None, "no answer within 300 s", "ssh", "no answer within 300 s", "by hand"),
         (NO_FOLDER, "sh: 1: cd: can't cd to /w", "folder", "no folder ", "rsync -a "),
         (NO_PYTHON, "", "python", "no program ", "same environment on b"),
@@ -103,7 +103,7 @@ def test_clocks():
             "lacks a package of the project: psutil",
             "pip install -e .",
         ),
-        (134, "", "python", "ended with code 134: it said nothing", "by hand"),
+        (134, "", "python", "exit code 134: no output", "by hand"),
     ],
 )
 def test_a_host_that_does_not_answer(code, said, check, found, fix):
@@ -203,14 +203,14 @@ def test_hosts_through_ssh(tmp_path, monkeypatch, capsys):
     assert main(["doctor", *words]) == 2
     table = " ".join(capsys.readouterr().out.split())
     for row in (
-        "ssh fail gone: there is no way to it",
+        "ssh fail gone: no route to it",
         "disk ok enough free in",
         "clock ok within 0.",
         "hosts fail a, localhost: a and localhost are the same machine",
         "names fail a, localhost: the name a does not resolve",
         "ports ok all 2 connections succeed",
         "run folder ok shared by all hosts",
-        "all-reduce warning not tried -> first: hosts, ",
+        "all-reduce warning skipped -> repair these first: hosts, ",
     ):
         assert row in table
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "hosts"]
