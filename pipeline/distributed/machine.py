@@ -1,7 +1,7 @@
-"""This machine: its cards and drivers, its processes, and the limits of memory and files.
+"""Facts about this machine: processes, limits of memory and open files, and GPUs with their drivers.
 
-The only reader of cgroups. Limits of version 1 and 2 count, this process's own and those of the groups around
-it: Slurm and Kubernetes set them on a job, not on the machine's root. Imports no torch.
+No other module reads cgroups (version 1 or 2). Limits of this process's cgroup and of its parents count,
+since Slurm and Kubernetes set them on a job and not on the machine's root. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,40 +25,47 @@ from pipeline.config.command_lines import format_pipeline_command
 from pipeline.files import format_bytes
 
 ROOT = Path("/")
-MOST_FILES = 1 << 20  # beyond, programs that walk through all numbers of files take seconds
-FILES_ALONE = 400  # libraries, the data's maps, batches from workers, the files of a checkpoint
-FILES_PER_RANK = 5  # connections of gloo's and NCCL's groups to each other rank
+# Programs that try every possible file descriptor take seconds if the limit is higher.
+MAX_OPEN_FILES = 1 << 20
+FILES_PER_PROCESS = 400  # libraries, memory-mapped data, batches from workers, the files of a checkpoint
+FILES_PER_RANK = 5  # connections of gloo's and NCCL's process groups to each other rank
 KERNEL_LOG = Path("/dev/kmsg")
-_KILLED = re.compile(
+_KILL_RECORD = re.compile(
     r"Killed process (\d+) \(.*\).* anon-rss:(\d+)kB, file-rss:(\d+)kB(?:, shmem-rss:(\d+)kB)?"
 )
-_WRITTEN = re.compile(r"\d+,\d+,(\d+),")  # priority, number, microseconds since the machine started
-CLOCKS_DIFFER = 1.0  # seconds by which the two clocks may differ
-_RECORD = 8192  # bytes; the kernel's records are smaller
+_RECORD_TIME = re.compile(r"\d+,\d+,(\d+),")  # priority, number, microseconds since the machine started
+CLOCK_TOLERANCE = 1.0  # seconds by which the kernel log's clock may differ from time.monotonic()
+_RECORD_BYTES = 8192  # no record of the kernel log is longer
 log = logging.getLogger(__name__)
 
 
 def machine_id() -> str:
-    """Return a text that is equal for two processes that see each other's pids, whatever the host's name."""
+    """Return a text that is equal for two processes of one machine in one PID namespace.
+
+    Such processes see each other's pids. The host's name has no influence.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{platform.node()} {os.getpid()}"  # not Linux: nobody can be looked at
+        return f"{platform.node()} {os.getpid()}"  # not Linux: different for every process
 
 
 def process_age() -> float:
-    """Return the seconds since this process began."""
+    """Return the seconds since this process was started."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, AttributeError):  # not Linux; there psutil is right to a second
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after the machine's start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError):  # not Linux: psutil is exact to a second
         return time.time() - psutil.Process().create_time()
 
 
 def process_state(pid: int) -> str:
-    """Return `gone` (dead, or waiting to be reaped), `stopped` (SIGSTOP, a debugger) or `there`."""
+    """Return the state of a process of this machine: `gone`, `stopped` or `there`.
+
+    A zombie is `gone`. A process is `stopped` by SIGSTOP or a debugger.
+    """
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -72,95 +79,122 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Memory of this process and of its machine or cgroup, in bytes."""
+    """Memory that this process uses, and that all processes under the same limit use."""
 
     resident: int
-    """Memory of this process."""
+    """Bytes of resident memory of this process."""
     used: int
-    """Memory used by all who share the limit, without cached files, which the kernel frees as needed."""
+    """Bytes used by all processes under the limit, without cached files, which the kernel frees as needed."""
     limit: int
+    """Bytes of the tightest limit: the machine's memory, or the limit of a cgroup."""
     by_cgroup: bool
+    """Whether the limit is a cgroup's."""
     num_kills: int
-    """Processes that the kernel killed in this cgroup for want of memory."""
+    """Number of processes of this cgroup that the kernel has killed because memory ran out."""
 
     def __str__(self) -> str:
-        whose = "its cgroup allows" if self.by_cgroup else "the machine has"
-        used, limit = format_bytes(self.used), format_bytes(self.limit)
-        return f"it held {format_bytes(self.resident)}, and {used} of the {limit} {whose} were in use"
+        owner = "its cgroup allows" if self.by_cgroup else "the machine has"
+        used = format_bytes(self.used)
+        limit = format_bytes(self.limit)
+        return f"it held {format_bytes(self.resident)}, and {used} of the {limit} {owner} were in use"
 
 
 class _Limit(NamedTuple):
+    """Memory limit and the memory in use under it, in bytes."""
+
     limit: int
     used: int
 
 
-class _Names(NamedTuple):
-    """Files of a cgroup."""
+class _CgroupFiles(NamedTuple):
+    """Names of the files of a memory cgroup, which differ between version 1 and 2."""
 
     limit: str
     usage: str
     cached: str
-    """A line of memory.stat."""
+    """Name of the line in memory.stat that counts cached files."""
     kills: str
+    """Name of the file with the line `oom_kill`."""
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
-_V2 = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
+_V1 = _CgroupFiles(
+    limit="memory.limit_in_bytes",
+    usage="memory.usage_in_bytes",
+    cached="total_inactive_file",
+    kills="memory.oom_control",
+)
+_V2 = _CgroupFiles(limit="memory.max", usage="memory.current", cached="inactive_file", kills="memory.events")
 
 
 def read_memory_usage(root: Path = ROOT) -> MemoryUsage:
-    """Return the current memory usage, read from a few small files below `root`."""
+    """Return the current memory usage. This reads a few small files and is cheap.
+
+    Args:
+        root: Root of the file system from which cgroups are read.
+    """
     machine = psutil.virtual_memory()
     tightest = _Limit(machine.total, machine.total - machine.available)
     by_cgroup = False
-    for group in _limits(root):
+    for group in _read_limits(root):
         if group.limit < tightest.limit:
-            tightest, by_cgroup = group, True
+            tightest = group
+            by_cgroup = True
     resident = psutil.Process().memory_info().rss
     return MemoryUsage(resident, tightest.used, tightest.limit, by_cgroup, count_kills(root))
 
 
 def describe_process_limit() -> str | None:
-    """Return the limit of this process alone, if its shell or its launcher set one (`ulimit`)."""
-    flags = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
-    limits = {flag: resource.getrlimit(each)[0] for flag, each in flags.items()}
-    found = {flag: limit for flag, limit in limits.items() if limit != resource.RLIM_INFINITY}
-    if not found:
+    """Describe the memory limit that applies to this process alone (`ulimit`); `None` if there is none."""
+    kinds = {"ulimit -d": resource.RLIMIT_DATA, "ulimit -v": resource.RLIMIT_AS}
+    soft_limits = {command: resource.getrlimit(kind)[0] for command, kind in kinds.items()}
+    limits = {command: limit for command, limit in soft_limits.items() if limit != resource.RLIM_INFINITY}
+    if not limits:
         return None
-    flag = min(found, key=found.__getitem__)
-    return f"this process may take {format_bytes(found[flag])} ({flag})"
+    command = min(limits, key=limits.__getitem__)
+    return f"this process may take {format_bytes(limits[command])} ({command})"
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Return the bytes that processes here may still take: the machine's, or what the fullest cgroup leaves.
+    """Return the bytes that processes of this cgroup can still allocate.
 
-    What cannot be read sets no limit: a save must not fail for it.
+    This is the machine's free memory, or less if a cgroup leaves less. A file that cannot be read sets no
+    limit, since a save must not fail because of it.
+
+    Args:
+        root: Root of the file system from which cgroups are read.
     """
-    free = [sys.maxsize, *(max(0, group.limit - group.used) for group in _limits(root))]
+    free = [sys.maxsize, *(max(0, group.limit - group.used) for group in _read_limits(root))]
     with suppress(OSError):
         free.append(psutil.virtual_memory().available)
     return min(free)
 
 
 def count_kills(root: Path = ROOT) -> int:
-    """Return how many processes were killed for memory in this process's cgroup so far."""
-    for folder, names in _cgroups(root):
+    """Return the number of processes of this process's cgroup that were killed because memory ran out.
+
+    It is 0 if it cannot be read.
+    """
+    for folder, files in _list_cgroups(root):
         with suppress(OSError, ValueError, KeyError):
-            return _table(folder / names.kills)["oom_kill"]
+            return _read_table(folder / files.kills)["oom_kill"]
     return 0
 
 
-def _limits(root: Path) -> Iterator[_Limit]:
-    for folder, names in _cgroups(root):
-        with suppress(OSError, ValueError):  # no such file; "max": no limit
-            limit, used = (int((folder / name).read_text()) for name in (names.limit, names.usage))
-            yield _Limit(limit, max(0, used - _table(folder / "memory.stat").get(names.cached, 0)))
+def _read_limits(root: Path) -> Iterator[_Limit]:
+    """Yield the limits of this process's cgroups, without those that have none."""
+    for folder, files in _list_cgroups(root):
+        with suppress(OSError, ValueError):  # the file is missing, or its text is "max": there is no limit
+            limit = int((folder / files.limit).read_text())
+            usage = int((folder / files.usage).read_text())
+            cached = _read_table(folder / "memory.stat").get(files.cached, 0)
+            yield _Limit(limit, max(0, usage - cached))
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yield this process's cgroups and those around them, innermost first.
+def _list_cgroups(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+    """Yield the folders of this process's cgroups and of their parents, innermost first.
 
-    In a container the path may be the host's, of which only the root, the container's own, is there.
+    In a container the path may be the one on the host. Then only its root exists, which is the container's
+    own cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -170,37 +204,42 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Names]]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, names = root / "sys/fs/cgroup", _V2
+        top = root / "sys/fs/cgroup"
+        files = _V2
         if controllers:
-            top, names = top / "memory", _V1
+            top = top / "memory"
+            files = _V1
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:depth]), names
+            yield top.joinpath(*parts[:depth]), files
 
 
-def _table(path: Path) -> dict[str, int]:
+def _read_table(path: Path) -> dict[str, int]:
+    """Read a file of lines with a name and a number."""
     return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
 
 
 def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
-    """Raise the soft limit to the hard one, for children too. Warns if that is too few for the ranks.
+    """Raise the soft limit of open files to the hard limit, for this process and its children.
+
+    Warn if the hard limit is too low for the number of ranks.
 
     Args:
-        world_size: Number of ranks; each needs connections to all others.
-        is_told: Whether this is the rank that warns.
+        world_size: Number of ranks. Each needs connections to all others.
+        is_told: Whether to warn. One rank of a job should.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    highest = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < highest:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        except (OSError, ValueError):  # some systems say a hard limit that they do not give
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+        except (OSError, ValueError):  # some systems report a hard limit that they do not grant
             hard = soft
-    needed = FILES_ALONE + FILES_PER_RANK * world_size
+    needed = FILES_PER_PROCESS + FILES_PER_RANK * world_size
     if is_told and hard != resource.RLIM_INFINITY and hard < needed:
         log.warning(
-            "a process may open %d files here, and one of %d ranks opens about %d: raise the hard limit "
-            "(ulimit -Hn; nofile in limits.conf, LimitNOFILE in systemd, --ulimit nofile in Docker)",
+            "a process may open %d files on this machine, but each of %d ranks opens about %d; raise the "
+            "hard limit (ulimit -Hn; limits.conf: nofile; systemd: LimitNOFILE; Docker: --ulimit nofile)",
             hard,
             world_size,
             needed,
@@ -208,49 +247,53 @@ def raise_open_files_limit(world_size: int = 1, is_told: bool = True) -> None:
 
 
 def read_kernel_kills(since: float, path: Path = KERNEL_LOG) -> dict[int, int]:
-    """Return process id -> resident bytes of each process that the kernel killed for memory.
+    """Return the processes that the kernel killed because memory ran out.
 
-    Ids are those of the host, which a container may number differently.
-
-    Empty if nothing was killed, or the log cannot be read (another user's, most containers).
+    The process ids are the host's; a container may have other ids for the same processes.
 
     Args:
         since: Seconds of `time.monotonic()`. Older records are skipped, since their ids may belong to
             other processes.
-        path: The kernel's log.
+        path: Path of the kernel log.
+
+    Returns:
+        Process id -> bytes of resident memory at the kill. It is empty if no process was killed, or if the
+        log cannot be read, as in most containers and for most users.
     """
-    found: dict[int, int] = {}
+    killed: dict[int, int] = {}
     try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return found
+        return killed
     try:
-        while text := _next_record(log):
-            written = _WRITTEN.match(text)
-            if written is None or int(written[1]) / 1e6 < since - CLOCKS_DIFFER:
+        while text := _read_next_record(descriptor):
+            record_time = _RECORD_TIME.match(text)
+            if record_time is None or int(record_time[1]) / 1e6 < since - CLOCK_TOLERANCE:
                 continue
-            for pid, *parts in _KILLED.findall(text):
-                found[int(pid)] = sum(int(part or 0) for part in parts) * 1024
+            for pid, *sizes in _KILL_RECORD.findall(text):
+                killed[int(pid)] = sum(int(size or 0) for size in sizes) * 1024
     finally:
-        os.close(log)
-    return found
+        os.close(descriptor)
+    return killed
 
 
-def _next_record(log: int) -> str:
-    """Return the next record; empty if there is none yet."""
+def _read_next_record(descriptor: int) -> str:
+    """Return the next record of the kernel log; empty if there is none yet, or it cannot be read."""
     while True:
         try:
-            return os.read(log, _RECORD).decode(errors="replace")
-        except BrokenPipeError:  # what stood here was overwritten meanwhile: the next is read
+            return os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:  # the kernel has overwritten this record; the next read continues after it
             continue
         except OSError:
             return ""
 
 
-NVIDIA, AMD = "0x10de", "0x1002"
-# By CUDA's major version: the oldest driver for Linux (CUDA's release notes, "minor version compatibility").
-OLDEST = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-GIVE_A_CARD = "docker run --gpus all, srun --gpus; under WSL2, NVIDIA's driver in Windows"
+# Vendor ids on the PCI bus.
+NVIDIA = "0x10de"
+AMD = "0x1002"
+# CUDA's major version -> oldest driver for Linux (CUDA's release notes, "minor version compatibility").
+OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+PROVIDE_GPU = "docker run --gpus all, or srun --gpus; under WSL2 install NVIDIA's driver in Windows"
 
 
 class TorchBuild(NamedTuple):
@@ -258,29 +301,40 @@ class TorchBuild(NamedTuple):
 
     version: str
     cuda: str | None
-    """CUDA version, as `13.0`; None if built without CUDA."""
+    """CUDA version, as `13.0`; `None` if torch is built without CUDA."""
     hip: str | None
+    """ROCm version; `None` if torch is built without ROCm."""
 
 
 class CardFault(NamedTuple):
     """Reason why torch cannot compute on the GPUs of a machine."""
 
     found: str
+    """Description of the fault."""
     fix: str
+    """Advice: a command, or a sentence in the imperative."""
     is_fatal: bool
-    """Whether a card is there that a run would expect to use."""
+    """Whether the machine has a GPU that a run would expect to use."""
 
 
 def driver_version(root: Path = ROOT) -> str | None:
-    """Return the version of NVIDIA's kernel module, `570.86.15`; None if it is not loaded, as under WSL2."""
+    """Return the version of NVIDIA's kernel module, as `570.86.15`.
+
+    It is `None` if the module is not loaded. Under WSL2 it never is, since the driver is in Windows.
+    """
     with suppress(OSError):
-        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))
-        return found[1] if found else None
+        match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+        return match[1] if match else None
     return None
 
 
 def is_reachable(vendor: str, root: Path = ROOT) -> bool:
-    """Return whether this machine, or container, was given a device of NVIDIA's or AMD's with its driver."""
+    """Return whether a GPU of this vendor and its driver are visible in this machine or container.
+
+    Args:
+        vendor: NVIDIA or AMD.
+        root: Root of the file system.
+    """
     if vendor == AMD:
         return (root / "dev/kfd").exists()
     under_wsl = (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
@@ -288,18 +342,28 @@ def is_reachable(vendor: str, root: Path = ROOT) -> bool:
 
 
 def count_cards(vendor: str, root: Path = ROOT) -> int:
-    """Return how many cards of a vendor are on the PCI bus, with or without a driver."""
-    found = 0
+    """Return the number of a vendor's GPUs on the PCI bus, with or without a driver.
+
+    Args:
+        vendor: NVIDIA or AMD.
+        root: Root of the file system.
+    """
+    number = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            kind = _read(device / "class").strip()  # 03: display, 12: accelerators
-            is_card = kind.startswith(("0x03", "0x12"))
-            found += is_card and _read(device / "vendor").strip() == vendor
-    return found
+            device_class = _read(device / "class").strip()
+            is_gpu = device_class.startswith(("0x03", "0x12"))  # display controllers, accelerators
+            number += is_gpu and _read(device / "vendor").strip() == vendor
+    return number
 
 
 def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
-    """Return how many GPUs of NVIDIA's this process may use, without torch."""
+    """Return the number of NVIDIA GPUs that this process may use, without importing torch.
+
+    Args:
+        environment: Environment variables; CUDA_VISIBLE_DEVICES takes precedence over the driver's list.
+        root: Root of the file system.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([word for word in visible.split(",") if word.strip()])
@@ -307,73 +371,97 @@ def count_gpus(environment: Mapping[str, str], root: Path = ROOT) -> int:
 
 
 def find_missing_driver(driver: str, cuda: str) -> str | None:
-    """Return the oldest driver that this CUDA runs on; None if the driver is new enough."""
-    oldest = OLDEST.get(int(cuda.partition(".")[0]))
+    """Return the version of the oldest driver that supports a CUDA version, if the driver is older.
+
+    Args:
+        driver: Version of the driver, as `570.86.15`.
+        cuda: CUDA version, as `13.0`.
+
+    Returns:
+        Major version that is needed; `None` if the driver is new enough, or the CUDA version is not known.
+    """
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]))
     numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
     return None if oldest is None or numbers >= oldest else str(oldest[0])
 
 
 def find_card_fault(torch: TorchBuild, root: Path = ROOT, newest_cuda: str | None = None) -> CardFault | None:
-    """Find why this torch cannot compute on the cards of this machine.
+    """Find the reason why this torch cannot compute on the GPUs of this machine.
 
     Args:
         torch: Versions that torch was built with.
         root: Root of the file system.
         newest_cuda: Newest CUDA version that the driver reports. It takes precedence over the driver's own
             version, since a compatibility library may be installed beside the driver.
+
+    Returns:
+        The fault; `None` if torch can use every GPU, or if there is none and torch is built without CUDA.
     """
-    driver, has_amd = driver_version(root), is_reachable(AMD, root)
+    driver = driver_version(root)
+    has_amd = is_reachable(AMD, root)
     if is_reachable(NVIDIA, root):
         if torch.cuda is None:
-            return _wrong_build(torch, "CUDA")
-        knows_it = newest_cuda is not None and int(newest_cuda.split(".")[0]) >= int(torch.cuda.split(".")[0])
-        if (
-            driver is not None
-            and not knows_it
-            and (oldest := find_missing_driver(driver, torch.cuda)) is not None
-        ):
+            return _describe_wrong_build(torch, "CUDA")
+        is_supported = newest_cuda is not None and (
+            int(newest_cuda.split(".")[0]) >= int(torch.cuda.split(".")[0])
+        )
+        oldest = None
+        if driver is not None and not is_supported:
+            oldest = find_missing_driver(driver, torch.cuda)
+        if oldest is not None:
             found = f"the driver {driver} is too old for torch's CUDA {torch.cuda}"
-            fix = f"install driver {oldest} or newer, or torch's build of an earlier CUDA"
+            fix = f"install driver {oldest} or newer, or a build of torch for an earlier CUDA"
             return CardFault(found, fix, True)
     elif driver is not None:
-        found = f"driver {driver}, and no /dev/nvidia0: this container or job was given no card"
-        return CardFault(found, GIVE_A_CARD, False)
+        found = f"driver {driver}, but no /dev/nvidia0: this container or job has no GPU"
+        return CardFault(found, PROVIDE_GPU, False)
     elif cards := count_cards(NVIDIA, root):
-        found = f"{cards} NVIDIA card{'s' * (cards > 1)} and no driver"
-        fix = "install it (apt-get install nvidia-driver-580), restart, and see nvidia-smi"
+        found = f"{cards} NVIDIA GPU{'s' * (cards > 1)}, but no driver"
+        fix = "install the driver (apt-get install nvidia-driver-580), restart, and check with nvidia-smi"
         return CardFault(found, fix, torch.cuda is not None)
     elif torch.cuda is not None and not has_amd:
-        found = f"torch is built for CUDA {torch.cuda}, and there is no card: it computes on the CPU"
-        return CardFault(found, f"where there is one: {GIVE_A_CARD}", False)
+        found = f"torch is built for CUDA {torch.cuda}, but there is no GPU: it computes on the CPU"
+        return CardFault(found, f"if the machine has a GPU: {PROVIDE_GPU}", False)
     if has_amd and torch.hip is None and not is_reachable(NVIDIA, root):
-        return _wrong_build(torch, "ROCm")
+        return _describe_wrong_build(torch, "ROCm")
     if has_amd and torch.hip is not None and not os.access(root / "dev/kfd", os.R_OK | os.W_OK):
         fix = "sudo usermod -aG render,video $USER; then log in again"
         return CardFault("/dev/kfd: Permission denied", fix, True)
     return None
 
 
-def _wrong_build(torch: TorchBuild, kind: str) -> CardFault:
-    plain = torch.version.partition("+")[0]
-    built = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {kind}"
-    fix = f"install torch {plain} as built for {kind} (torch's own index of wheels has it)"
-    if kind == "CUDA":  # what the package index gives for Linux
-        fix = f"pip install --force-reinstall torch=={plain}"
-    # An AMD device may be part of the processor, which nobody means to train on.
-    return CardFault(f"this torch ({torch.version}) is {built}", fix, is_fatal=kind == "CUDA")
+def _describe_wrong_build(torch: TorchBuild, backend: str) -> CardFault:
+    """Return the fault of a torch that is built without CUDA or ROCm, which its GPU needs."""
+    version = torch.version.partition("+")[0]
+    build = "a CPU build" if torch.cuda is None and torch.hip is None else f"built without {backend}"
+    fix = f"install the build of torch {version} for {backend} (see pytorch.org)"
+    if backend == "CUDA":  # the package index has the CUDA build for Linux
+        fix = f"pip install --force-reinstall torch=={version}"
+    # An AMD GPU may be a part of the processor that is not meant for training.
+    return CardFault(f"this torch ({torch.version}) is {build}", fix, is_fatal=backend == "CUDA")
 
 
 def explain_idle_gpu(torch: TorchBuild, environment: Mapping[str, str], root: Path = ROOT) -> str | None:
-    """Return why torch sees no GPU although the machine has one; None if it has none or the user hid it."""
-    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in hiding):
+    """Return the reason why torch sees no GPU although the machine has one.
+
+    Args:
+        torch: Versions that torch was built with.
+        environment: Environment variables.
+        root: Root of the file system.
+
+    Returns:
+        The reason and its fix; `None` if there is no GPU, or if the user has hidden it.
+    """
+    variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    if environment.get("DS_ACCELERATOR") == "cpu" or any(environment.get(name) == "" for name in variables):
         return None
     if not any(is_reachable(vendor, root) for vendor in (NVIDIA, AMD)):
         return None
     fault = find_card_fault(torch, root)
     if fault is not None:
         return f"{fault.found}: {fault.fix}"
-    return f"torch ({torch.version}) sees none; what is found here: {format_pipeline_command('doctor')}"
+    command = format_pipeline_command("doctor")
+    return f"torch ({torch.version}) does not see it; to find the fault run: {command}"
 
 
 def _read(path: Path) -> str:

@@ -59,10 +59,10 @@ def test_cards_on_the_bus(tmp_path):
     [
         (NATIVE, CPU, "(2.13.0+cpu) is a CPU build: pip install --force-reinstall torch==2.13.0"),
         (NATIVE, CUDA, "the driver 570.86.15 is too old for torch's CUDA 13.0: install driver 580 or newer"),
-        (NATIVE, CUDA._replace(cuda="12.8"), "sees none; what is found here: "),
+        (NATIVE, CUDA._replace(cuda="12.8"), "does not see it; to find the fault run: "),
         (NATIVE, TorchBuild("2.11+rocm", None, "7.0"), "(2.11+rocm) is built without CUDA"),
         (WSL, CPU, "is a CPU build"),
-        ({"dev/kfd": ""}, CPU, "is a CPU build: install torch 2.13.0 as built for ROCm"),
+        ({"dev/kfd": ""}, CPU, "is a CPU build: install the build of torch 2.13.0 for ROCm"),
     ],
 )
 def test_a_card_that_lies_idle(tmp_path, files, torch, said):

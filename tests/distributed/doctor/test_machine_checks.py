@@ -154,7 +154,7 @@ def test_visible_gpus(machine, tmp_path, monkeypatch, visible, indices):
             "restart",
         ),
         ("580.65.06", {}, None, "fail", "is a CPU build", "on <host>: pip install --force-reinstall torch=="),
-        (None, None, "13.0", "warning", "and there is no card", "docker run --gpus all"),
+        (None, None, "13.0", "warning", "but there is no GPU", "docker run --gpus all"),
     ],
 )
 def test_driver(machine, tmp_path, monkeypatch, driver, smi, cuda, status, found, fix):
