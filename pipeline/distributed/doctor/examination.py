@@ -214,7 +214,7 @@ class _Examination:
         peers = {host: list_peers(host, self.networks) for host in self.networks}
         answers, silent = await self._ask("connect", peers)
         rows = [
-            CheckRow("ports", "fail", error.said, f"check that {host} is still up: ping {host}", (host,))
+            CheckRow("ports", "fail", error.reason, f"check that {host} is still up: ping {host}", (host,))
             for host, error in silent.items()
         ]
         if len(answers) < 2:
@@ -251,7 +251,7 @@ class _Examination:
         try:
             port = await ask(self.nodes[master], "free port")
         except SilentError as error:
-            return check_all_reduce(places, [], f"{master}: {error.said}", has_gpus)
+            return check_all_reduce(places, [], f"{master}: {error.reason}", has_gpus)
         common = {"world_size": len(places), "address": address, "port": port, "rounds": rounds}
         rank = count()
         parts = {
@@ -260,7 +260,7 @@ class _Examination:
         }
         answers, silent = await self._ask("reduce", parts)
         results = [RankMeasurements(**measured) for answer in answers.values() for measured in answer]
-        problem = "; ".join(f"{host}: {error.said}" for host, error in silent.items())
+        problem = "; ".join(f"{host}: {error.reason}" for host, error in silent.items())
         return check_all_reduce(places, results, problem, has_gpus)
 
     def _list_devices(self, host: str) -> list[int] | list[None]:
@@ -288,7 +288,7 @@ KNOWN = {
 
 def explain_silence(host: str, error: SilentError) -> CheckRow:
     """Return the row of a host that did not answer, by the exit code and the output of ssh."""
-    output = error.said
+    output = error.reason
     folder = Path.cwd()
     python = sys.executable
     check = "ssh" if error.code in (None, 255) else "python"  # 255 is ssh's own exit code

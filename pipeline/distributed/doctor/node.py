@@ -31,13 +31,13 @@ class SilentError(Exception):
 
     Args:
         code: Exit code of the local process that connects to the node; `None` if that process still runs.
-        said: Last output of that process, or the reason why it is not waited for any longer.
+        reason: Last output of that process, or the reason why it is not waited for any longer.
     """
 
-    def __init__(self, code: int | None, said: str):
-        super().__init__(said)
+    def __init__(self, code: int | None, reason: str):
+        super().__init__(reason)
         self.code = code
-        self.said = said
+        self.reason = reason
 
 
 async def ask(node: NodeProcess, method: str, value: Any = None, seconds: float = ANSWER_LIMIT) -> Any:

@@ -114,7 +114,7 @@ class Probe:
             except SilentError as error:
                 problem = f"still at {rank.step} after {LIMIT:.0f} s"
                 if error.code is not None:
-                    problem = f"exit code {error.code} at {rank.step}: {error.said.splitlines()[-1]}"
+                    problem = f"exit code {error.code} at {rank.step}: {error.reason.splitlines()[-1]}"
                 measured = asdict(RankMeasurements(part["rank"], rank.step, problem))
             await rank.close(patience=0.5)  # a rank that hangs is killed soon
             return measured

@@ -148,8 +148,8 @@ def test_a_node_that_ends_says_why_and_a_slow_one_is_waited_for_aloud(monkeypatc
 
     answers, silent = asyncio.run(talk())
     assert answers == {}
-    assert (silent["a"].code, silent["a"].said) == (255, "b: Permission denied")
-    assert silent["b"].said == "no answer within 1.5 s, still at: disk, folders"
+    assert (silent["a"].code, silent["a"].reason) == (255, "b: Permission denied")
+    assert silent["b"].reason == "no answer within 1.5 s, still at: disk, folders"
     assert "waiting: b (disk, folders) after 0 s" in capfd.readouterr().err
 
 
