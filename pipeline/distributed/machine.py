@@ -96,7 +96,7 @@ class MemoryUsage:
         owner = "its cgroup allows" if self.by_cgroup else "the machine has"
         used = format_bytes(self.used)
         limit = format_bytes(self.limit)
-        return f"it held {format_bytes(self.resident)}, and {used} of the {limit} {owner} were in use"
+        return f"it used {format_bytes(self.resident)}, and {used} of the {limit} {owner} were in use"
 
 
 class _Limit(NamedTuple):
@@ -151,7 +151,7 @@ def describe_process_limit() -> str | None:
     if not limits:
         return None
     command = min(limits, key=limits.__getitem__)
-    return f"this process may take {format_bytes(limits[command])} ({command})"
+    return f"this process may use {format_bytes(limits[command])} ({command})"
 
 
 def available_memory(root: Path = ROOT) -> int:

@@ -94,7 +94,7 @@ HEARD = "last heartbeat 1.2 s ago at step 40; "
 @pytest.mark.parametrize(
     ("state", "changes", "words"),
     [
-        ("gone", {}, f"is gone: {HEARD}it held 2.00 GiB, and 3.00 GiB of the 16.00 GiB its cgroup allows"),
+        ("gone", {}, f"is gone: {HEARD}it used 2.00 GiB, and 3.00 GiB of the 16.00 GiB its cgroup allows"),
         ("stopped", {}, f"is stopped: {HEARD}it received SIGSTOP"),
         ("there", {}, f"sends no heartbeat: {HEARD}its process is alive but runs no Python"),
         (None, {}, f"sends no heartbeat: {HEARD}its process, its machine or the"),
@@ -102,7 +102,7 @@ HEARD = "last heartbeat 1.2 s ago at step 40; "
         (
             "gone",
             {"memory": MemoryUsage(15 * GIB, 15 * GIB, 16 * GIB, False, 0)},
-            "it held 15.00 GiB, and 15.00 GiB of the 16.00 GiB the machine has were in use: most likely",
+            "it used 15.00 GiB, and 15.00 GiB of the 16.00 GiB the machine has were in use: most likely",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named_in_one_line_of_each_rank(tmp_path, victim):
     assert [len(said) for said in lines] == [1, 1]
     assert any(said[0].startswith(named) for said in lines)
     assert all(named in said[0] for said in lines)
-    assert any("; it held " in said[0] for said in lines)  # not by one who heard late
+    assert any("; it used " in said[0] for said in lines)  # not by one who heard late
 
 
 @pytest.mark.nightly

@@ -42,8 +42,8 @@ def test_a_run_that_is_out_of_memory_trains_with_what_it_says(tmp_path):
     assert result.returncode == 12, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: out of memory on cpu in the forward at micro_batch_size 8, at ")
-    assert "asked for 96 MiB, it held" in line
-    assert re.search(r"this process may take .* GiB \(ulimit -d\); held: .*MiB activations", line)
+    assert "asked for 96 MiB, it used" in line
+    assert re.search(r"this process may use .* GiB \(ulimit -d\); held: .*MiB activations", line)
     words = advice(line)
     assert words == ["batch.micro_batch_size=4", "batch.gradient_accumulation_steps=2"]
     result = launch(*arguments, *words, **FAULTS)
