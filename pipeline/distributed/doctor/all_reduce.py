@@ -12,7 +12,7 @@ from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.doctor.node import Tell, own_streams, serve
+from pipeline.distributed.doctor.node import StepReporter, own_streams, serve
 from pipeline.distributed.doctor.rows import CheckRow
 from pipeline.errors import summarize_error
 from pipeline.files import MIB
@@ -70,12 +70,12 @@ def plan_ring_transfers(num_hosts: int) -> Rounds:
     return [pairs for pairs in rounds if pairs]
 
 
-def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+def take_part(part: Mapping[str, Any], report_step: StepReporter) -> dict[str, Any]:
     """Run one rank of the all-reduce.
 
     Args:
         part: Arguments of `_measure` except for `measured` and `enter`.
-        tell: Called with each step as it begins.
+        report_step: Called with each step as it begins.
 
     Returns:
         Fields of the rank's RankMeasurements. An error is one of them.
@@ -84,7 +84,7 @@ def take_part(part: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     def enter(step: str) -> None:
         measured.step = step
-        tell(step)
+        report_step(step)
 
     try:
         _measure(**part, measured=measured, enter=enter)
@@ -102,7 +102,7 @@ def _measure(
     port: int,
     rounds: Rounds,
     measured: RankMeasurements,
-    enter: Tell,
+    enter: StepReporter,
 ) -> None:
     """Join the process group, check a sum, and measure transfers and a large all-reduce.
 

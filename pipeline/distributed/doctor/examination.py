@@ -281,7 +281,7 @@ KNOWN = {
     ),
     "Connection refused": ("no ssh server answers", "start the server on {host}: systemctl start ssh"),
     "timed out": ("does not answer", "check that {host} is up (ping {host}) and lets port 22 through"),
-    "No route to host": ("no route to it", "check that {host} is up and on this network: ping {host}"),
+    "No route to host": ("no route to this host", "check that {host} is up and on this network: ping {host}"),
 }
 """Words in the output of ssh -> the fault, and its fix."""
 

@@ -20,9 +20,9 @@ from pipeline.distributed.launch.ssh import NodeProcess, decode_message, encode_
 ANSWER_LIMIT = 300.0
 """Seconds that a node has for an answer. If a machine disappears, ssh itself ends within 20 seconds."""
 Result = TypeVar("Result")
-Tell = Callable[[str], None]
+StepReporter = Callable[[str], None]
 """Function that reports the step at which a process is."""
-Method = Callable[[Any, Tell], Any]
+Method = Callable[[Any, StepReporter], Any]
 """Function that answers a question. Its arguments: the question's value, and the function for its steps."""
 
 

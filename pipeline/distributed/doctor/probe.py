@@ -27,7 +27,7 @@ from pipeline.distributed.doctor.machine_checks import (
     format_marker,
     read_gpus,
 )
-from pipeline.distributed.doctor.node import Method, SilentError, Tell, ask, own_streams, serve
+from pipeline.distributed.doctor.node import Method, SilentError, StepReporter, ask, own_streams, serve
 from pipeline.distributed.doctor.rows import HOST, Fault
 from pipeline.distributed.launch.ssh import local_command, start_process
 from pipeline.distributed.waiting import find_free_port
@@ -43,12 +43,12 @@ class Probe:
         self._question: MachineQuestion | None = None
         self._sees_markers = False
 
-    def examine(self, values: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    def examine(self, values: dict[str, Any], report_step: StepReporter) -> dict[str, Any]:
         """Run all checks, and return their findings, the network and the number of GPUs.
 
         Args:
             values: Fields of the MachineQuestion.
-            tell: Called with the names of the checks that still run.
+            report_step: Called with the names of the checks that still run.
 
         Returns:
             `findings`: check -> fields of its CheckResult. `network`: fields of the Network, or `None` if it
@@ -63,7 +63,7 @@ class Probe:
         }
         checks["network"] = partial(network.read_network, question.names, port)
         checks["gpus"] = read_gpus
-        results = run_checks(checks, CHECK_LIMIT, tell)
+        results = run_checks(checks, CHECK_LIMIT, report_step)
         gpus = results.pop("gpus")
         own_network = None
         if isinstance(results["network"], network.Network):
@@ -75,18 +75,18 @@ class Probe:
             "num_gpus": len(gpus) if isinstance(gpus, list) else 0,
         }
 
-    def connect(self, peers: list[tuple[str, str, int]], tell: Tell) -> dict[str, Any]:
+    def connect(self, peers: list[tuple[str, str, int]], report_step: StepReporter) -> dict[str, Any]:
         """Connect to the peers, and find the hosts whose markers this host sees.
 
         Args:
             peers: Name, address and port of each.
-            tell: Called once with this step.
+            report_step: Called once with this step.
 
         Returns:
             `links`: fields of a Link for each peer. `sees`: names of the hosts whose markers are visible.
         """
         assert self._question is not None
-        tell("connecting to the other hosts")
+        report_step("connecting to the other hosts")
         links = network.connect_to(peers, self._question.token)
         # After a fault in the folders check, the folder may never answer.
         names = self._question.names if self._sees_markers else []
@@ -95,12 +95,12 @@ class Probe:
             "sees": [name for name in names if self._marker(name).exists()],
         }
 
-    def reduce(self, parts: list[dict[str, Any]], tell: Tell) -> list[dict[str, Any]]:
+    def reduce(self, parts: list[dict[str, Any]], report_step: StepReporter) -> list[dict[str, Any]]:
         """Take part in the all-reduce with this machine's ranks, each in a process of its own.
 
         Args:
             parts: Arguments of `all_reduce.take_part` for each rank.
-            tell: Called with each step of each rank.
+            report_step: Called with each step of each rank.
 
         Returns:
             Fields of the RankMeasurements of each rank.
@@ -108,7 +108,7 @@ class Probe:
 
         async def take_part(part: dict[str, Any]) -> dict[str, Any]:
             rank = await start_process("rank", local_command(MODULE))
-            rank.heard = tell
+            rank.heard = report_step
             try:
                 measured: dict[str, Any] = await ask(rank, "reduce", part, seconds=LIMIT)
             except SilentError as error:
@@ -135,7 +135,9 @@ class Probe:
         return find_existing_folder(self._question.folders[0]) / format_marker(self._question, name)
 
 
-def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell) -> dict[str, Any]:
+def run_checks(
+    checks: dict[str, Callable[[], Any]], seconds: float, report_step: StepReporter
+) -> dict[str, Any]:
     """Run all checks at the same time, and return their results.
 
     The result of a check that raises, or that exceeds the time limit, is a CheckResult with that fault. A
@@ -144,14 +146,14 @@ def run_checks(checks: dict[str, Callable[[], Any]], seconds: float, tell: Tell)
     Args:
         checks: Name of each check -> the function that runs it.
         seconds: Time limit for all checks together.
-        tell: Called about once a second with the names of the checks that still run.
+        report_step: Called about once a second with the names of the checks that still run.
     """
     pool = ThreadPoolExecutor(max_workers=len(checks))
     futures: dict[str, Future[Any]] = {name: pool.submit(check) for name, check in checks.items()}
     deadline = time.monotonic() + seconds
     missing = list(checks)
     while missing and time.monotonic() < deadline:
-        tell(", ".join(missing))
+        report_step(", ".join(missing))
         wait([futures[name] for name in missing], timeout=1.0)
         missing = [name for name, future in futures.items() if not future.done()]
     pool.shutdown(wait=False)

@@ -91,7 +91,7 @@ def test_clocks():
         (255, "ssh: Could not resolve hostname b: x", "ssh", "unknown host", "hostfile"),
         (255, "ssh: connect to host b port 22: Connection refused", "ssh", "no ssh server", "start ssh"),
         (255, "ssh: connect to host b port 22: Connection timed out", "ssh", "does not answer", "ping b"),
-        (255, "ssh: connect to host b port 22: No route to host", "ssh", "no route to it", "ping b"),
+        (255, "ssh: connect to host b port 22: No route to host", "ssh", "no route to this host", "ping b"),
         (255, "kex_exchange: read: reset\n", "ssh", "exit code 255: kex_exchange", "by hand: ssh b"),
         (None, "no answer within 300 s", "ssh", "no answer within 300 s", "by hand"),
         (NO_FOLDER, "sh: 1: cd: can't cd to /w", "folder", "no folder ", "rsync -a "),
@@ -203,7 +203,7 @@ def test_hosts_through_ssh(tmp_path, monkeypatch, capsys):
     assert main(["doctor", *words]) == 2
     table = " ".join(capsys.readouterr().out.split())
     for row in (
-        "ssh fail gone: no route to it",
+        "ssh fail gone: no route to this host",
         "disk ok enough free in",
         "clock ok within 0.",
         "hosts fail a, localhost: a and localhost are the same machine",
