@@ -153,7 +153,7 @@ def test_a_crash_on_one_rank_ends_all_and_shows_its_traceback_once(tmp_path):
 MEMORY = (
     r"^\[rank 1\] error: out of memory on cpu in the forward at micro_batch_size 8, at \S+faults.py:\d+ .*: "
     r"asked for 4294967296.00 GiB, it used .* GiB .* in use; held: .* temporaries.*. What helps, most first: "
-    r"batch.micro_batch_size=4 batch.gradient_accumulation_steps=2 \(the same step in 2 times"
+    r"batch.micro_batch_size=4 batch.gradient_accumulation_steps=2 \(the same step with 2 times"
 )
 ASSERTED = (
     r"^error: cpu failed \(an index outside of a table: .* CUDA error: device-side assert triggered .* with "
