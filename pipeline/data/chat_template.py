@@ -28,8 +28,10 @@ BUILT_IN = {
 }
 SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Valid text has no single halves of surrogate pairs, so these marks never occur in a conversation.
-BEGIN, END = "\ud800", "\ud801"  # around a special token that is part of a conversation's content
+# Marks around a special token that is part of a conversation's content. Valid text has no single halves of
+# surrogate pairs, so they never occur in a conversation.
+BEGIN = "\ud800"
+END = "\ud801"
 DIVIDE = (
     "\ud806"  # the text before and after it is tokenised separately; a template writes it as {{ divide }}
 )

@@ -29,7 +29,10 @@ from pipeline.data.chat_layouts import (
 from pipeline.data.documents.records import Record
 from pipeline.errors import DataError
 
-CHOSEN, REJECTED, MISMATCHED = 1, 2, 3  # kinds of segments; 0 means no segment
+# Kinds of segments; 0 means no segment.
+CHOSEN = 1
+REJECTED = 2
+MISMATCHED = 3
 KIND_NAMES = {CHOSEN: "chosen", REJECTED: "rejected", MISMATCHED: "mismatched"}
 PAIRS = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
 LABELS = ("label", "kto_tag")

@@ -18,7 +18,10 @@ from jinja2.visitor import NodeTransformer
 from pipeline.data.chat_layouts import Spans
 
 # Valid text has no single halves of surrogate pairs, so these marks never occur in a conversation.
-OPEN, CLOSE, TURN, TURN_END = "\ud802", "\ud803", "\ud804", "\ud805"
+OPEN = "\ud802"
+CLOSE = "\ud803"
+TURN = "\ud804"
+TURN_END = "\ud805"
 _MARK = re.compile(f"{OPEN}|{CLOSE}|{TURN}([0-9]+){TURN_END}")
 _WRITE_MARK = "__write_turn_mark"  # the name of a function in the template
 

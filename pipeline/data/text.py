@@ -305,12 +305,12 @@ def _drop_empty(
     """
     for source in sources:
         if not len(rows[source.name]):
+            size = f"{source.eval.num_tokens} tokens in {source.eval.num_documents} documents"
             log.warning(
-                "no evaluation on %s: %d tokens in %d documents are held out (data.eval_fraction %g), one "
-                "sequence takes %d; a larger data.eval_fraction or more documents give some to evaluate on",
+                "no evaluation on %s: %s are held out (data.eval_fraction %g), and one sequence takes %d "
+                "tokens; raise data.eval_fraction, or add documents",
                 source.name,
-                source.eval.num_tokens,
-                source.eval.num_documents,
+                size,
                 config.eval_fraction,
                 config.sequence_length + 1,
             )

@@ -511,9 +511,11 @@ def replay_step_count(adam: torch.optim.Optimizer, scalars: Mapping[str, Any]) -
         return
     steps = int(scalars.get(f"{OPTIMIZER_PREFIX}step", 0))
     beta1, beta2 = adam.param_groups[0]["betas"]
+    # Learning rate, betas, epsilon, weight decay and bias correction; the kernel takes no keywords.
+    options = (0.0, beta1, beta2, 1.0, 0.0, True)
     empty = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):  # tens of microseconds each
-        kernel.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *empty)  # type: ignore[attr-defined]
+        kernel.adam_update(adam.opt_id, step, *options, *empty)  # type: ignore[attr-defined]
 
 
 Placements = dict[nn.Parameter, TensorPlacement]

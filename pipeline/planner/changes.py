@@ -25,8 +25,12 @@ from pipeline.planner.shapes import read_model_spec, read_pretrained_config, sta
 
 LEAST = 0.01
 """Smallest gain of a proposed change, as a share of the peak."""
-BATCH, RECOMPUTATION, OTHER_CURVE = "batch", "recomputation", "other curve"
-ZERO, OFFLOAD, BACK_TO_DEVICE = "ZeRO", "offload", "back on the GPU"
+BATCH = "batch"
+RECOMPUTATION = "recomputation"
+OTHER_CURVE = "other curve"
+ZERO = "ZeRO"
+OFFLOAD = "offload"
+BACK_TO_DEVICE = "back on the GPU"
 ACTIVATION_KINDS = (BATCH, RECOMPUTATION, OTHER_CURVE)
 """Kinds of changes that make activations smaller."""
 

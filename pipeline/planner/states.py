@@ -411,8 +411,11 @@ def _count_partitioned_buffers(rank: RankSlice, accumulates: bool) -> EngineBuff
             host=size * sum(part.own for part in parts) + largest,
             keeps_gradients=accumulates and rank.stage == 1,
         )
-    # The flat copy of a group's gradients, and the same in fp32.
-    copied = 0 if is_compact else (size + 4 if size == 2 else 4) * max(part.own for part in parts)
+    copied = 0
+    if not is_compact:
+        # The flat copy of a group's gradients, and the same in fp32.
+        bytes_per_value = size + 4 if size == 2 else 4
+        copied = bytes_per_value * max(part.own for part in parts)
     return EngineBuffers(
         forward=forward, backward=backward, step=max(step, copied), keeps_gradients=accumulates
     )

@@ -31,7 +31,8 @@ TOOLS: dict[str, TrainerTable] = {
     **{f"trl-{trainer}": trl.TOOL for trainer in trl.TRAINERS},
     "accelerate": accelerate.TOOL,
 }
-RECIPE, JSON = "recipe.yaml", "deepspeed.json"
+RECIPE = "recipe.yaml"
+JSON = "deepspeed.json"
 OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
 
 

@@ -296,14 +296,9 @@ def _collect_parts(
 
 def _log_summary(prepared: PreparedDocuments) -> None:
     for source in (*prepared.sources, *prepared.eval_sets):
-        log.info(
-            "%s: %s documents, %s tokens; %s documents, %s tokens held out",
-            source.name,
-            f"{source.train.num_documents:,}",
-            f"{source.train.num_tokens:,}",
-            f"{source.eval.num_documents:,}",
-            f"{source.eval.num_tokens:,}",
-        )
+        trained = f"{source.train.num_documents:,} documents, {source.train.num_tokens:,} tokens"
+        held_out = f"{source.eval.num_documents:,} documents, {source.eval.num_tokens:,} tokens"
+        log.info("%s: %s; %s held out", source.name, trained, held_out)
         for line in source.tally.lines():
             log.info("%s: %s", source.name, line)
 

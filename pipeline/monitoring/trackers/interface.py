@@ -91,7 +91,8 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
     message = (
         f"log.trackers: {config.kind} cannot be called with (run_dir, start_step, run_config) and its args"
     )
-    check_signature(make, message, ConfigError, Path(), 0, {}, **config.args)
+    example: tuple[Any, ...] = (Path(), 0, {})  # run_dir, start_step, run_config
+    check_signature(make, message, ConfigError, *example, **config.args)
     missing = [name for name in TRACKER_METHODS if isinstance(make, type) and not hasattr(make, name)]
     if missing:
         raise ConfigError(_lacks(config, missing))
