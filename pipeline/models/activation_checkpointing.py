@@ -103,10 +103,10 @@ def _is_positive(value: Any) -> bool:
 def _build_selective_modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the dispatch modes for a block's forward and for its recomputation in backward."""
     forward, recomputation = create_selective_checkpoint_contexts(list(EXPENSIVE))
-    return _ExpensiveOnly(forward), _ExpensiveOnly(recomputation)
+    return _ExpensiveOperationMode(forward), _ExpensiveOperationMode(recomputation)
 
 
-class _ExpensiveOnly(TorchDispatchMode):
+class _ExpensiveOperationMode(TorchDispatchMode):
     """Passes only the expensive operations to torch's mode.
 
     torch requires the recomputation to repeat the forward operation by operation. Under ZeRO-3 it does not:

@@ -41,7 +41,9 @@ from pipeline.models.frozen_base import (
 from pipeline.models.sharding import Sharding, count_elements
 from pipeline.models.weights import SafetensorsFiles, fill_tensor
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 # Keys of adapter_config.json that change the computation and are not supported here, with their neutral
@@ -107,7 +109,9 @@ class PeftFolder:
                     f"adapter.{key} is {ours}, and that of adapter.weights {theirs} ({self.path}); write "
                     f"adapter.{key}={theirs}"
                 )
-        targets = [name.removesuffix(".lora_A.weight") for name in self._names() if ".lora_A." in name]
+        targets = [
+            name.removesuffix(".lora_A.weight") for name in self._iterate_names() if ".lora_A." in name
+        ]
         if config.targets is None:
             said["targets"] = targets
         if config.modules_to_save is None:
@@ -138,7 +142,7 @@ class PeftFolder:
         """Return the tensors of modules that were trained whole, by their names in the model."""
         return {
             name: self.tensors[PREFIX + name]
-            for name in self._names()
+            for name in self._iterate_names()
             if not any(f".{part}" in f".{name}" for part in PARTS)
         }
 
@@ -165,7 +169,7 @@ class PeftFolder:
                 "it is an adapter of another model, or adapter.targets leaves them out"
             )
 
-    def _names(self) -> Iterator[str]:
+    def _iterate_names(self) -> Iterator[str]:
         return (name.removeprefix(PREFIX) for name in self.tensors)
 
 
@@ -269,7 +273,7 @@ def add_adapter(
         quantise_base(model, whole, sharding, dtype)
     elif isinstance(sharding, HalfBasePlacement):
         accept_fp32_inputs(model, whole, sharding)
-    _inject(model, build_peft_config(config, targets), config.quantize is not None)
+    _inject_layers(model, build_peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
@@ -279,23 +283,20 @@ def add_adapter(
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
-    _fill(model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None)
+    _set_initial_values(
+        model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None
+    )
     if given is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
         for name, values in given.whole_tensors().items():
             fill_tensor(names[name], values if job.ranks.is_main_process else None, sharding, job)
     trained = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
-    log.info(
-        "adapter: %s of rank %d, alpha %g, on %d linear layers%s: %s parameters are trained",
-        *(
-            config.kind,
-            config.rank or DEFAULT_ADAPTER_RANK,
-            config.alpha or DEFAULT_ADAPTER_ALPHA,
-            len(targets),
-        ),
-        f"; {len(whole) + len(embeddings)} tensors are trained whole" if whole or embeddings else "",
-        f"{trained:,}",
-    )
+    rank = config.rank or DEFAULT_ADAPTER_RANK
+    alpha = config.alpha or DEFAULT_ADAPTER_ALPHA
+    description = f"{config.kind} of rank {rank}, alpha {alpha:g}, on {len(targets)} linear layers"
+    if whole or embeddings:
+        description += f"; {len(whole) + len(embeddings)} tensors are trained whole"
+    log.info("adapter: %s: %s parameters are trained", description, f"{trained:,}")
 
 
 def build_peft_config(config: AdapterConfig, targets: Iterable[str] = ()) -> Any:
@@ -336,10 +337,10 @@ def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
     """
     trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
     weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
-    return sum(map(count_elements, weights)), sum(map(_bytes_of, weights))
+    return sum(map(count_elements, weights)), sum(map(_count_bytes, weights))
 
 
-def _bytes_of(weight: Tensor) -> int:
+def _count_bytes(weight: Tensor) -> int:
     if not hasattr(weight, "quant_state"):
         return weight.numel() * weight.element_size()
     from pipeline.models.quantised import count_nf4_bytes
@@ -347,7 +348,7 @@ def _bytes_of(weight: Tensor) -> int:
     return count_nf4_bytes(weight)
 
 
-def _inject(model: nn.Module, config: Any, in_4_bits: bool) -> None:
+def _inject_layers(model: nn.Module, config: Any, in_4_bits: bool) -> None:
     """Let peft add its layers without values: its draws would depend on the part that this rank holds."""
     from peft import inject_adapter_in_model
 
@@ -368,7 +369,7 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
     for _, layer in find_adapter_layers(model):
         base = layer.get_base_layer()
         with sharding.gather([base.weight]), torch.no_grad():
-            weight = _values(base.weight)
+            weight = _get_values(base.weight)
             lengths = torch.linalg.norm(weight.T if layer.fan_in_fan_out else weight, dim=1).float()
         layer.use_dora[ADAPTER_NAME] = True
         layer.lora_variant[ADAPTER_NAME] = DoraLinearVariant()
@@ -378,7 +379,7 @@ def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:
         magnitude.weight = nn.Parameter(lengths)
 
 
-def _values(weight: Tensor) -> Tensor:
+def _get_values(weight: Tensor) -> Tensor:
     if not hasattr(weight, "quant_state"):
         return weight.detach()
     from pipeline.models.quantised import unpack_nf4
@@ -387,7 +388,7 @@ def _values(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _fill(
+def _set_initial_values(
     model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None, dtype: torch.dtype | None
 ) -> None:
     """Set the initial values of the adapter's parameters, on the devices of the layers' weights.

@@ -120,12 +120,13 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
     if trial is None:
         return f"no small {type(model).__name__} could be made to try another one on"
     rows = build_trial_rows(torch.device("cpu"))
-    ids, how = rows["input_ids"], {"use_cache": False}
+    ids = rows["input_ids"]
+    options = {"use_cache": False}
     try:
-        expected = trial(ids, **how).logits, trial(ids[:, 4:], **how).logits
+        expected = (trial(ids, **options).logits, trial(ids[:, 4:], **options).logits)
         trial.set_attn_implementation(ATTENTION_NAME)
         found = (
-            trial(ids, **{BOUNDS_KEY: empty_bounds(ids.device)}, **how).logits,
+            trial(ids, **{BOUNDS_KEY: empty_bounds(ids.device)}, **options).logits,
             trial(**rows).logits[:, 4:],
         )
     except Exception as error:  # a model that calls its attention differently may raise anything
@@ -147,7 +148,8 @@ def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
         if getattr(text, "sliding_window", None):
             text.sliding_window = min(TWIN_WINDOW, text.sliding_window)
         for name in WIDTHS:
-            if isinstance(width := getattr(text, name, None), int):
+            width = getattr(text, name, None)
+            if isinstance(width, int):
                 setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some count positions from the pad
@@ -235,20 +237,20 @@ def refuse_document_leaks(
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
-        raise _leak_error(name, "takes no position_ids")
+        raise _build_leak_error(name, "takes no position_ids")
     if not is_transformers_model(model):
         return
     mixers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     if model._is_stateful or any("attention" not in mixer or "linear" in mixer for mixer in mixers):
-        raise _leak_error(name, "passes a state on from token to token")
+        raise _build_leak_error(name, "passes a state on from token to token")
     trial = build_small_model(model)
     device = device or torch.device("cpu")
     if trial is None:
-        raise _leak_error(name, "cannot be tried on a small copy")
+        raise _build_leak_error(name, "cannot be tried on a small copy")
     register_bounds_hooks(trial.to(device, dtype), str(trial.config._attn_implementation))
     one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, 4:].float()
     if _differ(one_TV, other_TV, dtype):
-        raise _leak_error(name, "looks past the position_ids")
+        raise _build_leak_error(name, "looks past the position_ids")
 
 
 def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
@@ -257,7 +259,7 @@ def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
     return bool((one_TV - other_TV).abs().max() > allowed * one_TV.abs().max())
 
 
-def _leak_error(name: str, why: str) -> ModelError:
+def _build_leak_error(name: str, why: str) -> ModelError:
     return ModelError(
         f"model: a {name} {why}, so documents in one row would see each other; write "
         "data.separate_documents=false to accept that"

@@ -75,7 +75,7 @@ def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: ScoreOptions) 
     """
     query, key, value = _autocast(heads)
     rows, _, length, _ = query.shape
-    first = _first_keys(bounds, rows, length, scores.window, query.device)
+    first = _find_first_keys(bounds, rows, length, scores.window, query.device)
     starts = range(0, length, QUERIES_PER_BLOCK)
     if query.device.type == "cpu":
         begins = first[:, ::QUERIES_PER_BLOCK].amin(0).tolist()
@@ -85,14 +85,15 @@ def attend_in_blocks(heads: Heads, bounds: Tensor | None, scores: ScoreOptions) 
         _Block(start, min(start + QUERIES_PER_BLOCK, length), begin)
         for start, begin in zip(starts, begins, strict=True)
     ]
-    sinks, scores = scores.sinks, replace(scores, sinks=None)
-    output: Tensor = _InBlocks.apply(query, key, value, sinks, first, scores, blocks)
+    # Sinks are an argument of their own, so that autograd gives them a gradient.
+    without_sinks = replace(scores, sinks=None)
+    output: Tensor = _BlockwiseAttention.apply(query, key, value, scores.sinks, first, without_sinks, blocks)
     return output
 
 
 def _autocast(heads: Heads) -> Heads:
     """Cast as autocast does for scaled_dot_product_attention, the only attention that it knows."""
-    kind = _kind(heads[0])
+    kind = _get_autocast_type(heads[0])
     if not torch.is_autocast_enabled(kind):
         return heads
     dtype = torch.get_autocast_dtype(kind)
@@ -100,7 +101,7 @@ def _autocast(heads: Heads) -> Heads:
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _first_keys(
+def _find_first_keys(
     bounds: Tensor | None, rows: int, length: int, window: int | None, device: torch.device
 ) -> Tensor:
     """Return the index in its row of the first token that each token attends to, (B or 1, T)."""
@@ -125,14 +126,16 @@ class _Block:
         keys = slice(self.begin, self.end)
         return query[:, :, self.start : self.end], key[:, :, keys], value[:, :, keys]
 
-    def is_seen(self, first: Tensor) -> Tensor:
-        """Return a mask (B or 1, 1, Q, K) of the keys that each query attends to."""
+    def build_mask(self, first: Tensor) -> Tensor:
+        """Return a mask (B or 1, 1, Q, K), `True` for the keys that each query attends to."""
         keys = torch.arange(self.begin, self.end, device=first.device)
         queries = torch.arange(self.start, self.end, device=first.device)[:, None]
         return ((keys >= first[:, self.start : self.end, None]) & (keys <= queries))[:, None]
 
 
-class _InBlocks(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
+    """Computes attention block by block, and the scores of a block again in backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,82 +149,92 @@ class _InBlocks(torch.autograd.Function):
     ) -> Tensor:
         rows, heads, length, _ = query.shape
         ctx.save_for_backward(query, key, value, sinks, first)
-        ctx.scores, ctx.blocks = scores, blocks
+        ctx.scores = scores
+        ctx.blocks = blocks
         if scores.dropout:
-            ctx.random = _random_states(query.device)
+            ctx.random = _read_random_states(query.device)
         output = query.new_empty(rows, length, heads, value.shape[-1])
         for block in blocks:
-            found = _attend(*block.cut(query, key, value), sinks, block.is_seen(first), scores)
-            output[:, block.start : block.end] = found.transpose(1, 2)
+            attended = _attend(
+                block.cut(query, key, value), sinks=sinks, mask=block.build_mask(first), scores=scores
+            )
+            output[:, block.start : block.end] = attended.transpose(1, 2)
         return output
 
     @staticmethod
-    def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, first = ctx.saved_tensors
         scores: ScoreOptions = ctx.scores
-        # Several blocks add to a key's gradient, in fp32 as a kernel does.
-        of_query = torch.empty_like(query)
-        of_key, of_value = (torch.zeros_like(t, dtype=_wide(t.dtype)) for t in (key, value))
-        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks.dtype))
+        query_grad = torch.empty_like(query)
+        # Several blocks add to the gradient of one key. The sums are fp32, as those of a kernel are.
+        key_grad, value_grad = (torch.zeros_like(t, dtype=_widen(t.dtype)) for t in (key, value))
+        sinks_grad = None if sinks is None else torch.zeros_like(sinks, dtype=_widen(sinks.dtype))
         devices = [query.device] if query.is_cuda else []
         with torch.random.fork_rng(devices, enabled=scores.dropout > 0):
             if scores.dropout:
                 _set_random_states(query.device, ctx.random)
             for block in ctx.blocks:
-                q, k, v = given = [t.detach().requires_grad_() for t in block.cut(query, key, value)]
-                sink = [] if sinks is None else [sinks.detach().requires_grad_()]
+                q, k, v = (t.detach().requires_grad_() for t in block.cut(query, key, value))
+                own_sinks = None if sinks is None else sinks.detach().requires_grad_()
                 with torch.enable_grad():
-                    found = _attend(q, k, v, sink[0] if sink else None, block.is_seen(first), scores)
-                of_found = of_output[:, block.start : block.end].transpose(1, 2)
-                mine = torch.autograd.grad(found, [*given, *sink], of_found)
-                of_query[:, :, block.start : block.end] = mine[0]
-                of_key[:, :, block.begin : block.end] += mine[1]
-                of_value[:, :, block.begin : block.end] += mine[2]
-                if of_sinks is not None:
-                    of_sinks += mine[3]
-        narrow = None if of_sinks is None else of_sinks.to(sinks.dtype)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), narrow, None, None, None
+                    attended = _attend(
+                        (q, k, v), sinks=own_sinks, mask=block.build_mask(first), scores=scores
+                    )
+                inputs = [q, k, v] if own_sinks is None else [q, k, v, own_sinks]
+                attended_grad = output_grad[:, block.start : block.end].transpose(1, 2)
+                gradients = torch.autograd.grad(attended, inputs, attended_grad)
+                query_grad[:, :, block.start : block.end] = gradients[0]
+                key_grad[:, :, block.begin : block.end] += gradients[1]
+                value_grad[:, :, block.begin : block.end] += gradients[2]
+                if sinks_grad is not None:
+                    sinks_grad += gradients[3]
+        if sinks_grad is not None:
+            sinks_grad = sinks_grad.to(sinks.dtype)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), sinks_grad, None, None, None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, is_seen: Tensor, scores: ScoreOptions
-) -> Tensor:
+def _attend(qkv: Heads, *, sinks: Tensor | None, mask: Tensor, scores: ScoreOptions) -> Tensor:
     """Return the attention of a block (B, heads, Q, width of value)."""
-    heads, groups, scaling, dtype = query.shape[1], key.shape[1], scores.scaling, query.dtype
+    query, key, value = qkv
+    heads = query.shape[1]
+    groups = key.shape[1]
+    scaling = scores.scaling
+    dtype = query.dtype
     if dtype == torch.bfloat16 and not query.is_cuda:  # see cpu_attention
-        query, key, value = (t.to(_wide(dtype)) for t in (query, key, value))
-    with torch.autocast(_kind(query), enabled=False):  # so that backward computes as forward did
+        query, key, value = (t.to(_widen(dtype)) for t in (query, key, value))
+    with torch.autocast(_get_autocast_type(query), enabled=False):  # so that backward computes as forward did
         if not scores.is_bounded and sinks is None and not scores.dropout:
             if query.is_cuda and heads != groups:  # the kernel that takes a mask does not take groups
                 key, value = (t.repeat_interleave(heads // groups, 1) for t in (key, value))
             return F.scaled_dot_product_attention(
-                query, key, value, is_seen, scale=scaling, enable_gqa=key.shape[1] != heads
+                query, key, value, mask, scale=scaling, enable_gqa=key.shape[1] != heads
             ).to(dtype)
         # The heads of a group become further queries of one head, so keys are not repeated.
-        together = query.unflatten(1, (groups, -1)).flatten(2, 3) @ key.mT
-        found = together.to(_wide(together.dtype)).unflatten(2, (heads // groups, -1))
-        found = found * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        products = query.unflatten(1, (groups, -1)).flatten(2, 3) @ key.mT
+        logits = products.to(_widen(products.dtype)).unflatten(2, (heads // groups, -1))
+        logits = logits * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if scores.softcap is not None:
-            found = (found / scores.softcap).tanh() * scores.softcap
-        found = found.masked_fill(~is_seen[:, :, None], -torch.inf)
+            logits = (logits / scores.softcap).tanh() * scores.softcap
+        logits = logits.masked_fill(~mask[:, :, None], -torch.inf)
         if sinks is not None:
-            column = sinks.to(found.dtype).view(groups, -1, 1, 1).expand(*found.shape[:-1], 1)
-            found = torch.cat([found, column], -1).softmax(-1)[..., :-1]
+            column = sinks.to(logits.dtype).view(groups, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            weights = torch.cat([logits, column], -1).softmax(-1)[..., :-1]
         else:
-            found = found.softmax(-1)
-        found = F.dropout(found.to(value.dtype), scores.dropout)
-        return (found.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2).to(dtype)
+            weights = logits.softmax(-1)
+        weights = F.dropout(weights.to(value.dtype), scores.dropout)
+        return (weights.flatten(2, 3) @ value).unflatten(2, (heads // groups, -1)).flatten(1, 2).to(dtype)
 
 
-def _kind(of: Tensor) -> str:
-    return "cpu" if of.device.type == "cpu" else "cuda"
+def _get_autocast_type(tensor: Tensor) -> str:
+    """Return the device type under which autocast is set for a tensor's device."""
+    return "cpu" if tensor.device.type == "cpu" else "cuda"
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
+def _read_random_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
@@ -247,7 +260,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class _InFp32(torch.autograd.Function):
+class _Fp32Attention(torch.autograd.Function):
     """Computes bf16 attention in fp32 on a CPU; casts are repeated in backward, so only bf16 is kept.
 
     torch's kernel is 1.6 to 2.2 times as fast in fp32 as in bf16, its backward most of all, also on CPUs with
@@ -256,23 +269,24 @@ class _InFp32(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        wide, of_rows = _forward(query.float(), key.float(), value.float(), 0.0, True, scale=scaling)
+        wide, logsumexp = _forward(query.float(), key.float(), value.float(), 0.0, True, scale=scaling)
         output: Tensor = wide.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, of_rows)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.scaling = scaling
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, of_rows = ctx.saved_tensors
-        wide = [t.float() for t in (of_output, query, key, value, output)]
-        found = _backward(*wide, of_rows, 0.0, True, scale=ctx.scaling)
-        return *(t.to(query.dtype) for t in found), None
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        wide = [t.float() for t in (output_grad, query, key, value, output)]
+        gradients = _backward(*wide, logsumexp, 0.0, True, scale=ctx.scaling)
+        return *(t.to(query.dtype) for t in gradients), None
 
 
 ATTENTION_NAME = "documents"
 BOUNDS_KEY = "cu_seq_lens_q"  # the name under which transformers' models pass bounds on to attention
+CAUSAL_FROM_TOP_LEFT = 1  # torch's number of this mask, in CustomMaskType of its xFormers kernels
 # torch 2.11's varlen_attn takes fewer key heads than query heads; later releases need this flag for it.
 HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # cuDNN's kernels are the fastest on Hopper and Blackwell for rows without a mask.
@@ -283,10 +297,10 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 # Arguments that a model may pass and that nothing here computes.
-UNSERVED = ("position_bias",)
+UNSUPPORTED_ARGUMENTS = ("position_bias",)
 # Arguments on scores, of which `s_aux` are sinks; transformers' sdpa, which computes with a mask, ignores
 # them.
-OF_SCORES = ("softcap", "s_aux")
+SCORE_ARGUMENTS = ("softcap", "s_aux")
 
 
 def find_document_bounds(positions_BT: Tensor) -> Tensor:
@@ -367,56 +381,63 @@ class DocumentAttention:
         is_causal = rest.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_masked = attention_mask is not None or query.shape[2] != key.shape[2] or not is_causal
-        unserved = UNSERVED + OF_SCORES if is_masked else UNSERVED
-        if asked := [name for name in unserved if rest.get(name) is not None]:
+        unsupported = UNSUPPORTED_ARGUMENTS + SCORE_ARGUMENTS if is_masked else UNSUPPORTED_ARGUMENTS
+        if asked := [name for name in unsupported if rest.get(name) is not None]:
             raise ModelError(
                 f"model.attention: auto does not know {asked[0]}, which the model asks for; write "
                 "model.attention=eager"
             )
         heads = (query, key, value)
         if is_masked:
-            return _with_mask(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **rest)
-        bounds, positions = rest.get(BOUNDS_KEY), rest.get("position_ids")
+            return _attend_with_mask(module, *heads, attention_mask, dropout=dropout, scaling=scaling, **rest)
+        bounds = rest.get(BOUNDS_KEY)
+        positions = rest.get("position_ids")
         if bounds is not None and not bounds.numel():
             bounds = positions = None  # each row is one document
         window = rest.get("sliding_window")
         if window is not None and window >= query.shape[2]:
             window = None
-        scores = ScoreOptions(scaling, window, rest.get("softcap"), dropout, rest.get("s_aux"))
-        attend = self._on_cpu if query.device.type == "cpu" else self._on_device
+        scores = ScoreOptions(
+            scaling=scaling,
+            window=window,
+            softcap=rest.get("softcap"),
+            dropout=dropout,
+            sinks=rest.get("s_aux"),
+        )
+        attend = self._attend_on_cpu if query.device.type == "cpu" else self._attend_on_device
         return attend(heads, bounds, positions, scores), None
 
-    def _on_device(
+    def _attend_on_device(
         self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
         query = heads[0]
         if bounds is None and positions is not None:
-            bounds = self._found(positions, query)
+            bounds = self._find_bounds(positions, query)
         if scores.is_bounded:
             return attend_in_blocks(heads, bounds, scores)
         if bounds is None and scores.window is None:
-            return self._whole_rows(*heads, scores)
+            return self._attend_to_whole_rows(*heads, scores)
         if bounds is None:
             bounds = whole_row_bounds(query.shape[0], query.shape[2], query.device)
-        return self._by_kernel(heads, bounds, scores)
+        return self._attend_by_kernel(heads, bounds, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _found(self, positions: Tensor, query: Tensor) -> Tensor:
+    def _find_bounds(self, positions: Tensor, query: Tensor) -> Tensor:
         rows = query.shape[0]
-        return self._of(positions, rows, lambda: find_document_bounds(positions.expand(rows, -1)))
+        return self._find_once(positions, rows, lambda: find_document_bounds(positions.expand(rows, -1)))
 
-    def _on_cpu(
+    def _attend_on_cpu(
         self, heads: Heads, bounds: Tensor | None, positions: Tensor | None, scores: ScoreOptions
     ) -> Tensor:
         """Return attention on a CPU in memory that grows with T, in blocks if torch would make all scores."""
         if bounds is not None or positions is not None:
-            return self._document_by_document(heads, bounds, positions, scores)
+            return self._attend_by_document(heads, bounds, positions, scores)
         if is_served(heads, heads[0].shape[2], scores):
-            return self._whole_rows(*heads, scores)
+            return self._attend_to_whole_rows(*heads, scores)
         return attend_in_blocks(heads, None, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _document_by_document(
+    def _attend_by_document(
         self, heads: Heads, bounds: Tensor | None, positions: Any, scores: ScoreOptions
     ) -> Tensor:
         rows, _, length, _ = heads[0].shape
@@ -425,28 +446,31 @@ class DocumentAttention:
             found = find_document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
             return found, [end - start for start, end in pairwise(found.tolist()) if end > start]
 
-        found, sizes = self._of(positions if bounds is None else bounds, rows, find)
+        found, sizes = self._find_once(positions if bounds is None else bounds, rows, find)
         if not is_served(heads, max(sizes), scores):
             return attend_in_blocks(heads, found, scores)
         if len(sizes) == rows:
-            return self._whole_rows(*heads, scores)
+            return self._attend_to_whole_rows(*heads, scores)
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in heads]
         outputs = []
         for of_document in zip(*parts, strict=True):
             query, key, value = (t.transpose(0, 1)[None] for t in of_document)
-            outputs.append(self._whole_rows(query, key, value, scores)[0])
+            outputs.append(self._attend_to_whole_rows(query, key, value, scores)[0])
         return torch.cat(outputs).unflatten(0, (rows, length))
 
-    def _whole_rows(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions) -> Tensor:
+    def _attend_to_whole_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions
+    ) -> Tensor:
         output: Tensor
         if query.device.type == "cpu":
             query, key, value = _autocast((query, key, value))
             if query.dtype == torch.bfloat16 and _is_fused_on_cpu(query, value, scores):
-                output = _InFp32.apply(query, key, value, scores.scaling)
+                output = _Fp32Attention.apply(query, key, value, scores.scaling)
                 return output.transpose(1, 2).contiguous()
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not key.shape[-1] == value.shape[-1] <= 256:
-            key, value = _repeated(query, key), _repeated(query, value)
+            key = _repeat_heads(query, key)
+            value = _repeat_heads(query, value)
             is_grouped = False  # no fused kernel takes groups of such widths
         kernels: AbstractContextManager[None] = nullcontext()
         if self._prefers_cudnn:
@@ -463,7 +487,7 @@ class DocumentAttention:
             )
         return output.transpose(1, 2).contiguous()
 
-    def _by_kernel(self, heads: Heads, bounds: Tensor, scores: ScoreOptions) -> Tensor:
+    def _attend_by_kernel(self, heads: Heads, bounds: Tensor, scores: ScoreOptions) -> Tensor:
         """Return attention on CUDA by a variable-length kernel; the host does not read the bounds.
 
         Flash attention computes if it takes the heads. xFormers' kernel takes what flash attention refuses:
@@ -484,30 +508,26 @@ class DocumentAttention:
             return attend_in_blocks((query, key, value), bounds, scores)
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not is_flash:
-            key, value = _repeated(query, key), _repeated(query, value)
+            key = _repeat_heads(query, key)
+            value = _repeat_heads(query, value)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-        shared = (bounds, bounds, length, length)
+        documents = (bounds, bounds, length, length)  # bounds and largest length, for queries and for keys
         if is_flash:
-            before = -1 if scores.window is None else scores.window - 1
+            tokens_before = -1 if scores.window is None else scores.window - 1
             grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and HAS_GQA_FLAG else {}
             output: Any = varlen_attn(
-                q, k, v, *shared, scale=scores.scaling, window_size=(before, 0), **grouped
+                q, k, v, *documents, scale=scores.scaling, window_size=(tokens_before, 0), **grouped
             )
         else:
-            causal, keeps_sums, bias = 1, True, None
+            batch = (q[None], k[None], v[None])
+            options = (scores.dropout, CAUSAL_FROM_TOP_LEFT, True)  # True: the backward needs the logsumexp
             output = torch.ops.aten._efficient_attention_forward(
-                *(t[None] for t in (q, k, v)),
-                bias,
-                *shared,
-                scores.dropout,
-                causal,
-                keeps_sums,
-                scale=scores.scaling,
+                *batch, None, *documents, *options, scale=scores.scaling
             )[0][0]
-        apart: Tensor = output.unflatten(0, (rows, length))
-        return apart
+        result: Tensor = output.unflatten(0, (rows, length))
+        return result
 
-    def _of(self, given: Tensor, form: Any, find: Any) -> Any:
+    def _find_once(self, given: Tensor, form: Any, find: Any) -> Any:
         """Return the result of `find` for a tensor, computed once for all layers that are given it."""
         version = None if given.is_inference() else given._version
         if self._last is not None and self._last[0]() is given and self._last[1] == (version, form):
@@ -526,11 +546,11 @@ def disable_cudnn_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _repeated(query: Tensor, heads: Tensor) -> Tensor:
+def _repeat_heads(query: Tensor, heads: Tensor) -> Tensor:
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
-def _with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
+def _attend_with_mask(*given: Any, **rest: Any) -> tuple[Tensor, None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     output: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](*given, **rest)

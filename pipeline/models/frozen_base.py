@@ -33,7 +33,7 @@ def find_linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _output_layer(model: nn.Module) -> nn.Module | None:
+def _get_output_layer(model: nn.Module) -> nn.Module | None:
     layer: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     return layer
 
@@ -45,7 +45,7 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
         ConfigError: A name in `adapter.targets` matches nothing, or it matches the output layer.
         ModelError: The model has no linear layer that could get an adapter.
     """
-    head = _output_layer(model)
+    head = _get_output_layer(model)
     names = [name for name in layers if head is None or model.get_submodule(name) is not head]
     if not names:
         raise ModelError("adapter: the model has no linear layer that could get one")
@@ -54,13 +54,13 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
     found: dict[str, None] = {}
     for pattern in config.targets:
         modules = (name for name, _ in model.named_modules())
-        its = match_modules(pattern, layers, "adapter.targets", "linear layer", modules)
-        if kept := sorted(set(its) - set(names)):
+        matches = match_modules(pattern, layers, "adapter.targets", "linear layer", modules)
+        if kept := sorted(set(matches) - set(names)):
             raise ConfigError(
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
                 "adapter.modules_to_save trains it whole"
             )
-        found.update(dict.fromkeys(its))
+        found.update(dict.fromkeys(matches))
     return [name for name in names if name in found]
 
 

@@ -109,12 +109,12 @@ def load_by_tensor(sharding: Sharding) -> Iterator[None]:
     Raises:
         ModelError: The files have two different tensors for one that the model ties, or see Sharding.divide.
     """
-    filling = _TensorLoader(sharding)
+    loader = _TensorLoader(sharding)
     before = os.environ.get(NO_THREADS)
     os.environ[NO_THREADS] = "1"
     hooks = (
-        register_module_module_registration_hook(filling.note_parent),
-        register_module_parameter_registration_hook(filling.fill),  # type: ignore[arg-type]
+        register_module_module_registration_hook(loader.note_parent),
+        register_module_parameter_registration_hook(loader.fill),  # type: ignore[arg-type]
     )
     try:
         yield
@@ -153,7 +153,7 @@ class _TensorLoader:
         if parameter is values:
             return None
         if parameter in self._tied:
-            self._refuse_two(parameter, name, values)
+            self._refuse_different_values(parameter, name, values)
         with self._sharding.gather([parameter]):
             parameter.data.copy_(values)
         setattr(parameter, READ, True)
@@ -168,7 +168,7 @@ class _TensorLoader:
         times = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         return {parameter: None for parameter, number in times.items() if number > 1}
 
-    def _refuse_two(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
+    def _refuse_different_values(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         assert self._tied is not None
         found = xxhash.xxh3_64_hexdigest(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         if self._tied[parameter] not in (None, found):
@@ -280,7 +280,7 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
 
 
 def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
-    hf_config = _new_config(config, request)
+    hf_config = _build_config(config, request)
     _check_fit(hf_config, config, request)
     # Import the architecture's module before the context below. zero.Init wraps the __init__ of classes that
     # are defined inside of it, and would lose what decorators (of experts) add to that.
@@ -289,32 +289,35 @@ def _create(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         # Weights are drawn below, module by module, so they are the same under every split.
         attention = resolve_attention_name(config.attention, hf_config)
         with request.sharding.construct_empty(), no_init_weights():
-            model = _class_of(hf_config, request.gives_scores).from_config(
+            model = _choose_class(hf_config, request.gives_scores).from_config(
                 hf_config, dtype=torch.float32, attn_implementation=attention
             )
     except (ArithmeticError, AssertionError, ImportError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, RuntimeError) and "negative dimension" not in str(error):
             raise
         extra = f" (model.extra has {', '.join(config.extra)})" if config.extra else ""
-        raise ModelError(f"model: {config.architecture}: {_reason(error)}{extra}") from None
+        raise ModelError(f"model: {config.architecture}: {_get_reason(error)}{extra}") from None
     model.tie_weights()  # a model built without values is not tied yet
     request.sharding.divide(model)
     initialise_weights(model, request.sharding, request.draws)
     return model
 
 
-def _new_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConfig:
+def _build_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConfig:
     architecture = config.architecture
     if architecture not in CONFIG_MAPPING:
-        raise ModelError(f"model.architecture: transformers has no {architecture!r}{_near(architecture)}")
+        raise ModelError(
+            f"model.architecture: transformers has no {architecture!r}{_suggest_architecture(architecture)}"
+        )
     default = AutoConfig.for_model(architecture)
-    fields = _stated_fields(config, default)
+    fields = _collect_fields(config, default)
     fields.setdefault("vocab_size", request.vocab_size)
     if fields["vocab_size"] is None:
         raise ModelError("model.vocab_size: the data has no tokenizer; write the number")
     if request.sequence_length is not None and hasattr(default, "max_position_embeddings"):
         fields.setdefault("max_position_embeddings", request.sequence_length)
-    heads, groups = fields.get("num_attention_heads"), getattr(default, "num_key_value_heads", None)
+    heads = fields.get("num_attention_heads")
+    groups = getattr(default, "num_key_value_heads", None)
     if heads is not None and groups and heads % groups:
         # The architecture's default number of groups fits only its default number of heads.
         fields.setdefault("num_key_value_heads", heads)
@@ -323,15 +326,15 @@ def _new_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedConf
         # Built from all fields at once, so defaults such as head_dim follow from the recipe's fields.
         return AutoConfig.for_model(architecture, **(ends | fields))
     except CONFIG_ERRORS as error:
-        raise ModelError(f"model: {architecture}: {_reason(error)}") from None
+        raise ModelError(f"model: {architecture}: {_get_reason(error)}") from None
 
 
-def _near(architecture: str | None) -> str:
+def _suggest_architecture(architecture: str | None) -> str:
     hint = did_you_mean(architecture or "", CONFIG_MAPPING.keys())
     return hint if "mean" in hint else ""
 
 
-def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
+def _collect_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
     """Return the recipe's fields under transformers' names, each of which is a field of `known`."""
     fields = dict(config.extra)
     for ours, theirs in TRANSFORMERS_FIELDS.items():
@@ -352,7 +355,7 @@ def _stated_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str,
 
 def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
     name, hf_config = read_model_config(config)
-    for key, value in _stated_fields(config, hf_config).items():
+    for key, value in _collect_fields(config, hf_config).items():
         if key in CAUSAL_FIELDS:  # no weight depends on these
             setattr(hf_config, key, value)
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
@@ -379,7 +382,8 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     Raises:
         ModelError: There is no such model, or its weights are quantised.
     """
-    given, name = f"model.pretrained: {config.pretrained!r}", resolve_pretrained(config.pretrained or "")
+    given = f"model.pretrained: {config.pretrained!r}"
+    name = resolve_pretrained(config.pretrained or "")
     trust = config.trust_remote_code
     try:
         with use_hub_or_cache("model.pretrained", name, ModelError):
@@ -387,7 +391,7 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     except (OSError, *CONFIG_ERRORS) as error:
         nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
         nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
-        raise ModelError(f"{given}: {_reason(error)}{nor}") from None
+        raise ModelError(f"{given}: {_get_reason(error)}{nor}") from None
     if quantisation := getattr(hf_config, "quantization_config", None):
         raise ModelError(
             f"{given}: its weights are quantised already ({get_quantisation_method(quantisation)}); take the "
@@ -396,14 +400,15 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
     return name, hf_config
 
 
-def _class_of(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
+def _choose_class(hf_config: PretrainedConfig, gives_scores: bool) -> Any:
     return get_reward_model_class(hf_config) if gives_scores else AutoModelForCausalLM
 
 
 def _read_pretrained(
     name: str, hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest
 ) -> PreTrainedModel:
-    given, keep_alive = f"model.pretrained: {config.pretrained!r}", None
+    given = f"model.pretrained: {config.pretrained!r}"
+    keep_alive = None
     zero3_config = request.sharding.zero3_config
     if zero3_config is not None:
         from transformers.integrations import HfDeepSpeedConfig
@@ -413,7 +418,7 @@ def _read_pretrained(
     transformers_logging.set_verbosity_error()  # its report says that misfitting weights can be ignored
     try:
         with tag_errors(Phase.WEIGHTS), use_hub_or_cache("model.pretrained", name, ModelError):
-            model, info = _class_of(hf_config, request.gives_scores).from_pretrained(
+            model, info = _choose_class(hf_config, request.gives_scores).from_pretrained(
                 name,
                 config=hf_config,
                 dtype=torch.float32,
@@ -424,9 +429,9 @@ def _read_pretrained(
                 ignore_mismatched_sizes=True,  # `info` returns them by name
             )
     except SafetensorError as error:
-        raise ModelError(f"{given}: its weights are no safetensors: {_reason(error)}") from None
+        raise ModelError(f"{given}: its weights are no safetensors: {_get_reason(error)}") from None
     except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
-        raise ModelError(f"{given}: {_reason(error)}") from None
+        raise ModelError(f"{given}: {_get_reason(error)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
         del keep_alive
@@ -457,7 +462,7 @@ def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedMo
             )
     except (OSError, *CONFIG_ERRORS) as error:
         raise ModelError(
-            f"{folder} does not say what the model is: {_reason(error)}; bring it back"
+            f"{folder} does not say what the model is: {_get_reason(error)}; bring it back"
         ) from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -517,14 +522,15 @@ def check_positions(
     if positions is None or needed is None or needed <= positions:
         return
     if longest is None:
-        given, advice = f"data.sequence_length is {needed}", "shorten it"
+        given = f"data.sequence_length is {needed}"
+        advice = "lower it"
     else:
         given = f"data: the longest answer has {needed} tokens with its prompt"
         advice = f"data.answer_length={positions} leaves such examples out and counts them"
     raise ModelError(f"{given}, but the model takes {positions} positions; {advice}{cure}")
 
 
-def _reason(error: Exception) -> str:
+def _get_reason(error: Exception) -> str:
     """Return the first sentence of an error of transformers, without its text around the cause."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]

@@ -40,26 +40,35 @@ def measure_module(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] 
     head = getattr(module, "get_output_embeddings", lambda: None)()
     layers = {f"{name}.weight": module.get_submodule(name) for name in find_linear_layers(module)}
     found = tuple(
-        ParameterSpec(name, _shape(p), p.requires_grad, _layer(layers.get(name), head))
+        ParameterSpec(name, _get_shape(p), p.requires_grad, _describe_layer(layers.get(name), head))
         for name, p in parameters
     )
     name = str(getattr(config, "model_type", type(module).__name__))
-    return ModelSpec(name, found, _dimensions(config))
+    return ModelSpec(name, found, _read_dimensions(config))
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _get_shape(parameter: Any) -> tuple[int, ...]:
     if hasattr(parameter, "quant_state"):
         return tuple(parameter.quant_state.shape)
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
+def _describe_layer(layer: nn.Module | None, head: nn.Module | None) -> Any:
     if layer is None or layer is head:
         return None
     return "transposed" if is_transposed(layer) else "linear"
 
 
-def _dimensions(config: Any) -> DecoderDimensions | None:
+def _read_first(config: Any, names: Iterable[str], default: int) -> Any:
+    """Return the value of the first of these fields that the config has and that is not 0."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return value
+    return default
+
+
+def _read_dimensions(config: Any) -> DecoderDimensions | None:
     """Return the dimensions of a language model of transformers; `None` for any other model."""
     if not is_transformers_config(config):
         return None
@@ -69,7 +78,7 @@ def _dimensions(config: Any) -> DecoderDimensions | None:
     )
     if not (isinstance(heads, int) and isinstance(hidden, int) and isinstance(layers, int)):
         return None
-    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 0)
+    experts = _read_first(text, EXPERTS, 0)
     given = (getattr(text, key, None) for key in ("intermediate_size", "n_inner"))  # n_inner is GPT-2's
     intermediate = next(filter(None, given), 4 * hidden)
     if experts:
@@ -108,31 +117,34 @@ def measure_recipe(config: RunConfig) -> ModelSpec:
     Raises:
         ModelError: The model cannot be built, or not without values.
     """
-    asked = config.model
+    section = config.model
     try:
-        module = _make(config)
+        module = _build_module(config)
     except PipelineError:
         raise
     except Exception as error:  # from the user's code, or from a library that needs values
-        log.debug("%s is not made without values", asked.kind, exc_info=True)
+        log.debug("%s is not made without values", section.kind, exc_info=True)
         raise ModelError(
             f"model: it cannot be counted without values ({type(error).__name__}: {summarize_error(error)}); "
             "a run says what it takes before its first step"
         ) from None
-    language = asked.language_model
-    name = asked.kind if language is None else language.pretrained or language.architecture or asked.kind
-    return mark_trained(replace(measure_module(module), name=name), asked.freeze, config.adapter)
+    language = section.language_model
+    name = section.kind if language is None else language.pretrained or language.architecture or section.kind
+    return mark_trained(replace(measure_module(module), name=name), section.freeze, config.adapter)
 
 
-def _make(config: RunConfig) -> nn.Module:
-    asked, words = config.model, read_vocabulary_size(config)
-    if asked.custom is not None:
+def _build_module(config: RunConfig) -> nn.Module:
+    section = config.model
+    words = read_vocabulary_size(config)
+    if section.custom is not None:
         with torch.device("meta"):
-            module = import_object(asked.kind, ModelError)(**asked.custom.args)
+            module = import_object(section.kind, ModelError)(**section.custom.args)
         if not isinstance(module, nn.Module):
-            raise ModelError(f"model.kind: {asked.kind} returned a {type(module).__name__}, not an nn.Module")
+            raise ModelError(
+                f"model.kind: {section.kind} returned a {type(module).__name__}, not an nn.Module"
+            )
         return module
-    language = asked.language_model
+    language = section.language_model
     if language is not None and language.pretrained is not None:
         from pipeline.models.huggingface import get_model_class, get_reward_model_class, read_model_config
 
@@ -145,7 +157,7 @@ def _make(config: RunConfig) -> nn.Module:
         with torch.device("meta"):
             made = (get_reward_model_class if is_reward else get_model_class)(theirs).from_config(theirs)
         return made
-    cnn = asked.cnn
+    cnn = section.cnn
     images = config.data.images
     request = ModelRequest(
         Unfilled(),
@@ -157,7 +169,7 @@ def _make(config: RunConfig) -> nn.Module:
         gives_scores=config.objective.kind == "reward",
         draws=False,
     )
-    return build_model(asked, request, config.seed)
+    return build_model(section, request, config.seed)
 
 
 def flops_per_token(
@@ -181,7 +193,7 @@ def flops_per_token(
     """
     if sequence_length is None:
         return None
-    products = _products(model, sequence_length, causal)
+    products = _count_products(model, sequence_length, causal)
     if products is None:
         return None
     return (4.0 if frozen else 6.0) * (products.blocks + products.head) + 6.0 * products.attention
@@ -193,7 +205,7 @@ def block_flops_per_token(model: nn.Module, sequence_length: int) -> float:
     This is an upper bound: torch skips a block's last product in the recomputation, since no gradient needs
     its result.
     """
-    products = _products(model, sequence_length, causal=False)
+    products = _count_products(model, sequence_length, causal=False)
     return 0.0 if products is None else 2.0 * (products.blocks + products.attention)
 
 
@@ -208,7 +220,7 @@ class Products(NamedTuple):
     """Number of products in attention."""
 
 
-def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products | None:
+def _count_products(model: nn.Module, sequence_length: int, causal: bool) -> Products | None:
     config: Any = getattr(model, "config", None)
     if not is_transformers_config(config):
         return None
@@ -221,8 +233,8 @@ def _products(model: nn.Module, sequence_length: int, causal: bool) -> Products 
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     # Multi-head latent attention has other widths for keys and values.
     widths = (getattr(text, "qk_head_dim", None) or width) + (getattr(text, "v_head_dim", None) or width)
-    keys = sum(_keys(window, sequence_length, causal) for window in _windows(text))
-    return Products(*_matrix_elements(config, text), attention=heads * widths * keys)
+    keys = sum(_count_keys(window, sequence_length, causal) for window in _list_windows(text))
+    return Products(*_count_matrix_elements(config, text), attention=heads * widths * keys)
 
 
 def compute_fp8_share(model: nn.Module, recipe: str, cost: float | None) -> float:
@@ -237,12 +249,12 @@ def compute_fp8_share(model: nn.Module, recipe: str, cost: float | None) -> floa
         return 0.0
     from pipeline.models.fp8 import find_fp8_layers
 
-    whole = _without_values(model.config)
+    whole = _build_without_values(model.config)
     elements = sum(layer.in_features * layer.out_features for layer in find_fp8_layers(whole))
     return (4.0 if recipe == "rowwise_with_gw_hp" else 6.0) * elements / cost
 
 
-def _without_values(config: Any) -> Any:
+def _build_without_values(config: Any) -> Any:
     """Return the whole model of a config, without values."""
     from pipeline.models.huggingface import get_model_class
 
@@ -250,7 +262,7 @@ def _without_values(config: Any) -> Any:
         return get_model_class(config).from_config(config)
 
 
-def _windows(text: Any) -> list[float]:
+def _list_windows(text: Any) -> list[float]:
     """Return the number of keys back that each layer attends to: infinity, a window, or 0 without keys."""
     window = getattr(text, "sliding_window", None) or float("inf")
     kinds = getattr(text, "layer_types", None)
@@ -261,26 +273,26 @@ def _windows(text: Any) -> list[float]:
     return [of_kind.get(kind, 0.0) for kind in kinds]
 
 
-def _keys(window: float, length: int, causal: bool) -> float:
+def _count_keys(window: float, length: int, causal: bool) -> float:
     """Return the number of keys of a token: of the row or the window, or their causal mean over the row."""
     most = min(window, length)
     return most - most**2 / (2 * length) if causal else most
 
 
-def _matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]:
+def _count_matrix_elements(config: PreTrainedConfig, text: Any) -> tuple[float, float]:
     """Return the numbers of matrix elements that a token is multiplied by: in blocks, and outside of them.
 
     They are counted in a whole model without values, since under a split a rank holds parts of it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    whole = _without_values(config)
+    whole = _build_without_values(config)
     tables = {id(module.weight) for module in whole.modules() if isinstance(module, nn.Embedding)}
     head = whole.get_output_embeddings()
     if head is not None:
         tables.discard(id(head.weight))
-    experts = next((n for key in EXPERTS if (n := getattr(text, key, None))), 1)
-    chosen = next((n for key in CHOSEN if (n := getattr(text, key, None))), experts)
+    experts = _read_first(text, EXPERTS, 1)
+    chosen = _read_first(text, CHOSEN, experts)
     blocks = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     elements = {True: 0.0, False: 0.0}

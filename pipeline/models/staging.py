@@ -33,7 +33,7 @@ Carried = Tensor | tuple[Tensor, ...]
 # Attributes of decoders with their rotary embeddings.
 ROTARY = ("rotary_emb",)
 
-PROOF_TOKENS = 16
+TRIAL_TOKENS = 16
 
 
 class StageLayer(nn.Module):
@@ -65,7 +65,7 @@ class PositionLayer(StageLayer):
     def forward(self, inputs: Carried) -> Carried:
         """Return the hidden states plus their positions' embeddings."""
         hidden, *beside = _unpack(inputs)
-        return _pack(hidden + self.part(_or_counted(beside[0], hidden)), *beside)
+        return _pack(hidden + self.part(_complete_positions(beside[0], hidden)), *beside)
 
 
 class HeadLayer(StageLayer):
@@ -97,8 +97,9 @@ class BlockArguments:
         name = self.config.get_text_config()._attn_implementation
         key = (hidden.shape, hidden.dtype, hidden.device, name)
         if key != self._key or positions is not self._positions:
-            self._key, self._positions = key, positions
-            position_ids = _or_counted(positions, hidden)
+            self._key = key
+            self._positions = positions
+            position_ids = _complete_positions(positions, hidden)
             # Without position ids a row is one sequence. With them transformers looks: a host sync on a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
@@ -199,7 +200,7 @@ def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -
         ModelError: The model is not one of transformers.
     """
     if not isinstance(model, PreTrainedModel):
-        raise _uncuttable(type(model).__name__, "it is no model of transformers")
+        raise _build_cut_error(type(model).__name__, "it is no model of transformers")
     with empty, no_init_weights():
         other = type(model)(copy.deepcopy(model.config))
     other.tie_weights()
@@ -213,23 +214,26 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
         ModelError: The architecture cannot be divided; the message names the part that prevents it.
     """
     if not isinstance(model, PreTrainedModel):
-        raise _uncuttable(type(model).__name__, "it is no model of transformers")
+        raise _build_cut_error(type(model).__name__, "it is no model of transformers")
     layered = _cut(model)
-    _prove(model)
+    _test_cut(model)
     return layered
 
 
 def _cut(model: PreTrainedModel) -> LayeredModel:
     kind = model.config.model_type
     if model.config.get_text_config() is not model.config:
-        raise _uncuttable(kind, "it is more than a language model")
+        raise _build_cut_error(kind, "it is more than a language model")
     if getattr(model.config, "final_logit_softcapping", None):
-        raise _uncuttable(kind, "it bounds its logits after the head")  # the test's logits are too small
-    words, head, decoder = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder()
+        raise _build_cut_error(kind, "it bounds its logits after the head")  # the test's logits are too small
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    decoder = model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
-    before: list[StageLayer] = [SingleInputLayer(names[words], words)]
+    before: list[StageLayer] = [SingleInputLayer(names[embedding], embedding)]
     after: list[StageLayer] = []
-    blocks, rotary = None, None
+    blocks = None
+    rotary = None
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers:
             blocks = child
@@ -239,15 +243,15 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
             rotary = child
         elif isinstance(child, nn.Dropout):
             before.append(SingleInputLayer(names[child], child))
-        elif type(child) is nn.Embedding and child is not words:
+        elif type(child) is nn.Embedding and child is not embedding:
             before.append(PositionLayer(names[child], child))
-        elif child is not words:
-            raise _uncuttable(kind, f"nothing is known of its part {name}")
+        elif child is not embedding:
+            raise _build_cut_error(kind, f"nothing is known of its part {name}")
     if blocks is None or len(after) != 1 or not isinstance(head, nn.Linear):
-        raise _uncuttable(kind, "it is not token embedding, blocks, norm and head")
-    is_tied = head.weight is words.weight
+        raise _build_cut_error(kind, "it is not token embedding, blocks, norm and head")
+    is_tied = head.weight is embedding.weight
     if is_tied and head.bias is not None:
-        raise _uncuttable(kind, "its tied head has a bias")
+        raise _build_cut_error(kind, "its tied head has a bias")
     around = BlockArguments(model.config, rotary)
     layers = [
         *before,
@@ -267,15 +271,15 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
 
 
 @torch.no_grad()
-def _prove(model: PreTrainedModel) -> None:
+def _test_cut(model: PreTrainedModel) -> None:
     """Compare the logits of a small model of the class with those of its layers, on a few random tokens."""
     kind = model.config.model_type
     trial = build_small_model(model)
     if trial is None:
-        raise _uncuttable(kind, "the cut cannot be tried on a small copy")
+        raise _build_cut_error(kind, "the cut cannot be tried on a small copy")
     trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    length = min(PROOF_TOKENS, getattr(model.config, "max_position_embeddings", PROOF_TOKENS))
+    length = min(TRIAL_TOKENS, getattr(model.config, "max_position_embeddings", TRIAL_TOKENS))
     ids = torch.randint(trial.config.vocab_size, (1, length), generator=generator)
     try:
         expected = trial(input_ids=ids, use_cache=False).logits
@@ -284,12 +288,12 @@ def _prove(model: PreTrainedModel) -> None:
             carried = layer(carried)
         agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     except Exception as error:  # whatever a block raises that is not called as its model would
-        raise _uncuttable(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None
+        raise _build_cut_error(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None
     if not agrees:
-        raise _uncuttable(kind, "its parts one after another do not give its logits")
+        raise _build_cut_error(kind, "its parts one after another do not give its logits")
 
 
-def _uncuttable(kind: str, why: str) -> ModelError:
+def _build_cut_error(kind: str, why: str) -> ModelError:
     return ModelError(
         f"model: a {kind} cannot be cut into pipeline stages: {why}; use zero_optimization.stage 3 instead"
     )
@@ -308,7 +312,7 @@ def _pack(hidden: Tensor, positions: Tensor | None, bounds: Tensor | None) -> Ca
     return (hidden, positions) if bounds is None else (hidden, positions, bounds)
 
 
-def _or_counted(positions: Tensor | None, hidden: Tensor) -> Tensor:
+def _complete_positions(positions: Tensor | None, hidden: Tensor) -> Tensor:
     """Return the given positions, or 0, 1, 2, ... (1, T)."""
     if positions is not None:
         return positions

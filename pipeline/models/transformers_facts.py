@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 def is_transformers_model(value: object) -> TypeGuard[PreTrainedModel]:
     """Return whether the value is a model of transformers; if transformers is not imported, it is not."""
-    return _is(value, "transformers.modeling_utils", "PreTrainedModel")
+    return _is_instance(value, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_transformers_generator(value: object) -> bool:
     """Return whether the value has transformers' `generate`, or overrides it."""
-    return _is(value, "transformers.generation.utils", "GenerationMixin")
+    return _is_instance(value, "transformers.generation.utils", "GenerationMixin")
 
 
 def is_transformers_config(value: object) -> TypeGuard[PreTrainedConfig]:
     """Return whether the value is a config of transformers."""
-    return _is(value, "transformers.configuration_utils", "PreTrainedConfig")
+    return _is_instance(value, "transformers.configuration_utils", "PreTrainedConfig")
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
@@ -42,12 +42,13 @@ def caps_scores(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
-def _is(value: object, module: str, name: str) -> bool:
+def _is_instance(value: object, module: str, name: str) -> bool:
     imported = sys.modules.get(module)
     return imported is not None and isinstance(value, getattr(imported, name))
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def write_model_description(model: nn.Module, tokenizer: Any, folder: Path) -> None:

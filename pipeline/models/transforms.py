@@ -32,7 +32,7 @@ from pipeline.models.transformers_facts import is_transformers_model
 
 # With parameters in fp32, these layers compute their statistics in fp32 from inputs of any precision. The
 # last computes a weight from others (weight_norm, spectral_norm).
-IN_FP32 = (
+FP32_LAYERS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
@@ -46,22 +46,24 @@ def prepare_for_half_precision(model: nn.Module, device: torch.device) -> None:
     Normalisation layers and their subclasses see their own parameters in fp32. Objects and names stay.
     """
     for layer in model.modules():
-        if isinstance(layer, IN_FP32):
+        if isinstance(layer, FP32_LAYERS):
             layer.forward = partial(  # type: ignore[method-assign]
-                _with_fp32_parameters, layer, type(layer).forward
+                _call_with_fp32_parameters, layer, type(layer).forward
             )
         elif isinstance(layer, nn.RNNBase):
-            layer.forward = partial(_with_inputs_cast, layer, device.type)
+            layer.forward = partial(_call_with_cast_inputs, layer, device.type)
         for key, hook in layer._forward_pre_hooks.items():
             if isinstance(hook, SpectralNorm):  # torch's older spectral_norm computes its weight in a hook
-                layer._forward_pre_hooks[key] = partial(_before_forward, hook)
+                layer._forward_pre_hooks[key] = partial(_run_hook_in_fp32, hook)
 
 
-def _before_forward(hook: SpectralNorm, layer: nn.Module, inputs: Any) -> None:
-    _with_fp32_parameters(layer, hook, inputs)
+def _run_hook_in_fp32(hook: SpectralNorm, layer: nn.Module, inputs: Any) -> None:
+    _call_with_fp32_parameters(layer, hook, inputs)
 
 
-def _with_fp32_parameters(layer: nn.Module, compute: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _call_with_fp32_parameters(
+    layer: nn.Module, compute: Callable[..., Any], *args: Any, **named: Any
+) -> Any:
     # Looking a parameter up by name makes ZeRO-3 gather it, if it has not done so yet (as for a hook).
     own = {name: layer._parameters[name] for name in tuple(layer._parameters)}
     copies = {name: p.float() for name, p in own.items() if p is not None}
@@ -76,7 +78,7 @@ def _with_fp32_parameters(layer: nn.Module, compute: Callable[..., Any], *args: 
 
 # Autocast's recurrent kernels do not take every mix of dtypes, and on a GPU they copy the weights each
 # forward.
-def _with_inputs_cast(layer: nn.Module, device_type: str, *args: Any, **named: Any) -> Any:
+def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **named: Any) -> Any:
     dtype = next(layer.parameters(recurse=False)).dtype
 
     def cast(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
 # Files of a folder in the order in which transformers looks for them.
-IN_FOLDERS = (
+WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -77,7 +77,7 @@ def weights_error(path: Path, what: str, key: str = "model.weights") -> ModelErr
     return ModelError(f"{key}: {path} {what}")
 
 
-def _checked(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
+def _select_names(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
     """Return the names to read from a file: those that the index gives it, or all without an index.
 
     Raises:
@@ -101,13 +101,13 @@ class SafetensorsFiles:
         for path, expected in files.items():
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
-                for name in _checked(path, list(file.keys()), expected):
+                for name in _select_names(path, list(file.keys()), expected):
                     about = file.get_slice(name)
                     dtype = about.get_dtype()
                     entries[name] = TensorEntry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
-                what = f"cannot be read as safetensors: {_first_sentence(error)}"
+                what = f"cannot be read as safetensors: {_get_first_sentence(error)}"
                 raise weights_error(path, what, key) from None
         self.entries: Mapping[str, TensorEntry] = entries
 
@@ -118,7 +118,7 @@ class SafetensorsFiles:
             values: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise weights_error(
-                path, f"cannot be read: {name}: {_first_sentence(error)}", self._key
+                path, f"cannot be read: {name}: {_get_first_sentence(error)}", self._key
             ) from None
         return values
 
@@ -134,10 +134,10 @@ class PickledFiles:
         self.files: Sequence[Path] = list(files)
         self._tensors: dict[str, Tensor] = {}
         for path, expected in files.items():
-            found = _tensors_of(_unpickled(path), path)
-            self._tensors |= {name: found[name] for name in _checked(path, list(found), expected)}
+            found = _find_tensors(_unpickle(path), path)
+            self._tensors |= {name: found[name] for name in _select_names(path, list(found), expected)}
         self.entries: Mapping[str, TensorEntry] = {
-            name: TensorEntry(tuple(t.shape), _dtype(t)) for name, t in self._tensors.items()
+            name: TensorEntry(tuple(t.shape), _describe_dtype(t)) for name, t in self._tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -149,12 +149,12 @@ class PickledFiles:
         self._tensors.clear()
 
 
-def _dtype(tensor: Tensor) -> torch.dtype | str:
+def _describe_dtype(tensor: Tensor) -> torch.dtype | str:
     is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     return tensor.dtype if is_plain else f"{tensor.layout} on {tensor.device.type}".removeprefix("torch.")
 
 
-def _unpickled(path: Path) -> Any:
+def _unpickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about formats that the restricted reader may not know
@@ -166,11 +166,11 @@ def _unpickled(path: Path) -> Any:
                 f"holds {refused[1][:100]}, which would have to be run as code and is not; save "
                 "model.state_dict() instead of the model, or safetensors",
             ) from None
-        raise weights_error(path, f"cannot be read as weights: {_first_sentence(error)}") from None
+        raise weights_error(path, f"cannot be read as weights: {_get_first_sentence(error)}") from None
 
 
-def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
-    found = list(_state_dicts(content, 3))
+def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    found = list(_find_state_dicts(content, 3))
     if len(found) == 1:
         return found[0][1]
     if not found:
@@ -179,14 +179,14 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
     raise weights_error(path, f"holds several models ({places}); save the one that is meant alone")
 
 
-def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (keys to it, state dict) for those in envelopes, or if there are none, for the tensors here."""
     if not isinstance(content, dict) or depth < 0:
         return
     inner = [
         each
         for key in ENVELOPES
-        for each in _state_dicts(content.get(key), depth - 1, f"{place}.{key}".strip("."))
+        for each in _find_state_dicts(content.get(key), depth - 1, f"{place}.{key}".strip("."))
     ]
     own = {key: t for key, t in content.items() if isinstance(key, str) and isinstance(t, Tensor)}
     if inner:
@@ -195,7 +195,7 @@ def _state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[st
         yield place, own
 
 
-def _first_sentence(error: Exception) -> str:
+def _get_first_sentence(error: Exception) -> str:
     """Return the first sentence of an error that describes the file."""
     return summarize_error(error, 10_000).split("WeightsUnpickler error: ")[-1].split(". ")[0][:200]
 
@@ -215,7 +215,7 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
     if not path.exists():
         raise weights_error(path, "does not exist")
     if path.match(DEEPSPEED):
-        raise _of_deepspeed(path, path.parent)
+        raise _build_deepspeed_error(path, path.parent)
     return _open_files({path: None})
 
 
@@ -230,7 +230,7 @@ def open_hub(name: str) -> WeightFile:
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
     except Exception as error:  # the hub's client raises a dozen kinds
-        raise ModelError(f"{name} is not in the hub's cache here: {_first_sentence(error)}") from None
+        raise ModelError(f"{name} is not in the hub's cache here: {_get_first_sentence(error)}") from None
     _refuse_quantised(folder)
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's folder of blobs
     if not files:
@@ -248,19 +248,21 @@ def tokenizer_beside(path: Path) -> Path | None:
 
 def _open_folder(folder: Path) -> WeightFile:
     _refuse_quantised(folder)
-    for name in IN_FOLDERS:
+    for name in WEIGHT_FILES:
         if (folder / name).exists():
             is_index = name.endswith(".json")
-            return _open_files(_listed(folder, name) if is_index else {_inside(folder, name): None})
+            return _open_files(
+                _read_index(folder, name) if is_index else {_resolve_inside(folder, name): None}
+            )
     if (folder / "checkpoints").is_dir():
         raise weights_error(folder, "is a run directory without a checkpoint")
     if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
-        raise _of_deepspeed(folder, folder)
+        raise _build_deepspeed_error(folder, folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(found) == 1:
-        return _open_files({_inside(folder, found[0]): None})
+        return _open_files({_resolve_inside(folder, found[0]): None})
     many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
-    expected = f"{', '.join(IN_FOLDERS)}, or a run directory"
+    expected = f"{', '.join(WEIGHT_FILES)}, or a run directory"
     raise weights_error(folder, f"holds no weights: expected {expected}{many}")
 
 
@@ -283,7 +285,7 @@ def get_quantisation_method(given: Any) -> str:
     return str(given.get("quant_method") if isinstance(given, dict) else given)[:50]
 
 
-def _of_deepspeed(path: Path, folder: Path) -> ModelError:
+def _build_deepspeed_error(path: Path, folder: Path) -> ModelError:
     what = "is part of" if path != folder else "is"
     return weights_error(
         path,
@@ -292,7 +294,7 @@ def _of_deepspeed(path: Path, folder: Path) -> ModelError:
     )
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _resolve_inside(folder: Path, name: str) -> Path:
     """Return the path of a file by its name, which must lie inside the folder after links are followed.
 
     Raises:
@@ -310,13 +312,13 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _listed(folder: Path, index: str) -> dict[Path, list[str] | None]:
+def _read_index(folder: Path, index: str) -> dict[Path, list[str] | None]:
     """Return the files of an index, each with the names of its tensors."""
     try:
-        places = read_weight_map(_inside(folder, index))
+        places = read_weight_map(_resolve_inside(folder, index))
     except (OSError, ValueError):
         raise weights_error(folder / index, "cannot be read as an index of weights") from None
-    files = {place: _inside(folder, place) for place in dict.fromkeys(places.values())}
+    files = {place: _resolve_inside(folder, place) for place in dict.fromkeys(places.values())}
     listed: dict[Path, list[str] | None] = {}
     for name, place in places.items():
         listed.setdefault(files[place], []).append(name)  # type: ignore[union-attr]
@@ -404,7 +406,7 @@ def load_weights(
             if new_ids is not None:
                 _refuse_other_ids(path, new_ids)
             found = plan_load(model, targets, sources[0], config)
-            _refuse(found, path, config)
+            _refuse_misfits(found, path, config)
             return found
 
         answer = job.run_on_main_rank(open_and_plan)
@@ -441,7 +443,7 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
         )
 
 
-def _refuse(found: LoadPlan, path: Path, config: ModelSection) -> None:
+def _refuse_misfits(found: LoadPlan, path: Path, config: ModelSection) -> None:
     if not found.moves:
         raise ModelError(f"model.weights: nothing in {path} fits the model; {found.remarks()}")
     if config.strict and (remarks := found.remarks()):
@@ -478,13 +480,14 @@ def plan_load(
             is_drawn = names[0] in getattr(model, "drawn_beside_weights", ())
             (result.drawn if is_drawn else result.missing).append(names[0])
             continue
-        target, entries = targets[there[0]], [source.entries[keys[name]] for name in there]
-        problem = _mismatch(target, entries[0], id(target) in vocabulary, config.grow_vocabulary)
+        target = targets[there[0]]
+        entry = source.entries[keys[there[0]]]
+        problem = _describe_mismatch(target, entry, id(target) in vocabulary, config.grow_vocabulary)
         if problem is None and _differ(source, [keys[name] for name in there]):
             problem = f"one tensor in the model, but not the same as {keys[there[1]]} in the file"
         if problem is None:
             result.moves.append((there[0], keys[there[0]]))
-            if entries[0].shape != tuple(getattr(target, "ds_shape", target.shape)):
+            if entry.shape != tuple(getattr(target, "ds_shape", target.shape)):
                 result.grown.append(there[0])
         else:
             result.mismatched.append(f"{there[0]} ({problem})")
@@ -495,7 +498,7 @@ def plan_load(
     return result
 
 
-def _mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
+def _describe_mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may_grow: bool) -> str | None:
     """Return the reason why a tensor of the files cannot fill this one; `None` if it can."""
     shape = tuple(getattr(target, "ds_shape", target.shape))  # ds_shape is the whole shape of a shard
     if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
@@ -534,27 +537,33 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
         base: The prefix that a head model of transformers adds to the names of its base model.
     """
     known = dict.fromkeys(names)
-    shortened, uniform = dict(zip(keys, keys, strict=True)), keys
-    while uniform and len(heads := {key.partition(".")[0] for key in uniform}) == 1 and heads <= WRAPPERS:
-        uniform = [key.partition(".")[2] for key in uniform]
-        if len(known.keys() & uniform) > len(known.keys() & shortened.values()):
-            shortened = dict(zip(keys, uniform, strict=True))
+    shortened = dict(zip(keys, keys, strict=True))
+    stripped = keys
+    while stripped:
+        first_parts = {key.partition(".")[0] for key in stripped}
+        if len(first_parts) != 1 or not first_parts <= WRAPPERS:
+            break
+        stripped = [key.partition(".")[2] for key in stripped]
+        if len(known.keys() & stripped) > len(known.keys() & shortened.values()):
+            shortened = dict(zip(keys, stripped, strict=True))
     found = {short: key for key, short in shortened.items() if short in known}
     by_bare: dict[str, list[str]] = {}
     for name in known:
-        by_bare.setdefault(_bare(name), []).append(name)
+        by_bare.setdefault(_strip_wrappers(name), []).append(name)
     for key, short in shortened.items():
         if short in known:
             continue
         for whole in (short, f"{base}.{short}") if base else (short,):
-            fitting = [n for n in by_bare.get(_bare(whole), ()) if n not in found and _contains(whole, n)]
+            fitting = [
+                n for n in by_bare.get(_strip_wrappers(whole), ()) if n not in found and _contains(whole, n)
+            ]
             if fitting:
                 found[max(fitting, key=len)] = key
                 break
     return found
 
 
-def _bare(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     """Return the name without any wrapper in it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
@@ -582,25 +591,25 @@ def fill_tensor(target: Tensor, values: Tensor | None, sharding: Sharding, job: 
     if isinstance(target, nn.Parameter) and sharding.zero3_config is not None:
         with sharding.gather([target]):  # at its end ZeRO 3 distributes rank 0's values
             if values is not None:
-                _put(target.data, values)
+                _copy_values(target.data, values)
         return
     with sharding.gather([target] if isinstance(target, nn.Parameter) else []):
         if not job.is_distributed:
             assert values is not None
-            _put(target.data, values)
+            _copy_values(target.data, values)
             return
         whole = target.data
         if whole.device.type != "cpu" or not whole.is_contiguous():
             whole = torch.empty(target.shape, dtype=target.dtype)
         if values is not None:
-            _put(whole, values)
+            _copy_values(whole, values)
         if whole.numel():
             dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # gloo has no 16-bit integers
         if whole.data_ptr() != target.data_ptr():
             target.data.copy_(whole)
 
 
-def _put(target: Tensor, values: Tensor) -> None:
+def _copy_values(target: Tensor, values: Tensor) -> None:
     if target.shape == values.shape:
         target.copy_(values)
     else:

@@ -75,27 +75,29 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
             "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
             "model_loss (the model returns its loss), or package.module:function"
         )
-    return OBJECTIVES.get(kind, _custom)(section, config.model.inputs, FusedKernels() if compiled else None)
+    return OBJECTIVES.get(kind, _build_custom)(
+        section, config.model.inputs, FusedKernels() if compiled else None
+    )
 
 
 Inputs = Sequence[str] | None
 """Type of the recipe's `model.inputs`; see ModelCall."""
 
 
-def _custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
+def _build_custom(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
     return CustomLoss(import_object(section.kind, ConfigError), ModelCall(inputs), section.reduction)
 
 
-def _pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
+def _build_pairs(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
     return PairwisePreference(build_pair_terms(section), ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
 
 
-def _kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
+def _build_kto(section: Any, inputs: Inputs, kernels: FusedKernels | None) -> Objective:
     weights = section.desirable_weight, section.undesirable_weight
     return KTO(section.beta, *weights, ModelCall(inputs, kept=SEGMENT_KEYS), kernels)
 
 
-def _reward(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
+def _build_reward(section: Any, inputs: Inputs, _: FusedKernels | None) -> Objective:
     return RewardRanking(section.margin_weight, section.center_weight, ModelCall(inputs, kept=SEGMENT_KEYS))
 
 
@@ -105,12 +107,12 @@ OBJECTIVES: dict[str, Callable[[Any, Inputs, FusedKernels | None], Objective]] =
         section.class_weights, section.label_smoothing, ModelCall(inputs)
     ),
     "model_loss": lambda section, inputs, _: ModelLoss(ModelCall(inputs, with_targets=True)),
-    "dpo": _pairs,
-    "orpo": _pairs,
-    "simpo": _pairs,
-    "cpo": _pairs,
-    "kto": _kto,
-    "reward": _reward,
+    "dpo": _build_pairs,
+    "orpo": _build_pairs,
+    "simpo": _build_pairs,
+    "cpo": _build_pairs,
+    "kto": _build_kto,
+    "reward": _build_reward,
 }
 """Builder of each `objective.kind`, called with its section, `model.inputs` and the kernels of the run.
 

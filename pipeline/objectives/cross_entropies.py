@@ -127,36 +127,37 @@ class VocabularyObjective(BaseObjective):
 
     def losses(self, model: Callable[..., Any], batch: Batch, of_tokens: bool = False) -> tuple[Tensor, Any]:
         """Return the sum over the labels, or each token's loss (B, T), in fp32, and the model's output."""
-        labels_BT = self._labels(batch)
+        labels_BT = self._get_labels(batch)
         head = self._heads.of(model)
         if head is not None:
-            self._check(batch, head.out_features)
-        with compute_loss_in_head(head, labels_BT, of_tokens, self._kernels) as told:
+            self._check_labels(batch, head.out_features)
+        with compute_loss_in_head(head, labels_BT, of_tokens, self._kernels) as state:
             output = self._call(model, batch)
-        if not told.is_taken:
-            losses = self._of_logits(batch, get_logits(output), of_tokens)
+        if not state.is_taken:
+            losses = self._compute_from_logits(batch, get_logits(output), of_tokens)
         else:
             losses = get_logits(output) if of_tokens else get_logits(output).sum()
         return losses, output
 
-    def _of_logits(self, batch: Batch, logits_BTV: Tensor, of_tokens: bool) -> Tensor:
-        labels_BT = self._labels(batch)
+    def _compute_from_logits(self, batch: Batch, logits_BTV: Tensor, of_tokens: bool) -> Tensor:
+        labels_BT = self._get_labels(batch)
         if logits_BTV.shape[:-1] != labels_BT.shape:
             raise ModelError(
                 f"objective {self.name} wants logits (samples, tokens, vocabulary): the model returned "
                 f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
             )
-        self._check(batch, logits_BTV.shape[-1])
-        given = logits_BTV.flatten(0, 1), labels_BT.flatten(), self._kernels
-        return (
-            cross_entropy_per_token(*given).view(labels_BT.shape) if of_tokens else cross_entropy_sum(*given)
-        )
+        self._check_labels(batch, logits_BTV.shape[-1])
+        logits_NV = logits_BTV.flatten(0, 1)
+        labels_N = labels_BT.flatten()
+        if of_tokens:
+            return cross_entropy_per_token(logits_NV, labels_N, self._kernels).view(labels_BT.shape)
+        return cross_entropy_sum(logits_NV, labels_N, self._kernels)
 
     @staticmethod
-    def _check(batch: Batch, vocabulary: int) -> None:
+    def _check_labels(batch: Batch, vocabulary: int) -> None:
         check_labels(batch, "shift_labels" if "shift_labels" in batch else "labels", vocabulary)
 
-    def _labels(self, batch: Batch) -> Tensor:
+    def _get_labels(self, batch: Batch) -> Tensor:
         name = find_labels(batch, ("labels", "shift_labels"), self.name)
         labels_BT: Tensor = batch.get("shift_labels", batch[name])
         if labels_BT.dim() != 2:
@@ -187,11 +188,11 @@ class CausalLM(VocabularyObjective):
 
     def __init__(self, call: ModelCall | None = None, kernels: FusedKernels | None = None):
         super().__init__(call, kernels)
-        self._of_global_batch: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
+        self._get_global_sums: Callable[[Tensor], Tensor] = lambda tokens_E: tokens_E
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
-        count = (self._labels(batch) != IGNORE_INDEX).sum()
+        count = (self._get_labels(batch) != IGNORE_INDEX).sum()
         if self._is_first_count:
             self._warn_of_none(count, "labels")
         return count
@@ -199,12 +200,13 @@ class CausalLM(VocabularyObjective):
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
         loss_sum, output = self.losses(model, batch)
-        counted_BT = self._labels(batch) != IGNORE_INDEX
+        counted_BT = self._get_labels(batch) != IGNORE_INDEX
         count = counted_BT.sum()
-        router, layers = get_router(model), router_logits_of(output)
+        router = get_router(model)
+        layers = router_logits_of(output)
         if router is None or not layers or not torch.is_grad_enabled():
             return LossSum(loss_sum, count)
-        tokens_E = self._of_global_batch(tokens_per_expert(layers, counted_BT, router))
+        tokens_E = self._get_global_sums(tokens_per_expert(layers, counted_BT, router))
         balance = balance_sum(layers, counted_BT, router, tokens_E)
         extras = {"router_aux_loss": balance.detach(), "routed_tokens": count}
         return LossSum(loss_sum, count, extras, router.coefficient * balance)
@@ -216,25 +218,25 @@ class CausalLM(VocabularyObjective):
         the counts must be known before the first backward. A single micro-batch is counted in its own
         forward, with one all-reduce.
         """
-        self._of_global_batch = batch.all_reduce_sum
+        self._get_global_sums = batch.all_reduce_sum
         router = get_router(batch.model)
         if router is None or len(batch.micro_batches) == 1:
             return
         micro_batches = [batch.to_device(each) for each in batch.micro_batches]
-        device = self._labels(micro_batches[0]).device
+        device = self._get_labels(micro_batches[0]).device
         tokens_E: Tensor | None = None
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for micro_batch in micro_batches:
-                with compute_loss_in_head(self._heads.of(batch.model), self._labels(micro_batch)):
+                with compute_loss_in_head(self._heads.of(batch.model), self._get_labels(micro_batch)):
                     layers = router_logits_of(self._call(batch.model, micro_batch))
                 if not layers:
                     return
-                counted_BT = self._labels(micro_batch) != IGNORE_INDEX
+                counted_BT = self._get_labels(micro_batch) != IGNORE_INDEX
                 found_E = tokens_per_expert(layers, counted_BT, router)
                 tokens_E = found_E if tokens_E is None else tokens_E + found_E
         assert tokens_E is not None
         total_E = batch.all_reduce_sum(tokens_E)
-        self._of_global_batch = lambda _: total_E
+        self._get_global_sums = lambda _: total_E
 
 
 def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
@@ -285,7 +287,7 @@ class Classification(BaseObjective):
         self.label_smoothing = label_smoothing
         self._checks_scores = True
 
-    def _weights(self, device: torch.device) -> Tensor | None:
+    def _get_weights(self, device: torch.device) -> Tensor | None:
         if self.weights_C is not None and self.weights_C.device != device:
             self.weights_C = self.weights_C.to(device)  # happens once, since a run has one device
         return self.weights_C
@@ -294,7 +296,7 @@ class Classification(BaseObjective):
         """See Objective.count."""
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
-        weights_C = self._weights(labels.device)
+        weights_C = self._get_weights(labels.device)
         valid = labels != IGNORE_INDEX
         if self._is_first_count:
             self._warn_of_none(valid.sum(), name)
@@ -312,7 +314,7 @@ class Classification(BaseObjective):
         name = find_labels(batch, LABELS, "classification")
         labels = batch[name].long()
         logits = get_logits(self._call(model, batch)).float()
-        weights_C = self._weights(logits.device)
+        weights_C = self._get_weights(logits.device)
         if weights_C is not None and weights_C.numel() != logits.shape[-1]:
             raise ConfigError(
                 f"objective.class_weights: {weights_C.numel()} weights for {logits.shape[-1]} classes"

@@ -66,8 +66,8 @@ class CustomLoss(BaseObjective):
         super().__init__(call)
         self._checks = FirstCallChecks()
         name = getattr(function, "__name__", type(function).__name__)
-        self.means = _means(getattr(function, "metrics", ()), name)
-        _refuse_torchs_own(function, name)
+        self.means = _build_means(getattr(function, "metrics", ()), name)
+        _refuse_torch_loss(function, name)
         own_count = getattr(function, "count", None)
         if own_count is not None and not callable(own_count):
             raise ConfigError(f"objective.kind: {name}.count is no function; expected one of the batch")
@@ -90,7 +90,9 @@ class CustomLoss(BaseObjective):
         """See Objective.count."""
         own: Callable[[Batch], Any] | None = getattr(self.function, "count", None)
         if own is None:
-            return torch.as_tensor(_num_targets(batch) if self._reduction == "mean" else count_samples(batch))
+            return torch.as_tensor(
+                _count_targets(batch) if self._reduction == "mean" else count_samples(batch)
+            )
         with exit_as_error("objective.kind: the function's count", ConfigError):
             counted = own(batch)
         if not _is_number(counted):
@@ -102,7 +104,7 @@ class CustomLoss(BaseObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
-        outputs = tree_map(_in_fp32, self._call(model, batch))
+        outputs = tree_map(_cast_to_fp32, self._call(model, batch))
         exits = exit_as_error("objective.kind: the function", ConfigError)
         with self._checks.around(unwrap_model(model), batch) as checks, exits:
             loss: Any = self.function(outputs, batch)
@@ -118,12 +120,12 @@ class CustomLoss(BaseObjective):
         divisor = None if checks is None else checks.mean_over(loss)
         if divisor is not None and not hasattr(self.function, "count"):
             self._check_mean(divisor, count_samples(batch), float(count))
-        extras = self._sums(metrics, loss.device)
+        extras = self._collect_sums(metrics, loss.device)
         if self._reduction == "mean":  # which is NaN where there is no target
             loss = torch.where(count > 0, loss * count, 0.0)
         return LossSum(loss, count, extras)
 
-    def _sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
+    def _collect_sums(self, metrics: Any, device: torch.device) -> dict[str, Tensor]:
         """Return the sums and counts of the metrics under their names in `means`, fp64, without a host sync.
 
         Raises:
@@ -145,7 +147,7 @@ class CustomLoss(BaseObjective):
                     "expected (sum, count), two numbers over the micro-batch: their quotient is the metric"
                 )
             for key, value in zip(self.means[name], pair, strict=True):
-                extras[key] = _on_device(value, device)
+                extras[key] = _move_to_device(value, device)
         return extras
 
     def _check_mean(self, divisor: float, samples: int, targets: float) -> None:
@@ -165,7 +167,7 @@ class CustomLoss(BaseObjective):
             )
 
 
-def _means(names: Any, function: str) -> dict[str, tuple[str, str]]:
+def _build_means(names: Any, function: str) -> dict[str, tuple[str, str]]:
     """Return the metrics that a function names, with the names of their sums; see Objective.means.
 
     Raises:
@@ -189,14 +191,14 @@ def _is_number(value: Any) -> bool:
     return is_numeric and torch.as_tensor(value).numel() == 1
 
 
-def _on_device(value: Any, device: torch.device) -> Tensor:
+def _move_to_device(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().reshape(()).to(device, torch.float64)
     # Filled on the device, since a copy from the host would wait for it.
     return torch.full((), float(torch.as_tensor(value)), dtype=torch.float64, device=device)
 
 
-def _num_targets(batch: Batch) -> int | Tensor:
+def _count_targets(batch: Batch) -> int | Tensor:
     """Return the number of targets that torch's losses count by default; without targets, of samples."""
     targets = next((batch[key] for key in TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
     if targets is None:
@@ -204,7 +206,7 @@ def _num_targets(batch: Batch) -> int | Tensor:
     return targets.numel() if targets.is_floating_point() else (targets != IGNORE_INDEX).sum()
 
 
-def _refuse_torchs_own(function: Any, name: str) -> None:
+def _refuse_torch_loss(function: Any, name: str) -> None:
     """Refuse a plain loss of torch, which takes no batch and returns a mean."""
     inner = getattr(function, "func", function)  # of functools.partial
     kind = inner if isinstance(inner, (type, FunctionType)) else type(inner)
@@ -221,7 +223,7 @@ def _refuse_torchs_own(function: Any, name: str) -> None:
     )
 
 
-def _in_fp32(value: Any) -> Any:
+def _cast_to_fp32(value: Any) -> Any:
     is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value
 
@@ -240,7 +242,8 @@ class ModelLoss(BaseObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
-        loss, samples = get_loss(self._call(model, batch)).float(), self.count(batch)
+        loss = get_loss(self._call(model, batch)).float()
+        samples = self.count(batch)
         if loss.dim() == 0:
             return LossSum(loss * samples, samples.to(loss.device))
         # nn.DataParallel gathers one mean for each GPU, over the parts that torch.chunk makes. A loss for

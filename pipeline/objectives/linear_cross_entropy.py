@@ -130,7 +130,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [needs_gradients and needed for needed in ctx.needs_input_grad[:3]]
         sums, rows = compute_chunked_loss(hidden_ND, weight_VD, bias_V, labels_N, how=how, needs=needs)
         ctx.save_for_backward(*sums.gradients(rows, len(hidden_ND)))
-        ctx.scale, ctx.part = sums.scale, how.part
+        ctx.scale = sums.scale
+        ctx.part = how.part
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden_ND, weight_VD, bias_V)]
         return sums.losses_N.sum()
 
@@ -139,16 +140,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Multiplied in fp32 and in place, which is safe: torch refuses a second backward.
         grad = grad if ctx.scale == 1.0 else grad / ctx.scale
-        found = [
-            None if each is None else (each.mul_(grad) if each.dtype == grad.dtype else each * grad[None])
-            for each in ctx.saved_tensors
-        ]
+        found = [None if each is None else _multiply(each, grad) for each in ctx.saved_tensors]
         if ctx.part is not None and found[0] is not None:
             ctx.part.all_reduce_sum(found[0])
         gradients = [
             None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)
         ]
         return (*gradients, None, None, None)
+
+
+def _multiply(gradient: Tensor, incoming: Tensor) -> Tensor:
+    """Return the gradient times the 0-dim incoming gradient: in place, or in the wider dtype of both."""
+    if gradient.dtype == incoming.dtype:
+        return gradient.mul_(incoming)
+    return gradient * incoming[None]  # with one dimension, its dtype takes part in the result's
 
 
 def compute_chunked_loss(
@@ -172,15 +177,16 @@ def compute_chunked_loss(
         needs: Whether the gradient of each of the first three arguments is needed.
         incoming_N: The incoming gradient of each loss; `None`: FP16_SCALE in fp16, else 1.
     """
-    rows = _counted(labels_N)
+    rows = _find_counted_rows(labels_N)
     x_ND = hidden_ND.to(how.dtype)
     if rows is not None:
-        x_ND, labels_N = x_ND[rows], labels_N[rows]
+        x_ND = x_ND[rows]
+        labels_N = labels_N[rows]
         incoming_N = None if incoming_N is None else incoming_N[rows]
-    sums = (ChunkedLoss if how.part is None else _SumsOverRanks)(
+    sums = (ChunkedLoss if how.part is None else _DividedLoss)(
         x_ND,
-        _filled_up(weight_VD.to(how.dtype)),
-        None if bias_V is None else _filled_up(bias_V.to(how.dtype)),
+        _pad_rows(weight_VD.to(how.dtype)),
+        None if bias_V is None else _pad_rows(bias_V.to(how.dtype)),
         words=len(weight_VD),
         needs=needs,
         incoming_N=incoming_N,
@@ -197,7 +203,7 @@ def scatter_rows(values_N: Tensor, rows: Tensor | None, tokens: int) -> Tensor:
     return values_N.new_zeros(tokens, *values_N.shape[1:]).index_copy_(0, rows, values_N)
 
 
-def _counted(labels_N: Tensor) -> Tensor | None:
+def _find_counted_rows(labels_N: Tensor) -> Tensor | None:
     """Return the rows that count if some do not, else `None`.
 
     On a GPU all rows are computed: the host would have to wait for their number.
@@ -208,7 +214,7 @@ def _counted(labels_N: Tensor) -> Tensor | None:
     return None if bool(is_counted.all()) else is_counted.nonzero().squeeze(1)
 
 
-def _filled_up(of_words: Tensor) -> Tensor:
+def _pad_rows(of_words: Tensor) -> Tensor:
     """Append rows of zeros up to a width at which products are fast on a GPU: a multiple of 64.
 
     No label is one of these rows. The vocabulary is padded inside the loss only, so the model, its
@@ -261,7 +267,7 @@ class ChunkedLoss:
         tokens = len(labels_N)
         words = len(self._weight_VD)
         on_cpu = labels_N.device.type == "cpu"
-        size = choose_chunk_tokens(tokens, self._most_words(), self._x_ND.element_size(), on_cpu)
+        size = choose_chunk_tokens(tokens, self._get_most_words(), self._x_ND.element_size(), on_cpu)
         logits_CV = self._x_ND.new_empty(min(size, tokens), words)
         for start in range(0, tokens, size):
             chunk = slice(start, start + size)
@@ -275,7 +281,7 @@ class ChunkedLoss:
             if words > self._words:
                 grad_CV[:, self._words :].fill_(-torch.inf)
             incoming_C1 = None if self._incoming_N1 is None else self._incoming_N1[chunk]
-            self.losses_N[chunk] = self._loss_of(grad_CV, labels_C, incoming_C1)[:, 0]
+            self.losses_N[chunk] = self._compute_loss(grad_CV, labels_C, incoming_C1)[:, 0]
             if self.hidden_ND is not None and self.hidden_ND.dtype == grad_CV.dtype:
                 torch.mm(grad_CV, self._weight_VD, out=self.hidden_ND[chunk])
             elif self.hidden_ND is not None:
@@ -291,13 +297,15 @@ class ChunkedLoss:
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer
 
-    def _most_words(self) -> int:
+    def _get_most_words(self) -> int:
         return self._words
 
-    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
+    def _compute_loss(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
         """Return the chunk's losses (C, 1), and overwrite logits with their gradients if these are needed."""
         fused_C1 = (
-            None if self._kernels is None else self._fused(self._kernels, logits_CV, labels_C, incoming_C1)
+            None
+            if self._kernels is None
+            else self._compute_by_kernels(self._kernels, logits_CV, labels_C, incoming_C1)
         )
         if fused_C1 is not None:
             return fused_C1
@@ -306,7 +314,9 @@ class ChunkedLoss:
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
         label_C1 = labels_C.clamp(min=0)[:, None]
         own_C1 = logits_CV.gather(1, label_C1).to(self._dtype)
-        tops, largest, owns = [], [], []
+        tops = []
+        largest = []
+        owns = []
         works = [logits_CV.new_empty(size, logits_CV.shape[1], dtype=self._dtype) for _ in range(2)]
         factor: Tensor | float = self.scale if incoming_C1 is None else incoming_C1
         factors = repeat(factor) if incoming_C1 is None else incoming_C1.split(size)
@@ -330,7 +340,7 @@ class ChunkedLoss:
                 logits_CV.mul_(is_counted_C1)
         return torch.where(is_counted_C1, lost_C1, 0.0)
 
-    def _fused(
+    def _compute_by_kernels(
         self, kernels: FusedKernels, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None
     ) -> Tensor | None:
         """Compute losses and gradients by compiled kernels: they move 8 bytes a logit in bf16, blocks 32.
@@ -352,7 +362,7 @@ class ChunkedLoss:
         return lost_C[:, None]
 
 
-class _SumsOverRanks(ChunkedLoss):
+class _DividedLoss(ChunkedLoss):
     """Computes the loss over all ranks' words, with gradients of this rank's words.
 
     The gradient of the hidden states is this rank's share, to be summed over the ranks.
@@ -365,10 +375,10 @@ class _SumsOverRanks(ChunkedLoss):
         if self.hidden_ND is not None:  # in fp32, so that the sum over ranks is rounded once
             self.hidden_ND = torch.zeros_like(self.hidden_ND, dtype=self._dtype)
 
-    def _most_words(self) -> int:
+    def _get_most_words(self) -> int:
         return self._part.largest
 
-    def _loss_of(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
+    def _compute_loss(self, logits_CV: Tensor, labels_C: Tensor, incoming_C1: Tensor | None) -> Tensor:
         own_C = labels_C - self._part.start
         is_own_C1 = ((own_C >= 0) & (own_C < self._words))[:, None]  # -100 belongs to no rank
         own_C1 = own_C.clamp(0, self._words - 1)[:, None]
@@ -469,7 +479,7 @@ class OutputHeads:
         if model not in self._known:
             own = unwrap_model(model)
             is_plain = not (isinstance(model, nn.DataParallel) or hasattr(model, "_orig_mod"))
-            self._known[model] = _head(own) if is_plain else None
+            self._known[model] = _find_head(own) if is_plain else None
         return self._known[model]
 
 
@@ -537,13 +547,15 @@ def compute_loss_in_head(
 
     def forward(input: Tensor) -> Tensor:  # as nn.Linear names it
         hidden_BTD = input
-        weight_VD, kind = head.weight, hidden_BTD.device.type
+        weight_VD = head.weight
+        kind = hidden_BTD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
         if hidden_BTD.shape[:-1] != labels_BT.shape:
             return plain(hidden_BTD)
         state.is_taken = True
         hidden_ND = hidden_BTD.flatten(0, 1)
-        labels_N, part = labels_BT.flatten(), get_vocabulary_part(head)
+        labels_N = labels_BT.flatten()
+        part = get_vocabulary_part(head)
         given = (hidden_ND, weight_VD, head.bias, labels_N, dtype, part, kernels)
         if of_tokens:
             return linear_token_losses(*given).view(labels_BT.shape)
@@ -556,12 +568,13 @@ def compute_loss_in_head(
         del head.forward
 
 
-def _head(model: Any) -> nn.Linear | None:
+def _find_head(model: Any) -> nn.Linear | None:
     if isinstance(model, HeadOnlyModel):
         return model.head
     if not is_transformers_model(model) or model._compiled_call_impl is not None:
         return None
-    head, decoder = model.get_output_embeddings(), getattr(model, model.base_model_prefix, None)
+    head = model.get_output_embeddings()
+    decoder = getattr(model, model.base_model_prefix, None)
     names = {child: name for name, child in model.named_children()}
     is_linear = type(head) is nn.Linear or get_vocabulary_part(head) is not None
     if not is_linear or head not in names or decoder not in names or "forward" in vars(head):
@@ -596,7 +609,8 @@ class _StandIn(nn.Module):
 
     def __init__(self, result: Any, weight: Tensor | None = None):
         super().__init__()
-        self.result, self.weight = result, weight
+        self.result = result
+        self.weight = weight
         self.given: list[Any] = []
 
     def forward(self, *given: Any, **_: Any) -> Any:

@@ -44,7 +44,7 @@ class FusedKernels:
         # fullgraph: a part that ran uncompiled would make tensors of (N, V).
         self._compiled = {
             each: torch.compile(each, backend=backend, fullgraph=True)
-            for each in (_loss, _gradient, _replace_by_gradient)
+            for each in (_compute_loss, _compute_gradient, _replace_by_gradient)
         }
 
     @property
@@ -54,7 +54,7 @@ class FusedKernels:
 
     def loss(self, logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, ...]:
         """Return each row's loss, largest logit and sum of exponentials; empty if they cannot be compiled."""
-        return self._call(_loss, logits_NV, labels_N) or ()
+        return self._call(_compute_loss, logits_NV, labels_N) or ()
 
     def gradient(self, *of_loss: Tensor) -> Tensor | None:
         """Return the gradient of the logits; `None` if the kernel cannot be compiled.
@@ -62,7 +62,7 @@ class FusedKernels:
         Args:
             *of_loss: Logits, labels, the second and third result of `loss`, and the incoming gradient.
         """
-        return self._call(_gradient, *of_loss)
+        return self._call(_compute_gradient, *of_loss)
 
     def replace_by_gradient(self, logits_CV: Tensor, *of_loss: Tensor) -> bool:
         """Write the gradient over the logits, and return `False` if the kernel cannot be compiled.
@@ -121,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, kernels: FusedKernels | None) -> Tensor:
         fused = () if kernels is None else kernels.loss(logits_NV, labels_N)
-        losses_N, *of_rows = fused or (_losses_in_blocks(logits_NV, labels_N),)
+        losses_N, *of_rows = fused or (_compute_losses_in_blocks(logits_NV, labels_N),)
         ctx.save_for_backward(logits_NV, labels_N, *of_rows)
         ctx.kernels = kernels if of_rows else None
         return losses_N
@@ -132,16 +132,20 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, labels_N, *of_rows = ctx.saved_tensors
         grad_N = grad_N.contiguous()  # the gradient of a sum is one expanded number, another shape to compile
         grad_NV = ctx.kernels and ctx.kernels.gradient(logits_NV, labels_N, *of_rows, grad_N)
-        return _gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV, None, None
+        return (
+            _compute_gradient_in_blocks(logits_NV, labels_N, grad_N) if grad_NV is None else grad_NV,
+            None,
+            None,
+        )
 
 
-def _widened(logits_NV: Tensor) -> Tensor:
+def _widen(logits_NV: Tensor) -> Tensor:
     """Return the logits in fp32, or in fp64 if they are fp64."""
     return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
-def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    z_NV = _widened(logits_NV)
+def _compute_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    z_NV = _widen(logits_NV)
     top_N = z_NV.amax(1)
     sum_N = (z_NV - top_N[:, None]).exp().sum(1)
     label_N = z_NV.gather(1, labels_N.clamp(min=0)[:, None])[:, 0]
@@ -149,19 +153,21 @@ def _loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(labels_N == IGNORE_INDEX, 0.0, lost_N), top_N, sum_N
 
 
-def _gradient(logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor) -> Tensor:
-    p_NV = (_widened(logits_NV) - top_N[:, None]).exp() / sum_N[:, None]
+def _compute_gradient(
+    logits_NV: Tensor, labels_N: Tensor, top_N: Tensor, sum_N: Tensor, grad_N: Tensor
+) -> Tensor:
+    p_NV = (_widen(logits_NV) - top_N[:, None]).exp() / sum_N[:, None]
     is_label_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N[:, None]
     scale_N = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)
     return ((p_NV - is_label_NV.to(p_NV.dtype)) * scale_N[:, None]).to(logits_NV.dtype)
 
 
 def _replace_by_gradient(logits_NV: Tensor, *of_loss: Tensor) -> bool:
-    logits_NV.copy_(_gradient(logits_NV, *of_loss))
+    logits_NV.copy_(_compute_gradient(logits_NV, *of_loss))
     return True
 
 
-def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def _compute_losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     losses_N = torch.empty_like(labels_N, dtype=torch.float32)
     for block in iterate_blocks(logits_NV):
         losses_N[block] = F.cross_entropy(
@@ -170,7 +176,7 @@ def _losses_in_blocks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return losses_N
 
 
-def _gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> Tensor:
+def _compute_gradient_in_blocks(logits_NV: Tensor, labels_N: Tensor, grad_N: Tensor) -> Tensor:
     """Return the gradient of the logits: (softmax - one-hot) x the incoming gradient; 0 in ignored rows."""
     grad_NV = torch.empty_like(logits_NV)
     scale_N1 = torch.where(labels_N == IGNORE_INDEX, 0.0, grad_N)[:, None]

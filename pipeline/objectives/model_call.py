@@ -41,10 +41,10 @@ def get_logits(output: Any) -> Tensor:
     Raises:
         ModelError: The output has no logits.
     """
-    logits = _found(output, "logits")
+    logits = _find_entry(output, "logits")
     if logits is not None and logits.dim() > 0:
         return logits
-    if logits is not None or _found(output, "loss") is not None:
+    if logits is not None or _find_entry(output, "loss") is not None:
         raise ModelError(
             "the model returned its own loss, and the objective wants logits; to train on that loss write "
             "objective.kind: model_loss"
@@ -61,7 +61,7 @@ def get_loss(output: Any) -> Tensor:
     Raises:
         ModelError: The output has no loss, or the loss has more than one dimension, so it is no mean.
     """
-    loss = _found(output, "loss")
+    loss = _find_entry(output, "loss")
     if loss is None or loss.dim() > 1:
         raise ModelError(
             f"objective.kind is model_loss, and the model returned {describe_output(output)}; expected the "
@@ -70,7 +70,7 @@ def get_loss(output: Any) -> Tensor:
     return loss
 
 
-def _found(output: Any, name: str) -> Tensor | None:
+def _find_entry(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Mapping):
         found = output.get(name)
     elif hasattr(output, name):
@@ -135,7 +135,7 @@ class ModelCall:
 
     def entries(self, model: Callable[..., Any], batch: Batch) -> frozenset[str]:
         """Return the entries of the batch that go to the model."""
-        return self._planned(model, batch).entries
+        return self._get_plan(model, batch).entries
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return the model's output.
@@ -144,7 +144,7 @@ class ModelCall:
             ModelError: The model's forward cannot be called with the batch, or one of its layers.
             DataError: A label or an index is out of range; see FirstCallChecks.
         """
-        call = self._planned(model, batch)
+        call = self._get_plan(model, batch)
         values = [batch[entry] for entry in call.positional]
         if call.is_spread:
             values = [*values[0], *values[1:]]
@@ -152,24 +152,24 @@ class ModelCall:
         with self._checks.around(unwrap_model(model), batch):
             return model(*values, **named)
 
-    def _planned(self, model: Callable[..., Any], batch: Batch) -> CallPlan:
-        widths = {key: _width(value) for key, value in batch.items()}
+    def _get_plan(self, model: Callable[..., Any], batch: Batch) -> CallPlan:
+        widths = {key: _measure_width(value) for key, value in batch.items()}
         if not isinstance(model, nn.Module):
-            return self._plan(model, batch, widths)
+            return self._make_plan(model, batch, widths)
         known = self._known.setdefault(model, {})
         key = tuple(widths.items())
         if key not in known:
-            known[key] = self._plan(model, batch, widths)
+            known[key] = self._make_plan(model, batch, widths)
         return known[key]
 
-    def _plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> CallPlan:
+    def _make_plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> CallPlan:
         own = unwrap_model(model)
         forward = own.forward if isinstance(own, nn.Module) else own
         try:
             signature = inspect.signature(forward)
         except ValueError:  # written in C
             signature = inspect.signature(lambda *values, **named: None)
-        plan = _Plan(signature, {key: n for key, n in widths.items() if key not in self._kept})
+        plan = _CallPlanner(signature, {key: n for key, n in widths.items() if key not in self._kept})
         if self._stated is None:
             call = plan.by_signature(self._with_targets)
         elif absent := [key for key in self._stated if key not in batch]:
@@ -182,12 +182,12 @@ class ModelCall:
             places = len(call.positional) + (widths[call.positional[0]] - 1 if call.is_spread else 0)
             signature.bind(*[None] * places, **dict.fromkeys(argument for argument, _ in call.named))
         except TypeError as misfit:
-            raise ModelError(self._misfit(own, signature, batch, call, misfit)) from None
+            raise ModelError(self._describe_misfit(own, signature, batch, call, misfit)) from None
         if NOISE_KEYS in batch and is_transformers_model(own):  # a hook takes them before the forward
             call = replace(call, named=(*call.named, (NOISE_KEYS, NOISE_KEYS)))
         return call
 
-    def _misfit(
+    def _describe_misfit(
         self, own: Any, signature: inspect.Signature, batch: Batch, call: CallPlan, misfit: TypeError
     ) -> str:
         kept = set(batch) & set(TARGET_KEYS) & set(signature.parameters) - call.entries
@@ -206,12 +206,12 @@ class ModelCall:
         )
 
 
-class _Plan:
+class _CallPlanner:
     """Plans calls by matching one forward's signature with the entries of one kind of batch.
 
     Args:
         signature: The signature of the model's forward.
-        widths: The result of _width for each entry.
+        widths: The result of _measure_width for each entry.
     """
 
     def __init__(self, signature: inspect.Signature, widths: dict[str, int]) -> None:
@@ -249,7 +249,7 @@ class _Plan:
             given = given[: len(free)]
         if self.takes_any_name:
             named |= {key: key for key in rest if key not in given}
-        return self._placed(given, named)
+        return self._place(given, named)
 
     def by_list(self, stated: Sequence[str]) -> CallPlan:
         """Return the call that the recipe's list asks for."""
@@ -259,9 +259,9 @@ class _Plan:
             free = [p for p in self._places if p.name not in named]
             named |= {key: key for key in rest[len(free) :]}
             rest = rest[: len(free)]
-        return self._placed(rest, named)
+        return self._place(rest, named)
 
-    def _placed(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
+    def _place(self, entries: Sequence[str], named: dict[str, str]) -> CallPlan:
         """Assign entries to the arguments that are left: by position if these come first, else by name."""
         free = [p.name for p in self._places if p.name not in named]
         width = self._widths[entries[0]] if entries else 0
@@ -272,7 +272,7 @@ class _Plan:
         return CallPlan(tuple(entries[len(free) :]), tuple(named.items()))
 
 
-def _width(value: Any) -> int:
+def _measure_width(value: Any) -> int:
     """Return 0 for a value without tensors, n for a tuple or list of n > 1 with tensors, else 1."""
     if isinstance(value, Tensor):
         return 1
@@ -313,8 +313,10 @@ class BaseObjective:
 
 def unwrap_model(model: Callable[..., Any]) -> Any:
     """Return the user's module inside an engine's wrappers, which have `module` and take any arguments."""
-    while isinstance(inner := getattr(model, "module", None), nn.Module) and _takes_anything(model):
+    inner = getattr(model, "module", None)
+    while isinstance(inner, nn.Module) and _takes_anything(model):
         model = inner
+        inner = getattr(model, "module", None)
     return getattr(model, "_orig_mod", model)  # torch.compile's
 
 
@@ -385,7 +387,8 @@ class IndexChecks:
         counted = indices if found.ignored is None else indices[indices != found.ignored]
         if not counted.numel():
             return
-        lowest, highest = int(counted.min()), int(counted.max())
+        lowest = int(counted.min())
+        highest = int(counted.max())
         if lowest < 0 or highest >= found.size:
             raise DataError(f"indices are {lowest} to {highest}, and {found.expected}")
 
@@ -471,10 +474,11 @@ INPUT_WIDTHS = {
 def _check_layer(
     name: str, batch: Batch, indices: IndexChecks, layer: nn.Module, given: tuple[Any, ...]
 ) -> None:
-    if not given or not isinstance(x := given[0], Tensor):
+    if not given or not isinstance(given[0], Tensor):
         return
+    x = given[0]
     named = f"{name or 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
-    if (problem := _misfit(layer, x)) is not None:
+    if (problem := _find_misfit(layer, x)) is not None:
         dtype = str(x.dtype).removeprefix("torch.")
         raise ModelError(f"model: {named} is given {dtype} of shape {tuple(x.shape)}; {problem}")
     # An embedding with a part of the vocabulary returns zeros for the other words.
@@ -484,7 +488,7 @@ def _check_layer(
         indices.note(batch, x, IndexRange(rows, f"{named} has {rows} rows"))
 
 
-def _misfit(layer: Any, x: Tensor) -> str | None:
+def _find_misfit(layer: Any, x: Tensor) -> str | None:
     """Return the expectation of a layer of torch that its input does not meet, in words; `None`: it fits."""
     if type(layer) is nn.Embedding:
         if x.is_floating_point():
@@ -525,11 +529,11 @@ class LossChecks(TorchFunctionMode):
         named = kwargs or {}
         if function in (F.cross_entropy, F.nll_loss) and len(args) > 1:
             self._check_targets(args[0], args[1], named.get("ignore_index", IGNORE_INDEX))
-        if function is F.cross_entropy and args and are_probabilities(_classes_last(args[0])):
+        if function is F.cross_entropy and args and are_probabilities(_move_classes_last(args[0])):
             raise ModelError(PROBABILITIES)
         result = function(*args, **named)
         if function in (torch.mean, Tensor.mean) or named.get("reduction") == "mean":
-            self._means.append((result, _divisor(function, args, named)))
+            self._means.append((result, _get_divisor(function, args, named)))
         return result
 
     def _check_targets(self, scores: Tensor, targets: Any, ignored: int) -> None:
@@ -541,11 +545,11 @@ class LossChecks(TorchFunctionMode):
             self._indices.note(self._batch, targets, IndexRange(classes, owner, ignored))
 
 
-def _classes_last(scores: Tensor) -> Tensor:
+def _move_classes_last(scores: Tensor) -> Tensor:
     return scores.movedim(1, -1) if scores.dim() > 1 else scores
 
 
-def _divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
+def _get_divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> float:
     """Return the number of elements of a mean: for a cross entropy its targets, or NaN with class weights."""
     if function not in (F.cross_entropy, F.nll_loss):
         return float(args[0].numel() if args else 1)
@@ -553,5 +557,5 @@ def _divisor(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> flo
     if named.get("weight") is not None:
         return math.nan
     if targets.is_floating_point():
-        return float(_classes_last(scores)[..., 0].numel())
+        return float(_move_classes_last(scores)[..., 0].numel())
     return float((targets != named.get("ignore_index", IGNORE_INDEX)).sum())

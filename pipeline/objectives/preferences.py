@@ -96,7 +96,11 @@ def get_sequence_group(model: Any) -> SequenceGroup:
     return group
 
 
-SEGMENTS, KINDS, MARGINS, REFERENCE = "segments", "segment_kinds", "margins", "reference_logps"
+# Entries of a batch of preferences.
+SEGMENTS = "segments"
+KINDS = "segment_kinds"
+MARGINS = "margins"
+REFERENCE = "reference_logps"
 SEGMENT_KEYS = (SEGMENTS, KINDS, MARGINS, REFERENCE)
 
 
@@ -153,8 +157,9 @@ class SegmentObjective(VocabularyObjective):
                 f"{self.name}; set it to false"
             )
         losses_BT, _ = self.losses(model, batch, of_tokens=True)
-        kinds_BS, segments_BT = batch[KINDS], batch[SEGMENTS]
-        in_one = (self._labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
+        kinds_BS = batch[KINDS]
+        segments_BT = batch[SEGMENTS]
+        in_one = (self._get_labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_N = (row_B1 + segments_BT.clamp(min=0)).flatten()
         # In fp64, neither the order of the sum nor the number of answers in a row changes the result.
@@ -176,7 +181,8 @@ class SegmentObjective(VocabularyObjective):
                 f"objective {self.name} reads {absent[0]!r}, and the batch has {format_batch(batch)}; "
                 "data with answers to compare has it (data.kind: preference)"
             )
-        kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
+        kinds_BS = host[KINDS]
+        segments_BT = host[SEGMENTS]
         if segments_BT.dtype != torch.int64 or kinds_BS.dim() != 2 or len(segments_BT) != len(kinds_BS):
             raise DataError(
                 f"objective {self.name} wants {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
@@ -257,7 +263,8 @@ class PairLoss:
                 reference's if there is one.
             rejected_P: Scores of rejected answers.
         """
-        beta, smoothing = self.beta, self.label_smoothing
+        beta = self.beta
+        smoothing = self.label_smoothing
         if self.link == "odds":
             odds_P = (chosen_P - rejected_P) - (log1mexp(chosen_P) - log1mexp(rejected_P))
             return -beta * F.logsigmoid(odds_P)
@@ -266,7 +273,8 @@ class PairLoss:
         logits_P = beta * (chosen_P - rejected_P) - self.gamma
         if self.link == "hinge":
             return torch.relu(1 - logits_P)
-        right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
+        right_P = -F.logsigmoid(logits_P)
+        wrong_P = -F.logsigmoid(-logits_P)
         if self.link == "robust":
             return ((1 - smoothing) * right_P - smoothing * wrong_P) / (1 - 2 * smoothing)
         return (1 - smoothing) * right_P + smoothing * wrong_P
@@ -356,7 +364,8 @@ class PairwisePreference(PairObjective):
     def __init__(self, terms: PairTerms, call: ModelCall | None = None, kernels: FusedKernels | None = None):
         super().__init__(call, kernels)
         self._terms = terms
-        self.name, self.has_reference = terms.name, terms.has_reference
+        self.name = terms.name
+        self.has_reference = terms.has_reference
         self.means: Mapping[str, tuple[str, str]] = {
             **{f"rewards/{side}": (f"{side} rewards", "pairs") for side in SIDES},
             "rewards/margin": ("reward margins", "pairs"),
@@ -366,27 +375,29 @@ class PairwisePreference(PairObjective):
         if terms.sft_weight:
             self.means |= {"sft_loss": ("sft losses", "sft tokens")}
             self.weighted = {"sft_loss": terms.sft_weight}
-        self._pairs_a_token: Tensor | None = None  # of the global batch
+        self._pairs_per_token: Tensor | None = None  # of the global batch
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """Compute the ratio of pairs to tokens of chosen answers, if a term on these is asked for."""
         if not self._terms.sft_weight:
             return
-        counts = torch.stack([self._pairs_and_tokens(each) for each in batch.micro_batches]).sum(0)
+        counts = torch.stack([self._count_pairs_and_tokens(each) for each in batch.micro_batches]).sum(0)
         pairs, tokens = batch.all_reduce_sum(counts.to(batch.device, non_blocking=True))
-        self._pairs_a_token = pairs / tokens.clamp(min=1)
+        self._pairs_per_token = pairs / tokens.clamp(min=1)
 
-    def _pairs_and_tokens(self, batch: Batch) -> Tensor:
+    def _count_pairs_and_tokens(self, batch: Batch) -> Tensor:
         """Return the numbers of pairs and of chosen tokens (2,), fp64, on the host if the batch is there."""
         host = get_host_batch(batch)
-        kinds_BS, segments_BT = host[KINDS], host[SEGMENTS]
+        kinds_BS = host[KINDS]
+        segments_BT = host[SEGMENTS]
         of_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
-        tokens = ((self._labels(host) != IGNORE_INDEX) & (segments_BT >= 0) & of_chosen_BT).sum()
+        tokens = ((self._get_labels(host) != IGNORE_INDEX) & (segments_BT >= 0) & of_chosen_BT).sum()
         return torch.stack([self.count(batch).to(tokens), tokens]).double()
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
-        terms, found = self._terms, self.segments(model, batch)
+        terms = self._terms
+        found = self.segments(model, batch)
         is_pair_BP = found.kinds_BS[:, ::2] == CHOSEN
         logps_BS = found.logps_BS
         beyond_BS = logps_BS - self.reference(batch) if terms.has_reference else logps_BS
@@ -396,22 +407,22 @@ class PairwisePreference(PairObjective):
         loss_BP = torch.where(is_pair_BP, terms.loss(chosen, rejected), 0.0)
         pairs = is_pair_BP.sum().double()
         loss_sum = loss_BP.sum()
-        told_BS = beyond_BS if terms.has_reference else scores_BS
-        rewards_BS = terms.loss.beta * told_BS.detach()
-        extras = self._extras(is_pair_BP, rewards_BS, logps_BS.detach())
+        rewarded_BS = beyond_BS if terms.has_reference else scores_BS
+        rewards_BS = terms.loss.beta * rewarded_BS.detach()
+        extras = self._build_extras(is_pair_BP, rewards_BS, logps_BS.detach())
         if terms.sft_weight:
             sft_sum = -torch.where(is_pair_BP, logps_BS[:, ::2], 0.0).sum()
             tokens = torch.where(is_pair_BP, found.tokens_BS[:, ::2], 0.0).sum()
             extras |= {"sft losses": sft_sum.detach(), "sft tokens": tokens}
             if torch.is_grad_enabled():
-                assert self._pairs_a_token is not None
-                loss_sum = loss_sum + terms.sft_weight * self._pairs_a_token * sft_sum
+                assert self._pairs_per_token is not None
+                loss_sum = loss_sum + terms.sft_weight * self._pairs_per_token * sft_sum
         share = found.group.size
         extras = {key: value / share for key, value in (extras | {"pairs": pairs}).items()}
         return LossSum((loss_sum / share).float(), pairs / share, extras)
 
     @staticmethod
-    def _extras(is_pair_BP: Tensor, rewards_BS: Tensor, logps_BS: Tensor) -> dict[str, Tensor]:
+    def _build_extras(is_pair_BP: Tensor, rewards_BS: Tensor, logps_BS: Tensor) -> dict[str, Tensor]:
         def total(values_BP: Tensor) -> Tensor:
             return torch.where(is_pair_BP, values_BP, 0.0).sum()
 
@@ -484,7 +495,7 @@ class KTO(SegmentObjective, TwoPassObjective):
         super().__init__(call, kernels)
         self._beta = beta
         self._weights = {CHOSEN: desirable_weight, REJECTED: undesirable_weight}
-        self._of_global_batch: Callable[[Tensor], Tensor] = lambda sums: sums
+        self._get_global_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self._held_out = 0.0
         self._mismatched = MismatchedDivergence(call, kernels)
 
@@ -527,7 +538,7 @@ class KTO(SegmentObjective, TwoPassObjective):
 
     def prepare_step(self, batch: GlobalBatch) -> None:
         """Compute the baseline of the global batch; a single micro-batch does so in its own forward."""
-        self._of_global_batch = batch.all_reduce_sum
+        self._get_global_sums = batch.all_reduce_sum
         if len(batch.micro_batches) == 1:
             return
         device = batch.device
@@ -536,20 +547,21 @@ class KTO(SegmentObjective, TwoPassObjective):
             for micro_batch in map(batch.to_device, batch.micro_batches):
                 total += self._mismatched.divergence(micro_batch, self.segments(batch.model, micro_batch))
         everyones = batch.all_reduce_sum(total)
-        self._of_global_batch = lambda _: everyones
+        self._get_global_sums = lambda _: everyones
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
         found = self.segments(model, batch)
         beyond_BS = found.logps_BS - self.reference(batch)
         if torch.is_grad_enabled():
-            divergence, segments = self._of_global_batch(self._mismatched.divergence(batch, found))
+            divergence, segments = self._get_global_sums(self._mismatched.divergence(batch, found))
             baseline = (divergence / segments.clamp(min=1e-9)).clamp(min=0)
         else:
             baseline = beyond_BS.new_tensor(max(0.0, self._held_out))
         over_BS = self._beta * (beyond_BS - baseline)
         share = found.group.size
-        loss_sum, count = 0.0 * over_BS.sum(), torch.zeros_like(baseline)
+        loss_sum = 0.0 * over_BS.sum()
+        count = torch.zeros_like(baseline)
         extras = {}
         for kind, side, sign in ((CHOSEN, "chosen", 1), (REJECTED, "rejected", -1)):
             is_BS = found.kinds_BS == kind
@@ -588,12 +600,13 @@ class RewardRanking(PairObjective):
 
     def __init__(self, margin_weight: float = 1.0, center_weight: float = 0.0, call: ModelCall | None = None):
         super().__init__(call)
-        self._margin_weight, self._center_weight = margin_weight, center_weight
+        self._margin_weight = margin_weight
+        self._center_weight = center_weight
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
         is_pair_BP = batch[KINDS][:, ::2] == CHOSEN
-        chosen_BP, rejected_BP = self._scores(model, batch).unflatten(1, (-1, 2)).unbind(-1)
+        chosen_BP, rejected_BP = self._compute_scores(model, batch).unflatten(1, (-1, 2)).unbind(-1)
         difference_BP = chosen_BP - rejected_BP
         wanted_BP = difference_BP
         if self._margin_weight and MARGINS in batch:
@@ -606,22 +619,23 @@ class RewardRanking(PairObjective):
         def total(values_BP: Tensor) -> Tensor:
             return torch.where(is_pair_BP, values_BP, 0.0).sum() / share
 
-        told = {
+        metrics = {
             "chosen rewards": chosen_BP,
             "rejected rewards": rejected_BP,
             "reward margins": difference_BP,
             "preferred": (difference_BP > 0).double(),
         }
         pairs = is_pair_BP.sum().double() / share
-        extras = {name: total(values.detach()) for name, values in told.items()}
+        extras = {name: total(values.detach()) for name, values in metrics.items()}
         return LossSum(total(loss_BP).float(), pairs, extras | {"pairs": pairs})
 
-    def _scores(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+    def _compute_scores(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """Return the score (B, S), fp64, of each segment's last token; 0 for places without a segment.
 
         Collective if rows are divided over ranks.
         """
-        kinds_BS, segments_BT = batch[KINDS], batch[SEGMENTS]
+        kinds_BS = batch[KINDS]
+        segments_BT = batch[SEGMENTS]
         if POSITIONS not in batch:
             raise DataError(f"objective {self.name} reads {POSITIONS!r}, which count from 0 in each segment")
         scores_BT = get_logits(self._call(model, batch)).squeeze(-1)
@@ -630,7 +644,8 @@ class RewardRanking(PairObjective):
                 f"objective {self.name} wants a score for each token, (samples, tokens) or (samples, tokens, "
                 f"1), and the model returned {tuple(scores_BT.shape)} for {tuple(segments_BT.shape)} tokens"
             )
-        group, there_BT = get_sequence_group(model), segments_BT >= 0
+        group = get_sequence_group(model)
+        is_there_BT = segments_BT >= 0
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_BT = row_B1 + segments_BT.clamp(min=0)
 
@@ -639,6 +654,6 @@ class RewardRanking(PairObjective):
             sums = sums.index_add(0, index_BT.flatten(), values_BT.double().flatten())
             return group.total(sums.view(kinds_BS.shape))
 
-        lengths_BS = by_segment(there_BT)
-        is_last_BT = there_BT & (batch[POSITIONS] == lengths_BS.flatten()[index_BT] - 1)
+        lengths_BS = by_segment(is_there_BT)
+        is_last_BT = is_there_BT & (batch[POSITIONS] == lengths_BS.flatten()[index_BT] - 1)
         return by_segment(torch.where(is_last_BT, scores_BT.double(), 0.0))

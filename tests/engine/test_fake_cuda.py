@@ -199,7 +199,7 @@ def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
 def attended(job: Job, groups: int) -> list[str]:
     """Kernels that compute rows of two lengths, one document each, with a forward's bounds."""
     rows, kernels = WholeRowBounds(), []
-    with hopper(), patch.object(document_attention, "_repeated", None):  # nothing repeats keys or values
+    with hopper(), patch.object(document_attention, "_repeat_heads", None):  # nothing repeats keys or values
         attend = document_attention.DocumentAttention()
         for length in (32, 48, 32):
             heads = [

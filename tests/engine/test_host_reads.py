@@ -26,7 +26,7 @@ PARAMETERS = 37_088
 WARM_UP = 3  # the first step allocates and warns
 # Why the host reads there, each time a micro-batch or a step.
 EACH_MICRO_BATCH = {
-    "linear_cross_entropy.py:_counted": 2,  # on a CPU alone, which then computes nothing for the others
+    "linear_cross_entropy.py:_find_counted_rows": 2,  # on a CPU alone, which computes nothing for the others
 }
 EACH_STEP = {3: {"utils.py:is_invalid_grad_norm": 1}}  # whether to step at all
 # Operators besides those of plain PyTorch in fp32, which are the model's and the loss's: upper bounds, with
