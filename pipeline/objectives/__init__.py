@@ -72,8 +72,8 @@ def build_objective(config: RunConfig, compiled: bool = False) -> Objective:
     kind = config.model.default_objective if section.kind == "auto" else section.kind
     if kind is None:
         raise ConfigError(
-            "objective.kind: with a model of your own say what is minimised: causal_lm, classification, "
-            "model_loss (the model returns its loss), or package.module:function"
+            "objective.kind is auto, but a model of your own has no default objective; write causal_lm, "
+            "classification, model_loss (the model returns its loss), or package.module:function"
         )
     return OBJECTIVES.get(kind, _build_custom)(
         section, config.model.inputs, FusedKernels() if compiled else None

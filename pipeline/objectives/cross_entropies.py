@@ -50,8 +50,8 @@ def get_router(model: Any) -> Router | None:
     experts = getattr(config, "num_experts_per_tok", None)
     if coefficient is None or experts is None:
         raise ModelError(
-            "the model's config has output_router_logits, and no router_aux_loss_coef or num_experts_per_tok "
-            "to balance its experts by: set output_router_logits to false"
+            "the model's config has output_router_logits, but lacks router_aux_loss_coef or "
+            "num_experts_per_tok, from which the routers' loss is computed; set output_router_logits to false"
         )
     return Router(float(coefficient), int(experts))
 
@@ -61,8 +61,8 @@ def refuse_router_loss(model: Any, split: str) -> None:
     router = get_router(model)
     if router is not None and router.coefficient:
         raise ConfigError(
-            f"model.extra.output_router_logits: the routers' auxiliary loss is not computed with {split}; "
-            "split the work by ZeRO or sequence parallelism, or set it to false to train without it"
+            f"model.extra.output_router_logits: the routers' loss is not computed with {split}; use ZeRO or "
+            "sequence parallelism, or set it to false to train without that loss"
         )
 
 
@@ -114,8 +114,7 @@ class VocabularyObjective(BaseObjective):
     Args:
         call: The call of the model.
         kernels: Compiled kernels for the loss, with or without logits; `None`: the loss is computed in
-        blocks.
-            See logits_cross_entropy.py.
+            blocks. See logits_cross_entropy.py.
     """
 
     name = "causal_lm"
@@ -143,8 +142,8 @@ class VocabularyObjective(BaseObjective):
         labels_BT = self._get_labels(batch)
         if logits_BTV.shape[:-1] != labels_BT.shape:
             raise ModelError(
-                f"objective {self.name} wants logits (samples, tokens, vocabulary): the model returned "
-                f"{tuple(logits_BTV.shape)} for labels {tuple(labels_BT.shape)}"
+                f"objective {self.name}: the model returned logits {tuple(logits_BTV.shape)} for labels "
+                f"{tuple(labels_BT.shape)}; return logits (samples, tokens, vocabulary)"
             )
         self._check_labels(batch, logits_BTV.shape[-1])
         logits_NV = logits_BTV.flatten(0, 1)
@@ -162,7 +161,7 @@ class VocabularyObjective(BaseObjective):
         labels_BT: Tensor = batch.get("shift_labels", batch[name])
         if labels_BT.dim() != 2:
             raise DataError(
-                f"objective {self.name} wants a label for each token, (samples, tokens), and the batch has "
+                f"objective {self.name} expects a label for each token, (samples, tokens), but the batch has "
                 f"{format_batch(batch)}"
             )
         labels_BT = labels_BT.long()
@@ -247,11 +246,14 @@ def find_labels(batch: Batch, names: Sequence[str], objective: str) -> str:
     """
     name = next((name for name in names if name in batch), None)
     if name is None:
-        raise DataError(f"objective {objective} reads {names[0]!r}, and the batch has {format_batch(batch)}")
+        raise DataError(
+            f"objective {objective} reads {names[0]!r}, but the batch has {format_batch(batch)}; rename the "
+            "labels in the data set, or use an objective of your own"
+        )
     labels = batch[name]
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         raise DataError(
-            f"objective {objective} reads class numbers (integers from 0) from {name!r}, and the batch has "
+            f"objective {objective} reads class numbers (integers from 0) from {name!r}, but the batch has "
             f"{format_batch({name: labels})}; convert them in the data set, or use an objective of your own"
         )
     return name
@@ -261,7 +263,7 @@ def check_labels(batch: Batch, name: str, classes: int) -> None:
     """Raise a DataError if a label is neither -100 nor in [0, classes)."""
     if (wrong := find_bad_value(batch, name, classes)) is not None:
         raise DataError(
-            f"{name!r} has {wrong.value}, and the model has {classes} outputs: expected 0 to {classes - 1} "
+            f"{name!r} has {wrong.value}, but the model has {classes} outputs: expected 0 to {classes - 1} "
             f"({IGNORE_INDEX}: not counted){wrong.sample}"
         )
 
@@ -304,8 +306,8 @@ class Classification(BaseObjective):
             return valid.sum()
         if (wrong := find_bad_value(batch, name, weights_C.numel())) is not None:
             raise ConfigError(
-                f"objective.class_weights: {weights_C.numel()} weights, and a label is "
-                f"{wrong.value}{wrong.sample}"
+                f"objective.class_weights has {weights_C.numel()} weights, but a label is "
+                f"{wrong.value}{wrong.sample}; write one weight for each class"
             )
         return (weights_C[labels.clamp(min=0)] * valid).sum()
 
@@ -317,12 +319,13 @@ class Classification(BaseObjective):
         weights_C = self._get_weights(logits.device)
         if weights_C is not None and weights_C.numel() != logits.shape[-1]:
             raise ConfigError(
-                f"objective.class_weights: {weights_C.numel()} weights for {logits.shape[-1]} classes"
+                f"objective.class_weights has {weights_C.numel()} weights, but the model has "
+                f"{logits.shape[-1]} classes; write one weight for each class"
             )
         if logits.shape[:-1] != labels.shape:
             raise ModelError(
-                f"objective classification wants logits (samples, classes) for labels (samples): the model "
-                f"returned {tuple(logits.shape)}, and {name!r} has {tuple(labels.shape)}"
+                f"objective classification: the model returned logits {tuple(logits.shape)}, and {name!r} "
+                f"has {tuple(labels.shape)}; expected (samples, classes) and (samples)"
             )
         check_labels(batch, name, logits.shape[-1])
         self._refuse_probabilities(logits)

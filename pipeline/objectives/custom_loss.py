@@ -46,8 +46,8 @@ class CustomLoss(BaseObjective):
         function: The user's function.
         call: The call of the model.
         reduction: The reduction of the returned loss. A `mean` is multiplied by the number of targets, and
-        the
-            logged loss is the mean over these. `None`: a sum; the first call raises an error if it is a mean.
+            the logged loss is the mean over these. `None`: a sum; the first call raises an error if it is a
+            mean.
 
     Raises:
         ConfigError: The function cannot be called with (outputs, batch), or its attributes do not fit.
@@ -70,10 +70,12 @@ class CustomLoss(BaseObjective):
         _refuse_torch_loss(function, name)
         own_count = getattr(function, "count", None)
         if own_count is not None and not callable(own_count):
-            raise ConfigError(f"objective.kind: {name}.count is no function; expected one of the batch")
+            raise ConfigError(
+                f"objective.kind: {name}.count is not a function; make it a function of the batch"
+            )
         if isinstance(function, type):
             raise ConfigError(
-                f"objective.kind: {name} is a class; expected a function {name}(outputs, batch)"
+                f"objective.kind: {name} is a class; write a function that is called with (outputs, batch)"
             )
         try:
             signature = inspect.signature(function)
@@ -121,7 +123,7 @@ class CustomLoss(BaseObjective):
         if divisor is not None and not hasattr(self.function, "count"):
             self._check_mean(divisor, count_samples(batch), float(count))
         extras = self._collect_sums(metrics, loss.device)
-        if self._reduction == "mean":  # which is NaN where there is no target
+        if self._reduction == "mean":  # the mean is NaN without targets
             loss = torch.where(count > 0, loss * count, 0.0)
         return LossSum(loss, count, extras)
 
@@ -135,7 +137,7 @@ class CustomLoss(BaseObjective):
             returned = sorted(map(str, metrics)) if isinstance(metrics, dict) else describe_output(metrics)
             name = getattr(self.function, "__name__", "function")
             raise ConfigError(
-                f"objective.kind: {name} returned the metrics {returned}, and {name}.metrics names "
+                f"objective.kind: {name} returned the metrics {returned}, but {name}.metrics names "
                 f"{sorted(self.means)}; write {name}.metrics = {returned} below the function, and return "
                 "(loss, metrics) with the same names from every call"
             )
@@ -181,7 +183,7 @@ def _build_means(names: Any, function: str) -> dict[str, tuple[str, str]]:
             )
         if name in BUILT_IN:
             raise ConfigError(
-                f"objective.kind: {function}.metrics has {name!r}, which every row has; choose another name"
+                f"objective.kind: {function}.metrics has {name!r}, a built-in metric; choose another name"
             )
     return {name: (f"{name}: sum", f"{name}: count") for name in names}
 
@@ -208,7 +210,7 @@ def _count_targets(batch: Batch) -> int | Tensor:
 
 def _refuse_torch_loss(function: Any, name: str) -> None:
     """Refuse a plain loss of torch, which takes no batch and returns a mean."""
-    inner = getattr(function, "func", function)  # of functools.partial
+    inner = getattr(function, "func", function)  # the function inside of a functools.partial
     kind = inner if isinstance(inner, (type, FunctionType)) else type(inner)
     if kind.__module__ == "torch.nn.functional":
         name = kind.__name__
@@ -219,7 +221,7 @@ def _refuse_torch_loss(function: Any, name: str) -> None:
     else:
         return
     raise ConfigError(
-        f"objective.kind: {name} is torch's and takes no batch: write def loss(outputs, batch): return {call}"
+        f"objective.kind: {name} is torch's and takes no batch; write def loss(outputs, batch): return {call}"
     )
 
 

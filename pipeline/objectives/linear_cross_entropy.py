@@ -54,13 +54,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cuda" and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.float16:  # a sum over tokens may be too large for it
+    elif a.dtype == torch.float16:  # a sum over tokens may be too large for fp16
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif total.device.type == "cpu" and len(total) > (size := max(256, CPU_GRADIENT_ELEMENTS // b.shape[1])):
         half, whole = (b.new_empty(size, b.shape[1], dtype=dtype) for dtype in (b.dtype, total.dtype))
         for part, rows in zip(total.split(size), a.split(size), strict=True):
             product = torch.mm(rows, b, out=half[: len(rows)])
-            part.add_(whole[: len(rows)].copy_(product))  # the sum of two types would allocate the copy
+            part.add_(whole[: len(rows)].copy_(product))  # a sum of two dtypes would allocate the copy
     else:
         total += a @ b
 
@@ -111,7 +111,7 @@ def linear_cross_entropy_sum(
         0-dim, fp32 (fp64 in fp64), as `F.cross_entropy(F.linear(...).float(), labels, reduction="sum")`.
     """
     how = LossComputation(dtype=dtype, part=part, kernels=kernels)
-    needs_gradients = torch.is_grad_enabled()  # inside of the forward it never is
+    needs_gradients = torch.is_grad_enabled()  # read here, since it is always off inside of the forward
     total: Tensor = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, how, needs_gradients)
     return total
 
@@ -292,7 +292,7 @@ class ChunkedLoss:
                 self.bias_V += grad_CV.sum(0, dtype=self._dtype)
 
     def gradients(self, rows: Tensor | None, tokens: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the hidden states , the weight and the bias; `None`: not needed."""
+        """Return the gradients of the hidden states, the weight and the bias; `None`: not needed."""
         hidden_ND = None if self.hidden_ND is None else scatter_rows(self.hidden_ND, rows, tokens)
         of_layer = (None if each is None else each[: self._words] for each in (self.weight_VD, self.bias_V))
         return hidden_ND, *of_layer

@@ -85,9 +85,7 @@ class FusedKernels:
             return self._compiled[function](*tensors)
         except TorchDynamoException as error:
             self._compiled.clear()
-            log.warning(
-                "compile: the loss of logits runs as it is written: %s", describe_compile_error(error)
-            )
+            log.warning("compile: the loss of logits runs uncompiled: %s", describe_compile_error(error))
             return None
 
 

@@ -46,7 +46,7 @@ def get_logits(output: Any) -> Tensor:
         return logits
     if logits is not None or _find_entry(output, "loss") is not None:
         raise ModelError(
-            "the model returned its own loss, and the objective wants logits; to train on that loss write "
+            "the model returned its own loss, but the objective needs logits; to train on that loss write "
             "objective.kind: model_loss"
         )
     raise ModelError(
@@ -64,7 +64,7 @@ def get_loss(output: Any) -> Tensor:
     loss = _find_entry(output, "loss")
     if loss is None or loss.dim() > 1:
         raise ModelError(
-            f"objective.kind is model_loss, and the model returned {describe_output(output)}; expected the "
+            f"objective.kind is model_loss, but the model returned {describe_output(output)}; expected the "
             "mean loss of its samples: a 0-dim tensor, .loss, ['loss'], or the first of a tuple"
         )
     return loss
@@ -173,7 +173,9 @@ class ModelCall:
         if self._stated is None:
             call = plan.by_signature(self._with_targets)
         elif absent := [key for key in self._stated if key not in batch]:
-            raise ModelError(f"model.inputs: the batch has no {absent[0]!r}, but {format_batch(batch)}")
+            raise ModelError(
+                f"model.inputs names {absent[0]!r}, but the batch has {format_batch(batch)}; name its entries"
+            )
         else:
             call = plan.by_list(self._stated)
         if BOUNDS_KEY in batch and is_transformers_model(own) and plan.takes_any_name:
@@ -193,16 +195,16 @@ class ModelCall:
         kept = set(batch) & set(TARGET_KEYS) & set(signature.parameters) - call.entries
         if kept and not self._with_targets and self._stated is None:
             return (
-                f"the model's forward wants {min(kept)}; targets go to the objective, unless the model "
-                "computes its own loss: objective.kind: model_loss (or name all that goes to the model in "
-                "model.inputs)"
+                f"the model's forward needs {min(kept)}, but targets go to the objective; if the model "
+                "computes its own loss, write objective.kind: model_loss, else list all entries that go to "
+                "the model in model.inputs"
             )
         name = f"{type(own).__name__}.forward" if isinstance(own, nn.Module) else "the model"
         arguments = ", ".join(map(str, signature.parameters))
         return (
             f"{name}({arguments}) does not fit the batch: {misfit}; the batch has {format_batch(batch)}. "
-            "Rename what the data set gives (tensors, arrays or numbers: a list of anything else goes to no "
-            "model by itself), or name what goes to the model, in that order: model.inputs=[...]"
+            "Rename the entries in the data set (only tensors, arrays and numbers go to a model by "
+            "themselves), or list those that go to the model, in its order: model.inputs=[...]"
         )
 
 
@@ -304,8 +306,8 @@ class BaseObjective:
         self._is_first_count = False
         if not count:
             log.warning(
-                "no label of the first micro-batch counts: all of %r are %d; if that holds for all of the "
-                "data, nothing is learned",
+                "no label of the first micro-batch counts: all of %r are %d; nothing is learned if all other "
+                "data is like it",
                 name,
                 IGNORE_INDEX,
             )
@@ -352,12 +354,12 @@ def are_probabilities(scores: Tensor) -> bool | None:
     has_sum_one = bool(((scores.sum(-1) - 1).abs() < 0.01).all())
     if not (has_sum_one and bool(scores.min() >= 0)):  # NaN is neither
         return False
-    return True if scores[..., 0].numel() > 1 else None  # one row of logits looks so once in 400 times
+    return True if scores[..., 0].numel() > 1 else None  # one row of logits looks like this once in 400
 
 
 PROBABILITIES = (
-    "the model's outputs are probabilities (0 or more, of sum 1), and a cross entropy takes logits, of which "
-    "it computes the softmax itself: leave the model's softmax out, or return the logarithm of its outputs"
+    "the model's outputs are probabilities (0 or more, of sum 1), but a cross entropy takes logits and "
+    "computes the softmax itself; leave the model's softmax out, or return the logarithm of its outputs"
 )
 
 
@@ -390,13 +392,13 @@ class IndexChecks:
         lowest = int(counted.min())
         highest = int(counted.max())
         if lowest < 0 or highest >= found.size:
-            raise DataError(f"indices are {lowest} to {highest}, and {found.expected}")
+            raise DataError(f"indices are {lowest} to {highest}, but {found.expected}")
 
     def check(self, batch: Batch) -> None:
         """Raise a DataError if an entry has a number outside of its recorded range."""
         for name, known in self._by_entry.items():
             if (wrong := find_bad_value(batch, name, known.size, known.ignored)) is not None:
-                raise DataError(f"{name!r} has {wrong.value}, and {known.expected}{wrong.sample}")
+                raise DataError(f"{name!r} has {wrong.value}, but {known.expected}{wrong.sample}")
 
 
 class FirstCallChecks:
@@ -477,15 +479,15 @@ def _check_layer(
     if not given or not isinstance(given[0], Tensor):
         return
     x = given[0]
-    named = f"{name or 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
+    description = f"{name or 'the model'}, {type(layer).__name__}({layer.extra_repr()}),"
     if (problem := _find_misfit(layer, x)) is not None:
         dtype = str(x.dtype).removeprefix("torch.")
-        raise ModelError(f"model: {named} is given {dtype} of shape {tuple(x.shape)}; {problem}")
+        raise ModelError(f"model: {description} is given {dtype} of shape {tuple(x.shape)}; {problem}")
     # An embedding with a part of the vocabulary returns zeros for the other words.
     is_table = type(layer) is nn.Embedding or get_vocabulary_part(layer) is not None
     rows = getattr(layer, "num_embeddings", None) if is_table else None
     if rows is not None:
-        indices.note(batch, x, IndexRange(rows, f"{named} has {rows} rows"))
+        indices.note(batch, x, IndexRange(rows, f"{description} has {rows} rows"))
 
 
 def _find_misfit(layer: Any, x: Tensor) -> str | None:
@@ -497,7 +499,7 @@ def _find_misfit(layer: Any, x: Tensor) -> str | None:
     if type(layer) in BATCH_NORMS:
         takes_statistics = layer.training or layer.running_mean is None
         if takes_statistics and x.dim() > 1 and x.numel() == x.shape[1] == layer.num_features:
-            return "one value a channel has no variance: raise batch.micro_batch_size"
+            return "one value in each channel has no variance; raise batch.micro_batch_size"
         return None
     if type(layer) not in INPUT_WIDTHS:
         return None

@@ -4,7 +4,7 @@ An answer is a segment of a row. A preference loss is one forward of rows: both 
 row, separated by the document mask, so only sequence parallelism divides a pair over ranks. Its ranks add up
 the sums of their answers and then compute the same loss, of which each reports a share. The gradient of that
 sum is the incoming gradient times the number of ranks, without a collective. Log-probabilities are summed by
-segment in fp64, so the order of the sum does not show. A batch of preferences is checked on the host.
+segment in fp64, so the order of the sum does not matter. A batch of preferences is checked on the host.
 
 A pair is two neighbouring segments of a row, the chosen one first. KTO (Ethayarajh et al. 2024, equations 7
 and 8) compares answers with a baseline: the divergence of the model from its reference on answers to other
@@ -153,17 +153,17 @@ class SegmentObjective(VocabularyObjective):
         router = get_router(model)
         if router is not None and router.coefficient:
             raise ConfigError(
-                f"model.extra.output_router_logits: the routers' auxiliary loss is not part of objective "
-                f"{self.name}; set it to false"
+                f"model.extra.output_router_logits: the routers' loss is not part of objective {self.name}; "
+                "set it to false"
             )
         losses_BT, _ = self.losses(model, batch, of_tokens=True)
         kinds_BS = batch[KINDS]
         segments_BT = batch[SEGMENTS]
-        in_one = (self._get_labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
+        is_answer_BT = (self._get_labels(batch) != IGNORE_INDEX) & (segments_BT >= 0)
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_N = (row_B1 + segments_BT.clamp(min=0)).flatten()
         # In fp64, neither the order of the sum nor the number of answers in a row changes the result.
-        found_N2 = torch.stack([-losses_BT.double() * in_one, in_one.double()], -1).view(-1, 2)
+        found_N2 = torch.stack([-losses_BT.double() * is_answer_BT, is_answer_BT.double()], -1).view(-1, 2)
         sums = found_N2.new_zeros(kinds_BS.numel(), 2).index_add(0, index_N, found_N2)
         group = get_sequence_group(model)
         logps_BS, tokens_BS = group.total(sums.view(*kinds_BS.shape, 2)).unbind(-1)
@@ -178,19 +178,19 @@ class SegmentObjective(VocabularyObjective):
         host = get_host_batch(batch)
         if absent := [key for key in (SEGMENTS, KINDS) if not isinstance(host.get(key), Tensor)]:
             raise DataError(
-                f"objective {self.name} reads {absent[0]!r}, and the batch has {format_batch(batch)}; "
-                "data with answers to compare has it (data.kind: preference)"
+                f"objective {self.name} reads {absent[0]!r}, but the batch has {format_batch(batch)}; use "
+                "data with answers to compare (data.kind: preference)"
             )
         kinds_BS = host[KINDS]
         segments_BT = host[SEGMENTS]
         if segments_BT.dtype != torch.int64 or kinds_BS.dim() != 2 or len(segments_BT) != len(kinds_BS):
             raise DataError(
-                f"objective {self.name} wants {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
-                f"segments), and the batch has {format_batch(batch)}"
+                f"objective {self.name} expects {SEGMENTS!r} (samples, tokens) int64 and {KINDS!r} (samples, "
+                f"segments), but the batch has {format_batch(batch)}"
             )
         if segments_BT.device.type == "cpu" and (highest := int(segments_BT.max())) >= kinds_BS.shape[1]:
             raise DataError(
-                f"{SEGMENTS!r} has {highest}, and {KINDS!r} is for {kinds_BS.shape[1]} segments a row: "
+                f"{SEGMENTS!r} has {highest}, but {KINDS!r} is for {kinds_BS.shape[1]} segments a row: "
                 f"expected -1 (none) to {kinds_BS.shape[1] - 1}"
             )
         kinds: Tensor = kinds_BS
@@ -205,7 +205,7 @@ class SegmentObjective(VocabularyObjective):
         found = batch.get(REFERENCE)
         if not isinstance(found, Tensor) or found.shape != batch[KINDS].shape:
             raise DataError(
-                f"objective {self.name} reads {REFERENCE!r} (samples, segments), and the batch has "
+                f"objective {self.name} reads {REFERENCE!r} (samples, segments), but the batch has "
                 f"{format_batch(batch)}"
             )
         return found.double()
@@ -224,8 +224,7 @@ class LogprobRecorder(SegmentObjective):
         super().__init__(other._call, other._kernels)
         self.name = other.name
         self.logps_BS: Tensor | None = None
-
-    """Log-probabilities of the segments, on every rank but those of pipeline stages before the last."""
+        """Log-probabilities of the segments, on every rank but those of pipeline stages before the last."""
 
     def count(self, batch: Batch) -> Tensor:
         """See Objective.count."""
@@ -345,8 +344,8 @@ class PairObjective(SegmentObjective):
                 return (chosen_BP == CHOSEN).sum()
             wrong_BS = kinds_BS[~are_pairs.all(1)]
         raise DataError(
-            f"objective {self.name} compares pairs, and {KINDS!r} of a row are {wrong_BS[0, :12].tolist()}: "
-            f"expected {CHOSEN} (chosen), {REJECTED} (rejected), again and again, then 0"
+            f"objective {self.name} compares pairs, but {KINDS!r} of a row are {wrong_BS[0, :12].tolist()}: "
+            f"expected pairs of {CHOSEN} (chosen) and {REJECTED} (rejected), then 0 (none)"
         )
 
 
@@ -390,8 +389,8 @@ class PairwisePreference(PairObjective):
         host = get_host_batch(batch)
         kinds_BS = host[KINDS]
         segments_BT = host[SEGMENTS]
-        of_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
-        tokens = ((self._get_labels(host) != IGNORE_INDEX) & (segments_BT >= 0) & of_chosen_BT).sum()
+        is_chosen_BT = kinds_BS.gather(1, segments_BT.clamp(min=0)) == CHOSEN
+        tokens = ((self._get_labels(host) != IGNORE_INDEX) & (segments_BT >= 0) & is_chosen_BT).sum()
         return torch.stack([self.count(batch).to(tokens), tokens]).double()
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
@@ -400,14 +399,14 @@ class PairwisePreference(PairObjective):
         found = self.segments(model, batch)
         is_pair_BP = found.kinds_BS[:, ::2] == CHOSEN
         logps_BS = found.logps_BS
-        beyond_BS = logps_BS - self.reference(batch) if terms.has_reference else logps_BS
-        scores_BS = beyond_BS / found.tokens_BS.clamp(min=1) if terms.by_token else beyond_BS
+        relative_logps_BS = logps_BS - self.reference(batch) if terms.has_reference else logps_BS
+        scores_BS = relative_logps_BS / found.tokens_BS.clamp(min=1) if terms.by_token else relative_logps_BS
         # Places without a pair get -1, a score that every loss is finite for.
         chosen, rejected = (torch.where(is_pair_BP, scores_BS[:, side::2], -1.0) for side in (0, 1))
         loss_BP = torch.where(is_pair_BP, terms.loss(chosen, rejected), 0.0)
         pairs = is_pair_BP.sum().double()
         loss_sum = loss_BP.sum()
-        rewarded_BS = beyond_BS if terms.has_reference else scores_BS
+        rewarded_BS = relative_logps_BS if terms.has_reference else scores_BS
         rewards_BS = terms.loss.beta * rewarded_BS.detach()
         extras = self._build_extras(is_pair_BP, rewards_BS, logps_BS.detach())
         if terms.sft_weight:
@@ -457,9 +456,11 @@ class MismatchedDivergence(SegmentObjective):
 
     def divergence(self, batch: Batch, found: Segments) -> Tensor:
         """Return the sum of the differences and their number (2,), fp64, of this rank's share."""
-        of_others_BS = found.kinds_BS == MISMATCHED
-        beyond_BS = found.logps_BS.detach() - self.reference(batch)
-        sums = torch.stack([torch.where(of_others_BS, beyond_BS, 0.0).sum(), of_others_BS.sum().double()])
+        is_mismatched_BS = found.kinds_BS == MISMATCHED
+        relative_logps_BS = found.logps_BS.detach() - self.reference(batch)
+        sums = torch.stack(
+            [torch.where(is_mismatched_BS, relative_logps_BS, 0.0).sum(), is_mismatched_BS.sum().double()]
+        )
         return sums / found.group.size
 
 
@@ -517,8 +518,8 @@ class KTO(SegmentObjective, TwoPassObjective):
         for kind, name, label in (CHOSEN, "desirable", "true"), (REJECTED, "undesirable", "false"):
             if answers and not answers.get(kind) and self._weights[kind]:
                 raise DataError(
-                    "objective kto compares two kinds of answers, and the training data have "
-                    f"{answers.get(CHOSEN, 0)} desirable and {answers.get(REJECTED, 0)} undesirable ones: "
+                    "objective kto compares two kinds of answers, but the training data has "
+                    f"{answers.get(CHOSEN, 0)} desirable and {answers.get(REJECTED, 0)} undesirable ones; "
                     f"add rows with the label {label}, or write objective.{name}_weight: 0 to train without"
                 )
 
@@ -531,8 +532,8 @@ class KTO(SegmentObjective, TwoPassObjective):
         kinds_BS = self.kinds(batch)
         if kinds_BS.device.type == "cpu" and not bool((kinds_BS == MISMATCHED).any()):
             raise DataError(
-                f"objective kto holds answers against mismatched ones ({KINDS!r} {MISMATCHED}), of which a "
-                "micro-batch has none; data of examples has them (data.kind: preference)"
+                f"objective kto compares answers with mismatched ones ({KINDS!r} {MISMATCHED}), but a "
+                "micro-batch has none; use data of examples, which has them (data.kind: preference)"
             )
         return ((kinds_BS == CHOSEN) | (kinds_BS == REJECTED)).sum()
 
@@ -546,31 +547,33 @@ class KTO(SegmentObjective, TwoPassObjective):
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for micro_batch in map(batch.to_device, batch.micro_batches):
                 total += self._mismatched.divergence(micro_batch, self.segments(batch.model, micro_batch))
-        everyones = batch.all_reduce_sum(total)
-        self._get_global_sums = lambda _: everyones
+        total_over_ranks = batch.all_reduce_sum(total)
+        self._get_global_sums = lambda _: total_over_ranks
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
         found = self.segments(model, batch)
-        beyond_BS = found.logps_BS - self.reference(batch)
+        relative_logps_BS = found.logps_BS - self.reference(batch)
         if torch.is_grad_enabled():
             divergence, segments = self._get_global_sums(self._mismatched.divergence(batch, found))
             baseline = (divergence / segments.clamp(min=1e-9)).clamp(min=0)
         else:
-            baseline = beyond_BS.new_tensor(max(0.0, self._held_out))
-        over_BS = self._beta * (beyond_BS - baseline)
+            baseline = relative_logps_BS.new_tensor(max(0.0, self._held_out))
+        logits_BS = self._beta * (relative_logps_BS - baseline)
         share = found.group.size
-        loss_sum = 0.0 * over_BS.sum()
+        loss_sum = 0.0 * logits_BS.sum()
         count = torch.zeros_like(baseline)
         extras = {}
         for kind, side, sign in ((CHOSEN, "chosen", 1), (REJECTED, "rejected", -1)):
-            is_BS = found.kinds_BS == kind
-            number = is_BS.sum().double()
-            loss_BS = 1 - torch.sigmoid(sign * over_BS)
-            loss_sum = loss_sum + self._weights[kind] * torch.where(is_BS, loss_BS, 0.0).sum()
+            is_kind_BS = found.kinds_BS == kind
+            number = is_kind_BS.sum().double()
+            loss_BS = 1 - torch.sigmoid(sign * logits_BS)
+            loss_sum = loss_sum + self._weights[kind] * torch.where(is_kind_BS, loss_BS, 0.0).sum()
             count = count + number
-            extras[f"{side} rewards"] = self._beta * torch.where(is_BS, beyond_BS.detach(), 0.0).sum()
-            extras[f"{side} logps"] = torch.where(is_BS, found.logps_BS.detach(), 0.0).sum()
+            extras[f"{side} rewards"] = (
+                self._beta * torch.where(is_kind_BS, relative_logps_BS.detach(), 0.0).sum()
+            )
+            extras[f"{side} logps"] = torch.where(is_kind_BS, found.logps_BS.detach(), 0.0).sum()
             extras["desirable" if kind == CHOSEN else "undesirable"] = number
         extras |= {"baselines": baseline * count, "examples": count}
         extras = {key: value / share for key, value in extras.items()}
@@ -608,10 +611,10 @@ class RewardRanking(PairObjective):
         is_pair_BP = batch[KINDS][:, ::2] == CHOSEN
         chosen_BP, rejected_BP = self._compute_scores(model, batch).unflatten(1, (-1, 2)).unbind(-1)
         difference_BP = chosen_BP - rejected_BP
-        wanted_BP = difference_BP
+        adjusted_BP = difference_BP
         if self._margin_weight and MARGINS in batch:
-            wanted_BP = difference_BP - self._margin_weight * batch[MARGINS][:, ::2]
-        loss_BP = -F.logsigmoid(wanted_BP)
+            adjusted_BP = difference_BP - self._margin_weight * batch[MARGINS][:, ::2]
+        loss_BP = -F.logsigmoid(adjusted_BP)
         if self._center_weight:
             loss_BP = loss_BP + self._center_weight * (chosen_BP + rejected_BP) ** 2
         share = get_sequence_group(model).size
@@ -637,12 +640,16 @@ class RewardRanking(PairObjective):
         kinds_BS = batch[KINDS]
         segments_BT = batch[SEGMENTS]
         if POSITIONS not in batch:
-            raise DataError(f"objective {self.name} reads {POSITIONS!r}, which count from 0 in each segment")
+            raise DataError(
+                f"objective {self.name} reads {POSITIONS!r}, which the batch lacks; add positions that count "
+                "from 0 in each segment"
+            )
         scores_BT = get_logits(self._call(model, batch)).squeeze(-1)
         if scores_BT.shape != segments_BT.shape:
             raise ModelError(
-                f"objective {self.name} wants a score for each token, (samples, tokens) or (samples, tokens, "
-                f"1), and the model returned {tuple(scores_BT.shape)} for {tuple(segments_BT.shape)} tokens"
+                f"objective {self.name} expects a score for each token, (samples, tokens) or (samples, "
+                f"tokens, 1), but the model returned {tuple(scores_BT.shape)} for "
+                f"{tuple(segments_BT.shape)} tokens"
             )
         group = get_sequence_group(model)
         is_there_BT = segments_BT >= 0

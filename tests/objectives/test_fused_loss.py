@@ -129,7 +129,7 @@ def test_a_linear_layers_loss_that_cannot_be_compiled_is_computed_in_blocks(capl
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not kernels.is_compiled
     assert lines(caplog) == [
-        "compile: the loss of logits runs as it is written: RuntimeError: no C++ compiler of several lines"
+        "compile: the loss of logits runs uncompiled: RuntimeError: no C++ compiler of several lines"
     ]
 
 

@@ -270,7 +270,7 @@ def test_the_model_is_left_as_it_was(llama):
 def test_a_label_beyond_the_vocabulary_is_told_before_the_model_runs(llama):
     batch = tokens()
     batch["shift_labels"][1, 2] = WORDS
-    with pytest.raises(DataError, match=f"has {WORDS}, and the model has {WORDS} outputs"):
+    with pytest.raises(DataError, match=f"has {WORDS}, but the model has {WORDS} outputs"):
         CausalLM()(llama, batch)
 
 

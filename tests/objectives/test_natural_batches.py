@@ -292,7 +292,7 @@ def test_transformers_models_get_what_they_have_arguments_for():
     outside = Classification()(model, batch)
     torch.testing.assert_close(by_itself.loss_sum, outside.loss_sum)
     batch["labels"] = batch.pop("targets") + 3
-    with pytest.raises(DataError, match=r"'labels' has 3, and the scores of .* 3 classes: expected 0 to 2"):
+    with pytest.raises(DataError, match=r"'labels' has 3, but the scores of .* 3 classes: expected 0 to 2"):
         ModelLoss()(model, batch)
 
 
@@ -302,11 +302,12 @@ def test_arguments_that_do_not_fit_are_told_with_both_sides():
     for part in ("Recorder.forward(image, width)", "pixels (3, 2) float32, size (3,) int64", "'image'"):
         assert part in str(told.value)
     assert "model.inputs=[...]" in str(told.value)
-    for wants, message in (("labels", r"wants labels; .* objective\.kind: model_loss"), ("mask", "'mask'")):
+    for wants, message in (("labels", r"needs labels, .* objective\.kind: model_loss"), ("mask", "'mask'")):
         with pytest.raises(ModelError, match=message):
             ModelCall()(Recorder(eval(f"lambda inputs, {wants}: inputs")), {"inputs": X, "labels": Y})
     with pytest.raises(
-        ModelError, match=r"^model\.inputs: the batch has no 'image', but x \(3, 2\) float32$"
+        ModelError,
+        match=r"^model\.inputs names 'image', but the batch has x \(3, 2\) float32; name its entries$",
     ):
         ModelCall(["image"])(nn.Linear(2, 1), {"x": X})
 
@@ -314,7 +315,9 @@ def test_arguments_that_do_not_fit_are_told_with_both_sides():
 def test_a_list_of_no_tensors_goes_to_the_model_where_the_recipe_says_so():
     batch = {"texts": ["a", "b", "c"], "image": X}
     model = Recorder(lambda texts, image: {"texts": texts, "image": image})
-    with pytest.raises(ModelError, match=r"missing .*'texts'; .* goes to no model by itself.*model\.inputs="):
+    with pytest.raises(
+        ModelError, match=r"missing .*'texts'; .* go to a model by themselves.*model\.inputs="
+    ):
         ModelCall()(model, batch)
     assert ModelCall(["texts", "image"])(model, batch) == batch
     assert ModelCall().entries(Recorder(optional_lengths), {"x": X, "inputs": ["a", "b", "c"]}) == {"x"}
@@ -331,19 +334,19 @@ def test_labels_are_looked_at_on_the_host_whatever_is_on_the_device():
     batch = as_batch((X, wrong), 3)
     on_device = map_tensors(batch, lambda key, tensor: torch.zeros_like(tensor))
     assert get_host_batch(on_device) is batch
-    with pytest.raises(DataError, match="'targets' has 7, and the model has 3 outputs"):
+    with pytest.raises(DataError, match="'targets' has 7, but the model has 3 outputs"):
         Classification()(LINEAR, on_device)
 
 
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (torch.tensor([0, 1, 3]), "'labels' has 3, and the model has 3 outputs: expected 0 to 2"),
-        (torch.tensor([0, -1, -100]), "'labels' has -1, and the model has 3 outputs"),
+        (torch.tensor([0, 1, 3]), "'labels' has 3, but the model has 3 outputs: expected 0 to 2"),
+        (torch.tensor([0, -1, -100]), "'labels' has -1, but the model has 3 outputs"),
         (torch.tensor([0.0, 1.0, 2.0]), r"class numbers .integers from 0. .* labels \(3,\) float32"),
         (["cat", "dog", "cat"], r"class numbers .* labels .list of str"),
-        (torch.zeros(3, 1, dtype=torch.long), r"returned \(3, 3\), and 'labels' has \(3, 1\)"),
-        (torch.zeros(2, dtype=torch.long), r"returned \(3, 3\), and 'labels' has \(2,\)"),
+        (torch.zeros(3, 1, dtype=torch.long), r"returned logits \(3, 3\), and 'labels' has \(3, 1\)"),
+        (torch.zeros(2, dtype=torch.long), r"returned logits \(3, 3\), and 'labels' has \(2,\)"),
     ],
 )
 def test_labels_that_do_not_fit(labels, message):
@@ -353,7 +356,7 @@ def test_labels_that_do_not_fit(labels, message):
 
 def test_labels_that_are_not_there():
     for objective in (Classification(), CausalLM()):
-        with pytest.raises(DataError, match=r"reads 'labels', and the batch has inputs \(3, 2\) float32"):
+        with pytest.raises(DataError, match=r"reads 'labels', but the batch has inputs \(3, 2\) float32"):
             objective.count({"inputs": X})
 
 
@@ -375,9 +378,9 @@ def test_a_class_for_each_token():
 def test_a_language_models_labels():
     model = Recorder(lambda input_ids: torch.zeros(*input_ids.shape, 5))
     ids = torch.ones(2, 4, dtype=torch.long)
-    with pytest.raises(DataError, match="has 5, and the model has 5 outputs"):
+    with pytest.raises(DataError, match="has 5, but the model has 5 outputs"):
         CausalLM()(model, {"input_ids": ids, "labels": ids + 4})
-    with pytest.raises(ModelError, match=r"returned \(2, 4, 5\) for labels \(2, 3\)"):
+    with pytest.raises(ModelError, match=r"returned logits \(2, 4, 5\) for labels \(2, 3\)"):
         CausalLM()(model, {"input_ids": ids, "labels": ids[:, :3]})
     with pytest.raises(DataError, match="a label for each token"):
         CausalLM()(model, {"input_ids": ids, "labels": ids[:, 0]})
@@ -398,7 +401,7 @@ class Later(nn.Module):
         (
             nn.Sequential(Later(), nn.Embedding(4, 3)),
             Y,
-            "indices are 3 to 5, and 1, .* rows: expected 0 to 3",
+            "indices are 3 to 5, but 1, .* rows: expected 0 to 3",
         ),
         (nn.Conv2d(3, 4, 3), torch.zeros(2, 1, 8, 8), "expected in_channels 3 in dimension -3"),
         (nn.Conv2d(1, 4, 3), torch.zeros(2, 1, 8, 8, dtype=torch.uint8), r"uint8 .* x\.float\(\)"),
@@ -437,7 +440,7 @@ def test_what_an_entry_indexes_in_the_first_call_later_batches_are_held_to():
     given(Y)
     given(Y + 1, Y + 6, Y - 1, Y - 100)
     with pytest.raises(
-        DataError, match=r"^'ids' has 4, and small, Embedding\(4, 2\), has 4 rows: expected 0 to 3 "
+        DataError, match=r"^'ids' has 4, but small, Embedding\(4, 2\), has 4 rows: expected 0 to 3 "
     ):
         given(Y + 2)
     with pytest.raises(DataError, match=r"'kinds' has -1, .* expected 0 to 8 \(sample 1 of other\)$"):
@@ -452,7 +455,7 @@ def test_labels_of_ones_own_loss_are_held_to_its_classes_in_every_batch():
     objective = CustomLoss(loss)
     for targets in (Y, torch.tensor([0, 7, 2])):
         objective(LINEAR, batch_read(inputs=X, targets=targets))
-    with pytest.raises(DataError, match=r"'targets' has -100, and .* 3 classes: .* \(sample 0 of one\)$"):
+    with pytest.raises(DataError, match=r"'targets' has -100, but .* 3 classes: .* \(sample 0 of one\)$"):
         objective(LINEAR, batch_read(inputs=X, targets=torch.tensor([0, -100, 7])))
 
 
@@ -478,8 +481,8 @@ def test_the_users_own_error_keeps_its_type():
     [
         (lambda outputs: outputs, "cannot be called with .outputs, batch.: too many positional"),
         (lambda a, b, c: a, "missing a required argument: 'c'"),
-        (nn.CrossEntropyLoss, "CrossEntropyLoss is torch's and takes no batch: write def loss"),
-        (dict, "dict is a class; expected a function"),
+        (nn.CrossEntropyLoss, "CrossEntropyLoss is torch's and takes no batch; write def loss"),
+        (dict, "dict is a class; write a function"),
     ],
 )
 def test_a_loss_that_cannot_be_called(function, message):

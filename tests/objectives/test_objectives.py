@@ -137,9 +137,15 @@ def test_class_weights_are_exact_in_half_precision(classes):
 def test_class_weights_of_another_number_are_told(classes):
     model, batch = classes
     for number in (4, 6):
-        with pytest.raises(ConfigError, match=rf"^objective\.class_weights: {number} weights for 5 classes$"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^objective\.class_weights has {number} weights, but the model has 5 classes; write one",
+        ):
             Classification([1.0] * number)(model, batch)
-    with pytest.raises(ConfigError, match=r"^objective\.class_weights: 4 weights, and a label is 4$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^objective\.class_weights has 4 weights, but a label is 4; write one weight for each class$",
+    ):
         Classification([1.0] * 4).count(batch)
 
 
@@ -205,7 +211,7 @@ def test_a_custom_objective_reports_sums_and_counts_of_metrics(make):
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({}, r"returned the metrics \[\], and with_metrics.metrics names \['accuracy', 'top@5'\]"),
+        ({}, r"returned the metrics \[\], but with_metrics.metrics names \['accuracy', 'top@5'\]"),
         ({"accuracy": (1, 2)}, r"write with_metrics.metrics = \['accuracy'\] below the function"),
         (torch.ones(2), r"returned the metrics a tensor of shape \(2,\)"),
         ({"accuracy": 0.5, "top@5": (1, 2)}, r"a float as metric 'accuracy'; expected \(sum, count\)"),
@@ -223,8 +229,8 @@ def test_metrics_of_another_form_are_one_line(metrics, words):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["loss"], "metrics has 'loss', which every row has"),
-        (["perplexity"], "metrics has 'perplexity', which every row has"),
+        (["loss"], "metrics has 'loss', a built-in metric"),
+        (["perplexity"], "metrics has 'perplexity', a built-in metric"),
         (["a/b"], "metrics has 'a/b'; name a metric by letters"),
         (3, "metrics has 3; name a metric by letters"),
     ],
@@ -370,7 +376,7 @@ def test_a_models_own_loss_is_found_in_what_it_returns():
         CausalLMOutput(logits=torch.ones(2)),
         torch.ones(2, 2),
     ):
-        with pytest.raises(ModelError, match=r"objective.kind is model_loss, and the model returned "):
+        with pytest.raises(ModelError, match=r"objective.kind is model_loss, but the model returned "):
             get_loss(output)
 
 
@@ -424,5 +430,7 @@ def test_the_objective_follows_the_recipe(model, kind, expected):
 
 
 def test_auto_with_a_model_of_ones_own_is_refused():
-    with pytest.raises(ConfigError, match=r"objective\.kind: with a model of your own say what is minimised"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.kind is auto, but a model of your own has no default objective"
+    ):
         build_objective(config(OWN))

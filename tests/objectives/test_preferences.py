@@ -31,7 +31,7 @@ def batch_of(examples: bool = False):
 def test_a_batch_without_answers_names_the_data_that_has_them():
     batch = as_batch({key: batch_of()[key] for key in ("input_ids", "shift_labels")})
     with pytest.raises(
-        DataError, match=r"objective dpo reads 'segments', and the batch has .*data\.kind: pref"
+        DataError, match=r"objective dpo reads 'segments', but the batch has .*data\.kind: pref"
     ):
         objective_of("dpo").count(batch)
 
@@ -41,7 +41,7 @@ def test_segments_that_are_no_pairs_are_shown(kinds):
     batch = batch_of()
     batch["segment_kinds"][1] = torch.tensor(kinds)
     with pytest.raises(
-        DataError, match=rf"'segment_kinds' of a row are \[{kinds[0]}, {kinds[1]}\]: expected 1"
+        DataError, match=rf"'segment_kinds' of a row are \[{kinds[0]}, {kinds[1]}\]: expected pairs of 1"
     ):
         objective_of("simpo").count(batch)
 
@@ -49,12 +49,12 @@ def test_segments_that_are_no_pairs_are_shown(kinds):
 def test_a_segment_without_a_kind_is_an_error():
     batch = batch_of()
     batch["segments"][0, 3] = 2
-    with pytest.raises(DataError, match="'segments' has 2, and 'segment_kinds' is for 2 segments a row"):
+    with pytest.raises(DataError, match="'segments' has 2, but 'segment_kinds' is for 2 segments a row"):
         objective_of("dpo").count(batch)
 
 
 def test_kto_wants_mismatched_answers():
-    with pytest.raises(DataError, match=r"holds answers against mismatched ones .* a micro-batch has none"):
+    with pytest.raises(DataError, match=r"compares answers with mismatched ones .* a micro-batch has none"):
         objective_of("kto").count(batch_of())
     assert objective_of("kto").count(batch_of(examples=True)) == 2
 
@@ -80,7 +80,7 @@ def test_places_without_a_pair_add_nothing_and_have_no_gradient():
         padded = objective(engine.module, wide)
     assert padded.loss_sum == plain.loss_sum
     assert padded.count == plain.count == 2
-    objective._pairs_a_token = torch.ones(())
+    objective._pairs_per_token = torch.ones(())
     objective(engine.module, wide).loss_sum.backward()
     assert all(p.grad.isfinite().all() for p in engine.module.parameters())
 
