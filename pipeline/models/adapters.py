@@ -106,7 +106,7 @@ class PeftFolder:
             ours = getattr(config, key)
             if ours is not None and ours != theirs:
                 raise ConfigError(
-                    f"adapter.{key} is {ours}, and that of adapter.weights {theirs} ({self.path}); write "
+                    f"adapter.{key} is {ours}, but adapter.weights ({self.path}) has {theirs}; set "
                     f"adapter.{key}={theirs}"
                 )
         targets = [
@@ -129,12 +129,13 @@ class PeftFolder:
         values = self.tensors.get(to_peft_name(name))
         if values is None:
             raise ModelError(
-                f"adapter.weights: {self.path} lacks {to_peft_name(name)}, which adapter.targets asks for"
+                f"adapter.weights: {self.path} lacks {to_peft_name(name)}, which adapter.targets asks for; "
+                "match only layers that the adapter has, or leave adapter.targets out"
             )
         if tuple(values.shape) != shape:
             raise ModelError(
-                f"adapter.weights: {self.path} is an adapter of another model: {to_peft_name(name)} is "
-                f"{list(values.shape)} there, and {list(shape)} for this one"
+                f"adapter.weights: {self.path} is an adapter of another model: {to_peft_name(name)} has "
+                f"shape {list(values.shape)}, expected {list(shape)}; give an adapter of this model"
             )
         return values
 
@@ -151,13 +152,13 @@ class PeftFolder:
         own = self.config
         names = own.get("target_modules")
         if not isinstance(names, list) or own.get("layers_to_transform") or own.get("exclude_modules"):
-            return  # a pattern, or names with exceptions, whose layers are not known here
+            return  # a pattern, or names with exceptions: their layers are not known here
         ends = tuple(f".{name}" for name in names)
         asked = [layer for layer in layers if f".{layer}".endswith(ends)]
         if missing := [name for name in asked if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
             raise ModelError(
                 f"adapter.weights: {self.path / WEIGHTS} lacks {format_names(missing)}, which "
-                f"target_modules of {CONFIG} asks for; save or fetch the adapter again"
+                f"target_modules in {CONFIG} lists; save or fetch the adapter again"
             )
 
     def refuse_others(self, taken: set[str]) -> None:
@@ -165,8 +166,8 @@ class PeftFolder:
         there = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
         if others := sorted(there - {to_peft_name(name) for name in taken}):
             raise ModelError(
-                f"adapter.weights: {self.path} has {format_names(others)}, of which this model has no layer; "
-                "it is an adapter of another model, or adapter.targets leaves them out"
+                f"adapter.weights: {self.path} has {format_names(others)}, but no layer of this model gets "
+                "them; give an adapter of this model, or match their layers in adapter.targets"
             )
 
     def _iterate_names(self) -> Iterator[str]:
@@ -176,27 +177,31 @@ class PeftFolder:
 def _read_folder(path: Path) -> PeftFolder:
     start = f"adapter.weights: {path}"
     if not path.is_dir():
-        raise ModelError(f"{start}: there is no such folder")
+        raise ModelError(f"{start}: there is no such folder; give a folder that peft's save_pretrained wrote")
     if problem := next(find_unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
         config = json.loads(read_regular_file(path / CONFIG, CONFIGURATION_LIMIT))
         kind = str(config["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ModelError(f"{start} is no adapter of peft's: it has no {CONFIG} that can be read") from None
-    if not (path / WEIGHTS).is_file():
-        pickled = (path / PICKLE).exists()
         raise ModelError(
-            f"{start} has {PICKLE}, a pickle, which is not opened; save it anew as {WEIGHTS} "
-            "(save_pretrained of peft does)"
-            if pickled
-            else f"{start} lacks {WEIGHTS}"
-        )
+            f"{start} has no {CONFIG} that can be read; give a folder that peft's save_pretrained wrote"
+        ) from None
+    if not (path / WEIGHTS).is_file():
+        if (path / PICKLE).exists():
+            raise ModelError(
+                f"{start} has {PICKLE}, a pickle, which could run code and is not opened; save the adapter "
+                f"as {WEIGHTS} (peft's save_pretrained does)"
+            )
+        raise ModelError(f"{start} lacks {WEIGHTS}; save or fetch the adapter again")
     if kind != "LORA":
-        raise ModelError(f"{start} is a {kind}; what can be taken: LORA")
+        raise ModelError(f"{start}: {CONFIG} has peft_type {kind}, expected LORA; give a LoRA adapter")
     for key, neutral in UNSUPPORTED.items():
         if (value := config.get(key)) and value != neutral:
-            raise ModelError(f"{start}: {CONFIG} has {key} {value!r}, which is not built here")
+            raise ModelError(
+                f"{start}: {CONFIG} has {key} {value!r}, which is not supported; give an adapter that was "
+                f"trained with {neutral!r}"
+            )
     file = SafetensorsFiles({path / WEIGHTS: None}, "adapter.weights")
     try:
         tensors = {name: file.read(name) for name in file.entries}
@@ -205,7 +210,7 @@ def _read_folder(path: Path) -> PeftFolder:
     for name, values in tensors.items():
         if not values.isfinite().all():
             raise ModelError(
-                f"{start}/{WEIGHTS}: {name} holds values that are not finite (NaN or infinite); "
+                f"{start}/{WEIGHTS}: {name} has values that are not finite (NaN or infinite); "
                 "give an adapter from before the loss diverged"
             )
     return PeftFolder(path, config, tensors)
@@ -216,7 +221,7 @@ log = logging.getLogger(__name__)
 # peft imports bitsandbytes if it is installed. On some CPUs that warns of a missing kernel for inference.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-ADAPTER_NAME = "default"  # peft's, of the only adapter of a model
+ADAPTER_NAME = "default"  # peft's name for the only adapter of a model
 
 
 def is_base(parameter: Tensor) -> bool:
@@ -244,7 +249,7 @@ def add_adapter(
     job: Job,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Add the recipe's adapter to the model, and freeze all else of it but `modules_to_save`. Collective.
+    """Add the recipe's adapter to the model, and freeze its base but for `modules_to_save`. Collective.
 
     Args:
         model: The model, changed in place.
@@ -358,7 +363,7 @@ def _inject_layers(model: nn.Module, config: Any, in_4_bits: bool) -> None:
         model.is_loaded_in_4bit = True  # type: ignore[assignment] # makes peft accept bitsandbytes' layers
     inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     if in_4_bits:
-        del model.is_loaded_in_4bit  # with it, transformers would count parameters in another way
+        del model.is_loaded_in_4bit  # while it is set, transformers counts parameters in another way
 
 
 def _add_magnitudes(model: nn.Module, sharding: Sharding) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 TWIN_LAYERS = 2
 TWIN_WORDS = 64
-TWIN_WINDOW = 3  # so that it shows in the trial's documents of four tokens
+TWIN_WINDOW = 3  # smaller than the trial's documents of four tokens, so the window has an effect
 TWIN_WIDTH = 64  # of MLPs, so the twin of an 8B model has 0.1 B parameters, not 0.4 B
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
@@ -60,7 +60,8 @@ def resolve_attention_name(attention: str, config: PreTrainedConfig) -> str | No
     if caps_scores(config):
         if attention == "sdpa":
             raise ModelError(
-                f"model.attention: sdpa cannot cap the scores of a {config.model_type}; write auto or eager"
+                f"model.attention: sdpa ignores the cap on attention scores of a {config.model_type}; write "
+                "auto or eager"
             )
         return "eager" if attention == "auto" else attention
     return None if attention == "auto" else attention
@@ -93,12 +94,12 @@ def choose_attention(model: PreTrainedModel, is_auto: bool, device: torch.device
     if device.type == "cuda":
         disable_cudnn_attention()
     if is_auto:
-        why = find_unsupported_feature(model)
-        if why is None:
+        reason = find_unsupported_feature(model)
+        if reason is None:
             model.set_attn_implementation(ATTENTION_NAME)
             log.debug("attention: by document, without a mask")  # the usual case
         else:
-            log.info("attention: transformers' %s; %s", given, why)
+            log.info("attention: transformers' %s, since %s", given, reason)
     else:
         log.info("attention: transformers' %s", given)
     register_bounds_hooks(model, given)
@@ -110,7 +111,7 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
     register_attention(ATTENTION_NAME, DocumentAttention())
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
-        return "the model is no decoder alone"
+        return "the model is not decoder-only"
     if not model._supports_attention_backend and not model._can_set_attn_implementation():
         return "the model's code computes attention itself"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -118,7 +119,7 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
         return f"the model has layers of {', '.join(sorted(kinds))}"
     trial = build_small_model(model)
     if trial is None:
-        return f"no small {type(model).__name__} could be made to try another one on"
+        return f"no small {type(model).__name__} could be built to test attention by document with"
     rows = build_trial_rows(torch.device("cpu"))
     ids = rows["input_ids"]
     options = {"use_cache": False}
@@ -130,9 +131,9 @@ def find_unsupported_feature(model: PreTrainedModel) -> str | None:
             trial(**rows).logits[:, 4:],
         )
     except Exception as error:  # a model that calls its attention differently may raise anything
-        return f"the model's attention is not called as transformers' others are ({str(error)[:80]})"
+        return f"the test of attention by document failed ({str(error)[:80]})"
     if any((a - b).abs().max() > 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True)):
-        return "the model asks more of its attention than products within documents"
+        return "attention by document changes the model's logits"
     return None
 
 
@@ -152,7 +153,8 @@ def build_small_model(model: PreTrainedModel) -> PreTrainedModel | None:
             if isinstance(width, int):
                 setattr(text, name, min(width, TWIN_WIDTH))
         text.vocab_size = TWIN_WORDS
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some count positions from the pad
+        # Some models count positions from the padding token, so it must be in the small vocabulary.
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(text, name, None) is not None:  # not all configs have each, and some refuse None
                 setattr(text, name, 0)
         config._attn_implementation = None
@@ -213,8 +215,8 @@ def refuse_lookahead(model: PreTrainedModel, device: torch.device, dtype: torch.
         fields = [field for field in CAUSAL_FIELDS if getattr(config, field, None) is False]
         cure = f"write model.extra: {{{fields[0]}: true}}, or " if fields else ""
         raise ModelError(
-            f"model: {type(model).__name__} ({config.model_type}) predicts a token from a row that shows it: "
-            f"its logits change with later tokens, as an encoder's do; {cure}use a decoder"
+            f"model: {type(model).__name__} ({config.model_type}) sees the tokens that it predicts: its "
+            f"logits change with later tokens, as an encoder's do; {cure}use a decoder"
         )
 
 
@@ -246,11 +248,11 @@ def refuse_document_leaks(
     trial = build_small_model(model)
     device = device or torch.device("cpu")
     if trial is None:
-        raise _build_leak_error(name, "cannot be tried on a small copy")
+        raise _build_leak_error(name, "cannot be tested on a small copy")
     register_bounds_hooks(trial.to(device, dtype), str(trial.config._attn_implementation))
     one_TV, other_TV = trial(**build_trial_rows(device)).logits[:, 4:].float()
     if _differ(one_TV, other_TV, dtype):
-        raise _build_leak_error(name, "looks past the position_ids")
+        raise _build_leak_error(name, "attends to other documents whatever the position_ids")
 
 
 def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
@@ -261,6 +263,6 @@ def _differ(one_TV: Tensor, other_TV: Tensor, dtype: torch.dtype) -> bool:
 
 def _build_leak_error(name: str, why: str) -> ModelError:
     return ModelError(
-        f"model: a {name} {why}, so documents in one row would see each other; write "
+        f"model: a {name} {why}, so documents in one row would see each other; set "
         "data.separate_documents=false to accept that"
     )

@@ -101,7 +101,7 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected an input of (N, C, ...), got one of {input.dim()} dimensions")
+            raise ValueError(f"expected an input (N, C, ...) of 2 or more dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input (N, C, ...)."""

@@ -113,7 +113,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         for block in blocks:
             block.forward = types.MethodType(forward, block)
     if not kinds:
-        log.info("compile: no blocks of the model are alike and can be compiled; it runs as it is written")
+        log.info("compile: the model has no repeated blocks that can be compiled; it runs uncompiled")
 
 
 def reset_compilation(model: nn.Module) -> None:
@@ -143,13 +143,13 @@ class _CompiledForward:
         self._name = f"the {len(blocks)} {kind.__name__} blocks"
         self._kind = kind.__name__
         self._backend = backend
-        self._as_written: Callable[..., Any] = kind.forward
+        self._uncompiled_forward: Callable[..., Any] = kind.forward
         self._compiled = self._compile()
         self._is_aligned = True
         # Ids of the blocks called in each mode (training, with gradients); they should not compile again.
         self._called: dict[tuple[bool, bool], set[int]] = {}
 
-        @functools.wraps(self._as_written)
+        @functools.wraps(self._uncompiled_forward)
         def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
             return self._call(block, args, named)
 
@@ -163,7 +163,7 @@ class _CompiledForward:
         """
         return {
             is_training: torch.compile(
-                _copy_function(self._as_written, f"{self._kind}_{word}"),
+                _copy_function(self._uncompiled_forward, f"{self._kind}_{word}"),
                 backend=self._backend,
                 options=options,
             )
@@ -192,7 +192,7 @@ class _CompiledForward:
 
     def _call(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not self._compiled:
-            return self._as_written(block, *args, **named)
+            return self._uncompiled_forward(block, *args, **named)
         with_gradients = torch.is_grad_enabled()
         mode = (block.training, with_gradients)
         if self._is_aligned and id(block) not in self._called.get(mode, ()) and not is_aligned(block):
@@ -206,8 +206,8 @@ class _CompiledForward:
             result = self._compiled[block.training](block, *args, **named)
         except TorchDynamoException as error:
             self._compiled.clear()
-            log.warning("compile: %s run as they are written: %s", self._name, describe_compile_error(error))
-            return self._as_written(block, *args, **named)
+            log.warning("compile: %s run uncompiled: %s", self._name, describe_compile_error(error))
+            return self._uncompiled_forward(block, *args, **named)
         if counters["frames"]["total"] != frames:
             word = "training" if block.training else "evaluation"
             purpose = f"for {word} ({time.perf_counter() - start:.0f} s)"
@@ -236,7 +236,7 @@ def _copy_function(forward: Callable[..., Any], name: str) -> Callable[..., Any]
 def _read_cause() -> str:
     """Return the change that caused the last compilation."""
     reasons = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
-    return " ".join(reasons[-1].partition(": ")[2].split())[:200] if reasons else "torch does not say why"
+    return " ".join(reasons[-1].partition(": ")[2].split())[:200] if reasons else "torch gives no reason"
 
 
 def describe_compile_error(error: TorchDynamoException) -> str:

@@ -30,7 +30,7 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
     """
     build = import_object(config.kind, ModelError)
     if isinstance(build, nn.Module):
-        raise ModelError(f"model.kind: {config.kind} is a module; name a function or a class that makes it")
+        raise ModelError(f"model.kind: {config.kind} is a module; name a function or class that returns it")
     check_signature(build, f"model.args do not fit {config.kind}", ModelError, **config.args)
     is_sharded = request.sharding.zero3_config is not None
     try:
@@ -43,11 +43,13 @@ def build_custom(config: CustomModelConfig, request: ModelRequest) -> nn.Module:
             raise
         raise ModelError(f"model.kind: {config.kind}: a lazy layer cannot be sharded; {GIVE_SIZES}") from None
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model.kind: {config.kind} returned a {type(model).__name__}, not an nn.Module")
+        raise ModelError(
+            f"model.kind: {config.kind} returned a {type(model).__name__}, not an nn.Module; return the model"
+        )
     if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         raise ModelError(
-            f"model.kind: {config.kind} returned a {type(model).__name__}; return the module inside: the "
-            "DeepSpeed JSON says how the work is divided"
+            f"model.kind: {config.kind} returned a {type(model).__name__}; return the module inside it: the "
+            "DeepSpeed JSON decides how the work is divided"
         )
     _refuse_expert_layers(model, config.kind)
     if is_sharded:  # shards are in the run's precision already
@@ -76,7 +78,7 @@ def _refuse_unfilled(model: nn.Module, kind: str) -> None:
         (lazy, f"are lazy; {GIVE_SIZES}, or call the model once before it is returned"),
         (
             meta,
-            "are on the meta device; make the model on the CPU, or fill them (to_empty, then its weights)",
+            "are on the meta device; build the model on the CPU, or fill them (to_empty, then its weights)",
         ),
     ):
         if names:
@@ -97,8 +99,8 @@ def _cast_to_fp32(model: nn.Module, kind: str) -> None:
     for tensor in (*others, *(b for b in model.buffers() if b.dtype in dtypes)):
         tensor.data = tensor.data.float()
     log.warning(
-        "model.kind: %s: %d parameters are %s; trained from fp32 copies of them (the DeepSpeed JSON decides "
-        "the precision: leave .half() and the like out)",
+        "model.kind: %s: %d parameters are %s and were cast to fp32; leave .half() and the like out, since "
+        "the DeepSpeed JSON decides the precision",
         kind,
         sum(p.numel() for p in others),
         " and ".join(sorted(OTHER_DTYPES[dtype] for dtype in dtypes)),
@@ -147,10 +149,10 @@ def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
     found = request.num_classes
     if stated is not None and found is not None and stated < found:
         raise ModelError(
-            f"model.num_classes is {stated}, and the data has {found} classes; raise it, or leave it out"
+            f"model.num_classes is {stated}, but the data has {found} classes; raise it, or leave it out"
         )
     num_classes = stated or found
     if num_classes is None:
-        raise ModelError("model.num_classes: the data does not say how many classes it has; write the number")
+        raise ModelError("model.num_classes is not given, and the data does not say it; write the number")
     with request.sharding.construct():
         return SmallCNN(request.num_channels or 1, num_classes, config.channels, config.dropout)

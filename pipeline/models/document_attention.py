@@ -6,8 +6,8 @@ Here each engine computes the bounds of documents on the host (engine/interface.
 as transformers' `cu_seq_lens_q`.
 
 No fused kernel computes sliding windows on a CPU or in fp32, capped scores (Gemma 2) or sinks (gpt-oss).
-These are computed in blocks of queries, and so are, on a CPU, dropout and values of another width than keys,
-for which torch makes T x T scores. The scores of a block are computed again in backward, which costs less
+These are computed in blocks of queries. On a CPU, so are dropout and values of another width than keys, for
+which torch would make T x T scores. The scores of a block are computed again in backward, which costs less
 than keeping them (dropout at T 4,096: half the time).
 
 Shapes: B rows of T tokens, query (B, heads, T, width), key and value (B, groups, T, width), bounds (N + 1,)
@@ -296,10 +296,10 @@ CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Arguments that a model may pass and that nothing here computes.
+# Arguments that a model may pass, but that are not supported here.
 UNSUPPORTED_ARGUMENTS = ("position_bias",)
-# Arguments on scores, of which `s_aux` are sinks; transformers' sdpa, which computes with a mask, ignores
-# them.
+# Arguments that change scores; `s_aux` are sinks. Batches with a mask are computed by transformers' sdpa,
+# which ignores them.
 SCORE_ARGUMENTS = ("softcap", "s_aux")
 
 
@@ -354,7 +354,7 @@ class DocumentAttention:
     def __init__(self) -> None:
         # Read here and not in a call, which torch.compile traces.
         self._generation = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-        # AMD's GPUs have the same numbers.
+        # AMD's GPUs report the same numbers, but have no cuDNN.
         self._prefers_cudnn = self._generation in (9, 10) and torch.version.hip is None
         self._last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
@@ -384,8 +384,8 @@ class DocumentAttention:
         unsupported = UNSUPPORTED_ARGUMENTS + SCORE_ARGUMENTS if is_masked else UNSUPPORTED_ARGUMENTS
         if asked := [name for name in unsupported if rest.get(name) is not None]:
             raise ModelError(
-                f"model.attention: auto does not know {asked[0]}, which the model asks for; write "
-                "model.attention=eager"
+                f"model.attention: auto does not support {asked[0]}, which the model passes to its "
+                "attention; set model.attention=eager"
             )
         heads = (query, key, value)
         if is_masked:
@@ -572,7 +572,7 @@ def build_bounds_arguments(
         return {BOUNDS_KEY: whole_rows.bounds(like)}
     if bounds is None:
         return {}
-    if "flash" in name:  # without bounds it looks for documents in positions, only for batches of one row
+    if "flash" in name:  # without bounds, it separates documents only in batches of one row
         lengths = {"max_length_q": like.shape[1], "max_length_k": like.shape[1]}
         return {BOUNDS_KEY: bounds, "cu_seq_lens_k": bounds, **lengths}
     return {BOUNDS_KEY: bounds}
@@ -603,7 +603,8 @@ class BoundsHook:
             model.config._attn_implementation = self.given
             if not self.is_switched:
                 log.info(
-                    "attention: transformers' %s from here on; batches have an attention_mask", self.given
+                    "attention: transformers' %s from here on, since batches have an attention_mask",
+                    self.given,
                 )
             return args, kwargs
         like = kwargs.get("input_ids", args[0] if args else None)

@@ -1,9 +1,9 @@
 """Embeddings: rows for new tokens of a growing vocabulary, and noise during training.
 
 NEFTune (Jain et al. 2023, arXiv 2310.05914) adds uniform noise to embeddings. The noise of a token is a hash,
-not a drawn number: a function of the token's key (see data/random_numbers.py) and the column alone. No rank,
-row, micro-batch or device shows in it, at the price that equal documents of a step get equal noise. Keys come
-with training batches, so evaluation, generation and a reference model compute without noise.
+not a drawn number: a function of the token's key (see data/random_numbers.py) and the column alone. It does
+not depend on rank, row, micro-batch or device. The price is that equal documents of a step get equal noise.
+Keys come with training batches, so evaluation, generation and a reference model compute without noise.
 
 Shapes: B rows, T tokens, N = B * T, D the embeddings' width.
 """
@@ -79,7 +79,10 @@ def grow_vocabulary(model: Any, rows: int, sharding: Sharding) -> None:
     """
     parameters = find_vocabulary_parameters(model)
     if not parameters:
-        raise ModelError(f"model.grow_vocabulary: a {model.config.model_type} does not name its embeddings")
+        raise ModelError(
+            f"model.grow_vocabulary: a {model.config.model_type} does not name its embeddings, so they "
+            "cannot grow; use the model's own tokenizer (data.tokenizer.pretrained)"
+        )
     for old in parameters:
         with sharding.gather([old]):
             if len(old) >= rows:
@@ -131,8 +134,8 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> None:
     embedding = _find_embedding(model)
     if embedding is None:
         raise ModelError(
-            f"model.neftune_alpha: a {type(model).__name__} has no token embedding to add noise to (a "
-            "transformers model that takes ids has); use null"
+            f"model.neftune_alpha: a {type(model).__name__} has no token embedding to add noise to; use a "
+            "transformers model that takes token ids, or set model.neftune_alpha=null"
         )
     _register_noise(embedding, alpha)
     model.register_forward_pre_hook(partial(_pass_keys, alpha), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""Linear layers of a language model that multiply in fp8, by torchao; imported only where a recipe asks so.
+"""Linear layers of a language model that multiply in fp8, by torchao; imported only if a recipe asks for it.
 
 Parameters, their names and their gradients stay as they are: a layer casts its weight, its input and the
 gradient of its output for each product. The head, embeddings, routers and norms compute as before. `evaluate`

@@ -48,7 +48,7 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
     head = _get_output_layer(model)
     names = [name for name in layers if head is None or model.get_submodule(name) is not head]
     if not names:
-        raise ModelError("adapter: the model has no linear layer that could get one")
+        raise ModelError("adapter: the model has no linear layer to add it to; remove the adapter section")
     if config.targets is None:
         return names
     found: dict[str, None] = {}
@@ -58,7 +58,7 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
         if kept := sorted(set(matches) - set(names)):
             raise ConfigError(
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
-                "adapter.modules_to_save trains it whole"
+                "name it in adapter.modules_to_save to train it whole"
             )
         found.update(dict.fromkeys(matches))
     return [name for name in names if name in found]
@@ -102,7 +102,7 @@ class FrozenBasePlacement(DevicePlacement):
     def layers_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the frozen linear layers by name, with or without an adapter, but not the output layer.
 
-        transformers' BitsAndBytesConfig chooses the same layers: an exported adapter opens over this base.
+        transformers' BitsAndBytesConfig chooses the same layers, so an exported adapter fits this base.
         """
         kept = {
             id(p) for p in (*find_fully_trained(self._adapter, model), *find_vocabulary_parameters(model))

@@ -41,7 +41,9 @@ class GenerationSettings:
         if self.max_new_tokens < 1:
             raise DataError(f"max_new_tokens is {self.max_new_tokens}; give 1 or more")
         if self.temperature < 0 or self.top_k < 0:
-            raise DataError(f"temperature {self.temperature}, top_k {self.top_k}: give 0 or more")
+            raise DataError(
+                f"temperature is {self.temperature} and top_k is {self.top_k}; give 0 or more for both"
+            )
 
 
 class TextGenerator(Protocol):
@@ -95,7 +97,9 @@ def generate(
         ModelError: See TextGenerator.generate.
     """
     if not hasattr(module, "generate"):
-        raise ModelError(f"a {type(module).__name__} has no `generate` to write text with")
+        raise ModelError(
+            f"a {type(module).__name__} has no method `generate`; only causal language models generate text"
+        )
     _refuse_misfit(module, prompts, settings)
     ids_BT, mask_BT = _pad_left(prompts, device)
     ends, pad = _get_end_ids(module)
@@ -130,23 +134,23 @@ def get_max_positions(module: nn.Module) -> int | None:
 
 def _refuse_misfit(module: nn.Module, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> None:
     if not prompts:
-        raise DataError("prompts: none is given; every rank needs one at least")
+        raise DataError("prompts is empty; give every rank at least one prompt")
     words = getattr(getattr(module, "config", None), "vocab_size", None)
     for index, prompt in enumerate(prompts):
         if not len(prompt):
-            raise DataError(f"prompts[{index}] is empty; give it one token at least")
+            raise DataError(f"prompts[{index}] is empty; give it at least one token")
         if min(prompt) < 0 or (words is not None and max(prompt) >= words):
-            limit = "ids begin at 0" if words is None else f"the model's vocabulary ends at {words}"
+            expected = "0 or more" if words is None else f"0 to {words - 1}"
             raise DataError(
-                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, and {limit}; encode it with "
-                "the model's tokenizer"
+                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, expected {expected}; encode "
+                "it with the model's tokenizer"
             )
     length = max(map(len, prompts))
     positions = get_max_positions(module)
     if positions is not None and length + settings.max_new_tokens > positions:
         raise ModelError(
-            f"a prompt of {length:,} tokens and max_new_tokens {settings.max_new_tokens:,} are more than the "
-            f"{positions:,} that the model sees; shorten one of them"
+            f"a prompt has {length:,} tokens and max_new_tokens is {settings.max_new_tokens:,}, but the "
+            f"model has {positions:,} positions; shorten the prompt, or lower max_new_tokens"
         )
 
 

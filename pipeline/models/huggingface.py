@@ -173,8 +173,8 @@ class _TensorLoader:
         found = xxhash.xxh3_64_hexdigest(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         if self._tied[parameter] not in (None, found):
             raise ModelError(
-                f"model.pretrained: the model has one {name} for input and output, the files have two, which "
-                'differ; write "tie_word_embeddings": false into its config.json'
+                f"model.pretrained: the model ties {name} of input and output, but its files have two "
+                'different tensors for it; write "tie_word_embeddings": false into its config.json'
             )
         self._tied[parameter] = found
 
@@ -208,8 +208,8 @@ def get_reward_model_class(config: PretrainedConfig) -> Any:
     named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if causal is None or named is None:
         raise ModelError(
-            f"objective.kind: reward: transformers has no model of type {config.model_type} for sequence "
-            "classification, as which it is exported; use another model"
+            f"objective.kind: reward: transformers has no sequence classification for the model type "
+            f"{config.model_type}, as which a reward model is exported; use another model"
         )
     config.num_labels = 1
     config.tie_word_embeddings = False
@@ -236,7 +236,7 @@ def _build_scoring_class(causal: Any, name: str) -> Any:
 
         @property
         def generate(self) -> Any:
-            raise AttributeError("it writes no text")
+            raise AttributeError("a reward model generates no text")
 
         @classmethod
         def from_config(cls, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
@@ -272,7 +272,9 @@ def build_causal_lm(config: CausalLMConfig, request: ModelRequest) -> nn.Module:
             "model: give exactly one of architecture (new weights) and pretrained (a folder or hub name)"
         )
     if config.pretrained is not None and config.weights is not None:
-        raise ModelError("model: give pretrained or weights, not both; a pretrained model brings its weights")
+        raise ModelError(
+            "model: give pretrained or weights, not both; a pretrained model has its own weights"
+        )
     model = _load(config, request) if config.pretrained is not None else _create(config, request)
     model.config.use_cache = False  # keys and values are cached for generation only
     model.config.architectures = [type(model).__name__]  # a new config has none, and other tools read it
@@ -313,7 +315,7 @@ def _build_config(config: CausalLMConfig, request: ModelRequest) -> PretrainedCo
     fields = _collect_fields(config, default)
     fields.setdefault("vocab_size", request.vocab_size)
     if fields["vocab_size"] is None:
-        raise ModelError("model.vocab_size: the data has no tokenizer; write the number")
+        raise ModelError("model.vocab_size is not given, and the data has no tokenizer; write the number")
     if request.sequence_length is not None and hasattr(default, "max_position_embeddings"):
         fields.setdefault("max_position_embeddings", request.sequence_length)
     heads = fields.get("num_attention_heads")
@@ -339,14 +341,14 @@ def _collect_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str
     fields = dict(config.extra)
     for ours, theirs in TRANSFORMERS_FIELDS.items():
         if theirs in fields:
-            raise ModelError(f"model.extra.{theirs}: the recipe calls this model.{ours}; write it there")
+            raise ModelError(f"model.extra.{theirs}: the recipe has a key for it; write model.{ours} instead")
         names = (theirs, *FIELD_ALIASES.get(theirs, ()))
         if (value := getattr(config, ours)) is not None:
             fields[next((name for name in names if hasattr(known, name)), theirs)] = value
     for name in fields:
         if not hasattr(known, name):
             near = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
-            raise ModelError(f"model: a {known.model_type} config has no {name}{near}")
+            raise ModelError(f"model: the config of a {known.model_type} has no {name}{near}")
     for name, value in config.extra.items():
         if name.endswith(("dropout", "drop")) and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise ModelError(f"model.extra.{name} is {value}; expected 0 to 1")
@@ -361,8 +363,8 @@ def _load(config: CausalLMConfig, request: ModelRequest) -> PreTrainedModel:
         may_differ = key == "vocab_size" and config.grow_vocabulary and value > hf_config.vocab_size
         if getattr(hf_config, key) != value and not may_differ:
             raise ModelError(
-                f"model: {name} has {key} {getattr(hf_config, key)}, the recipe says {value}; "
-                "drop it, the weights decide"
+                f"model: {name} has {key} {getattr(hf_config, key)}, but the recipe has {value}; "
+                "remove it from the recipe, since the weights decide"
             )
     _check_fit(hf_config, config, request)
     rows = max(request.vocab_size or 0, config.vocab_size or 0)
@@ -389,13 +391,14 @@ def read_model_config(config: CausalLMConfig) -> tuple[str, PretrainedConfig]:
         with use_hub_or_cache("model.pretrained", name, ModelError):
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
     except (OSError, *CONFIG_ERRORS) as error:
-        nor = "" if Path(name).is_dir() else "; nor is there a folder of that name"
-        nor += "; model.trust_remote_code=true runs it" if "custom code" in str(error) else ""
-        raise ModelError(f"{given}: {_get_reason(error)}{nor}") from None
+        hint = "" if Path(name).is_dir() else "; nor is there a folder of that name"
+        if "custom code" in str(error):
+            hint += "; set model.trust_remote_code=true to run it"
+        raise ModelError(f"{given}: {_get_reason(error)}{hint}") from None
     if quantisation := getattr(hf_config, "quantization_config", None):
         raise ModelError(
-            f"{given}: its weights are quantised already ({get_quantisation_method(quantisation)}); take the "
-            "original ones, which adapter.quantize=nf4 holds in 4 bits"
+            f"{given}: its weights are already quantised ({get_quantisation_method(quantisation)}); use the "
+            "original model, which adapter.quantize=nf4 stores in 4 bits"
         )
     return name, hf_config
 
@@ -429,7 +432,9 @@ def _read_pretrained(
                 ignore_mismatched_sizes=True,  # `info` returns them by name
             )
     except SafetensorError as error:
-        raise ModelError(f"{given}: its weights are no safetensors: {_get_reason(error)}") from None
+        raise ModelError(
+            f"{given}: its weights cannot be read as safetensors: {_get_reason(error)}; fetch them again"
+        ) from None
     except (OSError, RuntimeError, *CONFIG_ERRORS) as error:
         raise ModelError(f"{given}: {_get_reason(error)}") from None
     finally:
@@ -462,7 +467,7 @@ def build_from_description(folder: Path, config: CausalLMConfig) -> PreTrainedMo
             )
     except (OSError, *CONFIG_ERRORS) as error:
         raise ModelError(
-            f"{folder} does not say what the model is: {_get_reason(error)}; bring it back"
+            f"{folder} does not describe a model: {_get_reason(error)}; restore the folder"
         ) from None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -479,26 +484,35 @@ def _refuse_misfits(info: dict[str, Any], given: str) -> None:
         if keys:
             problems.append(f"{kind}: {', '.join(keys[:5])}{' ...' * (len(keys) > 5)}")
     if problems:
-        raise ModelError(f"{given}: the weights do not fit the model; {'; '.join(problems)}")
+        raise ModelError(
+            f"{given}: the weights do not fit the model; {'; '.join(problems)}; give weights and config.json "
+            "of the same model"
+        )
 
 
 def _check_fit(hf_config: PretrainedConfig, config: CausalLMConfig, request: ModelRequest) -> None:
     text_config = hf_config.get_text_config()
     rows = getattr(text_config, "vocab_size", None)
     if rows is None:
-        raise ModelError(f"model: {hf_config.model_type} is no language model: its config has no vocab_size")
+        raise ModelError(
+            f"model: {hf_config.model_type} is not a language model, since its config has no vocab_size; use "
+            "a causal language model"
+        )
     is_new = config.pretrained is None
     may_grow = config.grow_vocabulary and not is_new
     if request.vocab_size is not None and rows < request.vocab_size and not may_grow:
-        cure = "drop model.vocab_size" if is_new else "model.grow_vocabulary=true adds the rows"
+        given = "model.vocab_size is" if is_new else f"model.pretrained: {config.pretrained!r} has vocab_size"
+        cure = "leave model.vocab_size out" if is_new else "set model.grow_vocabulary=true to add rows"
         raise ModelError(
-            f"model.vocab_size is {rows}, but the tokenizer has {request.vocab_size} entries; "
+            f"{given} {rows}, but the tokenizer has {request.vocab_size} entries; "
             f"{cure}, or use the model's own tokenizer (data.tokenizer.pretrained)"
         )
     heads = getattr(text_config, "num_attention_heads", None)
     groups = getattr(text_config, "num_key_value_heads", None)
     if heads and groups and heads % groups:
-        raise ModelError(f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}")
+        raise ModelError(
+            f"model.num_heads is {heads}, expected a multiple of num_key_value_heads ({groups}); change one"
+        )
     cure = ", or raise model.max_sequence_length" if is_new else ""
     check_positions(hf_config, request.sequence_length, request.longest, cure)
 
@@ -526,8 +540,8 @@ def check_positions(
         advice = "lower it"
     else:
         given = f"data: the longest answer has {needed} tokens with its prompt"
-        advice = f"data.answer_length={positions} leaves such examples out and counts them"
-    raise ModelError(f"{given}, but the model takes {positions} positions; {advice}{cure}")
+        advice = f"set data.answer_length={positions} to leave such examples out and count them"
+    raise ModelError(f"{given}, but the model has {positions} positions; {advice}{cure}")
 
 
 def _get_reason(error: Exception) -> str:
@@ -535,5 +549,5 @@ def _get_reason(error: Exception) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
     if isinstance(error, KeyError):
-        return f"transformers knows no {error}"
+        return f"transformers has no {error}"
     return summarize_error(error, 10_000).split(". ")[0][:300]

@@ -1,13 +1,13 @@
 """A frozen base in 4 bits (QLoRA, Dettmers et al. 2023): linear layers with weights in bitsandbytes' NF4.
 
-The module is imported only where a recipe asks for it.
+The module is imported only if a recipe asks for it.
 
 Weights are quantised from the files' values in fp32, whatever dtype the run computes in. The base is then the
 same under every split and precision. A merge quantises the original weights again and needs no copy of the
 base in a checkpoint.
 
-ZeRO 3 does not shard a base in 4 bits: its scales lie in no parameter and would have to be gathered with each
-weight, and half a byte is what ZeRO 3 leaves of two bytes at four ranks.
+ZeRO 3 does not shard a base in 4 bits. Its scales are in no parameter and would have to be gathered with each
+weight, and four bits a value are no more than ZeRO 3 leaves of a bf16 base at four ranks.
 """
 
 from __future__ import annotations
@@ -113,22 +113,23 @@ def quantise_base(
         ModelError: The model has no frozen linear layer, or a CPU cannot read the rows of one.
     """
     assert isinstance(sharding, QuantisedBasePlacement)
-    if not (layers := sharding.layers_of(model)):
-        raise ModelError("adapter.quantize: the model has no frozen nn.Linear to hold in 4 bits")
+    layers = sharding.layers_of(model)
+    if not layers:
+        raise ModelError("adapter.quantize: the model has no frozen nn.Linear to quantise; leave it out")
     whole = {id(p) for p in trained}
     for name, layer in layers.items():
         if id(layer.weight) in whole:
             raise ConfigError(
-                f"adapter.weights: {name} was trained whole there, so it cannot be held in 4 bits; name it "
-                "in adapter.modules_to_save"
+                f"adapter.weights: the adapter has trained {name} whole, so it cannot be stored in 4 bits; "
+                "name it in adapter.modules_to_save"
             )
         weight = sharding.take(layer.weight)  # type: ignore[arg-type]
         weight.quant_state.dtype = dtype
         outputs, inputs = weight.quant_state.shape
         if weight.device.type == "cpu" and inputs % BLOCK:  # see unpack_nf4
             raise ModelError(
-                f"adapter.quantize: {name} is {outputs} x {inputs}, and on a CPU bitsandbytes misreads rows "
-                f"that are no multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
+                f"adapter.quantize: {name} is {outputs} x {inputs}, but on a CPU bitsandbytes misreads rows "
+                f"whose length is not a multiple of {BLOCK}; train on a GPU, or without adapter.quantize"
             )
         with torch.device("meta"):
             new = Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, quant_type="nf4")

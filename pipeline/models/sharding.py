@@ -76,12 +76,12 @@ class NoSharding(Sharding):
 
 
 class DevicePlacement(NoSharding):
-    """Keeps every parameter on every rank, on the device and in the dtype that train.
+    """Keeps every parameter on every rank, on the device and in the dtype of training.
 
     A rank's host never holds a whole fp32 model for its device. Each parameter is drawn or read in fp32 on
     the CPU, so its values equal those of any other split. It then goes to the device in the run's precision,
-    a module at a time. The model is constructed in memory that nobody has written to, which the system has
-    not allocated yet. Rank 0 does not draw for the others: that would take as long.
+    a module at a time. Until then the model is constructed in memory without values, which the system does
+    not allocate before it is written. Rank 0 does not draw for the others: that would take as long.
 
     Args:
         device: The rank's device.

@@ -29,7 +29,7 @@ CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
 def measure_module(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None = None) -> ModelSpec:
-    """Return the sizes of a model; under ZeRO 3 those of the whole model, of a part that was cut the part's.
+    """Return the sizes of a model or a part of one; under ZeRO 3, sizes are those of whole parameters.
 
     Args:
         module: The model or a part of it.
@@ -100,7 +100,7 @@ def _read_dimensions(config: Any) -> DecoderDimensions | None:
 
 log = logging.getLogger(__name__)
 
-CLASSES = {"digits": 10}  # by data kind; for other kinds as many as ImageNet has
+CLASSES = {"digits": 10}  # number of classes by data kind; other kinds count as ImageNet, with 1,000
 
 
 class Unfilled(NoSharding):
@@ -123,10 +123,11 @@ def measure_recipe(config: RunConfig) -> ModelSpec:
     except PipelineError:
         raise
     except Exception as error:  # from the user's code, or from a library that needs values
-        log.debug("%s is not made without values", section.kind, exc_info=True)
+        log.debug("%s cannot be built without values", section.kind, exc_info=True)
         raise ModelError(
-            f"model: it cannot be counted without values ({type(error).__name__}: {summarize_error(error)}); "
-            "a run says what it takes before its first step"
+            "model: its parameters cannot be counted without building it "
+            f"({type(error).__name__}: {summarize_error(error)}); start a run, which prints its memory "
+            "before the first step"
         ) from None
     language = section.language_model
     name = section.kind if language is None else language.pretrained or language.architecture or section.kind
@@ -266,7 +267,7 @@ def _list_windows(text: Any) -> list[float]:
     """Return the number of keys back that each layer attends to: infinity, a window, or 0 without keys."""
     window = getattr(text, "sliding_window", None) or float("inf")
     kinds = getattr(text, "layer_types", None)
-    if kinds is None:  # a window without layer types is that of every layer
+    if kinds is None:  # without layer types, every layer has the window
         return [window] * text.num_hidden_layers
     chunk = getattr(text, "attention_chunk_size", None) or float("inf")
     of_kind = {"full_attention": float("inf"), "sliding_attention": window, "chunked_attention": chunk}

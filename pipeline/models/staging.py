@@ -86,7 +86,7 @@ class BlockArguments:
 
     def __init__(self, config: Any, rotary: nn.Module | None):
         self.config = config
-        self.rotary = rotary  # no part of a layer, so it stays fp32 where the layers are cast
+        self.rotary = rotary  # not a part of any layer, so it stays fp32 when the layers are cast
         self._key: tuple[Any, ...] | None = None
         self._positions: Tensor | None = None
         self._arguments: dict[str, Any] = {}
@@ -100,7 +100,8 @@ class BlockArguments:
             self._key = key
             self._positions = positions
             position_ids = _complete_positions(positions, hidden)
-            # Without position ids a row is one sequence. With them transformers looks: a host sync on a GPU.
+            # Without position ids a row is one sequence. With them transformers reads the values to find
+            # sequences, which is a host sync on a GPU.
             masks = create_masks_for_generate(self.config, hidden, None, None, positions)
             self._arguments = {"attention_mask": masks, "position_ids": position_ids, "use_cache": False}
             whole_rows = self._whole_rows if positions is None else None
@@ -200,7 +201,7 @@ def copy_without_values(model: nn.Module, empty: AbstractContextManager[None]) -
         ModelError: The model is not one of transformers.
     """
     if not isinstance(model, PreTrainedModel):
-        raise _build_cut_error(type(model).__name__, "it is no model of transformers")
+        raise _build_cut_error(type(model).__name__, "it is not a model of transformers")
     with empty, no_init_weights():
         other = type(model)(copy.deepcopy(model.config))
     other.tie_weights()
@@ -214,7 +215,7 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
         ModelError: The architecture cannot be divided; the message names the part that prevents it.
     """
     if not isinstance(model, PreTrainedModel):
-        raise _build_cut_error(type(model).__name__, "it is no model of transformers")
+        raise _build_cut_error(type(model).__name__, "it is not a model of transformers")
     layered = _cut(model)
     _test_cut(model)
     return layered
@@ -223,9 +224,9 @@ def cut_into_layers(model: nn.Module) -> LayeredModel:
 def _cut(model: PreTrainedModel) -> LayeredModel:
     kind = model.config.model_type
     if model.config.get_text_config() is not model.config:
-        raise _build_cut_error(kind, "it is more than a language model")
+        raise _build_cut_error(kind, "it has parts besides a language model")
     if getattr(model.config, "final_logit_softcapping", None):
-        raise _build_cut_error(kind, "it bounds its logits after the head")  # the test's logits are too small
+        raise _build_cut_error(kind, "it caps its logits")  # unnoticed by the test, whose logits are small
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     decoder = model.get_decoder()
@@ -246,9 +247,9 @@ def _cut(model: PreTrainedModel) -> LayeredModel:
         elif type(child) is nn.Embedding and child is not embedding:
             before.append(PositionLayer(names[child], child))
         elif child is not embedding:
-            raise _build_cut_error(kind, f"nothing is known of its part {name}")
+            raise _build_cut_error(kind, f"its part {name} is unknown")
     if blocks is None or len(after) != 1 or not isinstance(head, nn.Linear):
-        raise _build_cut_error(kind, "it is not token embedding, blocks, norm and head")
+        raise _build_cut_error(kind, "it does not consist of token embedding, blocks, norm and head")
     is_tied = head.weight is embedding.weight
     if is_tied and head.bias is not None:
         raise _build_cut_error(kind, "its tied head has a bias")
@@ -276,7 +277,7 @@ def _test_cut(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     trial = build_small_model(model)
     if trial is None:
-        raise _build_cut_error(kind, "the cut cannot be tried on a small copy")
+        raise _build_cut_error(kind, "the cut cannot be tested on a small copy")
     trial.config._attn_implementation = "eager"  # a CPU has no kernels of flash attention
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
     length = min(TRIAL_TOKENS, getattr(model.config, "max_position_embeddings", TRIAL_TOKENS))
@@ -287,15 +288,15 @@ def _test_cut(model: PreTrainedModel) -> None:
         for layer in _cut(trial).layers:
             carried = layer(carried)
         agrees = torch.allclose(carried, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-    except Exception as error:  # whatever a block raises that is not called as its model would
-        raise _build_cut_error(kind, f"its blocks do not run on their own: {str(error)[:120]}") from None
+    except Exception as error:  # a block that its model calls with other arguments may raise anything
+        raise _build_cut_error(kind, f"its blocks do not run one by one: {str(error)[:120]}") from None
     if not agrees:
-        raise _build_cut_error(kind, "its parts one after another do not give its logits")
+        raise _build_cut_error(kind, "its layers, run one after another, give other logits")
 
 
 def _build_cut_error(kind: str, why: str) -> ModelError:
     return ModelError(
-        f"model: a {kind} cannot be cut into pipeline stages: {why}; use zero_optimization.stage 3 instead"
+        f"model: a {kind} cannot be cut into pipeline stages, since {why}; use zero_optimization.stage 3"
     )
 
 

@@ -95,7 +95,9 @@ def resolve_pretrained(given: str) -> str:
         check_folder(path, given)
         return str(path)
     if is_path(given) or path.exists():
-        raise ModelError(f"model.pretrained: {given!r}: there is no such folder")
+        raise ModelError(
+            f"model.pretrained: {given!r}: there is no such folder; give the folder or hub name of a model"
+        )
     return given
 
 
@@ -114,26 +116,26 @@ def check_folder(folder: Path, given: str) -> None:
     if problem := next(find_unsafe_files(folder), None):
         raise ModelError(f"{start} {problem}; remove or replace it")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{start} the folder has no config.json")
+        raise ModelError(f"{start} the folder has no config.json; give a folder that save_pretrained wrote")
     run = folder.absolute().parent
     if (run / "checkpoints").is_dir() and not any(folder.glob("*.safetensors*")):
         raise ModelError(
-            f"{start} says what the model of a run is, and has no weights; this writes both (--merge where "
-            f"the run has an adapter): {format_pipeline_command('export', run, 'OUT')}"
+            f"{start} the folder describes the model of a run, but has no weights; export the run (with "
+            f"--merge if it has an adapter): {format_pipeline_command('export', run, 'OUT')}"
         )
     if not any(folder.glob("*.safetensors*")) and (others := sorted(folder.glob("*.bin"))):
         code = f"from transformers import AutoModelForCausalLM as M; f = {str(folder.absolute())!r}; "
         code += "M.from_pretrained(f, dtype='auto').save_pretrained(f)"
         raise ModelError(
-            f"{start} its weights are no safetensors ({others[0].name}); this writes them as such: "
+            f"{start} its weights are not safetensors ({others[0].name}); this command converts them: "
             f"{format_shell_line(find_installed_program('python') or sys.executable, '-c', code)}"
         )
     if not (folder / INDEX).exists():
         return
     if (folder / SINGLE).exists():
         raise ModelError(
-            f"{start} two sets of weights: {SINGLE}, and the files that {INDEX} names; delete the one "
-            f"that is not meant: {format_shell_line('rm', folder / SINGLE)}, "
+            f"{start} the folder has two sets of weights: {SINGLE}, and the files that {INDEX} names; delete "
+            f"one of them: {format_shell_line('rm', folder / SINGLE)}, "
             f"or {format_shell_line('rm', folder / INDEX)}"
         )
     try:
@@ -143,6 +145,10 @@ def check_folder(folder: Path, given: str) -> None:
     for name in sorted(names):
         path = path_inside(folder, name)
         if path is None:
-            raise ModelError(f"{start} {INDEX} points outside of the folder: {name[:100]!r}")
+            raise ModelError(
+                f"{start} {INDEX} names a file outside of the folder: {name[:100]!r}; fetch the model again"
+            )
         if not path.is_file():
-            raise ModelError(f"{start} {INDEX} names {name[:100]!r}, which is no file there; fetch it again")
+            raise ModelError(
+                f"{start} {INDEX} names {name[:100]!r}, which is not a file there; fetch it again"
+            )

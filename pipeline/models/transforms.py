@@ -76,9 +76,12 @@ def _call_with_fp32_parameters(
             del vars(layer)[name]
 
 
-# Autocast's recurrent kernels do not take every mix of dtypes, and on a GPU they copy the weights each
-# forward.
 def _call_with_cast_inputs(layer: nn.Module, device_type: str, *args: Any, **named: Any) -> Any:
+    """Call a recurrent layer without autocast, with its inputs in the dtype of its weights.
+
+    Autocast's recurrent kernels do not take every mix of dtypes, and on a GPU they copy the weights in each
+    forward.
+    """
     dtype = next(layer.parameters(recurse=False)).dtype
 
     def cast(tensor: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
     left = sum(p.requires_grad for p in model.parameters())
     if not left:
         raise ModelError(
-            f"model.freeze: {', '.join(config.freeze)} freeze every parameter of the model, and nothing is "
+            f"model.freeze: {', '.join(config.freeze)} match every parameter of the model, so nothing is "
             "left to train; match fewer"
         )
     total = sum(1 for _ in model.parameters())
@@ -148,18 +151,19 @@ def freeze(model: nn.Module, config: ModelConfig, _: TransformContext) -> nn.Mod
     return model
 
 
-def adapt(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
+def adapt(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Add the recipe's `adapter`."""
-    if (asked := placement.adapter) is not None:
+    request = context.adapter
+    if request is not None:
         from pipeline.models.adapters import add_adapter  # imports peft, which takes seconds
 
         add_adapter(
             model,
-            asked.config,
-            seed=asked.seed,
-            sharding=asked.sharding,
-            job=asked.job,
-            dtype=placement.dtype,
+            request.config,
+            seed=request.seed,
+            sharding=request.sharding,
+            job=request.job,
+            dtype=context.dtype,
         )
     return model
 
@@ -180,7 +184,7 @@ def compute_gelu_at_once(model: nn.Module, _: ModelConfig, __: TransformContext)
     return model
 
 
-def recompute_activations(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def recompute_activations(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
     """Set up `model.activation_checkpointing`."""
     if (section := config.language_model) is not None and is_transformers_model(model):
         from pipeline.models.activation_checkpointing import enable_activation_checkpointing
@@ -188,59 +192,59 @@ def recompute_activations(model: nn.Module, config: ModelConfig, placement: Tran
         enable_activation_checkpointing(
             model,
             section.activation_checkpointing,
-            section.activation_offload and placement.device.type != "cpu",
+            section.activation_offload and context.device.type != "cpu",
         )
     return model
 
 
-def set_attention(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def set_attention(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
     """Set up `model.attention`."""
     if (section := config.language_model) is not None and is_transformers_model(model):
-        choose_attention(model, section.attention == "auto", placement.device)
+        choose_attention(model, section.attention == "auto", context.device)
     return model
 
 
-def refuse_noncausal_model(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def refuse_noncausal_model(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
     """Refuse a language model that sees the tokens it predicts; a reward model may see all tokens."""
     if config.language_model is not None and is_transformers_model(model):
         from pipeline.models.huggingface import is_reward_config  # imports transformers
 
         if not is_reward_config(model.config):
-            refuse_lookahead(model, placement.device, placement.dtype)
+            refuse_lookahead(model, context.device, context.dtype)
     return model
 
 
-def refuse_mixed_documents(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
+def refuse_mixed_documents(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Refuse a model whose attention crosses the documents of a row, if rows hold several documents."""
-    if placement.separate_documents:
-        refuse_document_leaks(model, placement.device, placement.dtype)
+    if context.separate_documents:
+        refuse_document_leaks(model, context.device, context.dtype)
     return model
 
 
-def multiply_in_fp8(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def multiply_in_fp8(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
     """Set up `model.fp8`."""
     if (section := config.language_model) is not None and section.fp8 != "none":
         from pipeline.models.fp8 import convert_to_fp8  # imports torchao
 
-        convert_to_fp8(model, section.fp8, placement.device)
+        convert_to_fp8(model, section.fp8, context.device)
     return model
 
 
-def synchronise_statistics(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
+def synchronise_statistics(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Let batch normalisation count the samples of all data-parallel ranks."""
-    if placement.dp_world_size > 1:
-        model = synchronise_batch_norm(model, None, placement.device)
+    if context.dp_world_size > 1:
+        model = synchronise_batch_norm(model, None, context.device)
     return model
 
 
-def prepare_precision(model: nn.Module, _: ModelConfig, placement: TransformContext) -> nn.Module:
+def prepare_precision(model: nn.Module, _: ModelConfig, context: TransformContext) -> nn.Module:
     """Let layers written for fp32 compute with parameters in half precision."""
-    if placement.is_autocast:
-        prepare_for_half_precision(model, placement.device)
+    if context.is_autocast:
+        prepare_for_half_precision(model, context.device)
     return model
 
 
-# In this order.
+# Applied in this order.
 TRANSFORMS: tuple[Transform, ...] = (
     freeze,
     adapt,
@@ -256,7 +260,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 )
 
 
-def apply_transforms(model: nn.Module, config: ModelConfig, placement: TransformContext) -> nn.Module:
+def apply_transforms(model: nn.Module, config: ModelConfig, context: TransformContext) -> nn.Module:
     """Return the model after all transforms.
 
     Raises:
@@ -264,5 +268,5 @@ def apply_transforms(model: nn.Module, config: ModelConfig, placement: Transform
         ModelError: A transform cannot be applied to this model.
     """
     for step in TRANSFORMS:
-        model = step(model, config, placement)
+        model = step(model, config, context)
     return model

@@ -57,7 +57,7 @@ class TensorEntry(NamedTuple):
 
 
 class WeightFile(Protocol):
-    """An open source of weights by name."""
+    """A source of weights by name, opened for reading."""
 
     entries: Mapping[str, TensorEntry]
     files: Sequence[Path]
@@ -85,7 +85,7 @@ def _select_names(path: Path, there: list[str], expected: list[str] | None) -> l
     """
     for name in expected or ():
         if name not in there:
-            raise weights_error(path, f"lacks {name!r}, which its index says it holds")
+            raise weights_error(path, f"lacks {name!r}, which its index lists; save or fetch it again")
     return there if expected is None else expected
 
 
@@ -163,8 +163,8 @@ def _unpickle(path: Path) -> Any:
         if refused := re.search(r"GLOBAL (\S+)", str(error)):
             raise weights_error(
                 path,
-                f"holds {refused[1][:100]}, which would have to be run as code and is not; save "
-                "model.state_dict() instead of the model, or safetensors",
+                f"contains {refused[1][:100]}, which is code and is not run; save model.state_dict() instead "
+                "of the model, or safetensors",
             ) from None
         raise weights_error(path, f"cannot be read as weights: {_get_first_sentence(error)}") from None
 
@@ -174,9 +174,9 @@ def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
     if len(found) == 1:
         return found[0][1]
     if not found:
-        raise weights_error(path, "holds no tensors by name: expected a state dict")
+        raise weights_error(path, "has no tensors by name; save model.state_dict()")
     places = ", ".join(place for place, _ in found)
-    raise weights_error(path, f"holds several models ({places}); save the one that is meant alone")
+    raise weights_error(path, f"contains several models ({places}); save only the one to load")
 
 
 def _find_state_dicts(content: Any, depth: int, place: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -213,7 +213,7 @@ def open_weights(path: Path, open_checkpoint: OpenCheckpoint) -> WeightFile:
     if path.is_dir():
         return open_checkpoint(path) or _open_folder(path)
     if not path.exists():
-        raise weights_error(path, "does not exist")
+        raise weights_error(path, "does not exist; give a file, a folder or a run directory")
     if path.match(DEEPSPEED):
         raise _build_deepspeed_error(path, path.parent)
     return _open_files({path: None})
@@ -230,11 +230,13 @@ def open_hub(name: str) -> WeightFile:
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors"], local_files_only=True))
     except Exception as error:  # the hub's client raises a dozen kinds
-        raise ModelError(f"{name} is not in the hub's cache here: {_get_first_sentence(error)}") from None
+        raise ModelError(
+            f"{name} is not in the hub's cache on this machine: {_get_first_sentence(error)}"
+        ) from None
     _refuse_quantised(folder)
     files = sorted(folder.glob("*.safetensors"))  # links into the cache's folder of blobs
     if not files:
-        raise ModelError(f"{name} has no safetensors in the hub's cache here")
+        raise ModelError(f"{name} has no safetensors in the hub's cache on this machine; download them")
     return SafetensorsFiles(dict.fromkeys(files))
 
 
@@ -255,7 +257,7 @@ def _open_folder(folder: Path) -> WeightFile:
                 _read_index(folder, name) if is_index else {_resolve_inside(folder, name): None}
             )
     if (folder / "checkpoints").is_dir():
-        raise weights_error(folder, "is a run directory without a checkpoint")
+        raise weights_error(folder, "is a run directory without a checkpoint; give a run that saved one")
     if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
         raise _build_deepspeed_error(folder, folder)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -263,7 +265,7 @@ def _open_folder(folder: Path) -> WeightFile:
         return _open_files({_resolve_inside(folder, found[0]): None})
     many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
     expected = f"{', '.join(WEIGHT_FILES)}, or a run directory"
-    raise weights_error(folder, f"holds no weights: expected {expected}{many}")
+    raise weights_error(folder, f"has no weights; expected {expected}{many}")
 
 
 def _refuse_quantised(folder: Path) -> None:
@@ -275,8 +277,8 @@ def _refuse_quantised(folder: Path) -> None:
     if given:
         raise weights_error(
             folder,
-            f"holds weights that are quantised already ({get_quantisation_method(given)}); "
-            "take the original ones",
+            f"has weights that are already quantised ({get_quantisation_method(given)}); "
+            "give the original ones",
         )
 
 
@@ -289,8 +291,8 @@ def _build_deepspeed_error(path: Path, folder: Path) -> ModelError:
     what = "is part of" if path != folder else "is"
     return weights_error(
         path,
-        f"{what} a checkpoint of DeepSpeed's own; run `python zero_to_fp32.py . OUT --safe_serialization` "
-        "where its zero_to_fp32.py lies, and give OUT",
+        f"{what} a checkpoint in DeepSpeed's format; run `python zero_to_fp32.py . OUT --safe_serialization` "
+        "in the folder with its zero_to_fp32.py, and give OUT",
     )
 
 
@@ -302,13 +304,13 @@ def _resolve_inside(folder: Path, name: str) -> Path:
     """
     path = path_inside(folder, name)
     if path is None:
-        raise weights_error(folder, f"points outside of itself: {name[:100]!r}")
+        raise weights_error(folder, f"names a file outside of itself: {name[:100]!r}; fetch it again")
     try:
         is_there = path.is_file()
-    except (OSError, ValueError):  # a name that cannot be
+    except (OSError, ValueError):  # the system refuses such a name
         is_there = False
     if not is_there:
-        raise weights_error(folder, f"has no file {name[:100]!r}")
+        raise weights_error(folder, f"has no file {name[:100]!r}; save or fetch it again")
     return path
 
 
@@ -317,7 +319,7 @@ def _read_index(folder: Path, index: str) -> dict[Path, list[str] | None]:
     try:
         places = read_weight_map(_resolve_inside(folder, index))
     except (OSError, ValueError):
-        raise weights_error(folder / index, "cannot be read as an index of weights") from None
+        raise weights_error(folder / index, "cannot be read as an index of weights; fetch it again") from None
     files = {place: _resolve_inside(folder, place) for place in dict.fromkeys(places.values())}
     listed: dict[Path, list[str] | None] = {}
     for name, place in places.items():
@@ -329,7 +331,7 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
     suffixes = {path.suffix for path in files}
     for path in files:
         if not path.is_file():
-            raise weights_error(path, "is no file")
+            raise weights_error(path, "is not a file")
     if suffixes == {".safetensors"}:
         return SafetensorsFiles(files)
     if suffixes <= set(PICKLES):
@@ -415,11 +417,14 @@ def load_weights(
         for name in answer.drawn:
             draw_parameter(model, name, sharding)
         for name in answer.grown:
-            targets[name].has_new_rows = True  # type: ignore[attr-defined] # an adapter leaves it trained
+            targets[name].has_new_rows = True  # type: ignore[attr-defined] # read by adapters, which then train it
     if job.ranks.is_main_process:
-        log.info("%d tensors are from %s", len(answer.moves), path)
+        log.info("loaded %d tensors from %s", len(answer.moves), path)
         if remarks := answer.remarks():
-            log.warning("model.strict is off, so this stays as it was drawn or is left out: %s", remarks)
+            log.warning(
+                "model.strict is false: these tensors keep their initial values, or are not in the model: %s",
+                remarks,
+            )
 
 
 def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
@@ -427,28 +432,34 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
     file = tokenizer_beside(path)
     if file is None:
         log.warning(
-            "model.weights: nothing beside %s says which tokenizer they were trained with, and the one that "
-            "was trained on this data has ids of its own; data.tokenizer.pretrained names the right one",
+            "model.weights: %s has no tokenizer beside it, so its token ids may differ from those of the "
+            "tokenizer that was trained on this data; name its tokenizer in data.tokenizer.pretrained",
             path,
         )
         return
     try:
         ids = Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"model.weights: {file} is no tokenizer: {summarize_error(error)}") from None
+        raise ModelError(
+            f"model.weights: {file} cannot be read as a tokenizer: {summarize_error(error)}; fetch it again"
+        ) from None
     if any(new_ids.get(token) != number for token, number in ids.items()):
         raise ModelError(
-            f"model.weights: {path} was trained with another tokenizer than the one that was trained on this "
-            f"data; use its own: data.tokenizer.pretrained={file}"
+            f"model.weights: {path} was trained with another tokenizer than the one that this run trained on "
+            f"its data; use that of the weights: data.tokenizer.pretrained={file}"
         )
 
 
 def _refuse_misfits(found: LoadPlan, path: Path, config: ModelSection) -> None:
     if not found.moves:
-        raise ModelError(f"model.weights: nothing in {path} fits the model; {found.remarks()}")
+        raise ModelError(
+            f"model.weights: no tensor in {path} fits the model; {found.remarks()}; give weights of this "
+            "architecture"
+        )
     if config.strict and (remarks := found.remarks()):
         raise ModelError(
-            f"model.weights: {path} does not fit the model; {remarks}; model.strict=false loads what fits"
+            f"model.weights: {path} does not fit the model; {remarks}; set model.strict=false to load only "
+            "the tensors that fit"
         )
 
 
@@ -467,8 +478,8 @@ def plan_load(
     vocabulary = {id(p) for p in find_vocabulary_parameters(model)}
     if config.grow_vocabulary and not vocabulary:
         raise ModelError(
-            f"model.grow_vocabulary: a {type(model).__name__} has no get_input_embeddings() that says which "
-            "parameter has a row for each token"
+            f"model.grow_vocabulary: a {type(model).__name__} has no get_input_embeddings(), which names the "
+            "parameter with a row for each token; define it, or leave model.grow_vocabulary out"
         )
     result = LoadPlan()
     tied: dict[int, list[str]] = {}
@@ -484,7 +495,7 @@ def plan_load(
         entry = source.entries[keys[there[0]]]
         problem = _describe_mismatch(target, entry, id(target) in vocabulary, config.grow_vocabulary)
         if problem is None and _differ(source, [keys[name] for name in there]):
-            problem = f"one tensor in the model, but not the same as {keys[there[1]]} in the file"
+            problem = f"one tensor in the model, but different from {keys[there[1]]} in the file"
         if problem is None:
             result.moves.append((there[0], keys[there[0]]))
             if entry.shape != tuple(getattr(target, "ds_shape", target.shape)):
@@ -510,7 +521,7 @@ def _describe_mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may
     fewer_rows = is_vocabulary and same_rows and 0 < entry.shape[0] < shape[0]
     if fewer_rows and may_grow:
         return None
-    hint = "; model.grow_vocabulary=true adds the rows" if fewer_rows else ""
+    hint = "; set model.grow_vocabulary=true to add rows" if fewer_rows else ""
     return f"{list(entry.shape)} in the file, {list(shape)} in the model{hint}"
 
 

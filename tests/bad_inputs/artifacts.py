@@ -103,7 +103,7 @@ PRETRAINED = [
     pretrained(
         "what a run says of its model",
         lambda folder: ((folder / MODEL).unlink(), (folder.parent / "checkpoints").mkdir()),
-        "has no weights; this writes both",
+        "has no weights; export the run",
     ),
     pretrained(
         "weights under another name", renamed("mlp.gate_proj", "mlp.gate"), "missing: ", "unexpected: "
@@ -114,7 +114,7 @@ PRETRAINED = [
         recipe={"model": {"kind": "causal_lm", "pretrained": "m"}, "data.tokenizer": None},
         files={"m/config.json": '{"model_type": "llama"}'},
     ),
-    pretrained("weights cut off", cut(MODEL), "its weights are no safetensors"),
+    pretrained("weights cut off", cut(MODEL), "its weights cannot be read as safetensors"),
     pretrained("a config that is no JSON", writes("config.json", "{"), "config.json"),
     pretrained("a config that is a list", writes("config.json", "[]")),
     pretrained("a config of an unknown model", configured(model_type="lama"), "lama"),
@@ -136,20 +136,23 @@ PRETRAINED = [
     pretrained("a pipe as a config", replaced("config.json", os.mkfifo), "config.json: it is a pipe"),
     pretrained("a pipe as weights", replaced(MODEL, os.mkfifo), f"'{MODEL}' is a pipe"),
     pretrained(
-        "an index that points upwards", indexed("../x.safetensors"), INDEX, "points outside of the folder"
+        "an index that points upwards",
+        indexed("../x.safetensors"),
+        INDEX,
+        "names a file outside of the folder",
     ),
     pretrained(
         "an index with a link that leads elsewhere",
         indexed("x.safetensors", link("/etc/passwd")),
         INDEX,
-        "points outside of the folder",
+        "names a file outside of the folder",
     ),
     pretrained(
-        "an index of nothing there", indexed("x.safetensors"), INDEX, "'x.safetensors', which is no file"
+        "an index of nothing there", indexed("x.safetensors"), INDEX, "'x.safetensors', which is not a file"
     ),
     pretrained("an adapter in place of a model", writes("adapter_config.json", "{}"), "adapter", "merge it"),
     *nightly(
-        pretrained("weights of nothing", writes(MODEL, ""), "its weights are no safetensors"),
+        pretrained("weights of nothing", writes(MODEL, ""), "its weights cannot be read as safetensors"),
         pretrained(
             "a header of a petabyte", writes(MODEL, struct.pack("<Q", 1 << 50) + b"{}"), "no safetensors"
         ),
@@ -164,7 +167,10 @@ PRETRAINED = [
             "a pipe beside the model", lambda folder: os.mkfifo(folder / "extra"), "'extra' is a pipe"
         ),
         pretrained(
-            "an index that points elsewhere", indexed("/etc/passwd"), INDEX, "points outside of the folder"
+            "an index that points elsewhere",
+            indexed("/etc/passwd"),
+            INDEX,
+            "names a file outside of the folder",
         ),
         pretrained("an index of a pipe", indexed("x.safetensors", pipe), "is a pipe"),
         pretrained("an index of escapes", indexed("\x1b[2J"), INDEX, "x1b"),
@@ -223,21 +229,23 @@ WEIGHTS = [
         "safetensors that are text", "w.safetensors", "hello, this is text", "cannot be read as safetensors"
     ),
     weights("a pickle of nothing", "w.pt", "", "w.pt", "cannot be read as weights"),
-    weights("a pickle that runs code", "w.pt", pickle.dumps(Evil(), protocol=2), "w.pt", "run as code"),
+    weights(
+        "a pickle that runs code", "w.pt", pickle.dumps(Evil(), protocol=2), "w.pt", "code and is not run"
+    ),
     weights("a pickle that is a list", "w.pt", pickle.dumps([1, 2], protocol=2), "w.pt"),
     weights("several models in one file", "w.pt", several, "several models"),
     weights("weights of another model", "w.pt", tensors(a=3, b=4), "unexpected: a, b"),
     Case(
         "a folder without weights",
-        ["model.weights: {here}/w holds no weights", "a run directory"],
+        ["model.weights: {here}/w has no weights", "a run directory"],
         recipe={"model.weights": "{here}/w"},
         files={"w/a.txt": "x"},
     ),
-    weights("a pipe as a file of weights", "w.safetensors", pipe, "is no file"),
-    weights("a device as a file of weights", "w.pt", link("/dev/zero"), "is no file"),
+    weights("a pipe as a file of weights", "w.safetensors", pipe, "is not a file"),
+    weights("a device as a file of weights", "w.pt", link("/dev/zero"), "is not a file"),
     Case(
         "a folder whose weights lie elsewhere",
-        ["points outside of itself: 'model.safetensors'"],
+        ["names a file outside of itself: 'model.safetensors'"],
         recipe={"model.weights": "{here}/w"},
         files={"w/model.safetensors": link("/etc/passwd")},
     ),
@@ -394,7 +402,7 @@ OWN = [
     ),
     own("a model's missing argument", {"model.kind": "own_code:sized"}, "model.args do not fit", "size"),
     own("a model that is a text", {"model.kind": "own_code:no_model"}, "returned a str, not an nn.Module"),
-    own("all parameters frozen", {"model.freeze": ["1.*"]}, "model.freeze: 1.* freeze every parameter"),
+    own("all parameters frozen", {"model.freeze": ["1.*"]}, "model.freeze: 1.* match every parameter"),
     own("nothing of that name to freeze", {"model.freeze": ["2.weight"]}, "2.weight", "nearest: 1.weight"),
     own("a model without anything to train", {"model.kind": "own_code:frozen"}, "requires a gradient"),
     own("data that is not there", {"data.kind": "own_code:dat"}, "has no 'dat'", "did you mean 'data'?"),
@@ -409,7 +417,12 @@ OWN = [
     own("data that is empty", {"data.kind": "own_code:empty"}, "is empty"),
     own("data that is a generator", {"data.kind": "own_code:generator"}, "generator", "map-style"),
     own("held-out data of a bad name", {"data.kind": "own_code:badly_named"}, "'a/b'", "a name is letters"),
-    own("an objective that cannot be guessed", {"objective": {}}, "objective.kind", "say what is minimised"),
+    own(
+        "an objective that cannot be guessed",
+        {"objective": {}},
+        "objective.kind",
+        "write causal_lm, classification",
+    ),
     own("a loss that is not there", {"objective.kind": "no.such:loss"}, "there is no module 'no'"),
     own("a loss that is a number", {"objective.kind": "own_code:NUMBER"}, "'NUMBER'", "not callable"),
     Case(

@@ -280,10 +280,10 @@ def test_a_damaged_adapter_is_named(tmp_path, base, adapted, wrong):
     match = "cannot be read as safetensors"
     if wrong == "lacks a layer":
         weights = {name: values for name, values in weights.items() if not name.startswith(layer)}
-        match = r"lacks model\.layers\.1\.self_attn\.q_proj, which target_modules of adapter_config"
+        match = r"lacks model\.layers\.1\.self_attn\.q_proj, which target_modules in adapter_config"
     if wrong == "not a number":
         weights[f"{layer}.lora_A.weight"][0, 0] = math.nan
-        match = rf"{layer}\.lora_A\.weight holds values that are not finite"
+        match = rf"{layer}\.lora_A\.weight has values that are not finite"
     save_file(weights, file, {"format": "pt"})
     if wrong == "cut short":
         file.write_bytes(file.read_bytes()[:-100])
@@ -305,7 +305,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base, adapted):
     for model, match in (
         (
             new | {"num_layers": 1},
-            "an adapter of another model, or adapter.targets leaves them out|matches no linear",
+            "but no layer of this model gets them|matches no linear",
         ),
         (
             new | {"intermediate_size": 48},
@@ -315,7 +315,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base, adapted):
         with pytest.raises(pipeline.PipelineError, match=match):
             trained(settings(tmp_path, "other", model, weights, base))
     (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ModelError, match="a pickle, which is not opened"):
+    with pytest.raises(ModelError, match="a pickle, which could run code and is not opened"):
         trained(settings(tmp_path, "pickled", {"pretrained": str(base)}, weights, base))
 
 
@@ -389,7 +389,7 @@ def test_a_base_that_is_quantised_already_is_refused(tmp_path, wide):
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
-    match = r"quantised already \(bitsandbytes\); take the original ones"
+    match = r"already quantised \(bitsandbytes\); give the original ones"
     with pytest.raises(ModelError, match=match):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     for given in (

@@ -154,7 +154,7 @@ def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
     [
         (["evaluate", "optimizer.eps=1"], "optimizer.eps: the checkpoint determines this"),
         (["evaluate", "--step", "9"], "has no checkpoint of step 9; it has 1, 2, 3"),
-        (["evaluate", "data.sequence_length=64"], "is 64, but the model takes 32 positions; shorten it"),
+        (["evaluate", "data.sequence_length=64"], "is 64, but the model has 32 positions; lower it"),
         (["generate", "--prompt", "\udcff"], "--prompt: not UTF-8"),
         (["evaluate", "data.eval_fraction=0"], "nothing is held out to evaluate on"),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
@@ -184,7 +184,7 @@ def damaged(text_run, folder, change):
     [
         (lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml: no such file"),
         (lambda run: (run / "split.json").unlink(), "split.json cannot be read"),
-        (lambda run: (run / "model" / "config.json").unlink(), "does not say what the model is"),
+        (lambda run: (run / "model" / "config.json").unlink(), "does not describe a model"),
         (lambda run: flip_a_bit(run / "checkpoints/step-00000003/rank-00000.safetensors"), "is damaged"),
     ],
     ids=["recipe", "split", "config", "weights"],

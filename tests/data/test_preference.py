@@ -469,7 +469,7 @@ def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_pat
     command = ["--config", str(recipe), f"runs_dir={tmp_path}", "wandb.mode=disabled"]
     assert train(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "the training data have 40 desirable and 0 undesirable ones" in error
+    assert "the training data has 40 desirable and 0 undesirable ones" in error
     assert "objective.undesirable_weight: 0" in error
     assert train([*command, "objective.undesirable_weight=0"]) == 0
     assert train([*command, "objective.undesirable_weight=0", "objective.desirable_weight=0"]) == 2
@@ -514,8 +514,8 @@ def test_a_row_may_be_longer_than_the_positions_which_restart_at_each_answer(tmp
 def test_an_answer_that_the_positions_do_not_reach_is_refused_and_left_out_as_advised(tmp_path, capsys, kind):
     assert judge(tmp_path, kind=kind, longest=POSITIONS + 1) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "the longest answer has 65 tokens with its prompt, but the model takes 64 positions" in error
-    assert "data.answer_length=64 leaves such examples out and counts them" in error
+    assert "the longest answer has 65 tokens with its prompt, but the model has 64 positions" in error
+    assert "set data.answer_length=64 to leave such examples out and count them" in error
     assert judge(tmp_path, "data.answer_length=64", kind=kind, longest=POSITIONS + 1) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "20 examples dropped" in error

@@ -222,11 +222,11 @@ def test_one_process_writes_what_transformers_writes_and_stops_at_an_end():
 @pytest.mark.parametrize(
     ("prompts", "changes", "error", "words"),
     [
-        ([], {}, DataError, "prompts: none is given"),
+        ([], {}, DataError, "prompts is empty"),
         ([[1], []], {}, DataError, r"prompts\[1\] is empty"),
         ([[1, VOCABULARY]], {}, DataError, f"ids from 1 to {VOCABULARY}"),
         ([[-1]], {}, DataError, "ids from -1"),
-        ([[1] * 20], {}, ModelError, "20 tokens and max_new_tokens 8 are more than the 24"),
+        ([[1] * 20], {}, ModelError, "20 tokens and max_new_tokens is 8, but the model has 24"),
         ([[1]], {"max_new_tokens": 0}, DataError, "max_new_tokens is 0"),
         ([[1]], {"temperature": -1.0}, DataError, "temperature -1.0"),
     ],
@@ -241,7 +241,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(prompts, changes, error, 
 def test_a_model_that_cannot_write_says_so():
     engine = alone_engine()
     engine.module.__class__ = nn.Module  # any that has no `generate`
-    with pytest.raises(ModelError, match="has no `generate`"):
+    with pytest.raises(ModelError, match="has no method `generate`"):
         engine.generate([[1]], GREEDY)
 
 

@@ -128,5 +128,5 @@ def told_of(job: Job, model) -> str:
 
 def test_an_id_that_no_rank_has_is_told(ranks):
     for told in ranks(2).run(told_of, LLAMA | {"extra": {"tie_word_embeddings": True}}):
-        assert told.startswith("'input_ids' has 257, and model.embed_tokens, VocabParallelEmbedding(")
+        assert told.startswith("'input_ids' has 257, but model.embed_tokens, VocabParallelEmbedding(")
         assert "has 257 rows: expected 0 to 256" in told

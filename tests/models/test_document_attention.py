@@ -125,7 +125,7 @@ def test_models_of_plain_attention_are_served(architecture, caplog):
     ("architecture", "fields", "why"),
     [
         ("zaya", {}, "layers of hybrid"),
-        ("bart", {}, "asks more of its attention"),
+        ("bart", {}, "changes the model's logits"),
         ("bloom", {}, "computes attention itself"),
         ("llama4_text", {"head_dim": 8, "num_local_experts": 2}, "layers of chunked_attention"),
     ],
@@ -136,7 +136,7 @@ def test_models_that_ask_more_keep_transformers_attention(architecture, fields, 
     with caplog.at_level(logging.INFO):
         choose_attention(model, True, CPU)
     assert model.config._attn_implementation == before
-    assert f"attention: transformers' {before}; " in caplog.text
+    assert f"attention: transformers' {before}, since " in caplog.text
     assert why in caplog.text
 
 
@@ -169,4 +169,4 @@ def test_the_trial_has_a_window_that_shows(monkeypatch, caplog):
     monkeypatch.setattr(DocumentAttention, "__call__", without)
     with caplog.at_level(logging.INFO):
         choose_attention(make("mistral", None, sliding_window=4096, num_key_value_heads=4), True, CPU)
-    assert "asks more of its attention than products within documents" in caplog.text
+    assert "attention by document changes the model's logits" in caplog.text

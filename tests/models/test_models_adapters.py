@@ -161,7 +161,10 @@ def test_first_values_follow_from_seed_and_name_alone():
             r"'embed_tokens' is no linear layer of the model; to train it fully: "
             r"adapter.modules_to_save=\[embed_tokens\]$",
         ),
-        ({"targets": ["lm_head"]}, r"the output layer, which gets no adapter; adapter.modules_to_save"),
+        (
+            {"targets": ["lm_head"]},
+            r"the output layer, which gets no adapter; name it in adapter.modules_to_save",
+        ),
         ({"modules_to_save": ["lm_haed"]}, r"'lm_haed' matches no module of the model; nearest: lm_head"),
     ],
 )

@@ -185,10 +185,12 @@ def test_stating_what_the_weights_are_is_fine_and_anything_else_is_not(saved):
     _, folder = saved
     build(CausalLMConfig(pretrained=str(folder), num_layers=2, hidden_size=32, extra={"hidden_act": "silu"}))
     with pytest.raises(
-        ModelError, match="has num_hidden_layers 2, the recipe says 3; drop it, the weights decide"
+        ModelError, match="has num_hidden_layers 2, but the recipe has 3; remove it from the recipe"
     ):
         build(CausalLMConfig(pretrained=str(folder), num_layers=3))
-    with pytest.raises(ModelError, match=r"config has no num_hiden_layers \(did you mean .num_hidden_layers"):
+    with pytest.raises(
+        ModelError, match=r"config of a llama has no num_hiden_layers \(did you mean .num_hidden_layers"
+    ):
         build(CausalLMConfig(pretrained=str(folder), extra={"num_hiden_layers": 3}))
 
 
@@ -232,10 +234,10 @@ def test_weights_that_are_no_safetensors_are_told_with_the_command_that_writes_t
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(
-        ModelError, match=r"its weights are no safetensors \(pytorch_model\.bin\); "
+        ModelError, match=r"its weights are not safetensors \(pytorch_model\.bin\); "
     ) as caught:
         build(CausalLMConfig(pretrained=str(folder)))
-    python, option, program = shlex.split(str(caught.value).partition("this writes them as such: ")[2])
+    python, option, program = shlex.split(str(caught.value).partition("this command converts them: ")[2])
     assert (python, option) == ("python", "-c")
     monkeypatch.chdir(folder.parent)
     exec(program, {})
@@ -251,7 +253,7 @@ def test_a_folder_may_begin_with_a_tilde(saved, monkeypatch):
 
 def test_an_encoder_has_no_language_model_to_train(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ModelError, match="vit is no language model: its config has no vocab_size"):
+    with pytest.raises(ModelError, match="vit is not a language model, since its config has no vocab_size"):
         build(CausalLMConfig(pretrained=str(tmp_path)))
 
 
@@ -265,17 +267,17 @@ def test_an_encoder_has_no_language_model_to_train(tmp_path):
         (CausalLMConfig(), "give exactly one of architecture (new weights) and pretrained"),
         (tiny(pretrained="x"), "give exactly one of architecture (new weights) and pretrained"),
         (tiny("qqqqqq"), "model.architecture: transformers has no 'qqqqqq'"),
-        (tiny("gpt2", num_key_value_heads=2), "model: a gpt2 config has no num_key_value_heads"),
+        (tiny("gpt2", num_key_value_heads=2), "model: the config of a gpt2 has no num_key_value_heads"),
         (tiny(extra={"attention_bias": "yes"}), "llama: Field 'attention_bias' expected bool"),
         (tiny(extra={"pad_token_id": 99999}), "Padding_idx must be within num_embeddings (model.extra has"),
         (tiny(extra={"attention_dropout": 2.0}), "model.extra.attention_dropout is 2.0; expected 0 to 1"),
         (tiny("gpt2", extra={"attn_pdrop": -1.0}), "model.extra.attn_pdrop is -1.0; expected 0 to 1"),
         (tiny(extra={"head_dim": -4}), "(model.extra has head_dim)"),
-        (tiny("gemma2", attention="sdpa"), "attention: sdpa cannot cap the scores of a gemma2; write auto"),
+        (tiny("gemma2", attention="sdpa"), "sdpa ignores the cap on attention scores of a gemma2; write"),
         (tiny(num_heads=3), "(32) is not a multiple of the number of attention heads (3)"),
         (tiny("gpt2", num_heads=3), "divisible"),
-        (tiny(num_key_value_heads=3), "num_heads 4 is not a multiple of num_key_value_heads 3"),
-        (tiny("gpt2", max_sequence_length=15), "16, but the model takes 15 positions"),
+        (tiny(num_key_value_heads=3), "num_heads is 4, expected a multiple of num_key_value_heads (3)"),
+        (tiny("gpt2", max_sequence_length=15), "16, but the model has 15 positions"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
@@ -317,7 +319,9 @@ def test_capped_scores_are_capped_by_what_transformers_computes_too(is_pretraine
 
 def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
     request = ModelRequest(NoSharding())
-    with pytest.raises(ModelError, match=r"model\.vocab_size: the data has no tokenizer; write the number"):
+    with pytest.raises(
+        ModelError, match=r"model\.vocab_size is not given, and the data has no tokenizer; write the number"
+    ):
         build(tiny(), request=request)
     assert build(tiny(vocab_size=77), request=request).config.vocab_size == 77
 
@@ -325,7 +329,7 @@ def test_data_without_a_tokenizer_needs_a_vocabulary_in_the_recipe():
 def test_a_loaded_model_is_held_to_the_data_as_well(saved):
     _, folder = saved
     config = CausalLMConfig(pretrained=str(folder))
-    with pytest.raises(ModelError, match=r"data\.sequence_length is 17, but the model takes 16 positions"):
+    with pytest.raises(ModelError, match=r"data\.sequence_length is 17, but the model has 16 positions"):
         build(config, request=ModelRequest(NoSharding(), vocab_size=VOCABULARY, sequence_length=17))
     with pytest.raises(ModelError, match="but the tokenizer has 301 entries"):
         build(config, request=ModelRequest(NoSharding(), vocab_size=301, sequence_length=16))
@@ -344,7 +348,7 @@ def test_an_encoder_trained_as_a_language_model_is_an_error_whose_advice_works(t
     for fields in ({"pretrained": str(tmp_path)}, {"architecture": architecture, "hidden_size": 32}):
         if fields.get("architecture"):
             fields |= {"num_layers": 2, "num_heads": 4, "extra": {"pad_token_id": 0}}
-        with pytest.raises(ModelError, match="predicts a token from a row that shows it") as error:
+        with pytest.raises(ModelError, match="sees the tokens that it predicts") as error:
             build(CausalLMConfig(**fields))
         assert cure in str(error.value)
         decoder = build(CausalLMConfig(**fields | {"extra": fields.get("extra", {}) | {field: True}}))

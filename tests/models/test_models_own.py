@@ -95,9 +95,11 @@ def test_classes_come_from_the_recipe_or_the_data():
     assert outputs(None, 7) == 7
     assert outputs(12, 7) == 12
     assert outputs(12, None) == 12
-    with pytest.raises(ModelError, match=r"model\.num_classes is 6, and the data has 7 classes"):
+    with pytest.raises(ModelError, match=r"model\.num_classes is 6, but the data has 7 classes"):
         outputs(6, 7)
-    with pytest.raises(ModelError, match=r"model\.num_classes: the data does not say .* write the number"):
+    with pytest.raises(
+        ModelError, match=r"model\.num_classes is not given, and the data does not say it; write the number"
+    ):
         outputs(None, None)
 
 
@@ -143,7 +145,7 @@ def test_parameters_in_half_precision_become_fp32(caplog, monkeypatch):
     assert {p.dtype for p in model.parameters()} == {model.norm.running_mean.dtype} == {torch.float32}
     assert model.table.dtype == torch.float64
     assert model.inner.weight is model.outer.weight
-    assert "15 parameters are bf16; trained from fp32 copies" in caplog.text
+    assert "15 parameters are bf16 and were cast to fp32" in caplog.text
     caplog.clear()
     own("line", width=3)
     assert not caplog.text

@@ -137,7 +137,7 @@ def test_a_layer_that_the_given_adapter_trained_whole_has_to_be_named(tmp_path):
     tensors[f"{path}.weight"] = (64, 64)
     named = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in tensors.items()}
     save_file(named, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=rf"{path} was trained whole there.* adapter\.modules_to_save"):
+    with pytest.raises(ConfigError, match=rf"has trained {path} whole.* adapter\.modules_to_save"):
         make_engine(ALONE, asked(weights=str(tmp_path)), PLAIN, token_bundle())
 
 

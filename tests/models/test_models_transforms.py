@@ -52,7 +52,7 @@ def test_a_pattern_that_matches_nothing_is_told_the_nearest_names():
 
 
 def test_all_frozen_is_an_error_that_names_the_patterns():
-    with pytest.raises(ModelError, match=r"model\.freeze: lm_head\.\*, model\.\* freeze every parameter"):
+    with pytest.raises(ModelError, match=r"model\.freeze: lm_head\.\*, model\.\* match every parameter"):
         frozen(["lm_head.*", "model.*"])
 
 

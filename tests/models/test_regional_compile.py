@@ -174,7 +174,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written_and_that_is_said_once(cap
         torch.testing.assert_close(gradients(model, batch()), expected, rtol=0, atol=0)
     (line,) = lines(caplog)
     assert line == (
-        "compile: the 2 LlamaDecoderLayer blocks run as they are written: RuntimeError: no C++ compiler of "
+        "compile: the 2 LlamaDecoderLayer blocks run uncompiled: RuntimeError: no C++ compiler of "
         "several lines"
     )
 
@@ -223,7 +223,7 @@ def test_the_first_call_is_looked_at_without_compiling_anything_twice():
         assert len(graphs) == 1
     wrong = batch() | {"input_ids": torch.full((2, 12), 50)}
     with pytest.raises(
-        DataError, match=r"'input_ids' has 50, and model\.embed_tokens, Embedding.* has 50 rows"
+        DataError, match=r"'input_ids' has 50, but model\.embed_tokens, Embedding.* has 50 rows"
     ):
         ModelCall()(model, wrong)
 
@@ -240,5 +240,5 @@ def test_a_loss_in_the_first_call_of_a_compiled_model_is_looked_at():
     model = OwnLoss()
     compiled(model)
     call = ModelCall(with_targets=True)
-    with pytest.raises(DataError, match="'labels' has 7, and the scores of a cross entropy"):
+    with pytest.raises(DataError, match="'labels' has 7, but the scores of a cross entropy"):
         call(model, {"x": torch.ones(2, 4), "labels": torch.full((2,), 7)})

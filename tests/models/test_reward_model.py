@@ -91,7 +91,7 @@ def test_transformers_says_the_same_of_an_answer(tmp_path, base, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == opens_it
     torch.testing.assert_close(score_of(tmp_path / "out"), expected, rtol=1e-6, atol=2e-6)
     assert pipeline.evaluate(tmp_path / "run")["eval/loss"] == pytest.approx(row["eval/loss"], rel=1e-6)
-    with pytest.raises(ModelError, match="no `generate`"):
+    with pytest.raises(ModelError, match="no method `generate`"):
         pipeline.generate(tmp_path / "run", "Hello")
     # From there on: by its folder, or by the run.
     new = {"architecture": "llama", **SHAPE, "max_sequence_length": 128, "weights": str(tmp_path / "run")}
@@ -134,7 +134,7 @@ def test_it_writes_nothing(tmp_path, base):
 def test_a_model_that_transformers_cannot_classify_with(tmp_path, base):
     new = {"architecture": "mamba", "num_layers": 1, "hidden_size": 32}
     with (
-        pytest.raises(ModelError, match="no model of type mamba for sequence classification"),
+        pytest.raises(ModelError, match="no sequence classification for the model type mamba"),
         pipeline.Run(settings(tmp_path, "run", new, base)),
     ):
         pass

@@ -109,7 +109,7 @@ def test_all_that_does_not_fit_is_named_in_one_line(tmp_path):
     assert refused(small(seed=1), path) == (
         f"model.weights: {path} does not fit the model; missing: norm.running_mean; unexpected: more.0, "
         "more.1, more.2, more.3, more.4 and 2 more; mismatched: first.weight ([4, 5] in the file, [4, 3] in "
-        "the model); model.strict=false loads what fits"
+        "the model); set model.strict=false to load only the tensors that fit"
     )
 
 
@@ -127,7 +127,7 @@ def test_not_strict_loads_what_fits_and_says_the_rest_once(tmp_path):
 def test_nothing_that_fits_is_an_error_strict_or_not(tmp_path):
     save_file(copied(cnn()), tmp_path / "w.safetensors")
     for strict in (True, False):
-        assert "nothing in" in refused(small(), tmp_path / "w.safetensors", strict=strict)
+        assert "no tensor in" in refused(small(), tmp_path / "w.safetensors", strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_of_tied_weights_one_is_enough(tmp_path):
     assert_same(load(llama(extra=TIED), tmp_path / "both.pt"), state)
     apart = state | {"lm_head.weight": state["lm_head.weight"] + 1}
     torch.save(apart, tmp_path / "apart.pt")
-    assert "one tensor in the model, but not the same as" in refused(llama(extra=TIED), tmp_path / "apart.pt")
+    assert "one tensor in the model, but different from" in refused(llama(extra=TIED), tmp_path / "apart.pt")
     save_file({n: v for n, v in state.items() if n != "lm_head.weight"}, tmp_path / "w.safetensors")
     assert "missing: lm_head.weight;" in refused(llama(), tmp_path / "w.safetensors")
     neither = {n: v for n, v in state.items() if "layers" in n or "norm" in n}
@@ -211,7 +211,7 @@ def test_rows_for_new_tokens_are_the_mean_of_the_old(tmp_path, build, rows):
         assert torch.equal(value[: len(old[name])], old[name])
     assert load(build(rows, 0), tmp_path / "w.pt", grow_vocabulary=True)  # nothing to grow
     told = refused(build(rows + 57, 0), tmp_path / "w.pt")
-    assert "; model.grow_vocabulary=true adds the rows)" in told
+    assert "; set model.grow_vocabulary=true to add rows)" in told
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
     old = build_model(CausalLMConfig(architecture=architecture, **SIZES, extra=extra), request, 3)
     old.save_pretrained(tmp_path)
     more = ModelRequest(NoSharding(), vocab_size=257, sequence_length=24)
-    with pytest.raises(ModelError, match=r"has 257 entries; model\.grow_vocabulary=true adds the rows"):
+    with pytest.raises(ModelError, match=r"has 257 entries; set model\.grow_vocabulary=true to add rows"):
         build_model(CausalLMConfig(pretrained=str(tmp_path)), more, 0)
     model = build_model(CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True), more, 0)
     state = model.state_dict()
@@ -259,7 +259,7 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
     kept = build_model(CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True), fewer, 0)
     assert kept.config.vocab_size == 200
     fewer_rows = CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True, vocab_size=150)
-    with pytest.raises(ModelError, match="has vocab_size 200, the recipe says 150"):
+    with pytest.raises(ModelError, match="has vocab_size 200, but the recipe has 150"):
         build_model(fewer_rows, fewer, 0)
     padded = CausalLMConfig(pretrained=str(tmp_path), grow_vocabulary=True, vocab_size=256)
     assert build_model(padded, fewer, 0).lm_head.out_features == 256

@@ -109,4 +109,4 @@ def test_every_rank_hears_why_not(ranks, folder):
         weights_after_start, MODEL | {"weights": "w.safetensors"}, SPLITS["zero3"].json, folder, True
     )
     assert told[0] == told[1]
-    assert "model.grow_vocabulary=true adds the rows" in told[0]
+    assert "model.grow_vocabulary=true to add rows" in told[0]

@@ -43,8 +43,8 @@ def test_the_ids_of_other_data_are_refused(base, start, other_data, place):
     code, err = start(base / "run" / place, *other_data)
     assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "was trained with another tokenizer than the one that was trained on this data" in line
-    named = line.split("use its own: ")[1]
+    assert "was trained with another tokenizer than the one that this run trained on its data" in line
+    named = line.split("use that of the weights: ")[1]
     assert start(base / "run" / place, *other_data, named)[0] == 0
 
 
@@ -60,5 +60,5 @@ def test_of_a_bare_file_it_is_said_that_nobody_knows(base, start, tmp_path, othe
     bare = shutil.copy(tmp_path / "out" / "model.safetensors", tmp_path / "bare")
     code, err = start(bare, *other_data, "model.strict=false")
     assert code == 0
-    assert "nothing beside" in err
-    assert "data.tokenizer.pretrained names the right one" in err
+    assert "has no tokenizer beside it" in err
+    assert "name its tokenizer in data.tokenizer.pretrained" in err

@@ -210,16 +210,16 @@ def own(section, name):
         ([own("data", "uneven")], "inputs of one batch cannot be stacked: ("),
         ([own("data", "uneven"), "loader.num_workers=1"], "inputs of one batch cannot be stacked: ("),
         ([own("data", "nothing")], "the data set gave None for a sample"),
-        ([own("data", "too_large")], "'targets' has 4, and the model has 4 outputs: expected 0 to 3"),
-        ([own("data", "too_large_to_evaluate")], "'targets' has 4, and the model has 4 outputs"),
-        ([own("data", "one_in_ten"), "eval.max_samples=4"], "'targets' has 9, and the model has 4 outputs"),
+        ([own("data", "too_large")], "'targets' has 4, but the model has 4 outputs: expected 0 to 3"),
+        ([own("data", "too_large_to_evaluate")], "'targets' has 4, but the model has 4 outputs"),
+        ([own("data", "one_in_ten"), "eval.max_samples=4"], "'targets' has 9, but the model has 4 outputs"),
         ([own("data", "floats")], "reads class numbers (integers from 0) from 'targets'"),
         ([own("data", "columns")], "returned (4, 4), and 'targets' has (4, 1)"),
-        ([own("data", "unlabelled")], "reads 'labels', and the batch has inputs (4, 3) float32"),
+        ([own("data", "unlabelled")], "reads 'labels', but the batch has inputs (4, 3) float32"),
         ([own("data", "integers")], "is given int64 of shape (4, 3); expected floating-point"),
         ([own("data", "narrow")], "is given float32 of shape (4, 2); expected in_features 3 in"),
         ([own("data", "pairs")], "Linear.forward(input) does not fit the batch: missing"),
-        ([own("data", "pairs"), "model.inputs=[third]"], "model.inputs: the batch has no 'third'"),
+        ([own("data", "pairs"), "model.inputs=[third]"], "model.inputs names 'third', but the batch has"),
         ([own("data", "endless")], "returned a Endless for \"train\"; expected a map-style torch Dataset"),
         ([own("data", "loaders")], "return the data set, and the batches are made for you"),
         ([own("data", "arrays")], "returned a tuple for \"train\"; expected a map-style"),
@@ -227,13 +227,13 @@ def own(section, name):
         (["data.collate_fn=test_bad_code:left_out"], "a batch without a sample: inputs (0,"),
         (["data.collate_fn=test_bad_code:of_two"], "missing a required argument: 'more'"),
         (["data.collate_fn=test_bad_code:no_such"], "has no 'no_such'"),
-        ([own("model", "made")], "is a module; name a function or a class that makes it"),
+        ([own("model", "made")], "is a module; name a function or class that returns it"),
         ([own("objective", "detached")], "the loss does not depend on any parameter that is trained"),
         ([own("objective", "misnamed")], "the batch has no entry 'target'; it has: inputs"),
         ([own("objective", "of_one")], "of_one(outputs) cannot be called with (outputs, batch)"),
         ([own("objective", "own_cross_entropy"), own("data", "too_large")], "a cross entropy are for 4"),
-        (["objective.kind=causal_lm"], "reads 'labels', and the batch has inputs"),
-        ([own("data", "pictures")], "a list of anything else goes to no model by itself"),
+        (["objective.kind=causal_lm"], "reads 'labels', but the batch has inputs"),
+        ([own("data", "pictures")], "only tensors, arrays and numbers go to a model by themselves"),
         ([own("data", "named_pictures")], "missing a required argument: 'input'; the batch has input (list"),
         ([own("data", "only_texts")], "the data set gave a str for a sample; expected a dict, a tuple or a"),
         ([own("data", "empty_dicts")], "the data set gave a dict without entries for a sample; expected"),
@@ -243,7 +243,7 @@ def own(section, name):
         (["data.kind=test_bad_code:split_by_name", "data.args={}"], "as split_by_name(\"train\"): write def"),
         (["data.kind=test_bad_code:awaited", "data.args={}"], "is an async function; write def in place of"),
         ([own("model", "lazy")], "without values: weight, bias are lazy; give the layer its sizes"),
-        ([own("model", "on_meta")], "without values: weight, bias are on the meta device; make the model on"),
+        ([own("model", "on_meta")], "weight, bias are on the meta device; build the model on"),
         ([own("model", "in_parallel")], "returned a DataParallel; return the module inside"),
         ([own("model", "ends_the_program")], "ended the program (SystemExit: no GPU); put its script part"),
         ([own("model", "normalised"), "batch.global_batch_size=1"], "raise batch.micro_batch_size"),
@@ -252,9 +252,9 @@ def own(section, name):
         ([own("objective", "torchs_loss")], 'return nn.MSELoss(reduction="sum")(outputs, batch["targets"])'),
         ([own("objective", "counting_text")], "the function's count returned a str; expected one number"),
         ([own("objective", "counting_many")], "count returned a tensor of shape (4,); expected one number"),
-        ([own("objective", "counting_without_a_function")], "loss.count is no function; expected one of the"),
+        ([own("objective", "counting_without_a_function")], "loss.count is not a function; make"),
         ([own("objective", "loss_that_ends")], "objective.kind: the function ended the program (SystemExit"),
-        (["objective.kind=model_loss"], "objective.kind is model_loss, and the model returned a tensor of"),
+        (["objective.kind=model_loss"], "objective.kind is model_loss, but the model returned a tensor of"),
     ],
 )  # fmt: skip
 def test_it_is_one_line(ends, overrides, message):
@@ -363,7 +363,7 @@ def test_a_module_that_cannot_be_imported_is_one_line(ends, name, text, message)
 
 def test_a_model_in_half_precision_is_trained_from_fp32(ends):
     told = ends(0, own("model", "in_half"))
-    assert "test_bad_code:in_half: 16 parameters are fp16; trained from fp32 copies of them" in told
+    assert "test_bad_code:in_half: 16 parameters are fp16 and were cast to fp32" in told
 
 
 def test_a_batch_and_an_evaluation_without_a_label_are_events(ends, tmp_path):
