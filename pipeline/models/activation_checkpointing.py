@@ -59,7 +59,7 @@ def enable_activation_checkpointing(
         return
     options: dict[str, Any] = {
         "use_reentrant": False,  # the reentrant kind loses arguments passed by name
-        # Reading and restoring the generators costs time in every block, so only where numbers are drawn.
+        # Reading and restoring the generators costs time in every block, so it is done only if needed.
         "preserve_rng_state": _draws_random_numbers(model),
     }
     if mode == "selective":
@@ -76,7 +76,7 @@ def enable_activation_checkpointing(
     except ValueError:
         raise ModelError(
             f"model.activation_checkpointing: transformers cannot recompute the blocks of a "
-            f"{model.config.model_type}; use none"
+            f"{model.config.model_type}; set model.activation_checkpointing=none"
         ) from None
 
 

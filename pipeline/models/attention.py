@@ -1,8 +1,8 @@
 """The choice of a model's attention function, and the test that it keeps packed documents apart.
 
 Both are tried, not looked up: a model of the same class with two layers and few words must give the same
-logits under DocumentAttention as under transformers' own attention, for whole rows and for a document behind
-another. Otherwise transformers' attention computes, and one line of the log says so.
+logits under DocumentAttention as under transformers' own attention, for whole rows and for a row's second
+document. Otherwise transformers' attention is used, and one line of the log says so.
 
 transformers is imported only in the functions that need it; see transformers_facts.
 """
@@ -68,7 +68,7 @@ def resolve_attention_name(attention: str, config: PreTrainedConfig) -> str | No
 
 
 def get_attention_function(name: str) -> AttentionFunction:
-    """Return the function behind `attn_implementation: <name>`."""
+    """Return the function that is registered as `attn_implementation: <name>`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS[name]

@@ -174,8 +174,8 @@ class _CompiledForward:
         """Compile again, for parameters at any address.
 
         Inductor checks the addresses of parameters once, when it compiles. A kernel for aligned parameters
-        fails with "misaligned address" on a block with others. ZeRO 3 on one GPU places parameters one behind
-        the other in one piece of memory.
+        fails with "misaligned address" on a block with others. ZeRO 3 on one GPU places parameters next to
+        each other in one piece of memory.
         """
         self._is_aligned = False
         self.forget()

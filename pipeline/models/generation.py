@@ -116,7 +116,7 @@ def generate(
     was_training = module.training
     module.eval()
     try:
-        # torch.compile would compile anew for every length of the text.
+        # torch.compile would compile again for every length of the text.
         with _seed_generators(settings.seed, device), torch.compiler.set_stance("force_eager"):
             output = module.generate(  # type: ignore[operator]
                 input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, pad_token_id=pad, **options

@@ -1,4 +1,4 @@
-"""The request to a model builder: facts of the data, and where parameters lie while the model is built.
+"""The request to a model builder: facts of the data, and the place of parameters while the model is built.
 
 A model can be built whole on the host, whole on its device, or sharded from the first parameter on (ZeRO 3).
 With pipeline stages and tensor parallelism, the parts of other ranks are built without values.
@@ -105,8 +105,8 @@ class DevicePlacement(NoSharding):
     @contextmanager
     def gather(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """See Sharding.gather."""
-        lent = list(dict.fromkeys(parameters))
-        for parameter in lent:
+        gathered = list(dict.fromkeys(parameters))
+        for parameter in gathered:
             if parameter.is_meta:
                 allocate_values(parameter)
             elif parameter.is_floating_point():
@@ -114,7 +114,7 @@ class DevicePlacement(NoSharding):
         try:
             yield
         finally:
-            for parameter in lent:
+            for parameter in gathered:
                 self._place_parameter(parameter)
 
     def _place_parameter(self, parameter: nn.Parameter) -> None:

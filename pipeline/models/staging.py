@@ -55,8 +55,8 @@ class SingleInputLayer(StageLayer):
 
     def forward(self, inputs: Carried) -> Carried:
         """Return the part's output, with positions and bounds unchanged."""
-        given, *beside = _unpack(inputs)
-        return _pack(self.part(given), *beside)
+        values, positions, bounds = _unpack(inputs)
+        return _pack(self.part(values), positions, bounds)
 
 
 class PositionLayer(StageLayer):
@@ -64,8 +64,8 @@ class PositionLayer(StageLayer):
 
     def forward(self, inputs: Carried) -> Carried:
         """Return the hidden states plus their positions' embeddings."""
-        hidden, *beside = _unpack(inputs)
-        return _pack(hidden + self.part(_complete_positions(beside[0], hidden)), *beside)
+        hidden, positions, bounds = _unpack(inputs)
+        return _pack(hidden + self.part(_complete_positions(positions, hidden)), positions, bounds)
 
 
 class HeadLayer(StageLayer):

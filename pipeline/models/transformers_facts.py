@@ -1,7 +1,7 @@
 """Facts about models, configs and folders of transformers, without importing it.
 
-The import takes longer than torch's, and not every model needs it. A folder of transformers describes a model
-beside its weights. One from elsewhere is checked before a library reads it.
+The import takes longer than torch's, and not every model needs it. A folder of transformers holds weights and
+a description of their model. A folder from elsewhere is checked before a library reads it.
 """
 
 from __future__ import annotations

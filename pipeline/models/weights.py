@@ -1,4 +1,4 @@
-"""Initial weights from files: the search for files behind a path, and the match of tensors by name.
+"""Initial weights from files: the search for the files of a path, and the match of tensors by name.
 
 Rank 0 reads one tensor at a time, and every rank gets its values, whole or in ZeRO-3's shards. Nothing in the
 files is executed: pickles are read by torch's restricted reader. Files outside of the named folder are not
@@ -44,7 +44,7 @@ WEIGHT_FILES = (
 )
 DEEPSPEED = "*_model_states.pt"
 PICKLES = (".pt", ".pth", ".bin")
-# Keys under which training programs save the model beside its optimizer.
+# Keys under which training programs save the model in one file with its optimizer.
 ENVELOPES = ("state_dict", "model_state_dict", "model", "module")
 
 
@@ -107,7 +107,7 @@ class SafetensorsFiles:
                     entries[name] = TensorEntry(tuple(about.get_shape()), _TYPES.get(dtype, dtype))
                     self._places[name] = path, file
             except (SafetensorError, OSError) as error:
-                what = f"cannot be read as safetensors: {_get_first_sentence(error)}"
+                what = f"cannot be read as safetensors: {_get_first_sentence(error)}; save or fetch it again"
                 raise weights_error(path, what, key) from None
         self.entries: Mapping[str, TensorEntry] = entries
 
@@ -166,7 +166,8 @@ def _unpickle(path: Path) -> Any:
                 f"contains {refused[1][:100]}, which is code and is not run; save model.state_dict() instead "
                 "of the model, or safetensors",
             ) from None
-        raise weights_error(path, f"cannot be read as weights: {_get_first_sentence(error)}") from None
+        what = f"cannot be read as weights: {_get_first_sentence(error)}; save or fetch it again"
+        raise weights_error(path, what) from None
 
 
 def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
@@ -331,7 +332,7 @@ def _open_files(files: dict[Path, list[str] | None]) -> WeightFile:
     suffixes = {path.suffix for path in files}
     for path in files:
         if not path.is_file():
-            raise weights_error(path, "is not a file")
+            raise weights_error(path, "is not a file; give a file with weights")
     if suffixes == {".safetensors"}:
         return SafetensorsFiles(files)
     if suffixes <= set(PICKLES):

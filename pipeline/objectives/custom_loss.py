@@ -85,7 +85,8 @@ class CustomLoss(BaseObjective):
             signature.bind(None, None)
         except TypeError as misfit:
             raise ConfigError(
-                f"objective.kind: {name}{signature} cannot be called with (outputs, batch): {misfit}"
+                f"objective.kind: {name}{signature} cannot be called with (outputs, batch): {misfit}; give "
+                "the function these two arguments"
             ) from None
 
     def count(self, batch: Batch) -> Tensor:

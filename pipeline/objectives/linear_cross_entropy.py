@@ -586,8 +586,8 @@ def _find_head(model: Any) -> nn.Linear | None:
 def _returns_outputs(model: nn.Module, head: nn.Linear, head_name: str, decoder_name: str) -> bool:
     """Return whether the logits are the very tensor that the layer returns.
 
-    The model's forward is tried with stand-ins for the layer and the decoder. A scale or a bound behind the
-    layer makes another tensor.
+    The model's forward is tried with stand-ins for the layer and the decoder. A scale or a cap on the logits
+    makes another tensor.
     """
     weight = head.weight
     hidden_BTD = torch.empty(1, 2, head.in_features, dtype=weight.dtype, device=weight.device)

@@ -119,8 +119,8 @@ class ModelCall:
     Args:
         stated: The recipe's list `model.inputs`. Entries are passed by name where the forward has an argument
             of that name, and the others by position, in this order.
-        with_targets: Whether the model computes its own loss. Targets are then passed too, under a name of
-            the forward's that means the same, or behind the inputs.
+        with_targets: Whether the model computes its own loss. Targets are then passed too: by a name of
+            the forward that means the same, or after the inputs.
         kept: Further entries that are not passed to any model.
     """
 
@@ -232,9 +232,9 @@ class _CallPlanner:
         named = {key: key for key in rest if key in self._names}
         rest = [key for key in rest if key not in named]
         for key in [key for key in rest if key in TARGET_KEYS]:  # such as `label` for transformers' `labels`
-            alike = [name for name in TARGET_KEYS if name in self._names and name not in named]
-            if alike:
-                named[alike[0]] = key
+            synonyms = [name for name in TARGET_KEYS if name in self._names and name not in named]
+            if synonyms:
+                named[synonyms[0]] = key
                 rest.remove(key)
         free = [p for p in self._places if p.name not in named]
         wanted = [p for p in free if p.default is Parameter.empty]
@@ -306,8 +306,8 @@ class BaseObjective:
         self._is_first_count = False
         if not count:
             log.warning(
-                "no label of the first micro-batch counts: all of %r are %d; nothing is learned if all other "
-                "data is like it",
+                "no label of the first micro-batch counts: all of %r are %d; check the data set, since "
+                "nothing is learned from such labels",
                 name,
                 IGNORE_INDEX,
             )

@@ -149,7 +149,7 @@ TOGETHER = [
     Case("a cnn of fewer classes", ["num_classes", "10"], base="digits", recipe={"model.num_classes": 4}),
     Case(
         "class weights of another number",
-        ["objective.class_weights: 9 weights", "10"],
+        ["objective.class_weights has 9 weights", "10"],
         base="digits",
         recipe={"objective.class_weights": [1] * 9},
     ),

@@ -309,7 +309,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, base, adapted):
         ),
         (
             new | {"intermediate_size": 48},
-            r"is an adapter of another model: .* is \[64, 2\] there, and \[48, 2\]",
+            r"is an adapter of another model: .* has shape \[64, 2\], expected \[48, 2\]",
         ),
     ):
         with pytest.raises(pipeline.PipelineError, match=match):

@@ -228,7 +228,7 @@ def test_one_process_writes_what_transformers_writes_and_stops_at_an_end():
         ([[-1]], {}, DataError, "ids from -1"),
         ([[1] * 20], {}, ModelError, "20 tokens and max_new_tokens is 8, but the model has 24"),
         ([[1]], {"max_new_tokens": 0}, DataError, "max_new_tokens is 0"),
-        ([[1]], {"temperature": -1.0}, DataError, "temperature -1.0"),
+        ([[1]], {"temperature": -1.0}, DataError, "temperature is -1.0"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_one_line(prompts, changes, error, words):

@@ -214,7 +214,7 @@ def own(section, name):
         ([own("data", "too_large_to_evaluate")], "'targets' has 4, but the model has 4 outputs"),
         ([own("data", "one_in_ten"), "eval.max_samples=4"], "'targets' has 9, but the model has 4 outputs"),
         ([own("data", "floats")], "reads class numbers (integers from 0) from 'targets'"),
-        ([own("data", "columns")], "returned (4, 4), and 'targets' has (4, 1)"),
+        ([own("data", "columns")], "returned logits (4, 4), and 'targets' has (4, 1)"),
         ([own("data", "unlabelled")], "reads 'labels', but the batch has inputs (4, 3) float32"),
         ([own("data", "integers")], "is given int64 of shape (4, 3); expected floating-point"),
         ([own("data", "narrow")], "is given float32 of shape (4, 2); expected in_features 3 in"),
