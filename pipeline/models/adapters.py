@@ -95,30 +95,34 @@ class PeftFolder:
         Raises:
             ConfigError: The recipe and the folder differ.
         """
-        own = self.config
+        folder_config = self.config
         kind = "lora"
-        if own.get("use_rslora"):
+        if folder_config.get("use_rslora"):
             kind = "rslora"
-        if own.get("use_dora"):
+        if folder_config.get("use_dora"):
             kind = "dora"
-        said = {"kind": kind, "rank": own.get("r"), "alpha": float(own.get("lora_alpha") or 0)}
-        for key, theirs in said.items():
-            ours = getattr(config, key)
-            if ours is not None and ours != theirs:
+        from_folder = {
+            "kind": kind,
+            "rank": folder_config.get("r"),
+            "alpha": float(folder_config.get("lora_alpha") or 0),
+        }
+        for key, folder_value in from_folder.items():
+            recipe_value = getattr(config, key)
+            if recipe_value is not None and recipe_value != folder_value:
                 raise ConfigError(
-                    f"adapter.{key} is {ours}, but adapter.weights ({self.path}) has {theirs}; set "
-                    f"adapter.{key}={theirs}"
+                    f"adapter.{key} is {recipe_value}, but adapter.weights ({self.path}) has {folder_value}; "
+                    f"set adapter.{key}={folder_value}"
                 )
         targets = [
             name.removesuffix(".lora_A.weight") for name in self._iterate_names() if ".lora_A." in name
         ]
         if config.targets is None:
-            said["targets"] = targets
+            from_folder["targets"] = targets
         if config.modules_to_save is None:
-            said["modules_to_save"] = (
+            from_folder["modules_to_save"] = (
                 sorted({name.rpartition(".")[0] for name in self.whole_tensors()}) or None
             )
-        return config.model_copy(update=said)
+        return config.model_copy(update=from_folder)
 
     def get_values(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the values of the model's parameter of this name.
@@ -149,13 +153,17 @@ class PeftFolder:
 
     def refuse_missing(self, layers: Iterable[str]) -> None:
         """Raise a ModelError if the folder lacks layers of the model that its config lists by name."""
-        own = self.config
-        names = own.get("target_modules")
-        if not isinstance(names, list) or own.get("layers_to_transform") or own.get("exclude_modules"):
+        folder_config = self.config
+        names = folder_config.get("target_modules")
+        if (
+            not isinstance(names, list)
+            or folder_config.get("layers_to_transform")
+            or folder_config.get("exclude_modules")
+        ):
             return  # a pattern, or names with exceptions: their layers are not known here
         ends = tuple(f".{name}" for name in names)
-        asked = [layer for layer in layers if f".{layer}".endswith(ends)]
-        if missing := [name for name in asked if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
+        listed = [layer for layer in layers if f".{layer}".endswith(ends)]
+        if missing := [name for name in listed if f"{PREFIX}{name}.lora_A.weight" not in self.tensors]:
             raise ModelError(
                 f"adapter.weights: {self.path / WEIGHTS} lacks {format_names(missing)}, which "
                 f"target_modules in {CONFIG} lists; save or fetch the adapter again"
@@ -163,8 +171,8 @@ class PeftFolder:
 
     def refuse_others(self, taken: set[str]) -> None:
         """Raise a ModelError if the folder has adapters of layers that get none in this model."""
-        there = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
-        if others := sorted(there - {to_peft_name(name) for name in taken}):
+        adapter_names = self.tensors.keys() - {PREFIX + name for name in self.whole_tensors()}
+        if others := sorted(adapter_names - {to_peft_name(name) for name in taken}):
             raise ModelError(
                 f"adapter.weights: {self.path} has {format_names(others)}, but no layer of this model gets "
                 "them; give an adapter of this model, or match their layers in adapter.targets"
@@ -264,43 +272,43 @@ def add_adapter(
         ConfigError: A name in the recipe matches nothing.
         ModelError: `config.weights` cannot be read, or belongs to another model.
     """
-    given = PeftFolder.read_on_main(config.weights, job) if config.weights is not None else None
-    config = config if given is None else given.complete_config(config)
+    folder = PeftFolder.read_on_main(config.weights, job) if config.weights is not None else None
+    config = config if folder is None else folder.complete_config(config)
     layers = find_linear_layers(model)
-    if given is not None:
-        given.refuse_missing(layers)
+    if folder is not None:
+        folder.refuse_missing(layers)
     targets = find_adapter_targets(config, model, layers)
-    whole = find_fully_trained(config, model)
+    fully_trained = find_fully_trained(config, model)
     embeddings = [p for p in find_vocabulary_parameters(model) if getattr(p, "has_new_rows", False)]
     if config.quantize is not None:
         from pipeline.models.quantised import quantise_base
 
-        quantise_base(model, whole, sharding, dtype)
+        quantise_base(model, fully_trained, sharding, dtype)
     elif isinstance(sharding, HalfBasePlacement):
-        accept_fp32_inputs(model, whole, sharding)
+        accept_fp32_inputs(model, fully_trained, sharding)
     _inject_layers(model, build_peft_config(config, targets), config.quantize is not None)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
-        if any(parameter is each for each in (*whole, *embeddings)):
+        if any(parameter is each for each in (*fully_trained, *embeddings)):
             parameter.requires_grad_(True)
         else:
             parameter.is_base = True  # type: ignore[attr-defined]
     if config.kind == "dora":
         _add_magnitudes(model, sharding)
     _set_initial_values(
-        model, config, seed, given, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None
+        model, config, seed, folder, torch.float32 if isinstance(sharding, FrozenBasePlacement) else None
     )
-    if given is not None:
+    if folder is not None:
         names = dict(model.named_parameters(remove_duplicate=False))
-        for name, values in given.whole_tensors().items():
+        for name, values in folder.whole_tensors().items():
             fill_tensor(names[name], values if job.ranks.is_main_process else None, sharding, job)
     trained = sum(count_elements(p) for p in model.parameters() if p.requires_grad)
     rank = config.rank or DEFAULT_ADAPTER_RANK
     alpha = config.alpha or DEFAULT_ADAPTER_ALPHA
     description = f"{config.kind} of rank {rank}, alpha {alpha:g}, on {len(targets)} linear layers"
-    if whole or embeddings:
-        description += f"; {len(whole) + len(embeddings)} tensors are trained whole"
+    if fully_trained or embeddings:
+        description += f"; {len(fully_trained) + len(embeddings)} tensors are trained whole"
     log.info("adapter: %s: %s parameters are trained", description, f"{trained:,}")
 
 
@@ -340,8 +348,8 @@ def measure_reduced_base(model: nn.Module) -> tuple[int, int]:
 
     Such weights are in 4 bits, or rounded to the dtype of products.
     """
-    trained_in = {p.dtype for p in model.parameters() if p.requires_grad}
-    weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_in]
+    trained_dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    weights = [p for p in model.parameters() if is_base(p) and p.dtype not in trained_dtypes]
     return sum(map(count_elements, weights)), sum(map(_count_bytes, weights))
 
 
@@ -394,7 +402,7 @@ def _get_values(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _set_initial_values(
-    model: nn.Module, config: AdapterConfig, seed: int, given: PeftFolder | None, dtype: torch.dtype | None
+    model: nn.Module, config: AdapterConfig, seed: int, folder: PeftFolder | None, dtype: torch.dtype | None
 ) -> None:
     """Set the initial values of the adapter's parameters, on the devices of the layers' weights.
 
@@ -402,27 +410,27 @@ def _set_initial_values(
         model: The model with peft's layers.
         config: The completed adapter section.
         seed: The seed of the initial values.
-        given: The folder of `adapter.weights`, or `None`.
+        folder: The folder of `adapter.weights`, or `None`.
         dtype: The dtype of the parameters; `None`: that of the layer's own weight.
     """
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for name, layer in find_adapter_layers(model):
         weight = layer.get_base_layer().weight
         device = torch.device("cpu") if weight.is_meta else weight.device
         for part, parameter in list(layer.named_parameters()):
             if part.startswith("base_layer."):
                 continue
-            if given is not None:
-                values = given.get_values(f"{name}.{part}", tuple(parameter.shape))
-                taken.add(f"{name}.{part}")
+            if folder is not None:
+                values = folder.get_values(f"{name}.{part}", tuple(parameter.shape))
+                used_names.add(f"{name}.{part}")
             elif parameter.is_meta:
                 values = draw_adapter_values(f"{name}.{part}", parameter.shape, config, seed)
             else:
                 values = parameter.detach()
             owner = layer.get_submodule(part.rpartition(".")[0])
             owner.weight = nn.Parameter(values.to(device, dtype or weight.dtype))
-    if given is not None:
-        given.refuse_others(taken)
+    if folder is not None:
+        folder.refuse_others(used_names)
 
 
 def draw_adapter_values(name: str, shape: torch.Size, config: AdapterConfig, seed: int) -> Tensor:

@@ -145,13 +145,14 @@ def build_cnn(config: CNNConfig, request: ModelRequest) -> nn.Module:
         ModelError: Neither the recipe nor the data says the number of classes, or the recipe has fewer
             than the data.
     """
-    stated = config.num_classes
-    found = request.num_classes
-    if stated is not None and found is not None and stated < found:
+    recipe_classes = config.num_classes
+    data_classes = request.num_classes
+    if recipe_classes is not None and data_classes is not None and recipe_classes < data_classes:
         raise ModelError(
-            f"model.num_classes is {stated}, but the data has {found} classes; raise it, or leave it out"
+            f"model.num_classes is {recipe_classes}, but the data has {data_classes} classes; raise it, or "
+            "leave it out"
         )
-    num_classes = stated or found
+    num_classes = recipe_classes or data_classes
     if num_classes is None:
         raise ModelError("model.num_classes is not given, and the data does not say it; write the number")
     with request.sharding.construct():

@@ -443,12 +443,14 @@ class DocumentAttention:
         rows, _, length, _ = heads[0].shape
 
         def find() -> tuple[Tensor, list[int]]:
-            found = find_document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
-            return found, [end - start for start, end in pairwise(found.tolist()) if end > start]
+            document_bounds = find_document_bounds(positions.expand(rows, -1)) if bounds is None else bounds
+            return document_bounds, [
+                end - start for start, end in pairwise(document_bounds.tolist()) if end > start
+            ]
 
-        found, sizes = self._find_once(positions if bounds is None else bounds, rows, find)
+        document_bounds, sizes = self._find_once(positions if bounds is None else bounds, rows, find)
         if not is_served(heads, max(sizes), scores):
-            return attend_in_blocks(heads, found, scores)
+            return attend_in_blocks(heads, document_bounds, scores)
         if len(sizes) == rows:
             return self._attend_to_whole_rows(*heads, scores)
         parts = [t.transpose(1, 2).flatten(0, 1).split(sizes) for t in heads]
@@ -532,9 +534,9 @@ class DocumentAttention:
         version = None if given.is_inference() else given._version
         if self._last is not None and self._last[0]() is given and self._last[1] == (version, form):
             return self._last[2]
-        found = find()
-        self._last = (weakref.ref(given), (version, form), found)
-        return found
+        result = find()
+        self._last = (weakref.ref(given), (version, form), result)
+        return result
 
 
 def disable_cudnn_attention() -> None:

@@ -30,7 +30,7 @@ def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     The list is empty if the model does not name its embeddings.
     """
-    found: dict[nn.Parameter, None] = {}
+    parameters: dict[nn.Parameter, None] = {}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, getter, lambda: None)()
         if module is not None and module is getattr(model, "score", None):
@@ -38,8 +38,8 @@ def find_vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
         for name in ("weight", "bias"):
             parameter = getattr(module, name, None)
             if isinstance(parameter, nn.Parameter):
-                found[parameter] = None
-    return list(found)
+                parameters[parameter] = None
+    return list(parameters)
 
 
 def get_vocabulary_size(model: nn.Module) -> int | None:

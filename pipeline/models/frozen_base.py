@@ -24,13 +24,13 @@ def is_transposed(layer: nn.Module) -> bool:
 
 def find_linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return the linear layers by name, each with its sizes (outputs, inputs)."""
-    found = {}
+    layers = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found[name] = (module.out_features, module.in_features)
+            layers[name] = (module.out_features, module.in_features)
         elif is_transposed(module):
-            found[name] = (module.nf, module.nx)
-    return found
+            layers[name] = (module.nf, module.nx)
+    return layers
 
 
 def _get_output_layer(model: nn.Module) -> nn.Module | None:
@@ -51,7 +51,7 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
         raise ModelError("adapter: the model has no linear layer to add it to; remove the adapter section")
     if config.targets is None:
         return names
-    found: dict[str, None] = {}
+    targets: dict[str, None] = {}
     for pattern in config.targets:
         modules = (name for name, _ in model.named_modules())
         matches = match_modules(pattern, layers, "adapter.targets", "linear layer", modules)
@@ -60,8 +60,8 @@ def find_adapter_targets(config: AdapterConfig, model: nn.Module, layers: Mappin
                 f"adapter.targets: {pattern!r} matches {kept[0]}, the output layer, which gets no adapter; "
                 "name it in adapter.modules_to_save to train it whole"
             )
-        found.update(dict.fromkeys(matches))
-    return [name for name in names if name in found]
+        targets.update(dict.fromkeys(matches))
+    return [name for name in names if name in targets]
 
 
 def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Parameter]:
@@ -73,11 +73,11 @@ def find_fully_trained(config: AdapterConfig, model: nn.Module) -> list[nn.Param
     names = [
         name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
     ]
-    found = [model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())]
+    parameters = [model.get_parameter(name) for name in getattr(model, "drawn_beside_weights", ())]
     for pattern in config.modules_to_save or ():
         for name in match_modules(pattern, names, "adapter.modules_to_save", "module"):
-            found += list(model.get_submodule(name).parameters())
-    return found
+            parameters += list(model.get_submodule(name).parameters())
+    return parameters
 
 
 class FrozenBasePlacement(DevicePlacement):
@@ -104,14 +104,14 @@ class FrozenBasePlacement(DevicePlacement):
 
         transformers' BitsAndBytesConfig chooses the same layers, so an exported adapter fits this base.
         """
-        kept = {
+        excluded = {
             id(p) for p in (*find_fully_trained(self._adapter, model), *find_vocabulary_parameters(model))
         }
         layers = {name: model.get_submodule(name) for name in find_linear_layers(model)}
         return {
             name: layer
             for name, layer in layers.items()
-            if (type(layer) is nn.Linear or is_transposed(layer)) and id(layer.weight) not in kept
+            if (type(layer) is nn.Linear or is_transposed(layer)) and id(layer.weight) not in excluded
         }
 
 
@@ -134,8 +134,8 @@ class HalfBasePlacement(FrozenBasePlacement):
         self._product_dtype = dtype
 
     def _tensor_options(self, parameter: nn.Parameter) -> dict[str, Any]:
-        kind = super()._tensor_options(parameter)
-        return kind | {"dtype": self._product_dtype} if parameter in self._transposed else kind
+        options = super()._tensor_options(parameter)
+        return options | {"dtype": self._product_dtype} if parameter in self._transposed else options
 
     def release(self, trained: Iterable[nn.Parameter]) -> None:
         """Place these parameters as all others are placed, since they are trained after all."""

@@ -170,13 +170,15 @@ class _TensorLoader:
 
     def _refuse_different_values(self, parameter: nn.Parameter, name: str, values: Tensor) -> None:
         assert self._tied is not None
-        found = xxhash.xxh3_64_hexdigest(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        if self._tied[parameter] not in (None, found):
+        checksum = xxhash.xxh3_64_hexdigest(
+            values.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        )
+        if self._tied[parameter] not in (None, checksum):
             raise ModelError(
                 f"model.pretrained: the model ties {name} of input and output, but its files have two "
                 'different tensors for it; write "tie_word_embeddings": false into its config.json'
             )
-        self._tied[parameter] = found
+        self._tied[parameter] = checksum
 
 
 SCORE = "score.weight"
@@ -339,16 +341,18 @@ def _suggest_architecture(architecture: str | None) -> str:
 def _collect_fields(config: CausalLMConfig, known: PretrainedConfig) -> dict[str, Any]:
     """Return the recipe's fields under transformers' names, each of which is a field of `known`."""
     fields = dict(config.extra)
-    for ours, theirs in TRANSFORMERS_FIELDS.items():
-        if theirs in fields:
-            raise ModelError(f"model.extra.{theirs}: the recipe has a key for it; write model.{ours} instead")
-        names = (theirs, *FIELD_ALIASES.get(theirs, ()))
-        if (value := getattr(config, ours)) is not None:
-            fields[next((name for name in names if hasattr(known, name)), theirs)] = value
+    for recipe_name, field in TRANSFORMERS_FIELDS.items():
+        if field in fields:
+            raise ModelError(
+                f"model.extra.{field}: the recipe has a key for it; write model.{recipe_name} instead"
+            )
+        names = (field, *FIELD_ALIASES.get(field, ()))
+        if (value := getattr(config, recipe_name)) is not None:
+            fields[next((name for name in names if hasattr(known, name)), field)] = value
     for name in fields:
         if not hasattr(known, name):
-            near = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
-            raise ModelError(f"model: the config of a {known.model_type} has no {name}{near}")
+            hint = did_you_mean(name, (word for word in vars(known) if not word.startswith("_")))
+            raise ModelError(f"model: the config of a {known.model_type} has no {name}{hint}")
     for name, value in config.extra.items():
         if name.endswith(("dropout", "drop")) and isinstance(value, (int, float)) and not 0 <= value <= 1:
             raise ModelError(f"model.extra.{name} is {value}; expected 0 to 1")

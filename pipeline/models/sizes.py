@@ -39,12 +39,12 @@ def measure_module(module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] 
     config = getattr(module, "config", None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     layers = {f"{name}.weight": module.get_submodule(name) for name in find_linear_layers(module)}
-    found = tuple(
+    specs = tuple(
         ParameterSpec(name, _get_shape(p), p.requires_grad, _describe_layer(layers.get(name), head))
         for name, p in parameters
     )
     name = str(getattr(config, "model_type", type(module).__name__))
-    return ModelSpec(name, found, _read_dimensions(config))
+    return ModelSpec(name, specs, _read_dimensions(config))
 
 
 def _get_shape(parameter: Any) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def measure_recipe(config: RunConfig) -> ModelSpec:
 
 def _build_module(config: RunConfig) -> nn.Module:
     section = config.model
-    words = read_vocabulary_size(config)
+    vocabulary_size = read_vocabulary_size(config)
     if section.custom is not None:
         with torch.device("meta"):
             module = import_object(section.kind, ModelError)(**section.custom.args)
@@ -149,20 +149,22 @@ def _build_module(config: RunConfig) -> nn.Module:
     if language is not None and language.pretrained is not None:
         from pipeline.models.huggingface import get_model_class, get_reward_model_class, read_model_config
 
-        _, theirs = read_model_config(language)
+        _, hf_config = read_model_config(language)
         if language.grow_vocabulary:
-            text = theirs.get_text_config()
-            text.vocab_size = max(words or 0, text.vocab_size)
+            text = hf_config.get_text_config()
+            text.vocab_size = max(vocabulary_size or 0, text.vocab_size)
         is_reward = config.objective.kind == "reward"
-        made: nn.Module
+        whole_model: nn.Module
         with torch.device("meta"):
-            made = (get_reward_model_class if is_reward else get_model_class)(theirs).from_config(theirs)
-        return made
+            whole_model = (get_reward_model_class if is_reward else get_model_class)(hf_config).from_config(
+                hf_config
+            )
+        return whole_model
     cnn = section.cnn
     images = config.data.images
     request = ModelRequest(
         Unfilled(),
-        vocab_size=words,
+        vocab_size=vocabulary_size,
         sequence_length=config.data.tokens_per_row,
         longest=1 if config.data.kind == "preference" else None,  # known once the answers are prepared
         num_classes=(cnn.num_classes if cnn is not None else None) or CLASSES.get(config.data.kind, 1000),

@@ -77,16 +77,16 @@ def weights_error(path: Path, what: str, key: str = "model.weights") -> ModelErr
     return ModelError(f"{key}: {path} {what}")
 
 
-def _select_names(path: Path, there: list[str], expected: list[str] | None) -> list[str]:
+def _select_names(path: Path, names: list[str], expected: list[str] | None) -> list[str]:
     """Return the names to read from a file: those that the index gives it, or all without an index.
 
     Raises:
         ModelError: The file lacks a name of the index.
     """
     for name in expected or ():
-        if name not in there:
+        if name not in names:
             raise weights_error(path, f"lacks {name!r}, which its index lists; save or fetch it again")
-    return there if expected is None else expected
+    return names if expected is None else expected
 
 
 class SafetensorsFiles:
@@ -134,8 +134,8 @@ class PickledFiles:
         self.files: Sequence[Path] = list(files)
         self._tensors: dict[str, Tensor] = {}
         for path, expected in files.items():
-            found = _find_tensors(_unpickle(path), path)
-            self._tensors |= {name: found[name] for name in _select_names(path, list(found), expected)}
+            tensors = _find_tensors(_unpickle(path), path)
+            self._tensors |= {name: tensors[name] for name in _select_names(path, list(tensors), expected)}
         self.entries: Mapping[str, TensorEntry] = {
             name: TensorEntry(tuple(t.shape), _describe_dtype(t)) for name, t in self._tensors.items()
         }
@@ -171,12 +171,12 @@ def _unpickle(path: Path) -> Any:
 
 
 def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    found = list(_find_state_dicts(content, 3))
-    if len(found) == 1:
-        return found[0][1]
-    if not found:
+    state_dicts = list(_find_state_dicts(content, 3))
+    if len(state_dicts) == 1:
+        return state_dicts[0][1]
+    if not state_dicts:
         raise weights_error(path, "has no tensors by name; save model.state_dict()")
-    places = ", ".join(place for place, _ in found)
+    places = ", ".join(place for place, _ in state_dicts)
     raise weights_error(path, f"contains several models ({places}); save only the one to load")
 
 
@@ -261,12 +261,12 @@ def _open_folder(folder: Path) -> WeightFile:
         raise weights_error(folder, "is a run directory without a checkpoint; give a run that saved one")
     if any(folder.glob(DEEPSPEED)) or any(folder.glob(f"*/{DEEPSPEED}")):
         raise _build_deepspeed_error(folder, folder)
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return _open_files({_resolve_inside(folder, found[0]): None})
-    many = f"; it has {', '.join(found[:3])}{' ...' * (len(found) > 3)}: name one of them" if found else ""
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(names) == 1:
+        return _open_files({_resolve_inside(folder, names[0]): None})
+    hint = f"; it has {', '.join(names[:3])}{' ...' * (len(names) > 3)}: name one of them" if names else ""
     expected = f"{', '.join(WEIGHT_FILES)}, or a run directory"
-    raise weights_error(folder, f"has no weights; expected {expected}{many}")
+    raise weights_error(folder, f"has no weights; expected {expected}{hint}")
 
 
 def _refuse_quantised(folder: Path) -> None:
@@ -408,20 +408,20 @@ def load_weights(
             sources.append(opened.enter_context(closing(open_weights(path, open_checkpoint))))
             if new_ids is not None:
                 _refuse_other_ids(path, new_ids)
-            found = plan_load(model, targets, sources[0], config)
-            _refuse_misfits(found, path, config)
-            return found
+            plan = plan_load(model, targets, sources[0], config)
+            _refuse_misfits(plan, path, config)
+            return plan
 
-        answer = job.run_on_main_rank(open_and_plan)
-        for name, key in answer.moves:
+        plan = job.run_on_main_rank(open_and_plan)
+        for name, key in plan.moves:
             fill_tensor(targets[name], sources[0].read(key) if sources else None, sharding, job)
-        for name in answer.drawn:
+        for name in plan.drawn:
             draw_parameter(model, name, sharding)
-        for name in answer.grown:
+        for name in plan.grown:
             targets[name].has_new_rows = True  # type: ignore[attr-defined] # read by adapters, which then train it
     if job.ranks.is_main_process:
-        log.info("loaded %d tensors from %s", len(answer.moves), path)
-        if remarks := answer.remarks():
+        log.info("loaded %d tensors from %s", len(plan.moves), path)
+        if remarks := plan.remarks():
             log.warning(
                 "model.strict is false: these tensors keep their initial values, or are not in the model: %s",
                 remarks,
@@ -451,13 +451,13 @@ def _refuse_other_ids(path: Path, new_ids: Mapping[str, int]) -> None:
         )
 
 
-def _refuse_misfits(found: LoadPlan, path: Path, config: ModelSection) -> None:
-    if not found.moves:
+def _refuse_misfits(plan: LoadPlan, path: Path, config: ModelSection) -> None:
+    if not plan.moves:
         raise ModelError(
-            f"model.weights: no tensor in {path} fits the model; {found.remarks()}; give weights of this "
+            f"model.weights: no tensor in {path} fits the model; {plan.remarks()}; give weights of this "
             "architecture"
         )
-    if config.strict and (remarks := found.remarks()):
+    if config.strict and (remarks := plan.remarks()):
         raise ModelError(
             f"model.weights: {path} does not fit the model; {remarks}; set model.strict=false to load only "
             "the tensors that fit"
@@ -487,22 +487,22 @@ def plan_load(
     for name, target in targets.items():
         tied.setdefault(id(target), []).append(name)
     for names in tied.values():
-        there = [name for name in names if name in keys]
-        if not there:
+        present = [name for name in names if name in keys]
+        if not present:
             is_drawn = names[0] in getattr(model, "drawn_beside_weights", ())
             (result.drawn if is_drawn else result.missing).append(names[0])
             continue
-        target = targets[there[0]]
-        entry = source.entries[keys[there[0]]]
+        target = targets[present[0]]
+        entry = source.entries[keys[present[0]]]
         problem = _describe_mismatch(target, entry, id(target) in vocabulary, config.grow_vocabulary)
-        if problem is None and _differ(source, [keys[name] for name in there]):
-            problem = f"one tensor in the model, but different from {keys[there[1]]} in the file"
+        if problem is None and _differ(source, [keys[name] for name in present]):
+            problem = f"one tensor in the model, but different from {keys[present[1]]} in the file"
         if problem is None:
-            result.moves.append((there[0], keys[there[0]]))
+            result.moves.append((present[0], keys[present[0]]))
             if entry.shape != tuple(getattr(target, "ds_shape", target.shape)):
-                result.grown.append(there[0])
+                result.grown.append(present[0])
         else:
-            result.mismatched.append(f"{there[0]} ({problem})")
+            result.mismatched.append(f"{present[0]} ({problem})")
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     for key in sorted(source.entries.keys() - set(keys.values())):
         if not any(re.search(pattern, key) for pattern in ignored):
@@ -514,8 +514,8 @@ def _describe_mismatch(target: Any, entry: TensorEntry, is_vocabulary: bool, may
     """Return the reason why a tensor of the files cannot fill this one; `None` if it can."""
     shape = tuple(getattr(target, "ds_shape", target.shape))  # ds_shape is the whole shape of a shard
     if entry.dtype != target.dtype and not (entry.dtype in FLOATS and target.dtype in FLOATS):
-        there = str(entry.dtype).removeprefix("torch.")
-        return f"{there} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
+        file_dtype = str(entry.dtype).removeprefix("torch.")
+        return f"{file_dtype} in the file, {str(target.dtype).removeprefix('torch.')} in the model"
     if entry.shape == shape:
         return None
     same_rows = shape and entry.shape and entry.shape[1:] == shape[1:]
@@ -558,7 +558,7 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
         stripped = [key.partition(".")[2] for key in stripped]
         if len(known.keys() & stripped) > len(known.keys() & shortened.values()):
             shortened = dict(zip(keys, stripped, strict=True))
-    found = {short: key for key, short in shortened.items() if short in known}
+    matches = {short: key for key, short in shortened.items() if short in known}
     by_bare: dict[str, list[str]] = {}
     for name in known:
         by_bare.setdefault(_strip_wrappers(name), []).append(name)
@@ -567,12 +567,12 @@ def match_names(keys: list[str], names: Iterable[str], base: str = "") -> dict[s
             continue
         for whole in (short, f"{base}.{short}") if base else (short,):
             fitting = [
-                n for n in by_bare.get(_strip_wrappers(whole), ()) if n not in found and _contains(whole, n)
+                n for n in by_bare.get(_strip_wrappers(whole), ()) if n not in matches and _contains(whole, n)
             ]
             if fitting:
-                found[max(fitting, key=len)] = key
+                matches[max(fitting, key=len)] = key
                 break
-    return found
+    return matches
 
 
 def _strip_wrappers(name: str) -> str:

@@ -98,10 +98,10 @@ def balance_sum(logits_NE: Sequence[Tensor], counted_BT: Tensor, router: Router,
 
 def router_logits_of(output: Any) -> tuple[Tensor, ...]:
     """Return the router logits (N, E) of each layer with experts; empty if the model returns none."""
-    found = (
+    logits = (
         output.get("router_logits") if isinstance(output, dict) else getattr(output, "router_logits", None)
     )
-    layers = found if isinstance(found, (tuple, list)) else ()
+    layers = logits if isinstance(logits, (tuple, list)) else ()
     return tuple(layer.flatten(0, -2) for layer in layers if isinstance(layer, Tensor))
 
 
@@ -231,8 +231,8 @@ class CausalLM(VocabularyObjective):
                 if not layers:
                     return
                 counted_BT = self._get_labels(micro_batch) != IGNORE_INDEX
-                found_E = tokens_per_expert(layers, counted_BT, router)
-                tokens_E = found_E if tokens_E is None else tokens_E + found_E
+                counts_E = tokens_per_expert(layers, counted_BT, router)
+                tokens_E = counts_E if tokens_E is None else tokens_E + counts_E
         assert tokens_E is not None
         total_E = batch.all_reduce_sum(tokens_E)
         self._get_global_sums = lambda _: total_E
@@ -343,7 +343,7 @@ class Classification(BaseObjective):
     def _refuse_probabilities(self, scores: Tensor) -> None:
         if not self._checks_scores:
             return
-        found = are_probabilities(scores)
-        if found:
+        verdict = are_probabilities(scores)
+        if verdict:
             raise ModelError(PROBABILITIES)
-        self._checks_scores = found is None
+        self._checks_scores = verdict is None

@@ -140,11 +140,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Multiplied in fp32 and in place, which is safe: torch refuses a second backward.
         grad = grad if ctx.scale == 1.0 else grad / ctx.scale
-        found = [None if each is None else _multiply(each, grad) for each in ctx.saved_tensors]
-        if ctx.part is not None and found[0] is not None:
-            ctx.part.all_reduce_sum(found[0])
+        scaled = [None if each is None else _multiply(each, grad) for each in ctx.saved_tensors]
+        if ctx.part is not None and scaled[0] is not None:
+            ctx.part.all_reduce_sum(scaled[0])
         gradients = [
-            None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)
+            None if each is None else each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True)
         ]
         return (*gradients, None, None, None)
 
@@ -214,14 +214,14 @@ def _find_counted_rows(labels_N: Tensor) -> Tensor | None:
     return None if bool(is_counted.all()) else is_counted.nonzero().squeeze(1)
 
 
-def _pad_rows(of_words: Tensor) -> Tensor:
+def _pad_rows(values: Tensor) -> Tensor:
     """Append rows of zeros up to a width at which products are fast on a GPU: a multiple of 64.
 
     No label is one of these rows. The vocabulary is padded inside the loss only, so the model, its
     checkpoints and its exports have the tokenizer's words, and one loss curve holds on every device.
     """
-    further = compute_padded_vocabulary(len(of_words), of_words.device.type) - len(of_words)
-    return F.pad(of_words, (0, 0) * (of_words.dim() - 1) + (0, further)) if further else of_words
+    further = compute_padded_vocabulary(len(values), values.device.type) - len(values)
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, further)) if further else values
 
 
 class ChunkedLoss:
@@ -383,14 +383,14 @@ class _DividedLoss(ChunkedLoss):
         is_own_C1 = ((own_C >= 0) & (own_C < self._words))[:, None]  # -100 belongs to no rank
         own_C1 = own_C.clamp(0, self._words - 1)[:, None]
         # A token's largest logit, the sum of exponentials over that, and its label's logit.
-        found_C3 = logits_CV.new_empty(len(labels_C), 3, dtype=self._dtype)
+        parts_C3 = logits_CV.new_empty(len(labels_C), 3, dtype=self._dtype)
         for block in iterate_blocks(logits_CV):
             z_RV = logits_CV[block].to(self._dtype)
             label_R1 = torch.where(is_own_C1[block], z_RV.gather(1, own_C1[block]), 0.0)
             top_R1 = z_RV.amax(1, keepdim=True)
             sum_R1 = (z_RV - top_R1).exp_().sum(1, keepdim=True)
-            torch.cat((top_R1, sum_R1, label_R1), 1, out=found_C3[block])
-        tops_PC1, sums_PC1, labels_PC1 = self._part.gather(found_C3).split(1, -1)
+            torch.cat((top_R1, sum_R1, label_R1), 1, out=parts_C3[block])
+        tops_PC1, sums_PC1, labels_PC1 = self._part.gather(parts_C3).split(1, -1)
         top_C1 = tops_PC1.amax(0)
         sum_C1 = ((tops_PC1 - top_C1).exp() * sums_PC1).sum(0)
         is_counted_C1 = (labels_C != IGNORE_INDEX)[:, None]
@@ -453,12 +453,12 @@ class _LinearTokenLosses(torch.autograd.Function):
         given = (hidden_ND, weight_VD, bias_V)
         needs = list(ctx.needs_input_grad[:3])
         sums, rows = compute_chunked_loss(*given, labels_N, how=ctx.how, needs=needs, incoming_N=grad_N)
-        found = sums.gradients(rows, len(labels_N))
-        if ctx.how.part is not None and found[0] is not None:
-            ctx.how.part.all_reduce_sum(found[0])
+        wide_gradients = sums.gradients(rows, len(labels_N))
+        if ctx.how.part is not None and wide_gradients[0] is not None:
+            ctx.how.part.all_reduce_sum(wide_gradients[0])
         gradients = [
             None if gradient is None else gradient.to(each.dtype)
-            for gradient, each in zip(found, given, strict=True)
+            for gradient, each in zip(wide_gradients, given, strict=True)
         ]
         return (*gradients, None, None)
 

@@ -72,12 +72,12 @@ def get_loss(output: Any) -> Tensor:
 
 def _find_entry(output: Any, name: str) -> Tensor | None:
     if isinstance(output, Mapping):
-        found = output.get(name)
+        entry = output.get(name)
     elif hasattr(output, name):
-        found = getattr(output, name)
+        entry = getattr(output, name)
     else:
-        found = output[0] if isinstance(output, (tuple, list)) and output else output
-    return found if isinstance(found, Tensor) else None
+        entry = output[0] if isinstance(output, (tuple, list)) and output else output
+    return entry if isinstance(entry, Tensor) else None
 
 
 def describe_output(output: Any) -> str:
@@ -156,11 +156,11 @@ class ModelCall:
         widths = {key: _measure_width(value) for key, value in batch.items()}
         if not isinstance(model, nn.Module):
             return self._make_plan(model, batch, widths)
-        known = self._known.setdefault(model, {})
+        plans = self._known.setdefault(model, {})
         key = tuple(widths.items())
-        if key not in known:
-            known[key] = self._make_plan(model, batch, widths)
-        return known[key]
+        if key not in plans:
+            plans[key] = self._make_plan(model, batch, widths)
+        return plans[key]
 
     def _make_plan(self, model: Callable[..., Any], batch: Batch, widths: dict[str, int]) -> CallPlan:
         own = unwrap_model(model)
@@ -237,21 +237,21 @@ class _CallPlanner:
                 named[synonyms[0]] = key
                 rest.remove(key)
         free = [p for p in self._places if p.name not in named]
-        wanted = [p for p in free if p.default is Parameter.empty]
-        if self.takes_any_name and (len(rest) > 1 or not self._takes_any_number) and not wanted:
+        required = [p for p in free if p.default is Parameter.empty]
+        if self.takes_any_name and (len(rest) > 1 or not self._takes_any_number) and not required:
             return CallPlan((), tuple((named | {key: key for key in rest}).items()))
         inputs = [key for key in rest if key not in TARGET_KEYS and not key.startswith(FIELD_PREFIX)]
         if "inputs" in inputs:
-            given = ["inputs"]
+            positional = ["inputs"]
         else:  # a single tensor must be the argument that the forward still needs
-            given = inputs if len(inputs) == 1 and (wanted or not named) else []
-        if with_targets and (given or not inputs):
-            given = given + [key for key in rest if key not in inputs]
+            positional = inputs if len(inputs) == 1 and (required or not named) else []
+        if with_targets and (positional or not inputs):
+            positional = positional + [key for key in rest if key not in inputs]
         if not self._takes_any_number:
-            given = given[: len(free)]
+            positional = positional[: len(free)]
         if self.takes_any_name:
-            named |= {key: key for key in rest if key not in given}
-        return self._place(given, named)
+            named |= {key: key for key in rest if key not in positional}
+        return self._place(positional, named)
 
     def by_list(self, stated: Sequence[str]) -> CallPlan:
         """Return the call that the recipe's list asks for."""
@@ -369,7 +369,7 @@ class IndexChecks:
     def __init__(self) -> None:
         self._by_entry: dict[str, IndexRange] = {}
 
-    def note(self, batch: Batch, indices: Tensor, found: IndexRange) -> None:
+    def note(self, batch: Batch, indices: Tensor, index_range: IndexRange) -> None:
         """Check indices, and record their range for the entry of the batch that they are.
 
         Of several ranges for one entry the smallest is used.
@@ -383,16 +383,18 @@ class IndexChecks:
             if isinstance(value, Tensor)
             and (indices is value or (indices._base is value and indices.numel() == value.numel()))
         ]
-        if len(names) == 1 and (names[0] not in self._by_entry or found.size < self._by_entry[names[0]].size):
-            self._by_entry[names[0]] = found
+        if len(names) == 1 and (
+            names[0] not in self._by_entry or index_range.size < self._by_entry[names[0]].size
+        ):
+            self._by_entry[names[0]] = index_range
         self.check(batch)
-        counted = indices if found.ignored is None else indices[indices != found.ignored]
+        counted = indices if index_range.ignored is None else indices[indices != index_range.ignored]
         if not counted.numel():
             return
         lowest = int(counted.min())
         highest = int(counted.max())
-        if lowest < 0 or highest >= found.size:
-            raise DataError(f"indices are {lowest} to {highest}, but {found.expected}")
+        if lowest < 0 or highest >= index_range.size:
+            raise DataError(f"indices are {lowest} to {highest}, but {index_range.expected}")
 
     def check(self, batch: Batch) -> None:
         """Raise a DataError if an entry has a number outside of its recorded range."""

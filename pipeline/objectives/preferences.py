@@ -163,8 +163,8 @@ class SegmentObjective(VocabularyObjective):
         row_B1 = torch.arange(len(kinds_BS), device=kinds_BS.device)[:, None] * kinds_BS.shape[1]
         index_N = (row_B1 + segments_BT.clamp(min=0)).flatten()
         # In fp64, neither the order of the sum nor the number of answers in a row changes the result.
-        found_N2 = torch.stack([-losses_BT.double() * is_answer_BT, is_answer_BT.double()], -1).view(-1, 2)
-        sums = found_N2.new_zeros(kinds_BS.numel(), 2).index_add(0, index_N, found_N2)
+        values_N2 = torch.stack([-losses_BT.double() * is_answer_BT, is_answer_BT.double()], -1).view(-1, 2)
+        sums = values_N2.new_zeros(kinds_BS.numel(), 2).index_add(0, index_N, values_N2)
         group = get_sequence_group(model)
         logps_BS, tokens_BS = group.total(sums.view(*kinds_BS.shape, 2)).unbind(-1)
         return Segments(logps_BS, tokens_BS.detach(), kinds_BS, group)
@@ -202,13 +202,13 @@ class SegmentObjective(VocabularyObjective):
         Raises:
             DataError: The batch has none, or of another shape.
         """
-        found = batch.get(REFERENCE)
-        if not isinstance(found, Tensor) or found.shape != batch[KINDS].shape:
+        logps = batch.get(REFERENCE)
+        if not isinstance(logps, Tensor) or logps.shape != batch[KINDS].shape:
             raise DataError(
                 f"objective {self.name} reads {REFERENCE!r} (samples, segments), but the batch has "
                 f"{format_batch(batch)}"
             )
-        return found.double()
+        return logps.double()
 
 
 class LogprobRecorder(SegmentObjective):
@@ -396,11 +396,13 @@ class PairwisePreference(PairObjective):
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
         terms = self._terms
-        found = self.segments(model, batch)
-        is_pair_BP = found.kinds_BS[:, ::2] == CHOSEN
-        logps_BS = found.logps_BS
+        segments = self.segments(model, batch)
+        is_pair_BP = segments.kinds_BS[:, ::2] == CHOSEN
+        logps_BS = segments.logps_BS
         relative_logps_BS = logps_BS - self.reference(batch) if terms.has_reference else logps_BS
-        scores_BS = relative_logps_BS / found.tokens_BS.clamp(min=1) if terms.by_token else relative_logps_BS
+        scores_BS = (
+            relative_logps_BS / segments.tokens_BS.clamp(min=1) if terms.by_token else relative_logps_BS
+        )
         # Places without a pair get -1, a score that every loss is finite for.
         chosen, rejected = (torch.where(is_pair_BP, scores_BS[:, side::2], -1.0) for side in (0, 1))
         loss_BP = torch.where(is_pair_BP, terms.loss(chosen, rejected), 0.0)
@@ -411,12 +413,12 @@ class PairwisePreference(PairObjective):
         extras = self._build_extras(is_pair_BP, rewards_BS, logps_BS.detach())
         if terms.sft_weight:
             sft_sum = -torch.where(is_pair_BP, logps_BS[:, ::2], 0.0).sum()
-            tokens = torch.where(is_pair_BP, found.tokens_BS[:, ::2], 0.0).sum()
+            tokens = torch.where(is_pair_BP, segments.tokens_BS[:, ::2], 0.0).sum()
             extras |= {"sft losses": sft_sum.detach(), "sft tokens": tokens}
             if torch.is_grad_enabled():
                 assert self._pairs_per_token is not None
                 loss_sum = loss_sum + terms.sft_weight * self._pairs_per_token * sft_sum
-        share = found.group.size
+        share = segments.group.size
         extras = {key: value / share for key, value in (extras | {"pairs": pairs}).items()}
         return LossSum((loss_sum / share).float(), pairs / share, extras)
 
@@ -451,17 +453,17 @@ class MismatchedDivergence(SegmentObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective."""
-        divergence, segments = self.divergence(batch, self.segments(model, batch))
-        return LossSum(divergence, segments)
+        divergence, num_mismatched = self.divergence(batch, self.segments(model, batch))
+        return LossSum(divergence, num_mismatched)
 
-    def divergence(self, batch: Batch, found: Segments) -> Tensor:
+    def divergence(self, batch: Batch, segments: Segments) -> Tensor:
         """Return the sum of the differences and their number (2,), fp64, of this rank's share."""
-        is_mismatched_BS = found.kinds_BS == MISMATCHED
-        relative_logps_BS = found.logps_BS.detach() - self.reference(batch)
+        is_mismatched_BS = segments.kinds_BS == MISMATCHED
+        relative_logps_BS = segments.logps_BS.detach() - self.reference(batch)
         sums = torch.stack(
             [torch.where(is_mismatched_BS, relative_logps_BS, 0.0).sum(), is_mismatched_BS.sum().double()]
         )
-        return sums / found.group.size
+        return sums / segments.group.size
 
 
 class KTO(SegmentObjective, TwoPassObjective):
@@ -552,20 +554,20 @@ class KTO(SegmentObjective, TwoPassObjective):
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> LossSum:
         """See Objective. Every rank that shares the rows reports its share of the same sums."""
-        found = self.segments(model, batch)
-        relative_logps_BS = found.logps_BS - self.reference(batch)
+        segments = self.segments(model, batch)
+        relative_logps_BS = segments.logps_BS - self.reference(batch)
         if torch.is_grad_enabled():
-            divergence, segments = self._get_global_sums(self._mismatched.divergence(batch, found))
-            baseline = (divergence / segments.clamp(min=1e-9)).clamp(min=0)
+            divergence, num_mismatched = self._get_global_sums(self._mismatched.divergence(batch, segments))
+            baseline = (divergence / num_mismatched.clamp(min=1e-9)).clamp(min=0)
         else:
             baseline = relative_logps_BS.new_tensor(max(0.0, self._held_out))
         logits_BS = self._beta * (relative_logps_BS - baseline)
-        share = found.group.size
+        share = segments.group.size
         loss_sum = 0.0 * logits_BS.sum()
         count = torch.zeros_like(baseline)
         extras = {}
         for kind, side, sign in ((CHOSEN, "chosen", 1), (REJECTED, "rejected", -1)):
-            is_kind_BS = found.kinds_BS == kind
+            is_kind_BS = segments.kinds_BS == kind
             number = is_kind_BS.sum().double()
             loss_BS = 1 - torch.sigmoid(sign * logits_BS)
             loss_sum = loss_sum + self._weights[kind] * torch.where(is_kind_BS, loss_BS, 0.0).sum()
@@ -573,7 +575,7 @@ class KTO(SegmentObjective, TwoPassObjective):
             extras[f"{side} rewards"] = (
                 self._beta * torch.where(is_kind_BS, relative_logps_BS.detach(), 0.0).sum()
             )
-            extras[f"{side} logps"] = torch.where(is_kind_BS, found.logps_BS.detach(), 0.0).sum()
+            extras[f"{side} logps"] = torch.where(is_kind_BS, segments.logps_BS.detach(), 0.0).sum()
             extras["desirable" if kind == CHOSEN else "undesirable"] = number
         extras |= {"baselines": baseline * count, "examples": count}
         extras = {key: value / share for key, value in extras.items()}
