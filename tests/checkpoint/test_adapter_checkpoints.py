@@ -213,7 +213,7 @@ def test_the_same_bytes_elsewhere_are_the_same_base(tmp_path, base, capsys, monk
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, own, steps=1))
     own.rename(tmp_path / "moved")
     moved = {"pretrained": str(tmp_path / "moved")}
-    monkeypatch.setattr(adapters, "LONG", 0)
+    monkeypatch.setattr(adapters, "SLOW_READ_BYTES", 0)
     capsys.readouterr()
     trained(settings(tmp_path, "run", moved, {"rank": 2}, tmp_path / "moved", steps=3))
     assert re.search(r"all weights of the adapter's base to detect changes: \d+ KiB", capsys.readouterr().err)
@@ -242,7 +242,7 @@ def test_a_base_of_random_weights_is_in_no_file(tmp_path, base):
     for steps in (1, 2):  # it goes on
         trained(settings(tmp_path, "run", given, {"rank": 2}, base, steps=steps))
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
-    message = "its random weights, drawn from seed 0, are in no file; train an adapter over model.pretrained"
+    message = "drawn from seed 0, which no file contains; train an adapter on top of model.pretrained"
     with pytest.raises(ModelError, match=message):
         pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)
     with pytest.raises(ModelError, match=message):

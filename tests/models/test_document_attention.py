@@ -115,7 +115,7 @@ def test_memory_grows_with_the_row_and_not_with_its_square(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "gpt_neox", "biogpt"])
 def test_models_of_plain_attention_are_served(architecture, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         make(architecture, num_key_value_heads=4)
     assert "attention: by document" in caplog.text
 
