@@ -1,7 +1,7 @@
 """Meters of losses, rates, memory, devices and wall time. Callers pass the clock.
 
-Only reading a row waits for the device. Numbers that ranks report about themselves travel in the one
-all-reduce that each row makes for its losses.
+Only reading a row and the event at the end of a run wait for the device. Each row makes one all-reduce, which
+sums the losses and gathers the numbers that every rank measures itself, such as its seconds and memory.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pipeline.monitoring.events import TIME, Event
 from pipeline.monitoring.row_queue import DeferredRow
 from pipeline.monitoring.trackers.jsonl import read_newest
 
-MIN_QUERY_SECONDS = 1.0  # between two queries of the driver: each takes the host up to a millisecond
+MIN_QUERY_SECONDS = 1.0  # seconds between two queries of the driver: each takes the host up to 1 ms
 
 
 class GpuMeter:
-    """Queries the driver about this rank's GPU; the row combines the readings of all ranks."""
+    """Queries the driver about this rank's GPU, and combines the readings of all ranks for a row."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class GpuMeter:
         queries: Sequence[Callable[[torch.device], float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Set the queries, without making one.
+        """Store the queries; the first `read` makes them.
 
         Args:
             device: GPU of this rank.
@@ -84,13 +84,16 @@ class GpuMeter:
 
     @staticmethod
     def combine_ranks(numbers: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the columns of a row from the readings of all ranks, without those that no rank has.
+        """Return the columns of a row: mean utilisation, total power and maximum temperature.
+
+        A column is missing if no rank has a reading.
 
         Args:
-            numbers: For each reading of `read`, the values of all ranks.
+            numbers: For each reading of `read`, the values of all ranks; NaN if a rank has none.
         """
-        known = [[x for x in of_ranks if not math.isnan(x)] for of_ranks in numbers]
-        utilization, power, temperature = known
+        utilization, power, temperature = (
+            [value for value in all_ranks if not math.isnan(value)] for all_ranks in numbers
+        )
         row: dict[str, float] = {}
         if utilization:
             row["gpu/utilization"] = sum(utilization) / len(utilization)
@@ -103,7 +106,7 @@ class GpuMeter:
 
 ELAPSED_COLUMN = "perf/elapsed_seconds"
 COST_COLUMN = "perf/cost"
-SMALLEST_SHARE = 0.005  # of the process's wall time: phases with less are left out of the closing line
+MIN_SHOWN_SHARE = 0.005  # phases with a smaller share of the process's wall time are not in the closing line
 
 
 @dataclass(frozen=True)
@@ -111,43 +114,48 @@ class PriorUsage:
     """Wall time and cost of the run's processes before this one."""
 
     elapsed_seconds: float = 0.0
+    """Wall time of all earlier processes."""
     training_seconds: float = 0.0
     """Seconds spent on the steps that the run's checkpoint includes."""
     cost: float = 0.0
+    """Cost of all devices, in the currency of the price."""
 
     @staticmethod
     def read(record: Path, state: Mapping[str, Any]) -> PriorUsage:
         """Read the time and cost from metrics.jsonl and from the checkpoint that the run resumes from.
 
-        Must be called before rows are removed from metrics.jsonl. The newest row says how long the run has
-        taken, and the checkpoint how much of that its steps took. The difference is the time that a kill
-        lost.
+        Must be called before the rows after the checkpoint are removed from metrics.jsonl: they say how long
+        the earlier processes ran. The checkpoint says how much of that time its steps took.
+
+        Args:
+            record: Path of metrics.jsonl.
+            state: `WallTime.state_dict` of the checkpoint; empty without one.
         """
         row = read_newest(record, ELAPSED_COLUMN) or {}
-        end = read_newest(record, _field_name(ELAPSED_COLUMN)) or {}
+        time_event = read_newest(record, _field_name(ELAPSED_COLUMN)) or {}
 
-        def largest(column: str) -> float:
-            name = _field_name(column)
-            return max(row.get(column, 0.0), end.get(name, 0.0), state.get(name, 0.0))
+        def find_largest(column: str) -> float:
+            field_name = _field_name(column)
+            return max(row.get(column, 0.0), time_event.get(field_name, 0.0), state.get(field_name, 0.0))
 
         return PriorUsage(
-            elapsed_seconds=largest(ELAPSED_COLUMN),
+            elapsed_seconds=find_largest(ELAPSED_COLUMN),
             training_seconds=state.get("training_seconds", 0.0),
-            cost=largest(COST_COLUMN),
+            cost=find_largest(COST_COLUMN),
         )
 
 
 def _field_name(column: str) -> str:
-    """Return the field of an event that corresponds to a column."""
+    """Return the field of a TIME event that corresponds to a column: the column without its group."""
     return column.partition("/")[2]
 
 
 class WallTime:
-    """Measures the wall time of this process and, with its prior processes, of the run.
+    """Measures the wall time of this process and, together with its earlier processes, of the run.
 
-    The time is one timeline, cut where one phase ends and the next begins. Time outside of any phase is a
-    column too, so the columns add up. Communication that DDP and ZeRO overlap with the backward counts as
-    backward: separating it would need events on the streams of the collectives.
+    Phases never overlap, and time outside of any phase is a column too, so the columns add up to the wall
+    time. Communication that DDP and ZeRO overlap with the backward counts as backward: separating it would
+    need events on the streams of the collectives.
     """
 
     def __init__(
@@ -166,8 +174,9 @@ class WallTime:
             phases: Phases of the engine's steps.
             clock: Clock of the phases.
             earlier: Time and cost of the run's earlier processes.
-            devices: Number of devices of all ranks.
-            price: Price of one device per hour, in any currency; `None` if unknown.
+            devices: Number of devices of all ranks together.
+            price: Price of one device per hour, in any currency; `None` if unknown, and then rows have no
+                cost.
             communicates: Whether there are other ranks to wait for.
         """
         self.phases = phases
@@ -177,21 +186,21 @@ class WallTime:
         self._earlier = earlier or PriorUsage()
         self._price_per_second = None if price is None else price * devices / 3600
         self._communicates = communicates
-        self._startup = 0.0
-        self._first_step: Moment = None
-        self._has_first_step = False
+        self._startup_seconds = 0.0
+        self._first_step_end: Moment = None  # `None` before the first step has ended
+        self._is_first_step_reported = False
         self.begin()
 
     def begin(self) -> None:
-        """Start the loop: the time until now counts as startup."""
-        self._startup = self._clock() - self.start_time
+        """Start the training loop: the time until now counts as startup."""
+        self._startup_seconds = self._clock() - self.start_time
         self.phases.restart()
         self._loop_began = self.phases.began
 
     def end_first_step(self) -> None:
         """Record that the first step has ended; further calls do nothing."""
-        if self._first_step is None:
-            self._first_step = self.phases.now()
+        if self._first_step_end is None:
+            self._first_step_end = self.phases.now()
 
     def phase_columns(self, spent: Mapping[str, float]) -> dict[str, float]:
         """Return the `time/` columns of a row, and once per process the duration of the first step.
@@ -201,19 +210,24 @@ class WallTime:
         """
         by_phase = format_columns(spent, communicates=self._communicates)
         row = {f"time/{phase}_seconds": seconds for phase, seconds in by_phase.items()}
-        if not self._has_first_step and (first := self._first_step_seconds()) is not None:
-            self._has_first_step = True
-            row["perf/first_step_seconds"] = first
+        if not self._is_first_step_reported:
+            first_step_seconds = self._read_first_step_seconds()
+            if first_step_seconds is not None:
+                self._is_first_step_reported = True
+                row["perf/first_step_seconds"] = first_step_seconds
         return row
 
-    def _first_step_seconds(self) -> float | None:
+    def _read_first_step_seconds(self) -> float | None:
         """Return the seconds from the start of the process to the end of its first step.
 
-        Waits for the device. `None` before the first step.
+        Waits for the device.
+
+        Returns:
+            The seconds; `None` before the first step has ended.
         """
-        if self._first_step is None:
+        if self._first_step_end is None:
             return None
-        return self._startup + seconds_between(self._loop_began, self._first_step)
+        return self._startup_seconds + seconds_between(self._loop_began, self._first_step_end)
 
     def elapsed_columns(self) -> dict[str, float]:
         """Return elapsed time, goodput and cost of the run up to now. Does not wait for the device."""
@@ -228,25 +242,33 @@ class WallTime:
         """Return the seconds of the run and of its steps, for a checkpoint."""
         process = self._clock() - self.start_time
         totals = self.phases.totals()
-        training = process - self._startup - sum(totals.get(phase, 0.0) for phase in NO_STEP)
+        training = process - self._startup_seconds - sum(totals.get(phase, 0.0) for phase in NO_STEP)
         return {
             "elapsed_seconds": self._earlier.elapsed_seconds + process,
             "training_seconds": self._earlier.training_seconds + max(0.0, training),
         }
 
     def build_time_event(self) -> Event:
-        """Return the event with the wall time of this process by phase. Waits for the device."""
+        """Return the event with the wall time of this process by phase, and the run's goodput and cost.
+
+        Waits for the device.
+        """
         phases = format_columns(self.phases.totals(waits=True), communicates=self._communicates)
         process = max(1e-9, self._clock() - self.start_time)
         row = self.elapsed_columns()
-        fields = {"startup_seconds": self._startup}
-        if (first := self._first_step_seconds()) is not None:
-            fields["first_step_seconds"] = first
+        fields = {"startup_seconds": self._startup_seconds}
+        first_step_seconds = self._read_first_step_seconds()
+        if first_step_seconds is not None:
+            fields["first_step_seconds"] = first_step_seconds
         fields |= {f"{phase}_seconds": seconds for phase, seconds in phases.items()}
         fields |= {_field_name(key): value for key, value in row.items()}
-        shares = sorted({"startup": self._startup, **phases}.items(), key=lambda each: -each[1])
-        named = [f"{name} {x / process:.0%}" for name, x in shares if x > SMALLEST_SHARE * process]
-        message = f"Wall time {format_duration(process)}: {', '.join(named)}. Goodput "
+        by_size = sorted({"startup": self._startup_seconds, **phases}.items(), key=lambda item: -item[1])
+        shares = [
+            f"{name} {seconds / process:.0%}"
+            for name, seconds in by_size
+            if seconds > MIN_SHOWN_SHARE * process
+        ]
+        message = f"Wall time {format_duration(process)}: {', '.join(shares)}. Goodput "
         message += f"{row['perf/goodput']:.1%} of the run's {format_duration(row[ELAPSED_COLUMN])}"
         if COST_COLUMN in row:
             message += f", cost {row[COST_COLUMN]:.2f}"
@@ -258,35 +280,41 @@ class Workload:
     """Constants of the run that convert seconds to rates."""
 
     samples_per_step: int
+    """Samples of a global batch."""
     world_size: int
+    """Number of ranks; each has one device."""
     unit: str
     """Unit that the loss counts: `tokens` or `samples`."""
     flops_per_sample: float | None
-    """Model FLOPs of forward and backward of one row; `None` if unknown.
+    """Model FLOPs of forward and backward of one sample; `None` if unknown.
 
-    Attention counts over the whole row, packed or not, as published MFU does (PaLM, appendix B)."""
+    A packed sample's attention counts over its full length, as in published MFU (PaLM, appendix B)."""
     peak_flops: float | None
     """Dense peak of one device in the run's precision, in FLOP/s; `None` if unknown."""
     means: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Additional means that the objective reports; see Objective.means."""
     recomputed_flops: Callable[[], float] = float
-    """Function that returns the FLOPs of one row that the backward recomputes. It is called for each row,
-    since the first step may choose how many blocks are recomputed."""
+    """Function that returns the FLOPs of one sample that the backward recomputes. Each row of metrics calls
+    it, since the first step may choose how many blocks are recomputed."""
 
 
 @dataclass(frozen=True)
 class RowInterval:
-    """The steps between two rows, as the host knows them when the last one is launched."""
+    """The steps between two rows: what the host knows of them once it has launched the last one."""
 
     last: StepResult
+    """Result of the last step."""
     steps: int
+    """Number of steps."""
     spent: TimelineSegment
-    measured: dict[str, float] = field(default_factory=dict)
-    """Columns that the host knows already: saves, memory, and the run's time so far."""
+    """Seconds by phase since the previous row; reading them waits for the device."""
+    host_columns: dict[str, float] = field(default_factory=dict)
+    """Columns that need nothing from the device: saves, memory, and the run's time so far. `collect_row`
+    adds them."""
 
 
 def sum_step_seconds(spent: Mapping[str, float]) -> float:
-    """Return the seconds of training steps, given the seconds by phase."""
+    """Return the seconds of training steps, given the seconds by phase; at least 1 ns, to divide by."""
     return max(1e-9, sum(seconds for phase, seconds in spent.items() if phase not in NO_STEP))
 
 
@@ -315,12 +343,12 @@ def read_peak_resident_bytes() -> int:
 def read_process_peak_bytes() -> int:
     """Return the peak resident bytes, on any system.
 
-    On Linux: since the process started or `reset_resident_peak` was called.
+    On Linux they are those of `read_peak_resident_bytes`. Elsewhere they may include the memory of the
+    process that started this one, and `reset_resident_peak` cannot reset them.
     """
     try:
         return read_peak_resident_bytes()
     except OSError:
-        # Includes the memory of the process that started this one.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -338,22 +366,25 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        # Retries of the trials that search for a micro-batch are left out of the first row.
-        self._before: Mapping[str, Any] = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+        # Read now, so that the first row does not count the retries of the search for a micro-batch size.
+        self._last_stats: Mapping[str, Any] = {}
+        if device.type == "cuda":
+            self._last_stats = torch.cuda.memory_stats(device)
 
     def read_and_reset(self) -> dict[str, float]:
         """Return the memory columns of a row, and reset the peaks of the device.
 
-        The host's peak is since the process started. On a CPU that tried micro-batches it is since then.
+        The host's peak is never reset here. It is the peak since the process started or, if the run searched
+        for a micro-batch size on a CPU, since the end of that search.
         """
         host = {"memory/peak_resident_gib": read_process_peak_bytes() / GIB}
         if self._device.type != "cuda":
             return host
         stats = torch.cuda.memory_stats(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        before = self._before
-        self._before = stats
-        return memory_columns(stats, before) | host
+        columns = memory_columns(stats, self._last_stats)
+        self._last_stats = stats
+        return columns | host
 
     def read_in_use(self) -> dict[str, float]:
         """Return the GiB in use by this process.
@@ -362,7 +393,7 @@ class MemoryMeter:
         last row.
         """
         memory = psutil.Process().memory_info()
-        used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}
+        used = {"host": (memory.rss - getattr(memory, "shared", 0)) / GIB}  # `shared` is missing on macOS
         if self._device.type == "cuda":
             used["device"] = torch.cuda.max_memory_allocated(self._device) / GIB
         return used
@@ -371,13 +402,13 @@ class MemoryMeter:
 def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
     """Return the memory columns between two readings of torch.cuda.memory_stats.
 
-    `memory/alloc_retries` counts how often the allocator ran out of memory since the earlier reading. It
-    then waits for the device and frees its cached blocks. Such a step is slow, and a slightly larger one
-    would fail.
+    `memory/alloc_retries` counts how often the allocator ran out of memory since the earlier reading. Each
+    time it waited for the device and freed its cached blocks. A step with a retry is slow, and a slightly
+    larger one would fail.
 
     Args:
         stats: Current reading.
-        before: Earlier reading; empty at the start.
+        before: Earlier reading; if it is empty, retries count from the start of the process.
     """
     return {
         "memory/peak_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
@@ -389,8 +420,9 @@ def memory_columns(stats: Mapping[str, Any], before: Mapping[str, Any]) -> dict[
 class Meters:
     """Measures the steps between two rows.
 
-    The loss share, count, norm and skipped flag of each step stay on the device until the row. All of them go
-    into its one all-reduce. So every rank's alerts know every step's exact loss, and no step waits or sends.
+    The loss share, count, norm and skipped flag of each step stay on the device until the row. Its one
+    all-reduce sums the loss shares of all steps. So every rank's alerts know every step's exact loss, and
+    steps neither wait for the device nor communicate.
     """
 
     def __init__(
@@ -410,7 +442,7 @@ class Meters:
             job: Process group of the run.
             clock: Monotonic clock in seconds.
             local_phases: Phases, besides reading data, in which no rank waits for another.
-            wall: Meter of the wall time; `None` creates one.
+            wall: Meter of the wall time; `None` creates one, which starts now.
             gpu: Meter of the GPU; `None` leaves its columns out.
         """
         self._workload = workload
@@ -422,30 +454,32 @@ class Meters:
         self._gpu = gpu
         self._memory = MemoryMeter(job.device)
         self._local_phases = ("data", *local_phases)
-        self._each: dict[str, list[Tensor]] = {}
+        self._step_numbers: dict[str, list[Tensor]] = {}
         """Name -> 0-dim tensor of each step since the last row."""
-        self._last: StepResult | None = None
+        self._last_result: StepResult | None = None
         self._consecutive_skips = torch.zeros((), device=job.device)
-        self._before: RowInterval | None = None
+        self._last_interval: RowInterval | None = None
         self._steps = 0
-        self._saves: dict[str, float] = {}
+        """Number of steps since the last row."""
+        self._save_columns: dict[str, float] = {}
+        """Columns of the last checkpoint that finished since the last row."""
         self.peak_gib = 0.0
-        """Peak memory over all rows, in GiB: reserved on a GPU, else resident in this process."""
+        """Peak memory of this rank over all rows, in GiB: reserved on a GPU, else resident."""
         self.samples_per_second: list[float] = []
-        """Throughput of each row so far."""
+        """Samples per second of all ranks together, of each row that was read so far."""
 
     def restart(self) -> None:
         """Drop the measurements since the last row, after the run rolled back to an earlier step."""
-        self._each = {}
+        self._step_numbers = {}
         self.phases.pop_segment()
         self._consecutive_skips = torch.zeros_like(self._consecutive_skips)
-        self._before = None
+        self._last_interval = None
         self._steps = 0
-        self._saves = {}
+        self._save_columns = {}
 
-    def set_start_time(self, began: float) -> None:
-        """Set the time at which the run's process started, by the clock."""
-        self._wall.start_time = began
+    def set_start_time(self, start_time: float) -> None:
+        """Set the time at which the run's process started, in seconds of the clock."""
+        self._wall.start_time = start_time
 
     def begin(self) -> None:
         """Start the run, before its first step or evaluation. The time until now counts as startup."""
@@ -460,18 +494,18 @@ class Meters:
         return self.phases.measure(phase)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the run's time for a checkpoint."""
+        """Return the seconds of the run and of its steps, for a checkpoint."""
         return self._wall.state_dict()
 
     def build_time_event(self) -> Event:
-        """Return the event with the wall time by phase, after the last row. Waits for the device."""
+        """Return the event with the wall time of this process by phase. Waits for the device."""
         return self._wall.build_time_event()
 
     def observe(self, result: StepResult) -> None:
-        """Add a step, without waiting for its numbers."""
-        if self._last is None:
+        """Add a step to the next row. Does not wait for the device."""
+        if self._last_result is None:
             self._wall.end_first_step()
-        self._last = result
+        self._last_result = result
         self._steps += 1
         numbers = {"loss share": result.loss_sum, "count": result.global_count, "skipped": result.skipped}
         norm = result.grad_norm
@@ -480,67 +514,65 @@ class Meters:
                 norm = torch.full((), norm, device=self._job.device)
             numbers["norm"] = norm
         for name, number in numbers.items():
-            self._each.setdefault(name, []).append(number)
+            self._step_numbers.setdefault(name, []).append(number)
         skipped = result.skipped.to(self._consecutive_skips)
-        self._consecutive_skips = (self._consecutive_skips + skipped) * skipped
+        self._consecutive_skips = (self._consecutive_skips + skipped) * skipped  # 0 after a step that counts
 
     def observe_save(self, stall_seconds: float, write_seconds: float) -> None:
-        """Add a finished checkpoint to the next row.
+        """Add the times of a finished checkpoint to the next row, which shows only the last checkpoint.
 
         Args:
-            stall_seconds: Seconds for which training stood still.
-            write_seconds: Seconds that writing took.
+            stall_seconds: Seconds for which training waited.
+            write_seconds: Seconds that writing took on its thread.
         """
-        self._saves = {
+        self._save_columns = {
             "perf/checkpoint_stall_seconds": stall_seconds,
             "perf/checkpoint_write_seconds": write_seconds,
         }
 
-    def collect_row(self, further: Mapping[str, float | Tensor] | None = None) -> DeferredRow:
+    def collect_row(self, extra_columns: Mapping[str, float | Tensor] | None = None) -> DeferredRow:
         """Return the row of the steps since the last call, to be read later. Collective.
 
         Args:
-            further: Additional columns; a tensor is an integer on the device.
+            extra_columns: Additional columns; a tensor has one integer on the device.
         """
-        result = self._last
-        further = further or {}
+        result = self._last_result
+        extra_columns = extra_columns or {}
         assert result is not None, "collect_row before the first step"
         interval = RowInterval(result, self._steps, self.phases.pop_segment())
-        numbers = {name: torch.stack(each) for name, each in self._each.items()}
-        self._each = {}
-        own = self._own_numbers(interval)
-        sums = torch.cat(
-            [
-                share.to(torch.float64).reshape(-1)
-                for share in (numbers.pop("loss share"), *result.extras.values())
-            ]
-        )
+        numbers = {name: torch.stack(each) for name, each in self._step_numbers.items()}
+        self._step_numbers = {}
+        own = self._measure_rank(interval)
+        shares = (numbers.pop("loss share"), *result.extras.values())
+        sums = torch.cat([share.to(torch.float64).reshape(-1) for share in shares])
         if self._job.ranks.world_size > 1:
             with self.phases.measure("communication"):  # counts in the next row
                 sums, numbers["own"] = self._reduce(sums, list(own.values()))
         numbers["loss"] = sums[: self._steps]
         numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)
-        numbers |= {f"further {key}": each for key, each in further.items() if isinstance(each, Tensor)}
+        numbers |= {f"extra {key}": each for key, each in extra_columns.items() if isinstance(each, Tensor)}
         numbers["skips in a row"] = self._consecutive_skips
-        interval.measured.update(self._memory.read_and_reset() | self._saves | self._wall.elapsed_columns())
+        interval.host_columns.update(
+            self._memory.read_and_reset() | self._save_columns | self._wall.elapsed_columns()
+        )
         self._steps = 0
-        self._saves = {}
-        return DeferredRow(numbers, partial(self._build_details, interval, own, further))
+        self._save_columns = {}
+        return DeferredRow(numbers, partial(self._build_details, interval, own, extra_columns))
 
-    def _own_numbers(self, interval: RowInterval) -> dict[str, float]:
-        """Return this rank's numbers for all ranks; see RowDetails.per_rank and GpuMeter.read.
+    def _measure_rank(self, interval: RowInterval) -> dict[str, float]:
+        """Return this rank's numbers, which all ranks receive: RowDetails.per_rank and GpuMeter.read.
 
         On a GPU the seconds are those of the previous interval, since the device still computes this one.
+        They are missing in the first row, and in the first one after a rollback.
         """
-        before = self._before
-        self._before = interval
-        measured = before if self._on_gpu else interval
+        timed = self._last_interval if self._on_gpu else interval
+        self._last_interval = interval
         numbers = {}
-        if measured is not None:
-            spent = measured.spent.seconds()
+        if timed is not None:
+            spent = timed.spent.seconds()
             seconds = {phase: spent.get(phase, 0.0) for phase in self._local_phases}
             seconds["step"] = sum_step_seconds(spent)
-            numbers = {key: each / measured.steps for key, each in seconds.items()}
+            numbers = {key: each / timed.steps for key, each in seconds.items()}
         if self._job.device.type == "cpu":
             numbers["load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
         numbers |= self._memory.read_in_use()
@@ -559,53 +591,54 @@ class Meters:
             The sums, (N,), and the numbers of all ranks, (ranks, len(own)).
         """
         ranks = self._job.ranks
-        everyones = shares.new_zeros(ranks.world_size, len(own))
-        for place, value in zip(everyones[ranks.rank], own, strict=True):
-            place.fill_(value)  # a copy from the host would wait for the device
-        both = self._job.all_reduce_sum(torch.cat([shares, everyones.reshape(-1)]))
-        return both[: len(shares)], both[len(shares) :].reshape(everyones.shape)
+        all_ranks = shares.new_zeros(ranks.world_size, len(own))
+        for entry, value in zip(all_ranks[ranks.rank], own, strict=True):
+            entry.fill_(value)  # a copy from the host would wait for the device
+        both = self._job.all_reduce_sum(torch.cat([shares, all_ranks.reshape(-1)]))
+        return both[: len(shares)], both[len(shares) :].reshape(all_ranks.shape)
 
     def _build_details(
         self,
         interval: RowInterval,
         own: Mapping[str, float],
-        further: Mapping[str, float | Tensor],
+        extra_columns: Mapping[str, float | Tensor],
         host: dict[str, Tensor],
     ) -> RowDetails:
-        """Return the row and its details.
+        """Return the row and its details. Updates `peak_gib` and `samples_per_second`.
 
         Args:
             interval: Steps of the row.
-            own: This rank's numbers; see `_own_numbers`.
-            further: See `collect_row`.
+            own: This rank's numbers; see `_measure_rank`.
+            extra_columns: See `collect_row`.
             host: Numbers of the device, copied to the host.
         """
         result = interval.last
         spent = interval.spent.seconds()
         losses = mean_loss(host["loss"], host["count"])
         row = {"train/loss": float(losses[-1])}
-        sums = {key[4:]: value for key, value in host.items() if key.startswith("sum ")}
-        row |= {
-            f"train/{name}": mean for name, mean in compute_extra_means(sums, self._workload.means).items()
-        }
+        sums = {key.removeprefix("sum "): value for key, value in host.items() if key.startswith("sum ")}
+        means = compute_extra_means(sums, self._workload.means)
+        row |= {f"train/{name}": mean for name, mean in means.items()}
         norms = host["norm"].tolist() if "norm" in host else []
         if norms:
             row["train/grad_norm"] = norms[-1]
         if result.loss_scale is not None:
             row["train/loss_scale"] = result.loss_scale
-        if skips := int(host["skips in a row"]):
+        skips = int(host["skips in a row"])
+        if skips:
             row["train/skipped_in_a_row"] = skips
-        row |= self._rates(spent, interval.steps, counted=float(host["count"].sum())) | interval.measured
+        row |= self._compute_rates(spent, interval.steps, targets=float(host["count"].sum()))
+        row |= interval.host_columns
         row |= self._wall.phase_columns(spent)
-        everyones = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
-        owns = dict(zip(own, everyones, strict=True))
-        gpu = [owns.pop(key) for key in list(owns) if key.startswith("gpu ")]
+        all_ranks = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
+        per_rank = dict(zip(own, all_ranks, strict=True))
+        gpu = [per_rank.pop(key) for key in list(per_rank) if key.startswith("gpu ")]
         if self._job.ranks.world_size > 1:
-            row |= slowest_rank_columns(owns)
+            row |= slowest_rank_columns(per_rank)
         if gpu:
             row |= GpuMeter.combine_ranks(gpu)
-        for key, each in further.items():
-            row[key] = int(host[f"further {key}"]) if isinstance(each, Tensor) else each
+        for key, each in extra_columns.items():
+            row[key] = int(host[f"extra {key}"]) if isinstance(each, Tensor) else each
         resident = row["memory/peak_resident_gib"]
         self.peak_gib = max(self.peak_gib, row.get("memory/peak_reserved_gib", resident))
         self.samples_per_second.append(row["perf/samples_per_second"])
@@ -615,10 +648,17 @@ class Meters:
             grad_norms=norms,
             skipped=[bool(each) for each in host["skipped"]],
             target_counts=host["count"].tolist(),
-            per_rank=owns,
+            per_rank=per_rank,
         )
 
-    def _rates(self, spent: Mapping[str, float], steps: int, counted: float) -> dict[str, float]:
+    def _compute_rates(self, spent: Mapping[str, float], steps: int, targets: float) -> dict[str, float]:
+        """Return the `perf/` columns of throughput and FLOPs.
+
+        Args:
+            spent: Seconds by phase of the steps.
+            steps: Number of steps.
+            targets: Targets of all steps and ranks, in the unit of the loss.
+        """
         work = self._workload
         seconds = sum_step_seconds(spent)
         rates = {
@@ -627,29 +667,32 @@ class Meters:
             "perf/samples_per_second": work.samples_per_step * steps / seconds,
         }
         if work.unit == "tokens":
-            rates["perf/tokens_per_second"] = counted / seconds
-            rates["perf/tokens_per_second_per_device"] = counted / seconds / work.world_size
+            rates["perf/tokens_per_second"] = targets / seconds
+            rates["perf/tokens_per_second_per_device"] = targets / seconds / work.world_size
         if work.flops_per_sample and work.peak_flops:
-            peak_samples = rates["perf/samples_per_second"] / work.world_size / work.peak_flops
-            rates["perf/mfu"] = work.flops_per_sample * peak_samples
-            if again := work.recomputed_flops():
-                rates["perf/hfu"] = (work.flops_per_sample + again) * peak_samples
+            samples_per_peak_flop = rates["perf/samples_per_second"] / work.world_size / work.peak_flops
+            rates["perf/mfu"] = work.flops_per_sample * samples_per_peak_flop
+            recomputed = work.recomputed_flops()
+            if recomputed:
+                rates["perf/hfu"] = (work.flops_per_sample + recomputed) * samples_per_peak_flop
         return rates
 
 
-def slowest_rank_columns(own: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the columns about the slowest rank, or none with fewer than two ranks.
+def slowest_rank_columns(per_rank: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the columns about the slowest rank.
+
+    The columns are empty with fewer than two ranks, or in a row without seconds.
 
     Args:
-        own: Seconds per step by phase of all ranks; see RowDetails.per_rank.
+        per_rank: Seconds per step by phase of all ranks; see RowDetails.per_rank.
     """
-    phases = [own[phase] for phase in ("data", "forward", "backward") if phase in own]
-    together = [sum(each) for each in zip(*phases, strict=True)]
-    if len(together) < 2:
+    phases = [per_rank[phase] for phase in ("data", "forward", "backward") if phase in per_rank]
+    own_seconds = [sum(each) for each in zip(*phases, strict=True)]
+    if len(own_seconds) < 2:
         return {}
-    slowest = max(range(len(together)), key=lambda rank: together[rank])
+    slowest = max(range(len(own_seconds)), key=lambda rank: own_seconds[rank])
     return {
-        "perf/own_time_seconds": median_low(together),
+        "perf/own_time_seconds": median_low(own_seconds),
         "perf/slowest_rank": slowest,
-        "perf/slowest_rank_own_time_seconds": together[slowest],
+        "perf/slowest_rank_own_time_seconds": own_seconds[slowest],
     }
