@@ -16,13 +16,15 @@ if TYPE_CHECKING:  # commands that import no numpy use events
     from pipeline.checkpoint.catalog import SavedCheckpoints
 
 RUN_FAILED = "run_failed"
+"""A failure ended the run."""
 TIME = "time"
 """Wall time of a process by phase: the last line of a process that ended normally."""
 PLAN = "plan"
-"""Measured memory and throughput of a run beside those that the plan expected."""
+"""Measured memory and throughput of a run, compared with those that the plan expected."""
 RUN_KILLED = "run_killed"
+"""The last process of a run that resumes ended silently."""
 ROLLBACK = "rollback"
-"""The run rolled back to the event's step: rows of later steps are dropped."""
+"""The run rolled back to the event's step: rows of later steps are dropped from the record."""
 CORRUPTION = "corruption"
 """Ranks differ where they should be equal. The event stays in the record when later rows are removed."""
 NO_TARGETS = "no_targets"
@@ -42,7 +44,7 @@ Level = Literal["info", "warning", "error"]
 class Event:
     """Something that happened at a step: a line of the log and of metrics.jsonl, an alert in other trackers.
 
-    Secrets are removed from all texts when the event is created.
+    Secrets are removed from the message, the advice and the fields when the event is created.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Event:
     advice: str = ""
     """Suggested action; may be empty."""
     level: Level = "warning"
+    """`info` is news and not an alert; an `error` usually ends the run."""
     fields: Mapping[str, str | float] = field(default_factory=dict)
     """Additional columns of the event's line in metrics.jsonl."""
 
@@ -68,20 +71,21 @@ class Event:
     def log_line(self, step: int) -> str:
         """Return the line of the log.
 
-        A warning or an error begins with its name and step; information is the message alone.
+        A warning or an error begins with its name, and with its step unless the message names the step. An
+        event of level `info` is its message and advice alone.
 
         Args:
             step: Step of the row. The field `at_step` overrides it if the alert is about an earlier step.
         """
         if self.level == "info":
             return self.line
-        at = int(self.fields.get("at_step", step))
-        names_step = re.search(rf"\bstep {at}\b", self.message) is not None
-        return f"{self.name}: {self.line}" if names_step else f"{self.name}: step {at}: {self.line}"
+        event_step = int(self.fields.get("at_step", step))
+        names_step = re.search(rf"\bstep {event_step}\b", self.message) is not None
+        return f"{self.name}: {self.line}" if names_step else f"{self.name}: step {event_step}: {self.line}"
 
     @property
     def columns(self) -> dict[str, str | float]:
-        """Columns of the event's line in metrics.jsonl, without the step."""
+        """Columns of the event's line in metrics.jsonl, without `step`."""
         columns: dict[str, str | float] = {"event": self.name, "level": self.level, "message": self.message}
         if self.advice:
             columns["advice"] = self.advice
@@ -98,8 +102,8 @@ class Histograms:
     weights: Mapping[str, npt.NDArray[np.int64]]
     """Parameter name -> counts of its values, shape (bins,)."""
     gradients: Mapping[str, npt.NDArray[np.int64]]
-    """Parameter name -> counts of its gradient as the optimizer used it, shape (bins,); empty if the step
-    was skipped."""
+    """Parameter name -> counts of its gradient after clipping, shape (bins,); no names if the step was
+    skipped."""
 
 
 Showable: TypeAlias = "SavedCheckpoints | Histograms"

@@ -1,8 +1,8 @@
 """Histograms of weights and gradients, counted on their device.
 
-The edges are fixed powers of 2. A value's bin is its exponent, so no search is needed. Counts of shards add
-up to those of whole tensors, and histograms of two runs can be compared. A histogram costs one all-reduce
-and one asynchronous copy to the host.
+The edges of the bins are fixed powers of 2. A value's exponent gives its bin, so no search is needed. Counts
+of shards add up to the counts of the full tensors, and histograms of two runs can be compared. All histograms
+of a step cost one all-reduce and one asynchronous copy to the host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pipeline.engine.interface import Engine
 from pipeline.monitoring.events import Histograms
 from pipeline.monitoring.row_queue import DeferredValue
 
-# Exponents of the smallest and largest edge. Smaller magnitudes count as 0, larger ones in the last bin.
+# Exponents of the smallest and largest edge. Smaller magnitudes count in the bin of 0, larger ones in the
+# outermost bin of their sign.
 LOWEST_EXPONENT = -40
 HIGHEST_EXPONENT = 10
-_CODES = HIGHEST_EXPONENT - LOWEST_EXPONENT
-BINS = 2 * _CODES + 1
+_BINS_PER_SIGN = HIGHEST_EXPONENT - LOWEST_EXPONENT
+BINS = 2 * _BINS_PER_SIGN + 1
 _MAGNITUDES = 2.0 ** np.arange(LOWEST_EXPONENT, HIGHEST_EXPONENT + 1)
 EDGES = np.concatenate([-_MAGNITUDES[::-1], _MAGNITUDES])
 CHUNK_SIZE = 2**22  # values counted at a time: limits temporary memory, and fp32 counts stay exact
@@ -39,31 +40,35 @@ class HistogramMeter:
         Args:
             engine: Engine whose parameters are counted.
             job: Process group of the run.
-            every: Steps between two histograms.
+            every: Number of steps between two histograms.
         """
         self._engine = engine
         self._job = job
         self._every = every
-        own = dict.fromkeys(shard.name for shard in engine.shards() if _is_counted(shard))
-        names = sorted({*chain(*job.gather_object(list(own)))})
-        self._rows = {name: row for row, name in enumerate(names)}
+        local_names = list(dict.fromkeys(shard.name for shard in engine.shards() if _is_counted(shard)))
+        names = sorted({*chain(*job.gather_object(local_names))})
+        self._index_of = {name: index for index, name in enumerate(names)}
         self._gradients: Tensor | None = None
+        """Counts of the gradients, (parameters, BINS), in a step whose histograms are due; else `None`."""
 
     def watch_step(self, step: int) -> AbstractContextManager[None]:
         """Return a context manager around a training step that counts its gradients if histograms are due.
 
-        A hook counts the gradients before the optimizer's step. There they are sharded as the weights are,
-        under every split.
+        A hook of the engine counts the gradients before the optimizer's step. At that point they are sharded
+        like the weights, in every engine.
         """
         self._gradients = None
         if step % self._every:
             return nullcontext()
         gradients = self._zero_counts()
         self._gradients = gradients
-        return self._engine.observe_gradients(lambda shard: self._add(gradients, shard))
+        return self._engine.observe_gradients(lambda shard: self._add_counts(gradients, shard))
 
     def finish_step(self, step: int) -> DeferredValue[Histograms] | None:
-        """Return the histograms of a completed step; `None` if none are due. Collective."""
+        """Count the weights after a step, and return the histograms of the step; `None` if none are due.
+
+        Collective.
+        """
         gradients = self._gradients
         self._gradients = None
         if gradients is None:
@@ -71,23 +76,23 @@ class HistogramMeter:
         weights = self._zero_counts()
         for shard in self._engine.shards():
             if _is_counted(shard):
-                self._add(weights, shard)
+                self._add_counts(weights, shard)
         both = self._job.all_reduce_sum(torch.stack([weights, gradients]))
 
-        def make(host: dict[str, Tensor]) -> Histograms:
+        def build(host: dict[str, Tensor]) -> Histograms:
             counts = host["both"].to(torch.int64).numpy()
-            weights, gradients = (dict(zip(self._rows, each, strict=True)) for each in counts)
-            has_moved = any(each.any() for each in gradients.values())
-            return Histograms(step, EDGES, weights, gradients if has_moved else {})
+            weights, gradients = (dict(zip(self._index_of, each, strict=True)) for each in counts)
+            has_gradients = any(each.any() for each in gradients.values())
+            return Histograms(step, EDGES, weights, gradients if has_gradients else {})
 
-        return DeferredValue({"both": both}, make)
+        return DeferredValue({"both": both}, build)
 
     def _zero_counts(self) -> Tensor:
-        return torch.zeros(len(self._rows), BINS, dtype=torch.int64, device=self._engine.device)
+        return torch.zeros(len(self._index_of), BINS, dtype=torch.int64, device=self._engine.device)
 
-    def _add(self, counts: Tensor, shard: Shard) -> None:
+    def _add_counts(self, counts: Tensor, shard: Shard) -> None:
         assert shard.values is not None
-        counts[self._rows[shard.name]] += count_bins(shard.values).to(counts.device, non_blocking=True)
+        counts[self._index_of[shard.name]] += count_bins(shard.values).to(counts.device, non_blocking=True)
 
 
 def _is_counted(shard: Shard) -> bool:
@@ -96,7 +101,7 @@ def _is_counted(shard: Shard) -> bool:
 
 @torch.no_grad()
 def count_bins(values: Tensor) -> Tensor:
-    """Return the number of values in each bin of EDGES, (BINS,) int64, on the device of the values.
+    """Return the number of values in each bin of EDGES: (BINS,), int64, on the device of the values.
 
     Infinite values and NaN are not counted.
 
@@ -104,9 +109,10 @@ def count_bins(values: Tensor) -> Tensor:
         values: One-dimensional tensor, (values,).
     """
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device)
-    for part in values.split(CHUNK_SIZE):
-        exact = part.float()  # the exponent gives the bin exactly: no search, no rounding
-        code = (torch.frexp(exact).exponent - LOWEST_EXPONENT).clamp(0, _CODES) * exact.sign()
-        code = torch.where(exact.isfinite(), code, 2.0 * BINS)  # outside of all bins
-        counts += torch.histc(code, BINS, -_CODES - 0.5, _CODES + 0.5).to(torch.int64)
+    for chunk in values.split(CHUNK_SIZE):
+        exact = chunk.float()
+        # Signed number of the bin; 0 is the bin of 0. The exponent is exact: no rounding into another bin.
+        number = (torch.frexp(exact).exponent - LOWEST_EXPONENT).clamp(0, _BINS_PER_SIGN) * exact.sign()
+        number = torch.where(exact.isfinite(), number, 2.0 * BINS)  # outside of all bins
+        counts += torch.histc(number, BINS, -_BINS_PER_SIGN - 0.5, _BINS_PER_SIGN + 0.5).to(torch.int64)
     return counts

@@ -41,9 +41,9 @@ class _ConsoleFormatter(_PrintableFormatter):
 
 
 class _QuietFileHandler(logging.FileHandler):
-    """Drops lines that a full disk does not take.
+    """Drops lines that cannot be written, such as to a full disk.
 
-    The tracebacks of logging itself would hide the message about the disk.
+    Otherwise logging would print a traceback for each of them, and hide the message about the disk.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -51,30 +51,36 @@ class _QuietFileHandler(logging.FileHandler):
 
 
 def _is_for_console(record: logging.LogRecord) -> bool:
-    """Return whether the console shows a record now: run_rank.py prints failures and the plan at the end."""
+    """Return whether the console handler prints a record.
+
+    It omits failures and the plan's comparison: the end of the run prints both.
+    """
     return record.name != "pipeline.failure" and getattr(record, "event", None) != PLAN
 
 
 def log_to_console(ranks: Ranks, level: str = "info") -> None:
     """Show rank 0's lines on the console, and only errors of the other ranks.
 
+    Closes and replaces the handlers of an earlier run in this process, including its log file. Also hides
+    FutureWarning and DeprecationWarning, and warnings of torchao, for the whole process.
+
     Args:
         ranks: Rank of this process.
-        level: Minimum level of rank 0's lines, from `debug` to `error`. Files contain everything from `info`
-            on.
+        level: Minimum level of rank 0's lines on the console, from `debug` to `error`. It lowers the level of
+            log files only if it is `debug`: they contain everything from `info` on.
     """
     console = _StderrHandler()
     console.setFormatter(_ConsoleFormatter("%(message)s"))
-    wanted: int = getattr(logging, level.upper())
-    console.setLevel(wanted if ranks.is_main_process else logging.ERROR)
+    min_level: int = getattr(logging, level.upper())
+    console.setLevel(min_level if ranks.is_main_process else logging.ERROR)
     console.addFilter(_is_for_console)
     logger = logging.getLogger("pipeline")
-    logger.setLevel(min(wanted, logging.INFO))
+    logger.setLevel(min(min_level, logging.INFO))
     logger.propagate = False
-    for handler in logger.handlers:  # those of an earlier run in this process
+    for handler in logger.handlers:
         handler.close()
     logger.handlers[:] = [console]
-    # transformers imports torchao if it is installed, and torchao logs which of its kernels other GPUs have.
+    # transformers imports torchao if it is installed, and torchao then logs which kernels it cannot load.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -82,7 +88,11 @@ def log_to_console(ranks: Ranks, level: str = "info") -> None:
 
 
 def log_to_file(run_dir: Path, ranks: Ranks) -> None:
-    """Also write this rank's lines, with times, to `logs/rankNNNNN.log` of the run directory."""
+    """Also write this rank's lines, with times, to `logs/rankNNNNN.log` of the run directory.
+
+    Raises:
+        OSError: The file or its directory cannot be created.
+    """
     path = run_dir / "logs" / f"rank{ranks.rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own machine only
     file = _QuietFileHandler(path)
