@@ -1,8 +1,8 @@
 """Interface of alerts: rules that check each row with its details, and report an event or end the run.
 
-Every rank has the losses and norms of the global batch and the measurements of all ranks. So alerts decide
-alike on all ranks without a collective. `perf/` and `memory/` columns differ between ranks: no StopRequested
-may depend on them.
+Every rank has the losses and norms of the global batch and the measurements of all ranks. So an alert returns
+the same result on all ranks without a collective. A StopRequested must not depend on `perf/` and `memory/`
+columns, which differ between ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RollbackRequested:
     """Request to resume from a checkpoint before a bad step."""
 
     step: int
-    """Number of the bad step."""
+    """Number of the bad step, which may be earlier than the row that reported it."""
     why: Event
     """Alert that led to the request."""
 
@@ -32,15 +32,15 @@ class RollbackRequested:
 HandleAlert = Callable[[int, Event], RollbackRequested | None]
 """Function that handles an alert at a step and may request a rollback."""
 
-CONTENDED_LOAD = 1.5  # runnable processes per core
+CONTENDED_LOAD = 1.5  # runnable processes per core above which a run counts as slowed by others
 
 
 @dataclass(frozen=True)
 class RowDetails:
-    """A row with the numbers of each step since the previous row. An evaluation has only its row."""
+    """A row with the numbers of each step since the previous row; for an evaluation, only the row."""
 
     row: dict[str, float]
-    """Columns of the row as they are written."""
+    """Columns of the row as they are written, without `step`."""
     losses: Sequence[float] = ()
     """Loss of each step: the exact mean over its global batch."""
     grad_norms: Sequence[float] = ()
@@ -52,9 +52,12 @@ class RowDetails:
     per_rank: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Name -> number of every rank, in order of rank.
 
-    Seconds per step, on a GPU those of the previous row: `step`, its part `data` and, if they wait for no
-    other rank, its parts `forward` and `backward`. GiB in use: `device`, `host`. On a CPU also `load`:
-    runnable processes per core of the machine."""
+    `step`: seconds per step. `data`: seconds of it that read data. `forward` and `backward`: seconds of these
+    phases; missing if ranks wait for each other in them. On a GPU all seconds are those of the previous row,
+    so the first row has none.
+
+    `host` and, on a GPU, `device`: GiB in use. On a CPU `load`: runnable processes per core of the rank's
+    machine."""
 
     @cached_property
     def steps(self) -> int:
@@ -63,7 +66,7 @@ class RowDetails:
 
     @property
     def load(self) -> float:
-        """Highest load of all ranks; 0 unless the run trains on CPUs."""
+        """Runnable processes per core of the busiest machine; 0 unless the run trains on CPUs."""
         return max(self.per_rank.get("load", [0.0]))
 
     @property
@@ -74,22 +77,31 @@ class RowDetails:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Request to end the run with this error and its exit code, without another checkpoint."""
+    """Request to end the run without another checkpoint."""
 
     error: PipelineError
+    """Error that ends the run, with its exit code."""
 
 
 class Alert(Protocol):
-    """Rule that every rank applies to every row of training and evaluation, in order of the steps."""
+    """Rule that every rank applies to every row of training or evaluation, in the order of the steps."""
 
     def __call__(self, step: int, details: RowDetails) -> Event | StopRequested | None:
-        """Return the alert of a row. The result may depend only on numbers that are equal on all ranks."""
+        """Check a row. The result may depend only on numbers that are equal on all ranks.
+
+        Args:
+            step: Step of the row.
+            details: The row, and the steps since the previous row.
+
+        Returns:
+            An event to report, a request to end the run, or `None` if there is nothing to report.
+        """
         ...
 
 
 @runtime_checkable
 class StatefulAlert(Protocol):
-    """An alert that depends on earlier steps, so its state is saved in checkpoints."""
+    """An alert that depends on earlier steps; checkpoints include its state."""
 
     name: str
     """Key of the alert's state in a checkpoint."""
@@ -99,7 +111,7 @@ class StatefulAlert(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, or start afresh if it is not valid for this process."""
+        """Restore the state of a checkpoint."""
         ...
 
 
@@ -109,7 +121,12 @@ def collect_alert_state(alerts: Iterable[Alert]) -> dict[str, Any]:
 
 
 def restore_alerts(alerts: Iterable[Alert], state: Mapping[str, Any]) -> None:
-    """Restore the alerts whose state the checkpoint contains."""
+    """Restore the alerts whose state is in the checkpoint; the others start afresh.
+
+    Args:
+        alerts: Alerts of this process.
+        state: Result of `collect_alert_state` in the checkpoint; empty for a new run.
+    """
     for each in alerts:
         if isinstance(each, StatefulAlert) and each.name in state:
             each.load_state_dict(state[each.name])
