@@ -203,7 +203,7 @@ def test_the_best_is_judged_by_an_evaluation_of_its_own_step(tmp_path):
         (lambda lines: [*lines, b'{"step": 4, "eval'], None),  # torn by a kill: nothing of before is lost
         (lambda lines: [b"\x00\xff{[" * 99, *lines[1:]], "had damaged lines (1)"),
         (lambda lines: [b"[" * 9999, b"7", *lines], "had damaged lines (2)"),
-        (None, "is missing, with the rows up to step 4"),
+        (None, "does not exist, so the rows up to step 4 are lost"),
     ],
 )
 def test_a_record_that_is_gone_or_damaged_is_told_in_one_line(tmp_path, unbroken, caplog, spoil, said):

@@ -36,15 +36,17 @@ class TrackedRun:
     """Run for which trackers are opened."""
 
     config: RunConfig
+    """The recipe."""
     directory: Path
     """Existing directory of the run."""
     start_step: int
     """Optimizer steps done before this process."""
     max_steps: int
+    """Optimizer steps of the whole run."""
     settings: dict[str, Any]
     """Configuration of the run without secrets, for trackers to show."""
     record: Path
-    """Path of metrics.jsonl."""
+    """Path of metrics.jsonl, from which the rows after `start_step` were removed."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ class TrackerKind:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Check before anything is built that the trackers of a recipe are available.
+    """Check that the trackers of a recipe are available, before anything is built.
 
     Raises:
-        ConfigError: See build_trackers.
+        ConfigError: A tracker's package is missing, its import path is wrong, or `notify` names a program or
+            variable that does not exist.
     """
     for kind in TRACKERS.values():
         kind.check(config)
@@ -86,18 +89,17 @@ def build_trackers(
         start_step: Optimizer steps done before this process. Rows of later steps are removed.
         max_steps: Optimizer steps of the whole run.
         run_config: Configuration of the run for trackers to show; secrets are removed here.
-        redo_evaluation: Whether the evaluation of `start_step` is repeated.
+        redo_evaluation: Whether the evaluation of `start_step` is repeated; if so, its row is removed.
 
     Raises:
-        ConfigError: A tracker's package is missing, its import path is wrong, or `notify` names a program or
-            variable that does not exist.
-        MetricsFileError: metrics.jsonl cannot be written.
+        ConfigError: See check_trackers.
+        MetricsFileError: metrics.jsonl cannot be read or written.
     """
     if not is_main_process:
         return Trackers()
     trackers: list[Tracker] = []
     run_config = redact(run_config)
-    with ExitStack() as undo:
+    with ExitStack() as undo:  # closes the trackers that are open if one cannot be opened
         undo.callback(lambda: Trackers(trackers).close(1))
         record = JsonlTracker(run_dir / METRICS_FILE, start_step=start_step, redo_evaluation=redo_evaluation)
         trackers.append(record)
@@ -118,21 +120,21 @@ def build_trackers(
 def _open_tensorboard(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.tensorboard:
         return []
-    recorded = (line for line in iterate_record(run.record) if line["step"] >= run.start_step)
-    make = partial(TensorBoardTracker, run.directory / "tensorboard", run.start_step, recorded)
+    lines = (line for line in iterate_record(run.record) if line["step"] >= run.start_step)
+    make = partial(TensorBoardTracker, run.directory / "tensorboard", run.start_step, lines)
     return open_optional_tracker("log.tensorboard", make)
 
 
-def _check_own(config: RunConfig) -> None:
-    for own in config.log.trackers:
-        import_tracker(own)
+def _check_custom(config: RunConfig) -> None:
+    for tracker in config.log.trackers:
+        import_tracker(tracker)
 
 
-def _open_own(run: TrackedRun) -> Sequence[Tracker]:
+def _open_custom(run: TrackedRun) -> Sequence[Tracker]:
     trackers: list[Tracker] = []
-    for own in run.config.log.trackers:
-        make = partial(open_custom_tracker, own, run.directory, run.start_step, run.settings)
-        trackers += open_optional_tracker(own.kind, make)
+    for tracker in run.config.log.trackers:
+        make = partial(open_custom_tracker, tracker, run.directory, run.start_step, run.settings)
+        trackers += open_optional_tracker(tracker.kind, make)
     return trackers
 
 
@@ -145,10 +147,10 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
     """Return the tracker of Weights & Biases; an empty list if it is disabled or cannot be started."""
     if run.config.wandb.mode == "disabled":
         return []
-    # Importing it takes 0.4 s, so only if it is used.
+    # Imported here because the import takes 0.4 s.
     from pipeline.monitoring.trackers.weights_and_biases import open_wandb
 
-    online = open_wandb(
+    tracker = open_wandb(
         run.config.wandb,
         run_name=run.config.name,
         run_dir=run.directory,
@@ -156,11 +158,11 @@ def _open_wandb(run: TrackedRun) -> Sequence[Tracker]:
         run_config=run.settings,
         read_earlier=partial(replay, run.record, run.start_step),
     )
-    if online is None:
+    if tracker is None:
         return []
-    same_run = format_shell_line(f"run_dir={run.directory.absolute()}")
-    resend = f"; the same command with {same_run} sends them to W&B"
-    return [TrackerThread(lambda: online, "W&B", resend=resend)]
+    option = format_shell_line(f"run_dir={run.directory.absolute()}")
+    resend = f"; the same command with {option} sends them to W&B"
+    return [TrackerThread(lambda: tracker, "W&B", resend=resend)]
 
 
 def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
@@ -174,7 +176,7 @@ def _open_notify(run: TrackedRun) -> Sequence[Tracker]:
 def _open_console(run: TrackedRun) -> Sequence[Tracker]:
     if not run.config.log.shows_rows:
         return []
-    # Not on a thread, so that its lines and those of the log keep their order.
+    # Not on a thread, so that the lines of rows and of the log are printed in order.
     return [OptionalTracker(ConsoleTracker(run.max_steps), "the console")]
 
 
@@ -182,7 +184,7 @@ TRACKERS = {
     "log.tensorboard": TrackerKind(
         _open_tensorboard, lambda config: import_writer() if config.log.tensorboard else None
     ),
-    "log.trackers": TrackerKind(_open_own, _check_own),
+    "log.trackers": TrackerKind(_open_custom, _check_custom),
     "wandb": TrackerKind(_open_wandb, _check_wandb),
     "notify": TrackerKind(_open_notify, lambda config: build_channels(config.notify)),
     "log.console": TrackerKind(_open_console),

@@ -1,6 +1,6 @@
 """Console tracker: a short plain line every few seconds.
 
-The numbers are those of the row, rounded. Only the time left is computed here.
+The numbers are those of the row, rounded. Only the remaining time is computed here.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from pipeline.distributed.signals import detach_closed_terminal
 from pipeline.files import format_duration
 from pipeline.monitoring.events import Event
 
-GAP = "  "
+SEPARATOR = "  "
+"""Spaces between the fields of a line."""
 
 
 @contextmanager
 def ignore_closed_terminal() -> Iterator[None]:
-    """Ignore the EIO of a terminal that was just closed, since its SIGHUP arrives a moment later."""
+    """Ignore the EIO of a terminal that was just closed, and discard all later output to it.
+
+    The signal SIGHUP, which tells the run that the terminal is closed, arrives a moment later.
+    """
     try:
         yield
     except OSError as error:
@@ -54,9 +59,9 @@ class ConsoleTracker:
         self._file = file
         self._min_interval = min_interval
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # step and time of the first training row
+        self._first: tuple[int, float] | None = None  # step and time of this process's first training row
         self._printed_at = -math.inf
-        self._unprinted: str | None = None
+        self._unprinted: str | None = None  # newest line that was not printed
 
     @ignore_closed_terminal()
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -73,12 +78,15 @@ class ConsoleTracker:
 
     @ignore_closed_terminal()
     def close(self, exit_code: int) -> None:
-        """Print the newest row if it was held back."""
+        """Print the newest row if it is not printed yet."""
         if self._unprinted is not None:
             self._print(self._unprinted)
 
     def _seconds_left(self, step: int, row: Mapping[str, float]) -> float | None:
-        """Return the remaining steps times the mean time of a step, with its evaluations and checkpoints."""
+        """Return the remaining steps times the mean seconds of a step, evaluations and checkpoints included.
+
+        The first row has only its own step time; without one the result is `None`.
+        """
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -92,6 +100,7 @@ class ConsoleTracker:
         return max(self._max_steps - step, 0) * seconds_per_step
 
     def _print_throttled(self, step: int, line: str) -> None:
+        """Print a line unless another one was printed less than `min_interval` seconds ago."""
         now = self._clock()
         self._unprinted = line
         if now - self._printed_at >= self._min_interval or step >= self._max_steps:
@@ -112,30 +121,42 @@ def train_line(step: int, max_steps: int, row: Mapping[str, float], seconds_left
         row: Columns of the row.
         seconds_left: Estimated seconds until the end; `None` if unknown.
     """
-    parts = [_head("step", step, max_steps)]
-    if (skipped := row.get("train/skipped_steps", 0)) > 0:
+    parts = [_format_step("step", step, max_steps)]
+    skipped = row.get("train/skipped_steps", 0)
+    if skipped > 0:
         parts.append(f"skipped {skipped:.0f}")
-    for key, before, show, after, width in TRAIN_FIELDS:
-        if (value := row.get(key)) is not None:
-            parts.append(" ".join(filter(None, (before, show(value).rjust(width), after))))
+    for field in TRAIN_FIELDS:
+        value = row.get(field.metric)
+        if value is not None:
+            number = field.format(value).rjust(field.width)
+            parts.append(" ".join(filter(None, (field.label, number, field.unit))))
     if seconds_left is not None and math.isfinite(seconds_left):
         parts.append(f"{format_duration(seconds_left):>6} left")
-    return GAP.join(parts)
+    return SEPARATOR.join(parts)
 
 
 def eval_lines(step: int, max_steps: int, row: Mapping[str, float]) -> list[str]:
-    """Return the lines of an evaluation in aligned columns: first all sets together, then each set."""
+    """Return the lines of an evaluation in aligned columns: first all sets together, then each set.
+
+    Args:
+        step: Step of the evaluation.
+        max_steps: Optimizer steps of the whole run.
+        row: Columns that begin with `eval/`.
+    """
     by_set: dict[str, dict[str, float]] = {"": {}}
     for key, value in row.items():
         name, _, metric = key.removeprefix("eval/").rpartition("/")
         by_set.setdefault(name, {})[metric] = value
-    head = _head("eval", step, max_steps)
+    head = _format_step("eval", step, max_steps)
     width = max([len(head), *map(len, by_set)])
     lines = []
-    formats = {"perplexity": format_norm}
     for name, metrics in by_set.items():
-        fields = [f"{key} {formats.get(key, format_loss)(value):>7}" for key, value in metrics.items()]
-        lines.append(GAP.join([name.rjust(width) if name else head.ljust(width), *fields]))
+        label = name.rjust(width) if name else head.ljust(width)
+        fields = []
+        for metric, value in metrics.items():
+            number = format_norm(value) if metric == "perplexity" else format_loss(value)
+            fields.append(f"{metric} {number:>7}")
+        lines.append(SEPARATOR.join([label, *fields]))
     return lines
 
 
@@ -157,18 +178,36 @@ def format_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str], str, int], ...] = (
-    ("train/loss", "loss", format_loss, "", 7),
-    ("train/learning_rate", "lr", "{:.2e}".format, "", 8),
-    ("train/grad_norm", "grad", format_norm, "", 5),
-    ("perf/tokens_per_second", "", format_count, "tok/s", 6),
-    ("perf/samples_per_second", "", format_count, "samples/s", 6),
-    ("perf/mfu", "mfu", "{:.1%}".format, "", 5),
-    ("memory/peak_allocated_gib", "mem", "{:.1f}".format, "GiB", 5),
-    ("train/loss_scale", "scale", "{:g}".format, "", 5),
+@dataclass(frozen=True)
+class TrainField:
+    """Metric in the line of a training row."""
+
+    metric: str
+    """Column of the row."""
+    format: Callable[[float], str]
+    """Function that formats the value."""
+    width: int
+    """Minimum characters of the value."""
+    label: str = ""
+    """Word before the value."""
+    unit: str = ""
+    """Unit after the value."""
+
+
+TRAIN_FIELDS = (
+    TrainField("train/loss", format_loss, 7, label="loss"),
+    TrainField("train/learning_rate", "{:.2e}".format, 8, label="lr"),
+    TrainField("train/grad_norm", format_norm, 5, label="grad"),
+    TrainField("perf/tokens_per_second", format_count, 6, unit="tok/s"),
+    TrainField("perf/samples_per_second", format_count, 6, unit="samples/s"),
+    TrainField("perf/mfu", "{:.1%}".format, 5, label="mfu"),
+    TrainField("memory/peak_allocated_gib", "{:.1f}".format, 5, label="mem", unit="GiB"),
+    TrainField("train/loss_scale", "{:g}".format, 5, label="scale"),
 )
-"""Metric, word before the value, format of the value, unit after it, minimum width of the value."""
+"""Fields of the line of a training row, in order; a metric that the row lacks is left out."""
 
 
-def _head(word: str, step: int, max_steps: int) -> str:
-    return f"{word} {f'{step}/{max_steps}':>{2 * len(str(max_steps)) + 1}}"
+def _format_step(word: str, step: int, max_steps: int) -> str:
+    """Return "step 12/100", with the numbers as wide as at the last step."""
+    width = 2 * len(str(max_steps)) + 1
+    return f"{word} {f'{step}/{max_steps}':>{width}}"

@@ -1,8 +1,8 @@
 """Interface of a tracker, the group of a run's trackers, and trackers that are dropped on failure.
 
 A failure of metrics.jsonl ends the run, since the record would have holes. Any other tracker that raises is
-dropped with one line: a run that a scheduler restarts must not end because a server is down. A wrong
-import path or wrong arguments are errors before the data is prepared.
+dropped with one log line: a run that a scheduler restarts must not end because a server is down. A wrong
+import path or wrong arguments end the run before the data is prepared.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from pipeline.errors import ConfigError, PipelineError, summarize_error
 from pipeline.monitoring.events import RUN_FAILED, Event, Showable
 from pipeline.redaction import redact_text
 
+logger = logging.getLogger(__name__)
+
 GIT_DIFF = "git.diff"
 """File of a run directory with the uncommitted changes; a tracker may upload it."""
 TRACKER_METHODS = ("write", "tell", "close")
+"""Methods that every tracker has; see Tracker."""
 BEST_BY_SUFFIX: dict[str, Literal["min", "max"]] = {
     "loss": "min",
     "perplexity": "min",
@@ -52,8 +55,8 @@ class Tracker(Protocol):
         """Write one row.
 
         Args:
-            step: Optimizer steps done (`global_step`). It decreases only after a ROLLBACK event.
-            row: Metric key (`group/snake_case`) -> value.
+            step: Optimizer steps done (`global_step`). Steps decrease only after a ROLLBACK event.
+            row: Metric key (`group/snake_case`) -> value, which may be infinite or NaN.
         """
 
     def tell(self, step: int, event: Event) -> None:
@@ -68,24 +71,25 @@ class Tracker(Protocol):
         """Write out buffered data and close.
 
         Args:
-            exit_code: 0 for a run that ended normally, 128 + n for one that signal n stopped, any other value
-                for one that failed.
+            exit_code: 0 for a run that ended normally, 128 + n for one that signal n stopped, and any other
+                value for one that failed.
         """
 
 
 @runtime_checkable
 class SupportsShow(Protocol):
-    """A tracker that also takes objects that are neither rows nor events. metrics.jsonl omits them."""
+    """A tracker that also shows checkpoints and histograms, which metrics.jsonl omits."""
 
     def show(self, what: Showable) -> None:
-        """Show the object. Histograms follow their row."""
+        """Show the object. Histograms arrive after the row of their step."""
 
 
 def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
-    """Import the class or function that `kind` names.
+    """Import the class or function that the key `kind` of an entry of `log.trackers` names.
 
     Raises:
-        ConfigError: It does not exist, or does not take the arguments of a tracker.
+        ConfigError: The class does not exist, does not take the arguments of a tracker, or lacks one of
+            TRACKER_METHODS.
     """
     make = import_object(config.kind, ConfigError)
     message = (
@@ -93,9 +97,8 @@ def import_tracker(config: TrackerConfig) -> Callable[..., Any]:
     )
     example: tuple[Any, ...] = (Path(), 0, {})  # run_dir, start_step, run_config
     check_signature(make, message, ConfigError, *example, **config.args)
-    missing = [name for name in TRACKER_METHODS if isinstance(make, type) and not hasattr(make, name)]
-    if missing:
-        raise ConfigError(_lacks(config, missing))
+    if isinstance(make, type):  # the methods of the result of a function are not known yet
+        _refuse_missing(config, [name for name in TRACKER_METHODS if not hasattr(make, name)])
     return make
 
 
@@ -105,47 +108,48 @@ def open_custom_tracker(
     """Create a custom tracker.
 
     Args:
-        config: Entry of `log.sinks` in the recipe.
+        config: Entry of `log.trackers` in the recipe.
         run_dir: Existing directory of the run.
         start_step: Optimizer steps done before this process; rows of later steps are written again.
-        run_config: Recipe, DeepSpeed JSON and number of ranks.
+        run_config: Recipe, DeepSpeed JSON and number of ranks, under `recipe`, `deepspeed` and `world_size`.
 
     Raises:
-        ConfigError: See import_tracker; or the result is not a tracker.
+        ConfigError: See import_tracker; or the result lacks one of TRACKER_METHODS.
     """
     make = import_tracker(config)
     with exit_as_error(f"log.trackers: {config.kind}", ConfigError):
         tracker: Tracker = make(run_dir, start_step, run_config, **config.args)
-    missing = [name for name in TRACKER_METHODS if not callable(getattr(tracker, name, None))]
-    if missing:
-        raise ConfigError(_lacks(config, missing))
+    methods = {name: getattr(tracker, name, None) for name in TRACKER_METHODS}
+    _refuse_missing(config, [name for name, method in methods.items() if not callable(method)])
     return tracker
 
 
-def _lacks(config: TrackerConfig, missing: list[str]) -> str:
-    return (
-        f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker needs write(step, row), "
-        "tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
-    )
+def _refuse_missing(config: TrackerConfig, missing: Sequence[str]) -> None:
+    """Raise a ConfigError if methods are missing."""
+    if missing:
+        raise ConfigError(
+            f"log.trackers: {config.kind} has no {' and no '.join(missing)}; a tracker needs "
+            "write(step, row), tell(step, event) and close(exit_code), see docs/your-own-tracker.md"
+        )
 
-
-logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 10_000
-"""Maximum number of rows and events that a tracker may be behind: about 30 MB of host memory."""
+"""Maximum number of rows and events in a tracker's queue: about 30 MB of host memory."""
 CLOSE_SECONDS = 20.0
-"""Seconds that all trackers together have to close at the end of a run. W&B needs up to 16 of them."""
+"""Seconds that all trackers together have to close at the end of a run. W&B needs up to 16 s."""
 QUIET_SECONDS = 3.0
-"""Seconds of waiting after which a line names the tracker that the run waits for."""
+"""Seconds after which a log line names the trackers that the end of a run waits for."""
 EXIT_SECONDS = 10.0
-"""Seconds within which a process with a hanging tracker exits. wandb's exit handler needs up to 8 of them."""
-_THREAD = "tracker "
+"""Seconds within which a process with a hanging tracker exits. wandb's exit handler needs up to 8 s."""
+_THREAD_PREFIX = "tracker "
+"""Beginning of the names of tracker threads."""
 
 
 class OptionalTracker:
     """A tracker that is dropped when it raises for the first time.
 
-    A dropped tracker is not closed, since `close` may wait forever to write out what failed.
+    A dropped tracker gets no more calls. It is not closed, since `close` might wait forever to write out the
+    data that failed.
     """
 
     def __init__(self, tracker: Tracker, name: str) -> None:
@@ -181,7 +185,7 @@ class OptionalTracker:
     def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
         try:
             method(*arguments)
-        except (Exception, SystemExit) as error:  # any error of a library: the record is metrics.jsonl
+        except (Exception, SystemExit) as error:  # whatever a library raises: metrics.jsonl has the row
             self._drop(_format_error(error))
 
     def _drop(self, why: str) -> None:
@@ -194,9 +198,9 @@ class OptionalTracker:
 class TrackerThread(OptionalTracker):
     """Creates a tracker and calls it on a daemon thread, in the order of the calls.
 
-    Calls go into a bounded queue and never wait for the tracker. A tracker is dropped if its queue is full.
-    Without the thread, a server that hangs for a minute would look like a hang to the watchdog, which ends
-    the job.
+    Calls go into a bounded queue and never wait for the tracker. A tracker whose queue is full is dropped.
+    Without the thread, the watchdog would take a server that hangs for a minute for a hang of training, and
+    end the job.
     """
 
     def __init__(
@@ -205,17 +209,17 @@ class TrackerThread(OptionalTracker):
         """Start the thread and wait until the tracker is created.
 
         Args:
-            make: Creates the tracker; its errors are raised here.
+            make: Creates the tracker, on the thread; its errors are raised here.
             name: See OptionalTracker.
-            takes_rows: Whether the tracker uses rows.
-            resend: Clause of the log line that says how to send missing rows again.
+            takes_rows: Whether the tracker uses rows; otherwise they are not queued.
+            resend: End of the log line about missing rows, beginning with "; ": how to send them again.
         """
         self._takes_rows = takes_rows
         self._resend = resend
         self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue(QUEUE_SIZE)
         made: Future[Tracker] = Future()
         self._thread = threading.Thread(
-            target=self._work, args=(make, made), name=_THREAD + name, daemon=True
+            target=self._work, args=(make, made), name=_THREAD_PREFIX + name, daemon=True
         )
         self._thread.start()
         super().__init__(made.result(), name)
@@ -230,20 +234,24 @@ class TrackerThread(OptionalTracker):
         super().close(exit_code)
         self._put(None)
 
-    def join(self, until: float) -> bool:
-        """Wait for a closed tracker, and return whether it has ended.
+    def join(self, deadline: float) -> bool:
+        """Wait for a closed tracker, and return whether it has ended or was dropped.
 
         Args:
-            until: Deadline in monotonic seconds.
+            deadline: Time until which to wait, by `time.monotonic`.
         """
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         return self._tracker is None or not self._thread.is_alive()
 
     def give_up(self, seconds: float) -> None:
-        """Drop a tracker whose thread has not ended within these seconds."""
-        behind = self._calls.unfinished_tasks - 2  # without the close and the end of the queue
-        rows = f"did not take its last {behind:,} rows and events" if behind > 0 else "did not close"
-        self._drop(f"it {rows} within {seconds:.0f} s; metrics.jsonl has all rows{self._resend}")
+        """Drop a tracker whose thread has not ended, with a log line.
+
+        Args:
+            seconds: Seconds that were waited for it.
+        """
+        behind = self._calls.unfinished_tasks - 2  # without `close` and the `None` that ends the thread
+        problem = f"did not take its last {behind:,} rows and events" if behind > 0 else "did not close"
+        self._drop(f"it {problem} within {seconds:.0f} s; metrics.jsonl has all rows{self._resend}")
 
     def _attempt(self, method: Callable[..., object], *arguments: Any) -> None:
         self._put((method, *arguments))
@@ -252,14 +260,16 @@ class TrackerThread(OptionalTracker):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            behind = f"it hangs and is {QUEUE_SIZE:,} rows and events behind"
-            self._drop(f"{behind}; metrics.jsonl has all rows{self._resend}")
+            self._drop(
+                f"it hangs and is {QUEUE_SIZE:,} rows and events behind; metrics.jsonl has all rows"
+                f"{self._resend}"
+            )
 
     def _drop(self, why: str) -> None:
         super()._drop(why)
         with self._calls.mutex:
             self._calls.queue.clear()
-        self._calls.put_nowait(None)
+        self._calls.put_nowait(None)  # ends the thread once its current call returns
 
     def _work(self, make: Callable[[], Tracker], made: Future[Tracker]) -> None:
         try:
@@ -280,7 +290,7 @@ def wait_for_trackers(trackers: Sequence[TrackerThread], at_most: float) -> None
 
     Args:
         trackers: Trackers whose `close` was called.
-        at_most: Maximum seconds to wait; never more than CLOSE_SECONDS.
+        at_most: Maximum seconds to wait for all of them together; CLOSE_SECONDS if that is less.
     """
     began = time.monotonic()
     seconds = min(CLOSE_SECONDS, at_most)
@@ -294,20 +304,23 @@ def wait_for_trackers(trackers: Sequence[TrackerThread], at_most: float) -> None
 
 
 def limit_exit_time(exit_code: int) -> None:
-    """End this process with the code within EXIT_SECONDS if the thread of a tracker hangs.
+    """Start a timer that ends this process after EXIT_SECONDS if the thread of a tracker still runs.
 
     A library that hangs in a call also hangs in its exit handler: wandb waits there for its own process.
+
+    Args:
+        exit_code: Exit code of the process.
     """
-    if any(thread.name.startswith(_THREAD) for thread in threading.enumerate()):
+    if any(thread.name.startswith(_THREAD_PREFIX) for thread in threading.enumerate()):
         timer = threading.Timer(EXIT_SECONDS, os._exit, [exit_code])
         timer.daemon = True
         timer.start()
 
 
 def open_optional_tracker(name: str, make: Callable[[], Tracker]) -> list[TrackerThread]:
-    """Return the tracker on its thread, or an empty list if it cannot be opened now.
+    """Return the tracker on its thread, or an empty list and a log line if it cannot be opened now.
 
-    A server that is down must not end a run at a restart.
+    A server that is down must not end a run that a scheduler restarts.
 
     Args:
         name: Name of the tracker in log lines.
@@ -334,18 +347,18 @@ def _log_dropped(name: str, why: str) -> None:
 
 
 FAILURE_LINES = 20
-"""Lines of a traceback in an event."""
+"""Maximum number of lines of a traceback in an event: the last ones."""
 
 
 class Trackers:
     """All trackers of the run as one tracker; empty on every rank but the main process.
 
-    As a context manager it closes them with exit code 0. If an exception passes through, it sends them the
-    event of the failure and closes them with 1.
+    As a context manager it closes the trackers with exit code 0. If an exception passes through, it closes
+    them with 1. If that is an `Exception`, it first sends them the event RUN_FAILED.
 
     Args:
         trackers: Trackers of the run.
-        step: Optimizer steps done.
+        step: Optimizer steps done, for a failure before the first row.
     """
 
     def __init__(self, trackers: Sequence[Tracker] = (), step: int = 0) -> None:
@@ -354,7 +367,7 @@ class Trackers:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there are no trackers, or they are closed."""
+        """Whether there are no trackers, or they are closed."""
         return not self._trackers
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -377,19 +390,20 @@ class Trackers:
             tracker.tell(step, event)
 
     def show(self, what: Showable) -> None:
-        """Pass an object that is neither row nor event to the trackers that support it. On any thread."""
+        """Pass checkpoints or histograms to the trackers that show them. May be called on any thread."""
         for tracker in self._trackers:
             if isinstance(tracker, SupportsShow):
                 tracker.show(what)
 
     def close(self, exit_code: int, at_most: float = math.inf) -> None:
-        """Close every tracker, even if closing one fails; the failure is raised at the end.
-
-        A second call does nothing.
+        """Close every tracker, even if closing one fails. A second call does nothing.
 
         Args:
             exit_code: See Tracker.close.
             at_most: Maximum seconds to wait; see wait_for_trackers.
+
+        Raises:
+            MetricsFileError: metrics.jsonl could not be closed. It is raised after all trackers are closed.
         """
         trackers = self._trackers
         self._trackers = ()
@@ -415,16 +429,18 @@ class Trackers:
         except (OSError, PipelineError) as failure:
             if error is None:
                 raise
-            logger.warning("closing the run's metrics failed: %s", failure)  # report the first error
+            logger.warning("closing the run's metrics failed: %s", failure)  # `error` is raised instead
 
     def _send_failure(self, error: Exception) -> None:
         """Send the failure to the trackers, without logging it: the caller shows it on the console."""
-        is_users = isinstance(error, PipelineError)
-        kind = "" if is_users else f"{type(error).__name__}: "
-        lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
-        # The message of a user's error is enough; a bug needs the end of its traceback.
-        fields = {} if is_users else {"traceback": "\n".join(lines)}
-        event = Event(RUN_FAILED, f"{kind}{summarize_error(error, 1000)}", level="error", fields=fields)
+        message = summarize_error(error, 1000)
+        fields = {}
+        # The message of a PipelineError is enough; any other error needs the end of its traceback.
+        if not isinstance(error, PipelineError):
+            message = f"{type(error).__name__}: {message}"
+            lines = redact_text("".join(traceback.format_exception(error))).splitlines()[-FAILURE_LINES:]
+            fields["traceback"] = "\n".join(lines)
+        event = Event(RUN_FAILED, message, level="error", fields=fields)
         for tracker in self._trackers:
             with suppress(OSError, PipelineError):  # such as a full disk, which may be the error itself
                 tracker.tell(self._step, event)

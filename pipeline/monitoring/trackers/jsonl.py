@@ -22,10 +22,12 @@ log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TAIL = 1 << 20  # bytes at the end of the file that `read_newest` reads
+"""String in the file -> its number: JSON has no such numbers."""
+_TAIL_BYTES = 1 << 20  # bytes at the end of the file that `read_newest` reads
 _NUMBERS = frozenset((int, float))
 _NUMBERS_AND_TEXT = _NUMBERS | {str}
 RecordLine = dict[str, Any]
+"""Row or event of the file: `step`, and the columns of the row or the fields of the event."""
 
 
 class MetricsFileError(PipelineError):
@@ -35,8 +37,8 @@ class MetricsFileError(PipelineError):
 class JsonlTracker:
     """Appends rows and events to metrics.jsonl.
 
-    The operating system has each line before `write` returns. The line of each rollback has the running
-    totals of rollbacks and of the steps that they dropped, from which W&B's step offset follows.
+    Each line reaches the operating system before `write` returns. The line of each rollback has the running
+    totals of rollbacks and of the steps that they dropped; W&B computes the offset of its steps from them.
     """
 
     def __init__(self, path: Path, *, start_step: int, redo_evaluation: bool = False) -> None:
@@ -44,20 +46,20 @@ class JsonlTracker:
 
         Args:
             path: The file; created if it is missing.
-            start_step: Rows of later steps are removed, and incomplete lines of a killed process. 0 removes
-                all rows.
-            redo_evaluation: Whether the evaluation of `start_step` is repeated, so its row is removed.
+            start_step: Optimizer steps done before this process. Rows of later steps and incomplete lines of
+                a killed process are removed; 0 removes all rows.
+            redo_evaluation: Whether the evaluation of `start_step` is repeated; if so, its row is removed.
 
         Raises:
-            MetricsFileError: The file cannot be written.
+            MetricsFileError: The file cannot be read or written.
         """
         self.path = path
-        self._rewinds = 0
-        self._steps_given_up = 0
+        self._rewinds = 0  # number of rollbacks of the run so far
+        self._steps_given_up = 0  # number of steps that these rollbacks dropped
         try:
             if start_step > 0 and not path.exists():
                 log.warning(
-                    "%s is missing, with the rows up to step %d; the run continues without them",
+                    "%s does not exist, so the rows up to step %d are lost; the run continues without them",
                     path,
                     start_step,
                 )
@@ -76,19 +78,19 @@ class JsonlTracker:
         """Append one row.
 
         Raises:
-            MetricsFileError: The disk is full, a quota is reached or a mount is lost. Training ends, since
-                the record would have holes.
+            MetricsFileError: The line cannot be written, for example because the disk is full. Training ends,
+                since the record would have holes.
         """
         self._append(encode_row(step, row))
 
     def tell(self, step: int, event: Event) -> None:
         """Append an event.
 
-        Before a rollback, the rows that it drops are moved to a separate file. Its line also has the number
-        of rollbacks so far, `rewinds`, and of the steps that they dropped, `steps_given_up`.
+        A rollback first moves the rows that it drops to a separate file. Its line also has the number of
+        rollbacks so far, `rewinds`, and the number of steps that they dropped, `steps_given_up`.
 
         Raises:
-            MetricsFileError: See `write`.
+            MetricsFileError: See `write`; or the rows cannot be moved.
         """
         columns = event.columns
         if event.name == ROLLBACK:
@@ -110,7 +112,11 @@ class JsonlTracker:
             raise _cannot_write(self.path, error) from error
 
     def close(self, exit_code: int) -> None:
-        """Close the file."""
+        """Close the file.
+
+        Raises:
+            MetricsFileError: The file system reports an error only now.
+        """
         try:
             self._file.close()
         except OSError as error:
@@ -118,7 +124,7 @@ class JsonlTracker:
 
 
 def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
-    """Return one line of the file, including the newline."""
+    """Return one line of the file, including the newline. Numbers that are not finite become strings."""
     fields: dict[str, Any] = {"step": step}
     for key, value in row.items():
         if isinstance(value, str):
@@ -135,10 +141,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_newest(path: Path, key: str) -> dict[str, Any] | None:
-    """Return the last row or event with this key within the last MiB; `None` if there is none."""
+    """Return the last row or event that has a column or field `key`.
+
+    Returns:
+        The line; `None` if no line within the last MiB has the key, or the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:
         return None
@@ -151,28 +161,28 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, float]]:
 
 
 def iterate_record(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over rows and events of a metrics.jsonl, also while a run writes to it.
+    """Iterate over rows and events of a metrics.jsonl, even while a run writes to it.
 
-    An incomplete last line is skipped.
+    An invalid last line is skipped, since its writing may not be complete.
 
     Yields:
-        Lines in file order: `step` and the metrics, with non-finite numbers as floats, or the fields of an
-        event.
+        Lines in file order: `step` and the metrics, with non-finite numbers as floats; or `step` and the
+        fields of an event, without secrets.
 
     Raises:
         MetricsFileError: The file cannot be read, or a line before the last is invalid.
     """
-    torn: tuple[int, bytes] | None = None
+    invalid: tuple[int, bytes] | None = None
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if torn is not None:
-                    raise MetricsFileError(f"{path}:{torn[0]}: not a row of metrics: {torn[1][:60]!r}")
+                if invalid is not None:
+                    raise MetricsFileError(f"{path}:{invalid[0]}: not a row of metrics: {invalid[1][:60]!r}")
                 row = _decode(line)
                 if row is None:
-                    torn = (number, line.rstrip(b"\n"))
-                else:
-                    yield redact(row) if "event" in row else row
+                    invalid = (number, line.rstrip(b"\n"))
+                    continue
+                yield redact(row) if "event" in row else row
     except OSError as error:
         raise MetricsFileError(f"{path}: cannot read the metrics ({error.strerror})") from error
 
@@ -196,74 +206,85 @@ def _decode(line: bytes) -> dict[str, Any] | None:
 def _truncate(path: Path, last_step: int, redo_evaluation: bool) -> RecordLine:
     """Remove damaged lines and those after `last_step`, atomically: a kill leaves the old or the new file.
 
-    Reads one row at a time, since a long run has hundreds of thousands. The file is truncated. It is
-    rewritten if a line in its middle is damaged, or if an event about corruption after `last_step` must stay.
+    Reads one row at a time, since a long run has hundreds of thousands. The file is truncated if only lines
+    at its end are removed, else rewritten. An event CORRUPTION after `last_step` stays in the file with
+    `last_step` as its step, and its original step as `from_step`.
 
     Returns:
-        The last rollback of `replay`, or an empty dictionary.
+        The last rollback that `replay` yields; an empty dictionary if there is none.
     """
 
-    def select(row: dict[str, Any]) -> dict[str, Any] | None:
+    def select(row: RecordLine) -> RecordLine | None:
+        """Return the line that replaces a line of the file; `None` to remove it."""
         if row["step"] <= last_step:
             return None if redo_evaluation and _is_evaluation(row, last_step) else row
         if row.get("event") != CORRUPTION:
             return None
         return {"from_step": row["step"], **row, "step": last_step}  # steps must not decrease in a record
 
-    prefix = 0  # bytes before the first removed line
-    size = 0  # bytes read
+    kept_bytes = 0
+    read_bytes = 0
     num_damaged = 0
-    has_holes = False
-    was_torn = False
+    must_rewrite = False  # the new file is not a prefix of the old one
+    is_last_damaged = False
     rollback: RecordLine = {}
     with path.open("rb") as file:
         for line in file:
-            num_damaged += was_torn  # the last line does not count: a kill may cut it
+            num_damaged += is_last_damaged  # the file's last line does not count: a kill may cut it
             row = _decode(line)
-            was_torn = row is None
-            if row is not None and (selected := select(row)) is not None:
-                has_holes |= prefix < size or not line.endswith(b"\n") or selected is not row
-                prefix += len(line)
+            is_last_damaged = row is None
+            selected = None if row is None else select(row)
+            if row is not None and selected is not None:
+                follows_removed = kept_bytes < read_bytes
+                must_rewrite |= follows_removed or not line.endswith(b"\n") or selected is not row
+                kept_bytes += len(line)
                 if is_rollback(row) and row["step"] < last_step:
                     rollback = row
-            size += len(line)
-    if has_holes:
+            read_bytes += len(line)
+    if must_rewrite:
         _rewrite(path, select)
-    elif prefix < size:
-        os.truncate(path, prefix)
+    elif kept_bytes < read_bytes:
+        os.truncate(path, kept_bytes)
         sync_to_disk(path)
     if num_damaged:
         log.warning("%s had damaged lines (%d); the run continues without them", path, num_damaged)
     return rollback
 
 
-def _rewrite(path: Path, select: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+def _rewrite(path: Path, select: Callable[[RecordLine], RecordLine | None]) -> None:
+    """Replace each line of the file by the result of `select`; remove it if that is `None`."""
     with atomic_write(path) as partial, path.open("rb") as old, partial.open("wb") as new:
         for line in old:
             row = _decode(line)
-            if row is not None and (selected := select(row)) is not None:
+            selected = None if row is None else select(row)
+            if selected is not None:
                 new.write(encode_row(selected.pop("step"), selected))
 
 
-def _move_rows(path: Path, last_step: int, until: int) -> None:
-    """Move the lines after `last_step` to `metrics-until-step-<until>.jsonl` in the same directory.
+def _move_rows(path: Path, last_step: int, from_step: int) -> None:
+    """Move the lines after `last_step` to `metrics-until-step-<from_step>.jsonl` in the same directory.
 
     The lines are at the end of the file, and are copied before the file is truncated. A kill in between
-    leaves them in both files, and the resumed run truncates the first.
+    leaves them in both files, and the resumed run truncates metrics.jsonl.
+
+    Args:
+        path: metrics.jsonl.
+        last_step: Step to which the run rolls back.
+        from_step: Step at which it rolls back.
     """
-    prefix = 0
+    kept_bytes = 0
     with path.open("rb") as file:
         for line in file:
-            record = _decode(line)
-            if record is not None and record["step"] > last_step:
+            row = _decode(line)
+            if row is not None and row["step"] > last_step:
                 break
-            prefix += len(line)
-        file.seek(prefix)
-        target = path.with_name(f"{path.stem}-until-step-{until}{path.suffix}")
+            kept_bytes += len(line)
+        file.seek(kept_bytes)
+        target = path.with_name(f"{path.stem}-until-step-{from_step}{path.suffix}")
         with target.open("ab") as copy:
             shutil.copyfileobj(file, copy)
     sync_to_disk(target)
-    os.truncate(path, prefix)
+    os.truncate(path, kept_bytes)
     sync_to_disk(path)
 
 
@@ -278,22 +299,22 @@ def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
     )
 
 
-def is_rollback(record: Mapping[str, Any]) -> bool:
-    """Return whether a line of the record is a rollback event."""
-    return record.get("event") == ROLLBACK
+def is_rollback(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics.jsonl is a ROLLBACK event."""
+    return line.get("event") == ROLLBACK
 
 
 def replay(path: Path, start_step: int) -> Iterator[RecordLine]:
     """Iterate over the rows and events of a run that resumes from a step.
 
-    A rollback to `start_step` itself is skipped: the checkpoint of that step is older than the rollback, so
-    the run repeats it, and it must count once.
+    A rollback to `start_step` itself is skipped. The checkpoint of that step does not include the rollback,
+    so the run repeats the rollback, which must count once.
 
     Args:
         path: metrics.jsonl without lines of later steps.
         start_step: Step of the checkpoint that the run resumes from.
 
     Raises:
-        MetricsFileError: The file cannot be read.
+        MetricsFileError: See `iterate_record`.
     """
     return (line for line in iterate_record(path) if not is_rollback(line) or line["step"] < start_step)

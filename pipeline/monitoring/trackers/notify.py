@@ -1,6 +1,6 @@
 """Delivery of alerts to a command or a webhook that the recipe names.
 
-An environment variable holds the address of the webhook. The address is never written or logged.
+The address of the webhook comes from an environment variable. The address is never written or logged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from pipeline.monitoring.events import RUN_FAILED, Event
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = 10.0  # seconds for a command, and for each response of a server
-FAILURE_TIMEOUT = 5.0  # seconds that a failing process waits for its last alert
-MIN_INTERVAL = 60.0  # seconds between two alerts of the same name
+TIMEOUT = 10.0  # maximum seconds of a command, and of each response of a server
+FAILURE_TIMEOUT = 5.0  # maximum seconds that a failing process waits for the delivery of its last alert
+MIN_INTERVAL = 60.0  # minimum seconds between two alerts of the same name
 MAX_TEXT_LENGTH = 1900  # characters; Discord allows 2000
-LEVELS = ("info", "warning", "error")
+LEVELS = ("info", "warning", "error")  # in ascending order
 CHAT_FIELDS = ("text", "content")  # Slack and Mattermost show `text`, Discord `content`
 Channel = Callable[[Mapping[str, str | int]], None]
-"""Function that delivers an alert. Its errors do not contain the address."""
+"""Function that delivers the fields of an alert. The messages of its errors do not contain the address."""
 
 
 class NotifyTracker:
@@ -70,7 +70,10 @@ class NotifyTracker:
         """Do nothing: only events are delivered."""
 
     def tell(self, step: int, event: Event) -> None:
-        """Deliver an alert unless one of its name was delivered within MIN_INTERVAL. Waits for responses."""
+        """Deliver an event unless one of its name was delivered within MIN_INTERVAL. Waits for responses.
+
+        A channel that fails is logged once, and tried again at the next alert.
+        """
         if LEVELS.index(event.level) < self._min_level:
             return
         now = self._clock()
@@ -78,12 +81,12 @@ class NotifyTracker:
             self._suppressed[event.name] = self._suppressed.get(event.name, 0) + 1
             return
         self._delivered_at[event.name] = now
-        more = self._suppressed.pop(event.name, 0)
-        payload = build_payload(self._run, step, event, more)
+        num_suppressed = self._suppressed.pop(event.name, 0)
+        payload = build_payload(self._run, step, event, num_suppressed)
         for name, deliver in self._channels.items():
             try:
                 deliver(payload)
-            except Exception as error:  # the next alert may be delivered
+            except Exception as error:
                 if name not in self._failed:
                     self._failed.add(name)
                     logger.warning(
@@ -96,16 +99,16 @@ class NotifyTracker:
         """Do nothing."""
 
 
-def build_payload(run: str, step: int, event: Event, more: int = 0) -> dict[str, str | int]:
-    """Return the fields that are delivered.
+def build_payload(run: str, step: int, event: Event, num_suppressed: int = 0) -> dict[str, str | int]:
+    """Return the fields of an alert that are delivered.
 
     Args:
         run: Name of the run.
         step: Step of the event.
         event: The event.
-        more: Number of alerts of this name that were suppressed since the last one.
+        num_suppressed: Number of alerts of this name that were suppressed since the last one.
     """
-    suppressed = f" (and {more} more since the last one)" if more else ""
+    suppressed = f" (and {num_suppressed} more since the last one)" if num_suppressed else ""
     text = f"{run}, step {step}: {event.name}{suppressed}: {event.line}"[:MAX_TEXT_LENGTH]
     payload: dict[str, str | int] = {"run": run, "step": step, "event": event.name, "level": event.level}
     payload |= {"message": event.message + suppressed, "advice": event.advice}
@@ -113,10 +116,10 @@ def build_payload(run: str, step: int, event: Event, more: int = 0) -> dict[str,
 
 
 def build_channels(config: NotifyConfig) -> dict[str, Channel]:
-    """Return the channels by the key of `notify` that asks for them; empty if none does.
+    """Return the channels by the key of the recipe's section `notify` that asks for them.
 
     Raises:
-        ConfigError: The program does not exist, the variable is not set, or it holds no address.
+        ConfigError: The program does not exist, the variable is not set, or its value is not an address.
     """
     channels: dict[str, Channel] = {}
     if config.command is not None:
@@ -134,7 +137,7 @@ def build_channels(config: NotifyConfig) -> dict[str, Channel]:
 
 
 def _read_address(name: str) -> str:
-    """Return the webhook address that the environment variable holds."""
+    """Return the webhook's address, given the name of its environment variable."""
     address = os.environ.get(name, "").strip()
     if not address:
         raise ConfigError(
@@ -154,8 +157,7 @@ def _read_address(name: str) -> str:
 def notify_failure(config: NotifyConfig, run: str, step: int, message: str) -> None:
     """Send the message that a run failed, from a process that is about to end, on any rank.
 
-    The training thread may hang meanwhile. This raises and logs nothing, and takes at most FAILURE_TIMEOUT
-    seconds.
+    Works while the training thread hangs. Raises and logs nothing, and takes at most FAILURE_TIMEOUT.
 
     Args:
         config: The section `notify` of the recipe.
@@ -179,14 +181,16 @@ def notify_failure(config: NotifyConfig, run: str, step: int, message: str) -> N
 def run_command(words: list[str], payload: Mapping[str, str | int]) -> None:
     """Run a program without a shell and wait for it.
 
-    It gets the alert as JSON on standard input, and its fields as variables `PIPELINE_<FIELD>`.
+    The program gets the alert as JSON on standard input, and its fields as environment variables
+    `PIPELINE_<FIELD>`.
 
     Args:
         words: The program and its arguments.
         payload: Fields of the alert.
 
     Raises:
-        RuntimeError: The exit code is not 0, or TIMEOUT passed; then it is killed with its children.
+        RuntimeError: The exit code is not 0, or TIMEOUT passed; then the program is killed with its children.
+        OSError: The program cannot be started.
     """
     variables = {
         f"PIPELINE_{key.upper()}": str(value) for key, value in payload.items() if key not in CHAT_FIELDS
@@ -218,7 +222,7 @@ def post_json(address: str, payload: Mapping[str, str | int]) -> None:
         payload: Fields of the alert.
 
     Raises:
-        RuntimeError: The server refused it, does not exist or does not respond; without the address.
+        RuntimeError: The server refused the alert or cannot be reached. The message omits the address.
     """
     body = json.dumps(dict(payload)).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method="POST")
@@ -228,11 +232,8 @@ def post_json(address: str, payload: Mapping[str, str | int]) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         raise RuntimeError(f"the server answered {error.code}") from None
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-    ) as error:  # their messages may contain the address
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # The message of the error may contain the address, so only its kind is shown.
         reason = getattr(error, "reason", error)
-        what = (isinstance(reason, OSError) and reason.strerror) or type(error).__name__
-        raise RuntimeError(f"the server cannot be reached: {what}") from None
+        detail = reason.strerror if isinstance(reason, OSError) else None
+        raise RuntimeError(f"the server cannot be reached: {detail or type(error).__name__}") from None

@@ -12,7 +12,7 @@ from pipeline.monitoring.events import ROLLBACK, Event
 
 
 class TensorBoardTracker:
-    """Writes each metric as a scalar under its key, and hides the points of removed rows.
+    """Writes each metric as a scalar named by its key, and hides the points of removed rows.
 
     Each row is flushed before the next one, so a kill loses no row that metrics.jsonl has.
     """
@@ -23,7 +23,8 @@ class TensorBoardTracker:
         Args:
             folder: Directory of the event files; created if it is missing.
             start_step: First step whose points in older event files are hidden.
-            recorded: Rows and events of the record from that step on, which are written again.
+            recorded: Lines of metrics.jsonl from `start_step` on. They are written again, since their points
+                are hidden.
 
         Raises:
             ConfigError: The tensorboard package is missing.
@@ -31,12 +32,11 @@ class TensorBoardTracker:
         self._open = partial(import_writer(), str(folder))
         self._writer = self._open(purge_step=start_step)
         for line in recorded:
-            values = {key: value for key, value in line.items() if key != "step"}
             if "event" in line:
                 event = Event(line["event"], line["message"], line.get("advice", ""))
                 self.tell(line["step"], event)
             else:
-                self.write(line["step"], values)
+                self.write(line["step"], {key: value for key, value in line.items() if key != "step"})
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Add one scalar for each metric."""
@@ -45,7 +45,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def tell(self, step: int, event: Event) -> None:
-        """Add the event as a text under its name. A rollback also hides the points after its step."""
+        """Add the event as a text named `events/NAME`. A rollback also hides the points after its step."""
         if event.name == ROLLBACK:
             self._writer.close()
             self._writer = self._open(purge_step=step + 1)
@@ -58,7 +58,7 @@ class TensorBoardTracker:
 
 
 def import_writer() -> Any:
-    """Import and return torch's SummaryWriter class, which is untyped.
+    """Import and return torch's class SummaryWriter, which has no type annotations.
 
     Raises:
         ConfigError: The tensorboard package is missing.
