@@ -78,14 +78,14 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     (run,) = run_directories(broken)
     assert not (run / "summary.json").exists(), "killed after the run"
     assert run_command(["report", str(run)]) == 0
-    assert reported(run, "ended without saying how (killed?)")
+    assert reported(run, "ended without a recorded reason (killed?)")
     again = launch(*arguments, ranks=ranks)
     assert again.returncode == 0, again.stderr
     assert ("resuming" in again.stderr) == (rows > 2)
     assert run_directories(broken) == [run]
     (told,) = [line for line in iterate_record(run / "metrics.jsonl") if line.get("event") == "run_killed"]
     assert re.fullmatch(
-        r"the last process .* ended without saying how \(killed\?\) after step \d+", told["message"]
+        r"the last process .* ended without a recorded reason \(killed\?\) after step \d+", told["message"]
     )
     assert reported(run, "finished")
     assert told["message"] in (run / "report.html").read_text()

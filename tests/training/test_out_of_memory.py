@@ -119,7 +119,7 @@ def test_a_run_that_was_killed_whole_is_told_of_by_its_next_start(tmp_path):
     assert ended == -9
     (line,) = [line for line in text.splitlines() if "the last process of this run" in line]
     assert re.search(
-        r"killed (rank 0 .* )?for memory: 1 rank there x [\d.]+ [GM]iB, and its cgroup allows", line
+        r"killed (rank 0 .* )?for memory: 1 rank on its machine x [\d.]+ [GM]iB, and its cgroup allows", line
     )
     words = advice(line)
     ended, text = limited(1800, sys.executable, TRAIN, *arguments, *words)

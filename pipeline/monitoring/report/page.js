@@ -55,7 +55,7 @@ function tracesOf(keys) { // curves, alerts at the upper edge, and non-finite va
   }));
   const alerts = shownRuns().flatMap((run) => run.record.alerts).map((alert) => {
     const text = escaped(cut(`${alert.event}: ${alert.message ?? ""}`, 100));
-    return { x: alert.place[axis], text, color: colourOf(alert) };
+    return { x: alert.position[axis], text, color: colourOf(alert) };
   });
   const edge = (name, marked, y, symbol) => ({
     x: marked.map(({ x }) => x), y: marked.map(() => y), text: marked.map(({ text }) => text), yaxis: "y2",

@@ -1,7 +1,7 @@
 """Contents of a run's report and summary, read from its directory: outcome, settings and thinned curves.
 
-A run records its processes when it starts. If it ends silently, the kernel's log or the last memory of those
-processes tells whether the kernel killed one for memory.
+A run records its processes when it starts. If the run ends silently, the kernel's log shows whether the
+kernel killed one of them for memory. Without that log, the last measured memory gives a hint.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ from pipeline.monitoring.trackers.console import format_count
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE, MetricsFileError, iterate_record, read_newest
 from pipeline.redaction import redact, redact_text
 
-MAX_CURVES = 400  # columns of a file that are read
-MAX_EVENTS = 400  # events, alerts and samples each: the first and the last half
+MAX_CURVES = 400  # maximum number of columns of a metrics.jsonl that are read
+MAX_EVENTS = (
+    400  # maximum length of the lists of events, alerts and samples; entries in the middle are removed
+)
 SUMMARY_COLUMNS = (
     "train/loss",
     "train/accuracy",
@@ -54,11 +56,11 @@ SUMMARY_COLUMNS = (
 )
 """Columns that have a line in the summary at the end of a run."""
 MAX_POINTS = 1000
-"""Maximum points of a curve: about as many as a plot has columns of pixels."""
+"""Maximum number of points of a curve: about the width of a plot in pixels."""
 SMOOTHING_WEIGHTS = (0.6, 0.9, 0.99, 0.999)
 """Weights of the moving averages that the page offers."""
 FLAT_SPREAD = 1e-9
-"""Relative spread up to which a curve counts as constant."""
+"""Spread of the values, relative to their size, up to which a curve counts as constant."""
 Array = NDArray[np.float64]
 
 
@@ -69,26 +71,27 @@ class RunRecord:
     curves: dict[str, Curve] = field(default_factory=dict)
     """Column -> its curve."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    """Warnings and errors, each with its `place`: step, tokens and hours."""
+    """Warnings and errors, each with its `position` on the x axes: step, tokens and hours."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Events of level `info`, each with its `place`."""
+    """Events of level `info`, each with its `position`."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """Texts that the model generated, each with its `place`."""
+    """Texts that the model generated, each with its `position`."""
     num_left_out: Counter[str] = field(default_factory=Counter)
     """Name of a list (`alerts`, `events` or `samples`) -> number of entries removed beyond MAX_EVENTS."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
+    """Phase -> seconds of all rows; also the rest of the run's wall time."""
     sources: dict[str, float] = field(default_factory=dict)
-    """Data source -> number of its samples."""
+    """Data source -> number of its samples, up to the last row."""
     step: int = 0
+    """Step of the last row, or of a later TIME event."""
     tokens: float = 0.0
     """Number of tokens trained on, or of samples if the loss does not count tokens."""
     seconds: float = 0.0
-    """Elapsed seconds of the run."""
+    """Elapsed seconds of the run, over all its processes."""
     training_seconds: float = 0.0
-    """Seconds spent on steps that count."""
+    """Seconds spent on training steps, without the steps that a kill lost."""
     last: dict[str, Any] = field(default_factory=dict)
-    """Last line of the file."""
+    """Last line of the file; empty if there is none."""
 
 
 def read_record(path: Path) -> RunRecord:
@@ -98,9 +101,11 @@ def read_record(path: Path) -> RunRecord:
         MetricsFileError: The file cannot be read, or is damaged.
     """
     record = RunRecord()
-    # The numbers of rows with the same keys in one array: Python's floats would take gigabytes.
+    lines = iterate_record(path) if path.exists() else iter(())
+    # Keys of a row -> the numbers of all rows with these keys, in one array: floats of Python would take
+    # gigabytes. A row's own numbers follow its line number and its position.
     rows: dict[tuple[str, ...], array[float]] = {}
-    for number, row in enumerate(iterate_record(path) if path.exists() else ()):
+    for line_number, row in enumerate(lines):
         record.last = row
         if "event" in row:
             _add_event(record, row)
@@ -111,7 +116,9 @@ def read_record(path: Path) -> RunRecord:
             record.training_seconds = row["perf/goodput"] * record.seconds
         record.tokens = row.get("train/tokens_seen", row.get("train/samples_seen", record.tokens))
         try:
-            rows.setdefault(tuple(row), array("d")).extend((number, *_place(record), *row.values()))
+            rows.setdefault(tuple(row), array("d")).extend(
+                (line_number, *_get_position(record), *row.values())
+            )
         except OverflowError:  # an integer with more than 308 digits
             raise MetricsFileError(f"{path}: a number is larger than a float can be") from None
     for name in ("alerts", "events", "samples"):
@@ -123,8 +130,8 @@ def read_record(path: Path) -> RunRecord:
     return record
 
 
-def _place(record: RunRecord) -> tuple[int, float, float]:
-    """Return the position on the x axes: step, tokens and hours."""
+def _get_position(record: RunRecord) -> tuple[int, float, float]:
+    """Return the current position on the x axes: step, tokens and hours."""
     return record.step, record.tokens, round(record.seconds / 3600, 6)
 
 
@@ -133,9 +140,10 @@ def _add_event(record: RunRecord, event: dict[str, Any]) -> None:
         entries = record.samples
     else:
         entries = record.events if event.get("level") == "info" else record.alerts
-    entries.append(event | {"place": (event["step"], *_place(record)[1:])})
+    _, tokens, hours = _get_position(record)
+    entries.append(event | {"position": (event["step"], tokens, hours)})
     if event["event"] == TIME and isinstance(event.get("elapsed_seconds"), float):
-        # The event ends a process, after its last row.
+        # This event ends a process, so its numbers are newer than those of the last row.
         record.step = event["step"]
         record.seconds = event["elapsed_seconds"]
         record.training_seconds = event.get("goodput", 0.0) * record.seconds
@@ -143,12 +151,23 @@ def _add_event(record: RunRecord, event: dict[str, Any]) -> None:
 
 
 def _add_curves(record: RunRecord, rows: Mapping[tuple[str, ...], array[float]]) -> None:
-    tables = {keys: np.frombuffer(flat).reshape(-1, 4 + len(keys)).T for keys, flat in rows.items()}
+    """Add the curves, phases and data sources to the record.
+
+    Args:
+        record: Record of all other lines.
+        rows: Keys of a row -> for each row with these keys its line number, position and values, flat.
+    """
+    num_leading = 4  # line number, step, tokens, hours
+    tables = {keys: np.frombuffer(flat).reshape(-1, num_leading + len(keys)).T for keys, flat in rows.items()}
     columns = dict.fromkeys(key for keys in tables for key in keys if key != "step")
     for key in list(columns)[:MAX_CURVES]:
-        found = [table[[0, 1, 2, 3, 4 + keys.index(key)]] for keys, table in tables.items() if key in keys]
-        points = np.hstack(found)
-        points = points[1:, points[0].argsort()]  # in the order of the file
+        parts = [
+            table[[*range(num_leading), num_leading + keys.index(key)]]
+            for keys, table in tables.items()
+            if key in keys
+        ]
+        points = np.hstack(parts)
+        points = points[1:, points[0].argsort()]  # in the order of the file, without the line numbers
         record.curves[key] = build_curve(points, has_stalls=key.endswith("_seconds"))
         if key.startswith("time/"):
             record.phases[key.removeprefix("time/").removesuffix("_seconds")] = float(np.nansum(points[-1]))
@@ -163,13 +182,13 @@ def _add_curves(record: RunRecord, rows: Mapping[tuple[str, ...], array[float]])
 
 @dataclass
 class Curve:
-    """A column with up to MAX_POINTS points, each for one row or for a bin of consecutive rows."""
+    """A column with up to MAX_POINTS points. Each point is one row, or a bin of consecutive rows."""
 
     axes: Array
     """Step, tokens and hours of each point, (3, points)."""
     lines: Array
-    """Centre of each bin, then the moving average of all rows up to it for each of SMOOTHING_WEIGHTS,
-    (1 + len(SMOOTHING_WEIGHTS), points). NaN if no row of a bin is finite."""
+    """Centre of each bin; then, for each of SMOOTHING_WEIGHTS, the moving average of all rows up to the bin,
+    (1 + len(SMOOTHING_WEIGHTS), points). NaN if no row of the bin is finite."""
     lowest: Array
     """Minimum of each bin, (points,); empty if each point is one row."""
     highest: Array
@@ -177,12 +196,12 @@ class Curve:
     not_finite: dict[int, int]
     """Point -> number of its rows that are NaN or infinite."""
     usual: list[float]
-    """Lower and upper end of the default y range, which a few spikes do not stretch; empty if no value is
+    """Lower and upper end of the default y range, in which a few spikes do not count; empty if no value is
     finite."""
     extremes: list[tuple[float, float]]
     """Lowest and highest value of all rows, each with its step; empty if no value is finite."""
     last: float
-    """Value of the last row."""
+    """Value of the last row; may be infinite or NaN."""
 
 
 def build_curve(points: Array, has_stalls: bool = False) -> Curve:
@@ -190,40 +209,44 @@ def build_curve(points: Array, has_stalls: bool = False) -> Curve:
 
     Args:
         points: Step, tokens, hours and value of each row, (4, rows).
-        has_stalls: Whether the centre of a bin is its median, which a few long waits do not move, instead of
-            its mean.
+        has_stalls: Whether a few rows of the column are very long waits. The centre of a bin is then its
+            median instead of its mean, so that they do not count.
     """
-    total = points.shape[1]
-    finite = np.isfinite(points[3])
-    values = np.where(finite, points[3], np.nan)
-    width = -(-total // MAX_POINTS)
-    bins = np.pad(values, (0, -total % width), constant_values=np.nan).reshape(-1, width)
-    at = np.arange(len(bins)) * width + width // 2
-    at[[0, -1]] = 0, total - 1  # the curve spans the whole record
+    num_rows = points.shape[1]
+    is_finite = np.isfinite(points[3])
+    values = np.where(is_finite, points[3], np.nan)
+    width = -(-num_rows // MAX_POINTS)  # rows per bin
+    bins = np.pad(values, (0, -num_rows % width), constant_values=np.nan).reshape(-1, width)
+    middle_rows = np.arange(len(bins)) * width + width // 2
+    middle_rows[[0, -1]] = 0, num_rows - 1  # the curve begins at the first row and ends at the last one
     bins.sort(axis=1)  # NaN sorts last
-    number = np.isfinite(bins).sum(axis=1)
-    each = np.arange(len(bins))
+    num_finite = np.isfinite(bins).sum(axis=1)
+    bin_numbers = np.arange(len(bins))
     lowest = bins[:, 0]
-    highest = bins[each, number - 1]
+    highest = bins[bin_numbers, num_finite - 1]
     with np.errstate(invalid="ignore", over="ignore"):
-        centre = bins[each, (number - 1) // 2] if has_stalls else np.nansum(bins, axis=1) / number
+        if has_stalls:
+            centre = bins[bin_numbers, (num_finite - 1) // 2]
+        else:
+            centre = np.nansum(bins, axis=1) / num_finite
         # Index of the newest finite row. Before the first one it is -1, which selects the appended NaN.
-        newest = np.cumsum(finite)[at] - 1
+        newest = np.cumsum(is_finite)[middle_rows] - 1
         averages = [
-            np.append(moving_average(values[finite], weight), np.nan)[newest] for weight in SMOOTHING_WEIGHTS
+            np.append(moving_average(values[is_finite], weight), np.nan)[newest]
+            for weight in SMOOTHING_WEIGHTS
         ]
-    lines = np.where(number > 0, [centre, *averages], np.nan)
+    lines = np.where(num_finite > 0, [centre, *averages], np.nan)
     lines[1:] = _round_digits(lines[1:])
     extremes = []
-    if finite.any():
+    if is_finite.any():
         extremes = [(values[row], points[0, row]) for row in (np.nanargmin(values), np.nanargmax(values))]
-    lost = np.bincount(np.flatnonzero(~finite) // width)
+    num_not_finite = np.bincount(np.flatnonzero(~is_finite) // width)
     return Curve(
-        axes=points[:3, at],
+        axes=points[:3, middle_rows],
         lines=lines if width == 1 else _round_digits(lines),
         lowest=_round_digits(lowest) if width > 1 else np.empty(0),
         highest=_round_digits(highest) if width > 1 else np.empty(0),
-        not_finite={int(point): int(lost[point]) for point in np.flatnonzero(lost)},
+        not_finite={int(point): int(num_not_finite[point]) for point in np.flatnonzero(num_not_finite)},
         usual=_usual_range(lines[0], lowest, highest),
         extremes=extremes,
         last=points[3, -1],
@@ -231,28 +254,38 @@ def build_curve(points: Array, has_stalls: bool = False) -> Curve:
 
 
 def moving_average(values: Array, weight: float) -> Array:
-    """Return the exponential moving average at each value, without the bias of its start."""
+    """Return the exponential moving average at each value, with the bias towards 0 at its start corrected.
+
+    Args:
+        values: Finite values in order, (values,).
+        weight: Weight of the average so far, from 0 to 1; larger values smooth more.
+    """
     sums = values.copy()
-    reach = 1
-    while reach < values.size and weight**reach > 1e-17:
-        sums[reach:] += weight**reach * sums[:-reach]  # doubles the number of values in each sum
-        reach *= 2
+    num_summed = 1  # values in each sum
+    while num_summed < values.size and weight**num_summed > 1e-17:
+        sums[num_summed:] += weight**num_summed * sums[:-num_summed]
+        num_summed *= 2
     return sums * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
 
 
 def _usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
-    """Return the range of the values close to the bulk of them, the first and the last ones."""
+    """Return the default y range; see Curve.usual.
+
+    It contains the middle 80 % of the values, the beginning and the end of the curve, and all values close to
+    these.
+    """
     centre = centre[np.isfinite(centre)]
     if not centre.size:
         return []
     values = np.concatenate([centre, lowest[np.isfinite(lowest)], highest[np.isfinite(highest)]])
-    most = np.quantile(values, (0.1, 0.9), method="nearest")
-    ends = *most, np.median(centre[:5]), np.median(centre[-5:])
+    bulk = np.quantile(values, (0.1, 0.9), method="nearest")
+    ends = *bulk, np.median(centre[:5]), np.median(centre[-5:])
     lower = min(ends)
     upper = max(ends)
     size = max(abs(lower), abs(upper))
-    reach = 1.5 * (upper - lower) if upper - lower > FLAT_SPREAD * size else size or 1.0
-    near = values[(values >= lower - reach) & (values <= upper + reach)]
+    is_flat = upper - lower <= FLAT_SPREAD * size
+    distance = (size or 1.0) if is_flat else 1.5 * (upper - lower)
+    near = values[(values >= lower - distance) & (values <= upper + distance)]
     return [near.min(), near.max()]
 
 
@@ -262,12 +295,13 @@ def _round_digits(values: Array) -> Array:
     return np.round(values * scale) / scale
 
 
-LOG_TAIL = 1 << 16  # bytes at the end of a log that are searched for a failure
-FAILURE_LINES = 30
-MAX_LOGS = 256  # ranks whose logs are searched
+LOG_TAIL_BYTES = 1 << 16  # bytes at the end of a log that are searched for a failure
+FAILURE_LINES = 30  # maximum number of lines of a failure that are shown: the last ones
+MAX_LOGS = 256  # maximum number of ranks whose logs are searched
 PEAK_COLUMN = "memory/peak_resident_gib"
-ENDED_SILENTLY = "ended without saying how (killed?)"
+ENDED_SILENTLY = "ended without a recorded reason (killed?)"
 PROCESSES_FILE = "logs/processes.json"
+"""File of a run directory with the processes of its last start; see record_processes."""
 
 
 @dataclass
@@ -275,6 +309,7 @@ class RunReport:
     """Contents of a run's report."""
 
     name: str
+    """Name of the run directory."""
     state: str
     """Outcome: finished, running, stopped, failed, or ENDED_SILENTLY."""
     error: str
@@ -294,16 +329,16 @@ def check_run_directory(path: Path) -> Path:
     """Return the path if it is a run directory.
 
     Raises:
-        PipelineError: It is not; the message names the runs inside it.
+        PipelineError: It is not a run directory; the message names the runs inside it.
     """
     if any((path / name).is_file() for name in (METRICS_FILE, "recipe.yaml")):
         return path
-    within = sorted(each.parent.name for each in path.glob(f"*/{METRICS_FILE}"))
-    hint = "give a run directory, such as runs/NAME-TIME"
-    if within:
-        hint = f"give one of the runs in it: {format_names(within)}"
-    what = f"has no {METRICS_FILE}" if path.exists() else "does not exist"
-    raise PipelineError(f"{path} {what}; {hint}")
+    runs_inside = sorted(record.parent.name for record in path.glob(f"*/{METRICS_FILE}"))
+    advice = "give a run directory, such as runs/NAME-TIME"
+    if runs_inside:
+        advice = f"give one of the runs in it: {format_names(runs_inside)}"
+    problem = f"has no {METRICS_FILE}" if path.exists() else "does not exist"
+    raise PipelineError(f"{path} {problem}; {advice}")
 
 
 def read_run(path: Path, ended: bool = False) -> RunReport:
@@ -311,7 +346,8 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
 
     Args:
         path: Directory of the run.
-        ended: Whether the caller knows that the run has ended, as the run's own process does.
+        ended: Whether the caller knows that the run has ended. Otherwise the run is still running if a
+            process holds its lock.
 
     Raises:
         MetricsFileError: Its metrics.jsonl cannot be read, or is damaged.
@@ -323,29 +359,31 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
     else:
         state, failure = determine_outcome(path, record.last)
         failure = redact_text(failure)
-    text = _read_json(path / "summary.json").get("sample")
-    if isinstance(text, str) and record.step not in [sample["step"] for sample in record.samples]:
-        record.samples.append({"step": record.step, "text": redact_text(text)})
+    final_sample = _read_json(path / "summary.json").get("sample")
+    sampled_steps = [sample["step"] for sample in record.samples]
+    if isinstance(final_sample, str) and record.step not in sampled_steps:
+        record.samples.append({"step": record.step, "text": redact_text(final_sample)})
     settings = dict(_iterate_settings(path))
     environment = _read_json(path / "environment.json")
     devices = environment.get("devices")
-    counts = Counter(map(str, devices if isinstance(devices, list) else []))
+    device_counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
     status = format_state(state, record.step) if record.curves else f"{state} without a row"
     error = {
         "failed": extract_error_line(failure) or status,
         ENDED_SILENTLY: f"{status}: {failure}".removesuffix(": "),
     }
-    lost = {key: sum(curve.not_finite.values()) for key, curve in record.curves.items()}
+    num_not_finite = {key: sum(curve.not_finite.values()) for key, curve in record.curves.items()}
+    not_finite = [f"{key} {number:,}" for key, number in num_not_finite.items() if number]
     plans = [str(each["message"]) for each in record.alerts + record.events if each["event"] == PLAN]
     facts = {
         "state": status,
         "time": format_duration(record.seconds),
         "model": next((model for model in models if model != "null"), ""),
-        "main host": ", ".join(f"{number} × {name}" for name, number in counts.items()),
+        "main host": ", ".join(f"{number} × {name}" for name, number in device_counts.items()),
         "ranks": settings.get("world_size", ""),
         "plan": plans[-1].removeprefix("plan: ") if plans else "",
-        "not finite": format_names([f"{key} {number:,}" for key, number in lost.items() if number]),
+        "not finite": format_names(not_finite),
         "commit": str(environment.get("git_commit", ""))[:10],
     }
     facts = {name: redact_text(fact) for name, fact in facts.items() if fact}
@@ -361,15 +399,19 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
 
 
 def determine_outcome(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run that has ended, and the reason if it failed or was killed.
+    """Return the outcome of a run that has ended.
 
     Args:
         path: Directory of the run.
-        last: Last line of its metrics.jsonl.
+        last: Last line of its metrics.jsonl; empty if there is none.
+
+    Returns:
+        The state, and the reason if the run failed or was killed; see RunReport.state and RunReport.failure.
     """
     if (path / "summary.json").is_file():
         return "finished", ""
-    if failure := _read_diagnosis(path) or _find_first_failure(path):
+    failure = _read_diagnosis(path) or _find_first_failure(path)
+    if failure:
         return "failed", failure
     if last.get("event") == RUN_FAILED:
         return "failed", "\n".join(str(last[key]) for key in ("message", "traceback") if key in last)
@@ -380,27 +422,37 @@ def determine_outcome(path: Path, last: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def extract_error_line(failure: str) -> str:
-    """Return the line that names the error: the one after its last traceback, or the first line."""
+    """Return the line that names the error: the one after its last traceback, or the first line.
+
+    Args:
+        failure: Text of RunReport.failure; may be empty.
+    """
     lines = failure.rpartition(" pipeline.failure ")[2].strip().splitlines()
-    frames = [n for n, line in enumerate(lines, 1) if line.startswith(("Traceback (most", '  File "'))]
-    behind = lines[max(frames, default=0) :]
-    return next((line for line in behind if line.strip() and not line.startswith(" ")), "")
+    frame_ends = [
+        end for end, line in enumerate(lines, 1) if line.startswith(("Traceback (most", '  File "'))
+    ]
+    after_frames = lines[max(frame_ends, default=0) :]
+    return next((line for line in after_frames if line.strip() and not line.startswith(" ")), "")
 
 
 def format_state(state: str, step: int) -> str:
     """Return the state with its step: "failed at step 3"."""
-    return f"{state} {'after' if state == ENDED_SILENTLY else 'at'} step {step:,}"
+    preposition = "after" if state == ENDED_SILENTLY else "at"
+    return f"{state} {preposition} step {step:,}"
 
 
 def _iterate_settings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield RunReport.settings, without secrets. Files that are missing or damaged are skipped."""
     with suppress(ConfigError, OSError):
         yield from _flatten(redact(read_yaml(path / "recipe.yaml").tree), "")
     yield from _flatten(redact(_read_json(path / "ds_config.json")), "ds.")
-    if (world_size := _read_json(path / "split.json").get("world_size")) is not None:
+    world_size = _read_json(path / "split.json").get("world_size")
+    if world_size is not None:
         yield "world_size", str(world_size)
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key, after `prefix`, and the value of each leaf; values have up to 300 characters."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
@@ -417,7 +469,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_diagnosis(path: Path) -> str:
-    """Return why a watchdog ended the run; empty if the run continued afterwards."""
+    """Return why a watchdog ended the run; empty if none did, or the run continued afterwards."""
     diagnosis = path / "hang" / "diagnosis.txt"
     record = path / METRICS_FILE
     with suppress(OSError):
@@ -427,7 +479,7 @@ def _read_diagnosis(path: Path) -> str:
 
 
 def _find_first_failure(path: Path) -> str:
-    """Return the earliest failure in the logs of all ranks, since it causes the others."""
+    """Return the earliest failure in the logs of all ranks, since it causes the others; empty without one."""
     with suppress(TypeError, ValueError):
         world_size = int(_read_json(path / "split.json").get("world_size", 1))
         logs = [path / "logs" / f"rank{rank:05d}.log" for rank in range(min(world_size, MAX_LOGS))]
@@ -438,21 +490,28 @@ def _find_first_failure(path: Path) -> str:
 def _read_failure(log: Path) -> tuple[str, str] | None:
     """Return the time and the text of the failure that ends a log.
 
-    `None` without one, or if a line of level INFO follows: then the run continued.
+    Returns:
+        The time and the text; `None` if the log has no failure or cannot be read, or if a line of level INFO
+        follows: then the run continued.
     """
     try:
         with open(open_regular_file(log), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    last = re.split(r"^[\d-]{10} [\d:,]{12} INFO ", text, flags=re.M)[-1]
-    found = re.search(r"^([\d-]{10} [\d:,]{12}) \w+ pipeline\.failure (.*)", last, re.M | re.S)
-    return (found[1], "\n".join(found[2].rstrip().splitlines()[-FAILURE_LINES:])) if found else None
+    after_info = re.split(r"^[\d-]{10} [\d:,]{12} INFO ", text, flags=re.M)[-1]
+    match = re.search(r"^([\d-]{10} [\d:,]{12}) \w+ pipeline\.failure (.*)", after_info, re.M | re.S)
+    if match is None:
+        return None
+    failure = match[2].rstrip().splitlines()[-FAILURE_LINES:]
+    return match[1], "\n".join(failure)
 
 
 def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
-    """Record the ranks of a run that starts, and the memory limit of this machine. Raises nothing.
+    """Write the ranks of a run that starts, and the memory limit of this machine, to PROCESSES_FILE.
+
+    Does nothing if the file cannot be written.
 
     Args:
         directory: Directory of the run.
@@ -474,15 +533,15 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
 def explain_kill(directory: Path, peak_gib: float) -> str:
     """Return the evidence that a process was killed for memory; empty if there is none.
 
-    It serves the next start of the run and its report. While a run is still there, the other ranks
-    (`diagnosis`) and the guard of a launch script (`count_kills`) name the killed rank at once.
+    Serves the report and the next start of a run. While a run is alive, its other ranks (`diagnosis`) and the
+    guard of a launch script (`count_kills`) report a killed rank immediately.
 
-    The kernel's log names a killed process of this machine. Otherwise the last resident memory of all ranks
-    on the machine is compared with its limit.
+    The kernel's log names killed processes of this machine. If it names no rank of the run, the resident
+    memory of all ranks on the machine of rank 0 is estimated and compared with the memory limit.
 
     Args:
-        directory: Directory of the run.
-        peak_gib: Resident memory of rank 0 at the last row; 0 if there is none.
+        directory: Directory of the run; PROCESSES_FILE in it names the ranks.
+        peak_gib: Peak resident memory of rank 0 at the last row, in GiB; 0 if there is no row.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(
@@ -490,71 +549,82 @@ def explain_kill(directory: Path, peak_gib: float) -> str:
         )
         everyone = [RankProcess(**each) for each in content["everyone"]]
         limit = content["limit"]
-        by_kernel = read_kernel_kills(content["since"])
-        here = [each for each in everyone if each.machine == machine_id() and each.pid in by_kernel]
-        killed = (here or everyone)[0]
-        resident = peak_gib * GIB
-        number = sum(each.machine == killed.machine for each in everyone)
-        cause = "most likely killed for memory"
-        if here:
-            resident = by_kernel[killed.pid]
-            cause = f"the kernel killed {killed} for memory"
-        if here or number * resident > NEARLY_FULL * limit:
-            ranks = f"{number} rank{'s' * (number > 1)} there x {format_bytes(resident)}"
-            return f"{cause}: {ranks}, and {content['whose']} {format_bytes(limit)}"
+        killed_bytes = read_kernel_kills(content["since"])  # process ID -> resident bytes
+        killed = [rank for rank in everyone if rank.machine == machine_id() and rank.pid in killed_bytes]
+        if killed:
+            suspect = killed[0]
+            resident = float(killed_bytes[suspect.pid])
+            cause = f"the kernel killed {suspect} for memory"
+        else:
+            suspect = everyone[0]
+            resident = peak_gib * GIB
+            cause = "most likely killed for memory"
+        num_ranks = sum(rank.machine == suspect.machine for rank in everyone)
+        if killed or num_ranks * resident > NEARLY_FULL * limit:
+            plural = "s" if num_ranks > 1 else ""
+            memory = f"{num_ranks} rank{plural} on its machine x {format_bytes(resident)}"
+            return f"{cause}: {memory}, and {content['whose']} {format_bytes(limit)}"
     return ""
 
 
 def format_closing_line(name: str, text: object) -> str:
-    """Return a summary line of a name and a text, aligned with the other lines."""
+    """Return a line "NAME  TEXT" of the summary, with the texts of all lines aligned."""
     return f"{name:<13}  {text}"
 
 
 def summary_lines(run_dir: Path, best_by: EvalConfig | None = None) -> list[str]:
-    """Return the lines of the summary at the end of a run; none if the record cannot be read.
+    """Return the lines of the summary at the end of a run; none if metrics.jsonl cannot be read.
 
     Args:
         run_dir: Directory of the run.
-        best_by: Section of the recipe that names the metric of the best checkpoint; it has a line as well.
+        best_by: Section `eval` of the recipe: the metric of the best checkpoint has a line, too. `None`
+            stands for its defaults.
     """
     try:
         record = read_record(run_dir / METRICS_FILE)
     except PipelineError:
         return []
-    chosen = best_by or EvalConfig()
+    evaluation = best_by or EvalConfig()
+    best_column = f"eval/{evaluation.best_metric}"
     lines = []
     if record.step:
         tokens = f", {format_count(record.tokens)} tokens" if "train/tokens_seen" in record.curves else ""
-        took = format_duration(record.training_seconds)
-        lines.append(format_closing_line("steps", f"{record.step:,} in {took}{tokens}"))
-    newest_row = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
-    early = [event["message"] for event in record.events if _is_early_stop(event, newest_row)]
-    if early:
-        lines.append(format_closing_line("stopped early", early[-1]))
-    for key in dict.fromkeys((*SUMMARY_COLUMNS, f"eval/{chosen.best_metric}")):
+        duration = format_duration(record.training_seconds)
+        lines.append(format_closing_line("steps", f"{record.step:,} in {duration}{tokens}"))
+    last_row_step = record.curves["train/loss"].axes[0, -1] if "train/loss" in record.curves else 0
+    early_stops = [event["message"] for event in record.events if _is_early_stop(event, last_row_step)]
+    if early_stops:
+        lines.append(format_closing_line("stopped early", early_stops[-1]))
+    for key in dict.fromkeys((*SUMMARY_COLUMNS, best_column)):
         if key in record.curves:
-            is_chosen = key == f"eval/{chosen.best_metric}"
-            is_lowest = chosen.best_is_lowest if is_chosen else key.endswith("loss")
+            best_is_lowest = evaluation.best_is_lowest if key == best_column else key.endswith("loss")
             name = key.removeprefix("train/").replace("eval/", "eval ").replace("rewards/", "")
-            lines.append(format_closing_line(name, format_last_and_best(record.curves[key], is_lowest)))
+            text = format_last_and_best(record.curves[key], best_is_lowest)
+            lines.append(format_closing_line(name, text))
     plans = [event["message"] for event in record.alerts + record.events if event["event"] == PLAN]
     if plans:
         lines.append(format_closing_line("plan", plans[-1].removeprefix("plan: ")))
     return lines
 
 
-def _is_early_stop(event: Mapping[str, Any], newest_row: float) -> bool:
-    return bool(event["event"] == STOPPED_EARLY and event["step"] >= newest_row)
+def _is_early_stop(event: Mapping[str, Any], last_row_step: float) -> bool:
+    """Return whether a callback ended the run, and the run did not continue afterwards."""
+    return bool(event["event"] == STOPPED_EARLY and event["step"] >= last_row_step)
 
 
-def format_last_and_best(curve: Curve, is_lowest: bool) -> str:
-    """Return the last and the best value of a curve, in words."""
+def format_last_and_best(curve: Curve, best_is_lowest: bool) -> str:
+    """Return the last and the best value of a curve, in words.
+
+    Args:
+        curve: The curve.
+        best_is_lowest: Whether the lowest value is the best one, instead of the highest.
+    """
     step = curve.axes[0, -1]
     last = f"{curve.last:.5g} at step {step:,.0f}"
     if not curve.extremes:
         return last
-    word = "lowest" if is_lowest else "highest"
-    value, best_step = curve.extremes[0 if is_lowest else 1]
+    word = "lowest" if best_is_lowest else "highest"
+    value, best_step = curve.extremes[0 if best_is_lowest else 1]
     if best_step == step:
         return f"{last}, the {word}"
     return f"{last}; {word} {value:.5g} at step {best_step:,.0f}"

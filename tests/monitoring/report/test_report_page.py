@@ -41,12 +41,12 @@ INFO = "2026-01-01 10:00:01,000 INFO pipeline.training.api 100 parameters\n"
     ("how", "state", "status"),
     [
         ({}, "finished", "finished at step 3"),
-        ({"finished": False}, ENDED_SILENTLY, "ended without saying how (killed?) after step 3"),
+        ({"finished": False}, ENDED_SILENTLY, "ended without a recorded reason (killed?) after step 3"),
         ({"finished": False, "log": INFO + FAILURE}, "failed", "failed at step 3"),
         (
             {"finished": False, "log": FAILURE + INFO},
             ENDED_SILENTLY,
-            "ended without saying how (killed?) after step 3",
+            "ended without a recorded reason (killed?) after step 3",
         ),  # it went on
     ],
 )
@@ -148,8 +148,10 @@ def test_what_a_watchdog_found_is_shown_until_the_run_goes_on(make_run):
 def test_a_killed_run_that_goes_on_has_its_report_first(make_run):
     told = report_killed_run(path := make_run("killed", [row(1), row(2)], finished=False), str)
     assert told is not None
-    assert told.message == "the last process of this run ended without saying how (killed?) after step 2"
-    assert '"state":"ended without saying how' in (path / "report.html").read_text()
+    assert (
+        told.message == "the last process of this run ended without a recorded reason (killed?) after step 2"
+    )
+    assert '"state":"ended without a recorded reason' in (path / "report.html").read_text()
     stopped = make_run("stopped", [row(1), event(1, "time")], finished=False)
     fresh = make_run("fresh", finished=False)
     for each in (stopped, fresh):
@@ -161,7 +163,7 @@ def test_a_run_that_was_most_likely_killed_for_memory(make_run):
     path = make_run("killed", [row(1) | {"memory/peak_resident_gib": 1e6}], finished=False)
     assert read_run(path).error == f"{ENDED_SILENTLY} after step 1"
     record_processes(path, [])
-    reason = "most likely killed for memory: 1 rank there x 1000000.00 GiB"
+    reason = "most likely killed for memory: 1 rank on its machine x 1000000.00 GiB"
     assert read_run(path).error.startswith(f"{ENDED_SILENTLY} after step 1: {reason}")
     told = report_killed_run(path, lambda: "batch.micro_batch_size=4")
     assert told is not None

@@ -58,7 +58,7 @@ def test_events_are_beside_the_curves(make_run):
     lines = [row(1), event(1), event(1, "sample", prompt="a", text="b"), row(2, loss="NaN")]
     record = read_record(make_run(lines=lines) / "metrics.jsonl")
     assert [each["event"] for each in record.alerts] == ["loss_spike"]
-    assert record.alerts[0]["place"] == (1, 1000, 0.0)
+    assert record.alerts[0]["position"] == (1, 1000, 0.0)
     assert record.samples[0]["prompt"] == "a"
     assert math.isnan(record.curves["train/loss"].lines[0, 1])
 
