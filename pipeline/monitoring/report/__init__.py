@@ -1,1 +1,1 @@
-"""Report of a run as one HTML page: a view of metrics.jsonl that stores no data of its own."""
+"""Report of one or more runs as one HTML page, made from the files of their run directories."""

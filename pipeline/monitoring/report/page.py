@@ -1,11 +1,11 @@
 """Report of one or more runs: one HTML file that includes plotly.js and all numbers.
 
-Every run writes its own report at its end. The file has about 5 MB, most of which is plotly.js. A page that
-loads it from elsewhere could not be opened on a cluster, or in five years.
+Every run writes its own report at its end. The file has about 5 MB, mostly plotly.js. A page that loads
+plotly.js from a server could not be opened on a cluster without internet access, or in five years.
 
-The data is JSON in a script element, and all texts become text nodes. A content security policy runs only
-the two scripts that carry the page's random nonce. Smoothing and bins are computed in Python over all rows,
-since the average of thinned rows differs from that of the record.
+The data is JSON in a script element, and all texts become text nodes. A content security policy permits only
+the two scripts that have the page's random nonce. Smoothing and bins are computed in Python over all rows,
+since the average of thinned rows differs from the average of all rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipeline.monitoring.trackers.jsonl import METRICS_FILE, read_newest
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.html"
-REPORT_TIMEOUT = 5.0  # seconds that the report at the end of a run may take: about 300,000 rows
+REPORT_TIMEOUT = 5.0  # maximum seconds for the report at the end of a run: enough for about 300,000 rows
 PANELS = {
     "Loss": ("train/loss", "eval/loss"),
     "Accuracy": ("train/accuracy", "eval/accuracy"),
@@ -63,30 +63,31 @@ PANELS = {
         "memory/peak_resident_gib",
     ),
 }
-"""Title -> columns of a plot, which share a unit. Each other column has its own plot further down."""
+"""Title -> columns of a main plot, which have the same unit. Each other column has its own plot below."""
 
 
 def list_panels(runs: Sequence[RunReport]) -> list[tuple[str, list[str], bool]]:
-    """Return for each plot its title, its columns, and whether it is one of PANELS."""
-    known = {key for run in runs for key in run.record.curves}
-    main = [(title, [key for key in keys if key in known], True) for title, keys in PANELS.items()]
+    """Return for each plot its title, its columns that a run has, and whether it is one of PANELS."""
+    columns = {key for run in runs for key in run.record.curves}
+    main = [(title, [key for key in keys if key in columns], True) for title, keys in PANELS.items()]
     used = {key for _, keys, _ in main for key in keys}
-    return [panel for panel in main if panel[1]] + [(key, [key], False) for key in sorted(known - used)]
+    others = [(key, [key], False) for key in sorted(columns - used)]
+    return [panel for panel in main if panel[1]] + others
 
 
 def collect_figures(record: RunRecord) -> dict[str, str]:
     """Return the last and the best value, in words, of each column of PANELS that has a best value."""
     keys = [key for keys in PANELS.values() for key in keys if key in record.curves]
-    best = {key: best_direction(key) for key in keys}
+    directions = {key: best_direction(key) for key in keys}
     return {
         key: format_last_and_best(record.curves[key], direction == "min")
-        for key, direction in best.items()
-        if direction
+        for key, direction in directions.items()
+        if direction is not None
     }
 
 
 def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
-    """Return all data of the page as JSON for a script element.
+    """Return all data of the page as JSON for a script element. Runs with equal names get a number.
 
     Args:
         paths: Directories of the runs.
@@ -102,7 +103,7 @@ def encode_runs(paths: Sequence[Path], ended: bool = False) -> str:
         for number, run in enumerate(runs, 1):
             run.name += f" ({number})"
     data = {
-        "made": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "created": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "unit": "tokens" if any("train/tokens_seen" in run.record.curves for run in runs) else "samples",
         "weights": SMOOTHING_WEIGHTS,
         "panels": list_panels(runs),
@@ -130,6 +131,9 @@ def render_page(data: str) -> str:
 
     Args:
         data: Result of encode_runs.
+
+    Raises:
+        ConfigError: plotly is not installed.
     """
     folder = Path(__file__).parent
     parts = {name: (folder / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
@@ -138,24 +142,23 @@ def render_page(data: str) -> str:
 
 
 def write_final_report(directory: Path) -> Path | None:
-    """Write the report of a run whose trackers are closed, within REPORT_TIMEOUT.
+    """Write the report of a run that has ended and whose trackers are closed, within REPORT_TIMEOUT.
 
-    Runs on a daemon thread after the line that says how the run ended. Raises nothing: Ctrl-C ends only the
-    report.
+    The report is written on a daemon thread. Raises nothing: Ctrl-C ends only the report.
 
     Args:
         directory: Directory of the run.
 
     Returns:
-        Path of the report; `None` after a failure or a timeout, which a log line names.
+        Path of the report; `None` after a failure or a timeout, which a log line explains.
     """
     path = directory / REPORT_FILE
-    made: list[Path] = []
+    written: list[Path] = []
 
-    def make() -> None:
+    def write() -> None:
         try:
             replace_file(path, render_page(encode_runs([directory], ended=True)))
-            made.append(path)
+            written.append(path)
         except ConfigError as error:
             command = format_pipeline_command("report", directory)
             log.warning("%s is not written: %s; then run: %s", path, error, command)
@@ -163,13 +166,13 @@ def write_final_report(directory: Path) -> Path | None:
             log.warning("%s is not written: %s", path, summarize_error(error))
 
     with suppress(BaseException):
-        thread = threading.Thread(target=make, name="report", daemon=True)
+        thread = threading.Thread(target=write, name="report", daemon=True)
         thread.start()
         thread.join(REPORT_TIMEOUT)
         if thread.is_alive():
             command = format_pipeline_command("report", directory)
             log.warning("%s takes more than %.0f s; to write it, run: %s", path, REPORT_TIMEOUT, command)
-    return made[0] if made else None
+    return written[0] if written else None
 
 
 def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | None:
@@ -177,18 +180,19 @@ def report_killed_run(directory: Path, advise: Callable[[], str]) -> Event | Non
 
     Args:
         directory: Directory of the run.
-        advise: Returns advice in case it was killed for memory.
+        advise: Function that returns advice for a process that was killed for memory.
 
     Returns:
         The event that the resumed run reports; `None` if the last process recorded how it ended.
     """
     last = read_newest(directory / METRICS_FILE, "step")
-    state, why = determine_outcome(directory, last or {})
-    if state != ENDED_SILENTLY or (last is None and not why):
+    state, reason = determine_outcome(directory, last or {})
+    is_new_run = last is None and not reason
+    if state != ENDED_SILENTLY or is_new_run:
         return None
     write_final_report(directory)
     step = last["step"] if last is not None else 0
     message = f"the last process of this run {format_state(ENDED_SILENTLY, step)}"
-    if why:
-        return Event(RUN_KILLED, f"{message}: {why}", advise())
+    if reason:
+        return Event(RUN_KILLED, f"{message}: {reason}", advise())
     return Event(RUN_KILLED, message, "look for the out-of-memory killer (dmesg) and in the scheduler's log")

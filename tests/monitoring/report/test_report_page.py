@@ -94,7 +94,7 @@ def test_the_line_that_names_an_error(failure, line):
 def test_an_error_is_the_first_thing_on_the_page(make_run):
     page = render_page(encode_runs([make_run(lines=[row(1)], finished=False, log=FAILURE)]))
     places = [
-        page.index(f'id="{name}"') for name in ("failures", "made", "runs", "panels", "alerts", "events")
+        page.index(f'id="{name}"') for name in ("failures", "created", "runs", "panels", "alerts", "events")
     ]
     assert places == sorted(places)
     assert '"error":"ValueError: no"' in page
