@@ -542,12 +542,12 @@ class Meters:
         interval = RowInterval(result, self._steps, self.phases.pop_segment())
         numbers = {name: torch.stack(each) for name, each in self._step_numbers.items()}
         self._step_numbers = {}
-        own = self._measure_rank(interval)
+        rank_numbers = self._measure_rank(interval)
         shares = (numbers.pop("loss share"), *result.extras.values())
         sums = torch.cat([share.to(torch.float64).reshape(-1) for share in shares])
         if self._job.ranks.world_size > 1:
             with self.phases.measure("communication"):  # counts in the next row
-                sums, numbers["own"] = self._reduce(sums, list(own.values()))
+                sums, numbers["per rank"] = self._reduce(sums, list(rank_numbers.values()))
         numbers["loss"] = sums[: self._steps]
         numbers |= zip((f"sum {key}" for key in result.extras), sums[self._steps :], strict=True)
         numbers |= {f"extra {key}": each for key, each in extra_columns.items() if isinstance(each, Tensor)}
@@ -557,7 +557,7 @@ class Meters:
         )
         self._steps = 0
         self._save_columns = {}
-        return DeferredRow(numbers, partial(self._build_details, interval, own, extra_columns))
+        return DeferredRow(numbers, partial(self._build_details, interval, rank_numbers, extra_columns))
 
     def _measure_rank(self, interval: RowInterval) -> dict[str, float]:
         """Return this rank's numbers, which all ranks receive: RowDetails.per_rank and GpuMeter.read.
@@ -580,19 +580,19 @@ class Meters:
             numbers |= {f"gpu {number}": each for number, each in enumerate(self._gpu.read())}
         return numbers
 
-    def _reduce(self, shares: Tensor, own: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Sum the shares over all ranks and gather every rank's own numbers, in one all-reduce.
+    def _reduce(self, shares: Tensor, rank_numbers: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Sum the shares over all ranks and gather every rank's numbers, in one all-reduce.
 
         Args:
             shares: This rank's shares, (N,).
-            own: Numbers of this rank.
+            rank_numbers: Numbers of this rank.
 
         Returns:
-            The sums, (N,), and the numbers of all ranks, (ranks, len(own)).
+            The sums, (N,), and the numbers of all ranks, (ranks, len(rank_numbers)).
         """
         ranks = self._job.ranks
-        all_ranks = shares.new_zeros(ranks.world_size, len(own))
-        for entry, value in zip(all_ranks[ranks.rank], own, strict=True):
+        all_ranks = shares.new_zeros(ranks.world_size, len(rank_numbers))
+        for entry, value in zip(all_ranks[ranks.rank], rank_numbers, strict=True):
             entry.fill_(value)  # a copy from the host would wait for the device
         both = self._job.all_reduce_sum(torch.cat([shares, all_ranks.reshape(-1)]))
         return both[: len(shares)], both[len(shares) :].reshape(all_ranks.shape)
@@ -600,7 +600,7 @@ class Meters:
     def _build_details(
         self,
         interval: RowInterval,
-        own: Mapping[str, float],
+        rank_numbers: Mapping[str, float],
         extra_columns: Mapping[str, float | Tensor],
         host: dict[str, Tensor],
     ) -> RowDetails:
@@ -608,7 +608,7 @@ class Meters:
 
         Args:
             interval: Steps of the row.
-            own: This rank's numbers; see `_measure_rank`.
+            rank_numbers: This rank's numbers; see `_measure_rank`.
             extra_columns: See `collect_row`.
             host: Numbers of the device, copied to the host.
         """
@@ -630,8 +630,11 @@ class Meters:
         row |= self._compute_rates(spent, interval.steps, targets=float(host["count"].sum()))
         row |= interval.host_columns
         row |= self._wall.phase_columns(spent)
-        all_ranks = host["own"].T.tolist() if "own" in host else [[each] for each in own.values()]
-        per_rank = dict(zip(own, all_ranks, strict=True))
+        if "per rank" in host:
+            all_ranks = host["per rank"].T.tolist()
+        else:  # a single rank
+            all_ranks = [[number] for number in rank_numbers.values()]
+        per_rank = dict(zip(rank_numbers, all_ranks, strict=True))
         gpu = [per_rank.pop(key) for key in list(per_rank) if key.startswith("gpu ")]
         if self._job.ranks.world_size > 1:
             row |= slowest_rank_columns(per_rank)

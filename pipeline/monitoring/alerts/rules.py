@@ -1088,7 +1088,7 @@ def _find_slowest(comparison: _Comparison) -> _SlowestRank:
     )
 
 
-# Rows of a window at first. Windows double in length as the run continues, so that slow leaks are found too.
+# Initial number of rows of a window. Windows double in length as the run continues, to find slow leaks, too.
 MEMORY_ROWS = 16
 MEMORY_WINDOWS = 8  # consecutive windows, each with more memory than the previous one
 MAX_MEMORY_WINDOWS = 20  # when this number of windows is reached, pairs of windows are merged
