@@ -541,8 +541,8 @@ class LossRise:
     def __init__(self) -> None:
         self._first = 0.0  # loss of step 1; 0 if unknown
         self._evaluated = 0.0  # `eval/loss` before the first step; 0 if there was no evaluation
-        self._early: list[float] = []
-        self._recent: deque[float] = deque(maxlen=RISE_WINDOW)
+        self._early: list[float] = []  # losses of the steps from 2 to EARLY_STEPS
+        self._recent: deque[float] = deque(maxlen=RISE_WINDOW)  # newest losses
         self._is_reported = False
 
     def __call__(self, step: int, details: RowDetails) -> Event | None:

@@ -346,8 +346,8 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
 
     Args:
         path: Directory of the run.
-        ended: Whether the caller knows that the run has ended. Otherwise the run is still running if a
-            process holds its lock.
+        ended: Whether the caller knows that the run has ended. Otherwise a run whose directory is locked by
+            a process counts as running.
 
     Raises:
         MetricsFileError: Its metrics.jsonl cannot be read, or is damaged.
@@ -369,7 +369,7 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
     device_counts = Counter(map(str, devices if isinstance(devices, list) else []))
     models = [settings.get(f"model.{key}", "null") for key in ("pretrained", "architecture", "kind")]
     status = format_state(state, record.step) if record.curves else f"{state} without a row"
-    error = {
+    error_lines = {
         "failed": extract_error_line(failure) or status,
         ENDED_SILENTLY: f"{status}: {failure}".removesuffix(": "),
     }
@@ -390,7 +390,7 @@ def read_run(path: Path, ended: bool = False) -> RunReport:
     return RunReport(
         name=escape_unprintable(path.absolute().name),
         state=state,
-        error=error.get(state, ""),
+        error=error_lines.get(state, ""),
         failure=failure,
         facts=facts,
         settings=settings,
@@ -533,8 +533,8 @@ def record_processes(directory: Path, everyone: Sequence[RankProcess]) -> None:
 def explain_kill(directory: Path, peak_gib: float) -> str:
     """Return the evidence that a process was killed for memory; empty if there is none.
 
-    Serves the report and the next start of a run. While a run is alive, its other ranks (`diagnosis`) and the
-    guard of a launch script (`count_kills`) report a killed rank immediately.
+    Serves the report and the next start of a run. While a run is alive, its other ranks (`diagnosis.py`) and
+    the guard of a launch script (`node_guard.py`) report a killed rank immediately.
 
     The kernel's log names killed processes of this machine. If it names no rank of the run, the resident
     memory of all ranks on the machine of rank 0 is estimated and compared with the memory limit.
