@@ -60,7 +60,7 @@ class HistogramMeter:
         self._gradients = None
         if step % self._every:
             return nullcontext()
-        gradients = self._zero_counts()
+        gradients = self._create_counts()
         self._gradients = gradients
         return self._engine.observe_gradients(lambda shard: self._add_counts(gradients, shard))
 
@@ -73,7 +73,7 @@ class HistogramMeter:
         self._gradients = None
         if gradients is None:
             return None
-        weights = self._zero_counts()
+        weights = self._create_counts()
         for shard in self._engine.shards():
             if _is_counted(shard):
                 self._add_counts(weights, shard)
@@ -87,7 +87,7 @@ class HistogramMeter:
 
         return DeferredValue({"both": both}, build)
 
-    def _zero_counts(self) -> Tensor:
+    def _create_counts(self) -> Tensor:
         return torch.zeros(len(self._index_of), BINS, dtype=torch.int64, device=self._engine.device)
 
     def _add_counts(self, counts: Tensor, shard: Shard) -> None:

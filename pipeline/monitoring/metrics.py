@@ -132,10 +132,10 @@ class PriorUsage:
             state: `WallTime.state_dict` of the checkpoint; empty without one.
         """
         row = read_newest(record, ELAPSED_COLUMN) or {}
-        time_event = read_newest(record, _field_name(ELAPSED_COLUMN)) or {}
+        time_event = read_newest(record, _get_field_name(ELAPSED_COLUMN)) or {}
 
         def find_largest(column: str) -> float:
-            field_name = _field_name(column)
+            field_name = _get_field_name(column)
             return max(row.get(column, 0.0), time_event.get(field_name, 0.0), state.get(field_name, 0.0))
 
         return PriorUsage(
@@ -145,7 +145,7 @@ class PriorUsage:
         )
 
 
-def _field_name(column: str) -> str:
+def _get_field_name(column: str) -> str:
     """Return the field of a TIME event that corresponds to a column: the column without its group."""
     return column.partition("/")[2]
 
@@ -261,7 +261,7 @@ class WallTime:
         if first_step_seconds is not None:
             fields["first_step_seconds"] = first_step_seconds
         fields |= {f"{phase}_seconds": seconds for phase, seconds in phases.items()}
-        fields |= {_field_name(key): value for key, value in row.items()}
+        fields |= {_get_field_name(key): value for key, value in row.items()}
         by_size = sorted({"startup": self._startup_seconds, **phases}.items(), key=lambda item: -item[1])
         shares = [
             f"{name} {seconds / process:.0%}"

@@ -97,7 +97,7 @@ class SpikeDetector:
     @property
     def normal_level(self) -> float:
         """Median of the newest normal values; NaN before the first value."""
-        return _median(np.sort(list(self._values)[-LEVEL_WINDOW:])) if self._values else math.nan
+        return _compute_median(np.sort(list(self._values)[-LEVEL_WINDOW:])) if self._values else math.nan
 
     def add(self, value: float) -> bool:
         """Add the next value unless it is a spike or not finite.
@@ -131,11 +131,11 @@ class SpikeDetector:
         if len(self._values) < MIN_VALUES or min(self._values) < 0:
             return
         if not self._floor:
-            self._floor = FLOOR_SHARE * _median(np.sort(self._values))
+            self._floor = FLOOR_SHARE * _compute_median(np.sort(self._values))
         if not self._floor:  # the first values are 0
             return
         logs = np.array(self._logs)
-        level = _median(np.sort(logs[-LEVEL_WINDOW:]))
+        level = _compute_median(np.sort(logs[-LEVEL_WINDOW:]))
         deviation = estimate_scatter(logs)
         min_rise = math.log(self._threshold.ratio)
         log_limit = level + max(min_rise, self._threshold.deviations * deviation)
@@ -174,7 +174,7 @@ def estimate_scatter(logs: NDArray[np.float64]) -> float:
     """
     recent = logs[-SCATTER_WINDOW:]
     differences = recent[1:] - recent[:-1]
-    distances = np.sort(np.abs(differences - _median(np.sort(differences))))
+    distances = np.sort(np.abs(differences - _compute_median(np.sort(differences))))
     core = distances[: math.ceil(CORE_SHARE * len(distances))]
     # Each value's local level: the median of the LEVEL_WINDOW values before it.
     shifted = [logs[start : len(logs) - LEVEL_WINDOW + start] for start in range(LEVEL_WINDOW)]
@@ -184,7 +184,7 @@ def estimate_scatter(logs: NDArray[np.float64]) -> float:
     return max(float(core.sum()) / (len(core) * GAUSSIAN_CORE_MEAN), rise / GAUSSIAN_RISE)
 
 
-def _median(ordered: NDArray[np.float64]) -> float:
+def _compute_median(ordered: NDArray[np.float64]) -> float:
     """Return the median of sorted values. Every step calls it, and np.median takes several times as long."""
     half = len(ordered) // 2
     return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
@@ -641,7 +641,7 @@ class FrozenParameters:
         self._gather = gather
         weights = (shard for shard in _select_trained(shards()) if shard.kind == WEIGHT)
         self._checksums: dict[_ShardKey, Tensor] | None = {
-            _shard_key(shard): _compute_checksum(shard) for shard in weights
+            _build_shard_key(shard): _compute_checksum(shard) for shard in weights
         }
         """Initial checksums of this rank's shards; `None` after the check."""
         self._steps = 0
@@ -657,7 +657,7 @@ class FrozenParameters:
         flags = self._compare(self._checksums)
         self._checksums = None
         changed_by_rank, had_gradient_by_rank = zip(*self._gather(flags), strict=True)
-        return self._build_event(_names_without(changed_by_rank), _names_without(had_gradient_by_rank))
+        return self._build_event(_find_unset_names(changed_by_rank), _find_unset_names(had_gradient_by_rank))
 
     def _compare(self, checksums: dict[_ShardKey, Tensor]) -> tuple[dict[str, bool], dict[str, bool]]:
         """Compare this rank's shards with the initial checksums. Waits for the device.
@@ -669,7 +669,7 @@ class FrozenParameters:
         had_gradient: dict[str, list[Tensor]] = {}
         for shard in _select_trained(self._shards()):
             if shard.kind == WEIGHT:
-                initial = checksums.get(_shard_key(shard))
+                initial = checksums.get(_build_shard_key(shard))
                 if initial is not None:
                     changed.setdefault(shard.name, []).append(_compute_checksum(shard) != initial)
             elif shard.values is not None:
@@ -707,7 +707,7 @@ def _select_trained(shards: Iterator[Shard]) -> Iterator[Shard]:
 _ShardKey = tuple[str, int, int]
 
 
-def _shard_key(shard: Shard) -> _ShardKey:
+def _build_shard_key(shard: Shard) -> _ShardKey:
     """Return the parameter's name, a hash of the shard's box, and the start of its region."""
     box_hash = 0 if shard.region.box is None else hash(shard.region.box)
     return shard.name, box_hash, shard.region.start
@@ -730,7 +730,7 @@ def _read_flags(flags_by_name: dict[str, list[Tensor]]) -> dict[str, bool]:
     return dict(zip(flags_by_name, is_set.tolist(), strict=True))
 
 
-def _names_without(flags_by_rank: Sequence[dict[str, bool]]) -> list[str]:
+def _find_unset_names(flags_by_rank: Sequence[dict[str, bool]]) -> list[str]:
     """Return the names whose flag is set on no rank."""
     names = dict.fromkeys(name for flags in flags_by_rank for name in flags)
     return [name for name in names if not any(flags.get(name, False) for flags in flags_by_rank)]

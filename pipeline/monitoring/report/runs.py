@@ -247,7 +247,7 @@ def build_curve(points: Array, has_stalls: bool = False) -> Curve:
         lowest=_round_digits(lowest) if width > 1 else np.empty(0),
         highest=_round_digits(highest) if width > 1 else np.empty(0),
         not_finite={int(point): int(num_not_finite[point]) for point in np.flatnonzero(num_not_finite)},
-        usual=_usual_range(lines[0], lowest, highest),
+        usual=_compute_usual_range(lines[0], lowest, highest),
         extremes=extremes,
         last=points[3, -1],
     )
@@ -268,7 +268,7 @@ def moving_average(values: Array, weight: float) -> Array:
     return sums * (1 - weight) / (1 - weight ** np.arange(1, values.size + 1))
 
 
-def _usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
+def _compute_usual_range(centre: Array, lowest: Array, highest: Array) -> list[float]:
     """Return the default y range; see Curve.usual.
 
     It contains the middle 80 % of the values, the beginning and the end of the curve, and all values close to

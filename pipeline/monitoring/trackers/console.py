@@ -68,7 +68,9 @@ class ConsoleTracker:
         """Print a row: its training metrics, its evaluation, or both."""
         evaluation = {key: value for key, value in row.items() if key.startswith("eval/")}
         if len(evaluation) < len(row):
-            self._print_throttled(step, train_line(step, self._max_steps, row, self._seconds_left(step, row)))
+            self._print_throttled(
+                step, train_line(step, self._max_steps, row, self._estimate_seconds_left(step, row))
+            )
         if evaluation:
             for line in eval_lines(step, self._max_steps, evaluation):
                 self._print(line)
@@ -82,7 +84,7 @@ class ConsoleTracker:
         if self._unprinted is not None:
             self._print(self._unprinted)
 
-    def _seconds_left(self, step: int, row: Mapping[str, float]) -> float | None:
+    def _estimate_seconds_left(self, step: int, row: Mapping[str, float]) -> float | None:
         """Return the remaining steps times the mean seconds of a step, evaluations and checkpoints included.
 
         The first row has only its own step time; without one the result is `None`.

@@ -219,7 +219,7 @@ class TrackerThread(OptionalTracker):
         self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue(QUEUE_SIZE)
         made: Future[Tracker] = Future()
         self._thread = threading.Thread(
-            target=self._work, args=(make, made), name=_THREAD_PREFIX + name, daemon=True
+            target=self._run, args=(make, made), name=_THREAD_PREFIX + name, daemon=True
         )
         self._thread.start()
         super().__init__(made.result(), name)
@@ -271,7 +271,7 @@ class TrackerThread(OptionalTracker):
             self._calls.queue.clear()
         self._calls.put_nowait(None)  # ends the thread once its current call returns
 
-    def _work(self, make: Callable[[], Tracker], made: Future[Tracker]) -> None:
+    def _run(self, make: Callable[[], Tracker], made: Future[Tracker]) -> None:
         try:
             made.set_result(make())
         except BaseException as error:

@@ -72,7 +72,7 @@ class JsonlTracker:
             # Unbuffered: a write either reaches the operating system or raises here.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise _build_write_error(path, error) from error
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Append one row.
@@ -101,7 +101,7 @@ class JsonlTracker:
             try:
                 _move_rows(self.path, step, from_step)
             except OSError as error:
-                raise _cannot_write(self.path, error) from error
+                raise _build_write_error(self.path, error) from error
         self._append(encode_row(step, columns))
 
     def _append(self, data: bytes) -> None:
@@ -109,7 +109,7 @@ class JsonlTracker:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise _build_write_error(self.path, error) from error
 
     def close(self, exit_code: int) -> None:
         """Close the file.
@@ -120,7 +120,7 @@ class JsonlTracker:
         try:
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise _build_write_error(self.path, error) from error
 
 
 def encode_row(step: int, row: Mapping[str, str | float]) -> bytes:
@@ -292,7 +292,7 @@ def _is_evaluation(row: Mapping[str, float], step: int) -> bool:
     return row["step"] == step and any(key.startswith("eval/") for key in row)
 
 
-def _cannot_write(path: Path, error: OSError) -> MetricsFileError:
+def _build_write_error(path: Path, error: OSError) -> MetricsFileError:
     return MetricsFileError(
         f"{path}: cannot write the run's metrics ({error.strerror or error}); free some space, then the same "
         "command resumes from the newest checkpoint"
