@@ -25,10 +25,10 @@ from pipeline.redaction import redact_text
 # Control characters except line breaks and tabs, Unicode line separators, direction overrides and lone
 # surrogates. They move a terminal's cursor, reverse its text, or cannot be encoded.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-MOST_LINES = 3
-LONGEST_USAGE = 120
-LONGEST_LINE = 1000  # characters
-LONGEST_WORD = 400  # characters; a path may have 4096, too many to read
+MAX_LINES = 3
+MAX_USAGE_LENGTH = 120
+MAX_LINE_LENGTH = 1000  # characters
+MAX_WORD_LENGTH = 400  # characters; a path may have 4096, too many to read
 
 
 def escape_unprintable(text: str) -> str:
@@ -36,12 +36,12 @@ def escape_unprintable(text: str) -> str:
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
 
 
-def shorten_message(text: str, longest: int = LONGEST_LINE) -> str:
+def shorten_message(text: str, longest: int = MAX_LINE_LENGTH) -> str:
     """Return at most three lines of a message, cleaned, each cut to `longest` characters."""
     lines = [_cut(line, longest) for line in escape_unprintable(text.strip()).split("\n")]
-    if len(lines) > MOST_LINES:
-        more = len(lines) - MOST_LINES + 1
-        lines = [*lines[: MOST_LINES - 1], f"... and {more} more"]
+    if len(lines) > MAX_LINES:
+        more = len(lines) - MAX_LINES + 1
+        lines = [*lines[: MAX_LINES - 1], f"... and {more} more"]
     return "\n".join(lines)
 
 
@@ -52,8 +52,8 @@ def summarize_error(error: BaseException, most: int = 200) -> str:
 
 def _cut(text: str, most: int) -> str:
     """Cut a line in the middle. Its beginning names the place, and its end says what to change."""
-    if most > LONGEST_WORD and len(text) > LONGEST_WORD:
-        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word[0], LONGEST_WORD), text)
+    if most > MAX_WORD_LENGTH and len(text) > MAX_WORD_LENGTH:
+        text = re.sub(rf"\S{{{MAX_WORD_LENGTH + 1},}}", lambda word: _cut(word[0], MAX_WORD_LENGTH), text)
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
 
 
@@ -61,10 +61,10 @@ class PipelineError(Exception):
     """Input of the user cannot work. The message says what was given, what is expected and what to change."""
 
     exit_code = 2
-    longest_line = LONGEST_LINE
+    max_line_length = MAX_LINE_LENGTH
 
     def __str__(self) -> str:
-        return shorten_message(super().__str__(), self.longest_line)
+        return shorten_message(super().__str__(), self.max_line_length)
 
 
 class ConfigError(PipelineError):
@@ -105,7 +105,7 @@ class DeviceMemoryError(PipelineError):
     """The device or the host ran out of memory."""
 
     exit_code = 12
-    longest_line = 2 * LONGEST_LINE  # the phase, the memory by owner, and three suggested changes
+    max_line_length = 2 * MAX_LINE_LENGTH  # the phase, the memory by owner, and three suggested changes
 
 
 class DeviceFailedError(PipelineError):
@@ -123,7 +123,7 @@ class Terminated(BaseException):
 
 
 INTERRUPTS = (KeyboardInterrupt, Terminated)
-NO_CHECKPOINT = "no further checkpoint is saved"
+NO_FURTHER_CHECKPOINT = "no further checkpoint is saved"
 
 
 def explain_interrupt(interrupt: BaseException, afterwards: str = "") -> tuple[str, int]:
@@ -191,7 +191,9 @@ class CommandLineParser(argparse.ArgumentParser):
         options = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[1], options, n=1, cutoff=0.75) if unknown else []
         usage = " ".join(self.format_usage().split())
-        usage = usage if len(usage) <= LONGEST_USAGE else f"{usage[:LONGEST_USAGE].rpartition(' ')[0]} ..."
+        usage = (
+            usage if len(usage) <= MAX_USAGE_LENGTH else f"{usage[:MAX_USAGE_LENGTH].rpartition(' ')[0]} ..."
+        )
         hint = f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help"
         self.exit(2, f"{usage}\n{self.prog}: error: {shorten_message(message)}{hint}\n")
 

@@ -22,9 +22,9 @@ FILE_TYPES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-CONFIGURATION_LIMIT = 1 << 20  # bytes of a file that a person wrote
-IMAGE_LIMIT = 1 << 29  # bytes of an encoded image
-DESCRIPTION_LIMIT = 1 << 28  # bytes of a file that a program wrote: a vocabulary, an index of weights
+MAX_CONFIGURATION_BYTES = 1 << 20  # bytes of a file that a person wrote
+MAX_IMAGE_BYTES = 1 << 29  # bytes of an encoded image
+MAX_DESCRIPTION_BYTES = 1 << 28  # bytes of a file that a program wrote: a vocabulary, an index of weights
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -179,7 +179,7 @@ def read_regular_file(path: Path | str, most: int, follow_links: bool = True) ->
     return content
 
 
-def path_inside(folder: Path, name: str) -> Path | None:
+def find_path_inside(folder: Path, name: str) -> Path | None:
     """Return the path of a file in a folder; `None` if the name leads out of the folder, by `..` or by links.
 
     The Hugging Face cache keeps the files of `snapshots/COMMIT` in its folder `blobs`. They count as inside.
@@ -207,9 +207,9 @@ def find_unsafe_files(folder: Path) -> Iterator[str]:
                 yield f"{path.name[:100]!r} is {_describe_type(path.stat().st_mode)}"
             elif (
                 path.suffix in (".json", ".jinja", ".txt", ".model")
-                and path.stat().st_size > DESCRIPTION_LIMIT
+                and path.stat().st_size > MAX_DESCRIPTION_BYTES
             ):
-                yield f"{path.name[:100]!r} is larger than the {DESCRIPTION_LIMIT >> 20} MiB that it may have"
+                yield f"{path.name[:100]!r} is larger than the {MAX_DESCRIPTION_BYTES >> 20} MiB that it may have"
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -220,7 +220,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
         ValueError: The file is not such an index.
     """
     try:
-        file_of: dict[str, str] = json.loads(read_regular_file(index, DESCRIPTION_LIMIT))["weight_map"]
+        file_of: dict[str, str] = json.loads(read_regular_file(index, MAX_DESCRIPTION_BYTES))["weight_map"]
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not isinstance(file_of, dict) or not file_of or not all(isinstance(f, str) for f in file_of.values()):

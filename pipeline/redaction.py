@@ -23,12 +23,12 @@ PASSWORD = 3
 """Strength of a name whose value may be any word, however short: `password`."""
 
 
-def _set(words: str) -> frozenset[str]:
+def _split_words(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_QUALIFIERS = _set(
+_QUALIFIERS = _split_words(
     "prod production dev staging test old new current backup value val str string text plain base64 b64 "
     "hex ro rw header env0 default"
 )
@@ -38,22 +38,22 @@ _SECRETS = re.compile(
     r"|accesstoken|refreshtoken|sessiontoken|securitytoken|authtoken|bearertoken|privatetoken|secretaccesskey"
     r"|connectionstring|connstr|authorization|clientsecret|secretkeybase|sessionid|sessid)s?$"
 )
-_BEFORE_PASS = _set(
+_BEFORE_PASS = _split_words(
     "db database smtp mail email user ftp admin root mysql pg postgres redis ssh login auth proxy http "
     "registry sudo vpn wifi ldap key store keystore mongo rabbitmq"
 )
-_KINDS_OF_KEY = _set(
+_KINDS_OF_KEY = _split_words(
     "account storage ssh deploy shared service session license subscription client hmac aes rsa jwt admin "
     "auth master signing encryption crypto write ingest integration openai anthropic wandb hf huggingface "
     "google gemini azure aws stripe sendgrid mailgun comet neptune mistral cohere groq together replicate "
     "deepseek langsmith pinecone datadog tavily serper fireworks nvidia ngc access secret private api"
 )
-_HARMLESS_KEYS = _set(
+_HARMLESS_KEYS = _split_words(
     "primary foreign sort partition cache group index map dict public query row column object state "
     "group_by lookup rng prng hash route routing shortcut hot unique natural composite"
 )
 # Words before `token` that mean a tokenizer's special tokens, or numbers of tokens.
-_TOKENIZER_WORDS = _set(
+_TOKENIZER_WORDS = _split_words(
     "eos bos pad unk sep cls mask image video audio start end stop special extra additional prefix suffix "
     "middle decoder encoder max min num per first last next prev previous new word text think thinking "
     "tool system assistant eot eom fim boi eoi content begin beginning sub input output target label reward "
@@ -67,13 +67,13 @@ _UNCERTAIN_WORDS = frozenset(
 _URLS = frozenset({"url", "uri", "address"})
 _HOOKS = frozenset({"webhook", "hook"})
 # Last words of variables with AUTH in their name that hold a method or an address, no secret.
-_AUTH_SETTINGS = _set(
+_AUTH_SETTINGS = _split_words(
     "sock file path dir folder url uri host port type method mode user username enabled enable provider "
     "endpoint scheme audience domain id name timeout ttl realm region server service backend class module "
     "plugin"
 )
 # Words that stand in the place of a secret: states, types and words of a sentence.
-_NO_SECRETS = _set(
+_COMMON_WORDS = _split_words(
     "required missing wrong invalid incorrect expired empty none null nil true false optional string str "
     "unset redacted hidden changed denied rejected undefined default yes no on off enabled disabled basic "
     "digest oauth oauth2 ntlm kerberos anonymous bearer token password secret ok failed unknown mismatch "
@@ -92,7 +92,7 @@ _CAMEL_CASE = re.compile(r"(?>(?:[A-Z]{0,5}+[a-z]{2,}+[._-]?+)+)[A-Z]{0,5}")
 
 
 @lru_cache(maxsize=4096)
-def strength_of(name: str) -> int:
+def get_name_strength(name: str) -> int:
     """Return how certainly a value of this name is a secret: 0, `UNCERTAIN`, `SECRET` or `PASSWORD`."""
     words = [word.lower() for word in _WORDS.findall(name)]
     while len(words) > 1 and (words[-1] in _QUALIFIERS or words[-1].isdigit()):
@@ -126,11 +126,11 @@ def is_secret_variable(name: str, value: str) -> bool:
 
     A short or common word is not hidden, since it would disappear from ordinary sentences.
     """
-    if len(value) < 6 or value.lower() in _NO_SECRETS or is_placeholder(value, UNCERTAIN):
+    if len(value) < 6 or value.lower() in _COMMON_WORDS or is_placeholder(value, UNCERTAIN):
         return False
     words = [word.lower() for word in _WORDS.findall(name)]
     has_auth = re.search(r"AUTH(?!OR(?!IZ))", name.upper()) and words[-1] not in _AUTH_SETTINGS
-    if not (has_auth or strength_of(name) or words[-1:] == ["pat"]):
+    if not (has_auth or get_name_strength(name) or words[-1:] == ["pat"]):
         return False
     if value.isalpha():  # a plain word counts from eight letters on
         return len(value) >= 8
@@ -148,7 +148,7 @@ def is_placeholder(value: str, strength: int) -> bool:
         return True
     if strength == PASSWORD:
         return bool(_PATH.fullmatch(text)) and text.count("/") > 1
-    if text.lower() in _NO_SECRETS or _PATH.fullmatch(text):
+    if text.lower() in _COMMON_WORDS or _PATH.fullmatch(text):
         return True
     return strength == UNCERTAIN and bool(re.fullmatch(r"-?\d{1,7}(?:\.\d+)?", text))
 
@@ -166,7 +166,7 @@ def looks_random(value: str, least: int) -> bool:
 
 
 REDACTED = "[redacted]"
-LONGEST_VALUE = 4096
+MAX_VALUE_LENGTH = 4096
 _declared_variables = set[str]()
 
 # Atomic groups, since Python before 3.11.5 matches possessive quantifiers of groups wrongly.
@@ -178,7 +178,7 @@ _PRIVATE_KEY = re.compile(
     | Private-(?:MAC|Hash):\ \S+""",
     re.VERBOSE,
 )
-_FORMS = re.compile(
+_KEY_FORMATS = re.compile(
     r"""\b(?:
     # Model hubs, trackers, model servers.
       hf_[A-Za-z0-9]{20,} | api_org_[A-Za-z0-9]{20,} | wandb_v1_\w{20,} | local-[0-9a-f]{40}\b
@@ -205,7 +205,7 @@ _FORMS = re.compile(
     re.VERBOSE,
 )
 # Keys that are found also directly behind another word, without a word boundary.
-_INSIDE_WORDS = re.compile(
+_KEY_FORMATS_INSIDE_WORDS = re.compile(
     r"""A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16} | gh[opsur]_[A-Za-z0-9_]{36} | SG\.[\w-]{22}\.[\w-]{43}
     | gl(?:(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[\w-]{20,64}) | GR1348941[\w-]{20,50}
     | (?<![^\s=:"])AKC(?=[A-Za-z]{0,80}\d)[A-Za-z0-9]{10,} | (?:AC|SK)(?=[a-z]{0,31}\d)[a-z0-9]{32}
@@ -268,11 +268,11 @@ def _hide_basic_auth(found: re.Match[str]) -> str:
 
 
 def _hide_xml_element(found: re.Match[str]) -> str:
-    is_secret = strength_of(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
+    is_secret = get_name_strength(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
     return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
 
 
-_TABLE: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
+_RULES: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
     ("://", _URL_PATH, _hide),
     ("://", _URL_PASSWORD, _hide),
     ("://", r"(?<=://)([^\s/:@\[\]\"'<>?#]{1,512}+)(?=@)", _hide_url_token),
@@ -297,7 +297,7 @@ _TABLE: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
     ("</", r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</", _hide_xml_element),
 ]
 """Fast test (a substring of every match), expression, and function that returns the replacement."""
-_COMPILED = [(mark, re.compile(expression), replacement) for mark, expression, replacement in _TABLE]
+_COMPILED_RULES = [(mark, re.compile(expression), replacement) for mark, expression, replacement in _RULES]
 # Parts of names that may mean a secret. They find the candidates; _NAME then matches the name and the
 # separator of `name = value`, `"name": value`, `['name'] = value` and `--name value`, and _find_secret
 # reads the value.
@@ -320,11 +320,11 @@ def redact_text(text: str) -> str:
     """Return the text with secrets replaced; a text without secrets is returned unchanged."""
     if "PRIVATE KEY" in text or "Private-" in text:
         text = _PRIVATE_KEY.sub(REDACTED, text)
-    text = _FORMS.sub(REDACTED, text)
-    text = _INSIDE_WORDS.sub(REDACTED, text)
-    if (values := _environment_pattern()) is not None:
+    text = _KEY_FORMATS.sub(REDACTED, text)
+    text = _KEY_FORMATS_INSIDE_WORDS.sub(REDACTED, text)
+    if (values := _get_environment_pattern()) is not None:
         text = values.sub(REDACTED, text)
-    for mark, expression, replacement in _COMPILED:
+    for mark, expression, replacement in _COMPILED_RULES:
         if mark in text:
             text = expression.sub(replacement, text)
     return _redact_assignments(text)
@@ -342,7 +342,8 @@ def redact(tree: Any, name: str = "") -> Any:
         if isinstance(named, str) and "value" in tree:  # an entry of a list of environment variables
             return {key: redact(value, named if key == "value" else "") for key, value in tree.items()}
         return {
-            _redact_key(key): redact(value, _deciding_name(str(key), name)) for key, value in tree.items()
+            _redact_key(key): redact(value, _choose_deciding_name(str(key), name))
+            for key, value in tree.items()
         }
     if isinstance(tree, (list, tuple)):
         before = ["", *tree]  # in ["--token", "x"] the entry before the value names it
@@ -351,7 +352,7 @@ def redact(tree: Any, name: str = "") -> Any:
             for option, value in zip(before, tree, strict=False)
         )
         return [*entries] if isinstance(tree, list) else tuple(entries)
-    strength = strength_of(name) if name else 0
+    strength = get_name_strength(name) if name else 0
     if isinstance(tree, (int, float)) and not isinstance(tree, bool):
         return REDACTED if strength == PASSWORD else tree
     if not isinstance(tree, str):
@@ -368,7 +369,7 @@ def _redact_key(key: Any) -> Any:
     return redact_text(key) if isinstance(key, str) else key
 
 
-def _deciding_name(name: str, parent: str) -> str:
+def _choose_deciding_name(name: str, parent: str) -> str:
     """Return the name that decides whether a value is secret, the key's own or that of the dict around it.
 
     `secrets: {a: x}` hides x, and `auth: {user: x, password: y}` hides only y.
@@ -376,13 +377,13 @@ def _deciding_name(name: str, parent: str) -> str:
     is_collection = parent and parent.lower().endswith(
         ("secrets", "credentials", "passwords", "keys", "tokens")
     )
-    return parent if is_collection and strength_of(parent) and not strength_of(name) else name
+    return parent if is_collection and get_name_strength(parent) and not get_name_strength(name) else name
 
 
 def _is_option_value(option: Any, value: Any) -> bool:
     if not (isinstance(option, str) and option.startswith("--") and isinstance(value, str)):
         return False
-    strength = strength_of(option[2:])
+    strength = get_name_strength(option[2:])
     return strength > 0 and not value.startswith("-") and not is_placeholder(value, strength)
 
 
@@ -396,7 +397,7 @@ def _is_secret_field(value: str, strength: int, name: str) -> bool:
     return True
 
 
-def _environment_pattern() -> re.Pattern[str] | None:
+def _get_environment_pattern() -> re.Pattern[str] | None:
     return _compile_values(frozenset(os.environb.items()), frozenset(_declared_variables))
 
 
@@ -444,7 +445,7 @@ def _redact_assignments(text: str) -> str:
             start -= 1
         found = _NAME.match(text, start)
         searched_to = hit.end() if found is None else found.end("name")
-        if found is None or not (strength := strength_of(found["name"])):
+        if found is None or not (strength := get_name_strength(found["name"])):
             continue
         if (span := _find_secret(text, found, strength)) is not None:
             parts += [text[copied_to : span[0]], REDACTED]
@@ -468,9 +469,9 @@ def _find_secret(text: str, found: re.Match[str], strength: int) -> tuple[int, i
     if (opening := _QUOTED.match(text, start)) is not None:
         quote_ = opening[1]
         start = opening.end()
-        end = text.find(quote_, start, start + LONGEST_VALUE)
+        end = text.find(quote_, start, start + MAX_VALUE_LENGTH)
         while end > 0 and len(quote_) == 1 and text[end - 1] == "\\" and text[end - 2] != "\\":
-            end = text.find(quote_, end + 1, start + LONGEST_VALUE)
+            end = text.find(quote_, end + 1, start + MAX_VALUE_LENGTH)
         if end > start and "\n" not in text[start:end]:
             value = text[start:end]
             is_pair = separator != "," or (found["close"] and (is_option or looks_random(value, 4)))

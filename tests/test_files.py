@@ -12,14 +12,14 @@ import pytest
 
 from pipeline.cli.screen import Screen
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import LONGEST_LINE, ConfigError, escape_unprintable
+from pipeline.errors import MAX_LINE_LENGTH, ConfigError, escape_unprintable
 from pipeline.files import (
     atomic_write,
+    find_path_inside,
     find_unsafe_files,
     format_bytes,
     format_duration,
     open_regular_file,
-    path_inside,
     publish_folder,
     read_regular_file,
     replace_file,
@@ -59,9 +59,9 @@ def test_no_name_and_no_link_leads_out_of_a_folder(tmp_path):
     (folder / "out").symlink_to(tmp_path)
     (folder / "round").symlink_to("round")
     for name in ("file", "deep/file", "link/file", "round", "a\0b"):
-        assert path_inside(folder, name) == folder / name
+        assert find_path_inside(folder, name) == folder / name
     for name in ("../file", "deep/../../file", "/etc/passwd", "out/file"):
-        assert path_inside(folder, name) is None, name
+        assert find_path_inside(folder, name) is None, name
 
 
 def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
@@ -71,7 +71,7 @@ def test_links_of_the_hubs_cache_are_no_way_out(tmp_path):
     (tmp_path / "models--x" / "blobs" / "1").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
     assert list(find_unsafe_files(snapshot)) == []
-    assert path_inside(snapshot, "config.json") == snapshot / "config.json"
+    assert find_path_inside(snapshot, "config.json") == snapshot / "config.json"
     os.mkfifo(snapshot / "pipe")
     (snapshot / "additional_chat_templates").mkdir()
     (snapshot / "additional_chat_templates" / "a.jinja").symlink_to("/dev/zero")
@@ -134,9 +134,9 @@ def test_a_message_moves_no_cursor_and_has_an_end():
     assert "\\x1b[2J" in message
     assert message.startswith("recipe.yaml:3: name: ")
     assert message.endswith("; write a name")
-    assert len(message) <= LONGEST_LINE + 100
+    assert len(message) <= MAX_LINE_LENGTH + 100
     spaced = str(ConfigError(f"{'a b ' * 10**5}; write less"))
-    assert len(spaced) <= LONGEST_LINE
+    assert len(spaced) <= MAX_LINE_LENGTH
     assert spaced.endswith("; write less")
 
 

@@ -39,8 +39,8 @@ from pipeline.checkpoint.shards import WEIGHT
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError
 from pipeline.files import (
-    CONFIGURATION_LIMIT,
-    DESCRIPTION_LIMIT,
+    MAX_CONFIGURATION_BYTES,
+    MAX_DESCRIPTION_BYTES,
     format_bytes,
     publish_folder,
     read_regular_file,
@@ -257,7 +257,7 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, folder / file.name)
     try:
-        config: dict[str, Any] = json.loads(read_regular_file(folder / "config.json", DESCRIPTION_LIMIT))
+        config: dict[str, Any] = json.loads(read_regular_file(folder / "config.json", MAX_DESCRIPTION_BYTES))
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
@@ -283,7 +283,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
     ]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     try:  # links are not followed, since one may lead out of the run directory
-        content = read_regular_file(run / "recipe.yaml", CONFIGURATION_LIMIT, follow_links=False)
+        content = read_regular_file(run / "recipe.yaml", MAX_CONFIGURATION_BYTES, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))
     except OSError:
         recipe = ""

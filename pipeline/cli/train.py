@@ -19,7 +19,7 @@ from typing import get_args
 
 from pipeline.config.recipe import NO_IMPORT_PATHS
 from pipeline.config.schema import LogLevel
-from pipeline.config.settings import ResolvedSettings, Settings, load_settings, recipe_yaml
+from pipeline.config.settings import ResolvedSettings, Settings, format_recipe_yaml, load_settings
 from pipeline.config.shipped import DEFAULT_RECIPE
 from pipeline.config.split import Device
 from pipeline.distributed.launch.environment import load_sent_environment
@@ -28,7 +28,7 @@ from pipeline.distributed.signals import raise_on_stop_signals, reports_own_exit
 from pipeline.engine.schedule import describe_missed_peak
 from pipeline.errors import (
     INTERRUPTS,
-    NO_CHECKPOINT,
+    NO_FURTHER_CHECKPOINT,
     CommandLineParser,
     PipelineError,
     explain_interrupt,
@@ -165,7 +165,7 @@ def _run(settings: Settings, ranks: Ranks, planned: ResolvedSettings) -> int:
 
             return run_rank(settings, ranks, planned.deepspeed)
         except INTERRUPTS as interrupt:  # while torch is being imported; a run handles its own interrupts
-            message, code = explain_interrupt(interrupt, NO_CHECKPOINT)
+            message, code = explain_interrupt(interrupt, NO_FURTHER_CHECKPOINT)
             if ranks.local_rank == 0 or reports_own_exit(False):
                 print(message, file=sys.stderr, flush=True)
             return code
@@ -190,7 +190,7 @@ def format_dry_run(settings: Settings, world_size: int) -> str:
     resolved = settings.resolve(world_size, Device.probe())
     plan = resolved.batch_plan
     config = settings.config
-    parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", recipe_yaml(config)]
+    parts = [f"# recipe ({settings.recipe_path}, defaults filled in)", format_recipe_yaml(config)]
     filled = resolved.deepspeed
     if filled is not None and plan.is_provisional:
         filled = filled | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

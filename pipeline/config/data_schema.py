@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, kind_tag
+from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, get_kind_tag
 
 SOURCE_NAME = r"^[A-Za-z0-9][\w.-]*$"
 
@@ -415,5 +415,5 @@ DataConfig = Annotated[
     | Annotated[DigitsDataConfig, Tag("digits")]
     | Annotated[ImagesDataConfig, Tag("images")]
     | Annotated[CustomDataConfig, Tag("custom")],
-    Discriminator(kind_tag),
+    Discriminator(get_kind_tag),
 ]

@@ -23,7 +23,7 @@ _REPLACED = {
 """Key of the recipe -> names of keys in its section that a JSON which states it replaces."""
 
 
-class _Stated(NamedTuple):
+class _StatedNumber(NamedTuple):
     """A number that the JSON states."""
 
     json_key: str
@@ -34,7 +34,7 @@ class _Stated(NamedTuple):
     """Value as the JSON states it, for messages."""
 
 
-def drop_replaced_keys(recipe: ConfigFile, file: ConfigFile) -> None:
+def remove_replaced_keys(recipe: ConfigFile, file: ConfigFile) -> None:
     """Drop the keys of the default recipe that a checked JSON replaces; of the batch, the whole section."""
     for stated in _read_stated(file):
         section, _, key = stated.recipe_key.rpartition(".")
@@ -116,7 +116,7 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
     recipe.locations |= {f"engine.{key}": file.describe_key(dotted) for key, dotted in json_keys.items()}
 
 
-def _read_stated(file: ConfigFile) -> Iterator[_Stated]:
+def _read_stated(file: ConfigFile) -> Iterator[_StatedNumber]:
     """Yield each number that the JSON states and the recipe owns. "auto" states nothing."""
     tree = file.tree
     peak = get_dotted(tree, "scheduler.params.warmup_max_lr")
@@ -132,12 +132,14 @@ def _read_stated(file: ConfigFile) -> Iterator[_Stated]:
         elif json_key == "scheduler.type":
             value = keys.SCHEDULES[given]
         is_same = str(given).lower() == str(value)
-        yield _Stated(json_key, recipe_key, value, str(given) if is_same else f"{given} (here: {value})")
+        yield _StatedNumber(
+            json_key, recipe_key, value, str(given) if is_same else f"{given} (here: {value})"
+        )
     if get_dotted(tree, "scheduler.type") == "WarmupDecayLR":
         low = get_dotted(tree, "scheduler.params.warmup_min_lr")
         are_numbers = isinstance(low, int | float) and isinstance(peak, int | float) and peak > 0
         floor = low / peak if are_numbers else 0.0
-        yield _Stated("scheduler.type", _RATIO, floor, f"WarmupDecayLR (here: {_RATIO} {floor})")
+        yield _StatedNumber("scheduler.type", _RATIO, floor, f"WarmupDecayLR (here: {_RATIO} {floor})")
 
 
 def _note_schedule_differences(recipe: ConfigFile, file: ConfigFile) -> None:

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 MASTER_WEIGHT_KEYS = tuple(f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))
 OPTIMIZER_STATES_KEY = "bf16.bf16_optimizer_states"
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
-LARGEST = 2**63 - 1
+MAX_NUMBER = 2**63 - 1
 """Largest number in the file. Whole numbers there are counts or bytes, so none needs more than 64 bits."""
 
 # Type of JSON Schema -> Python type, and its name in errors.
@@ -62,7 +62,7 @@ def load_key_rules() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def _key_names(section: str) -> dict[str, str]:
+def _list_key_names(section: str) -> dict[str, str]:
     """Return every accepted name of a key of this section -> its name in DeepSpeed's documentation."""
     found: dict[str, str] = {}
     for dotted, rule in load_key_rules().items():
@@ -91,7 +91,7 @@ def check_deepspeed_json(file: ConfigFile) -> None:
 
 def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     clean: Tree = {}
-    names = _key_names(prefix.removesuffix("."))
+    names = _list_key_names(prefix.removesuffix("."))
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
@@ -181,7 +181,7 @@ def _check_value(file: ConfigFile, dotted: str, value: Any, written: str) -> Any
         advice = f"; {rule['advice']}" if "advice" in rule else ""
         expected = _describe_expected(dotted, rule, kinds)
         raise ConfigError(f"{file.describe_key(written)}: expected {expected}, given {given!r}{advice}")
-    if isinstance(value, dict) and _key_names(dotted):
+    if isinstance(value, dict) and _list_key_names(dotted):
         return _check_section(file, value, f"{dotted}.")
     return value
 
@@ -197,7 +197,7 @@ def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
         return True
     return (
         math.isfinite(value)
-        and abs(value) <= LARGEST
+        and abs(value) <= MAX_NUMBER
         and rule.get("minimum", value) <= value <= rule.get("maximum", value)
         and rule.get("exclusiveMinimum", -math.inf) < value < rule.get("exclusiveMaximum", math.inf)
         and ("multipleOf" not in rule or value % rule["multipleOf"] == 0)

@@ -59,7 +59,7 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     if zero.get("stage") == 3:  # DeepSpeed's default group is larger than most models
         zero.setdefault("sub_group_size", "auto")
     ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
-    for key, value in _zero_defaults(config, ranks, zero.get("stage", 0)).items():
+    for key, value in _compute_zero_defaults(config, ranks, zero.get("stage", 0)).items():
         if zero.get(key) == "auto":
             zero[key] = value
     if zero.get("reduce_bucket_size") is None:
@@ -67,12 +67,12 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     for name in ("bf16", "fp16"):
         if name in filled:
             filled[name]["enabled"] = name == precision
-    for dotted in _leftover_autos(filled):
+    for dotted in _find_leftover_autos(filled):
         raise ConfigError(f'{file.describe_key(dotted)}: nothing here can fill this "auto"; write a value')
     return filled
 
 
-def _zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
+def _compute_zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
     """Return ZeRO's defaults for "auto"; sizes count elements. `None` leaves the size to the engine.
 
     At stages 1 and 2 the engine chooses the reduce bucket by the size of the model. At stage 3 the bucket
@@ -132,7 +132,7 @@ def get_min_loss_scale(filled: Tree | None) -> float | None:
     return float(filled["fp16"].get("loss_scale") or filled["fp16"].get("min_loss_scale", 1))
 
 
-def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
+def _find_leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys that are still "auto", except those whose default in DeepSpeed is "auto"."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
@@ -144,4 +144,4 @@ def _leftover_autos(tree: Any, prefix: str = "") -> Iterator[str]:
             if load_key_rules().get(f"{prefix}{key}", {}).get("default") != "auto":
                 yield f"{prefix}{key}"
         else:
-            yield from _leftover_autos(value, f"{prefix}{key}.")
+            yield from _find_leftover_autos(value, f"{prefix}{key}.")

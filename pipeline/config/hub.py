@@ -10,10 +10,10 @@ from threading import Thread
 
 from pipeline.errors import PipelineError, summarize_error
 
-SECONDS_TO_ANSWER = 2.0
+ANSWER_TIMEOUT_SECONDS = 2.0
 """Seconds that the hub has to answer. Without this test the hub's client retries for a minute if it is
 unreachable."""
-MEMORY_SECONDS = 60.0
+RECHECK_SECONDS = 60.0
 """Seconds for which an answer, or its absence, counts before the hub is asked again."""
 MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 """Files of which the cache has at least one if it has the model or tokenizer."""
@@ -61,10 +61,10 @@ _answers: dict[str, tuple[float, str | None]] = {}
 
 
 def _find_problem(endpoint: str) -> str | None:
-    """Return why the hub does not answer; `None` if it does. Ask at most once in `MEMORY_SECONDS`."""
-    asked_at, problem = _answers.get(endpoint, (-MEMORY_SECONDS, None))
+    """Return why the hub does not answer; `None` if it does. Ask at most once in `RECHECK_SECONDS`."""
+    asked_at, problem = _answers.get(endpoint, (-RECHECK_SECONDS, None))
     now = time.monotonic()
-    if now - asked_at >= MEMORY_SECONDS:
+    if now - asked_at >= RECHECK_SECONDS:
         problem = _ask_hub(endpoint)
         _answers[endpoint] = (now, problem)
     return problem
@@ -74,11 +74,11 @@ def _ask_hub(endpoint: str) -> str | None:
     """Ask the hub, and return why it does not answer; `None` if it does. A refusal is an answer, too."""
     from huggingface_hub import get_session
 
-    problems: list[str | None] = [f"{endpoint}: no answer within {SECONDS_TO_ANSWER:g} s"]
+    problems: list[str | None] = [f"{endpoint}: no answer within {ANSWER_TIMEOUT_SECONDS:g} s"]
 
     def ask() -> None:
         try:
-            get_session().head(endpoint, timeout=SECONDS_TO_ANSWER)
+            get_session().head(endpoint, timeout=ANSWER_TIMEOUT_SECONDS)
             problems.append(None)
         except Exception as error:  # any failure of the network, a proxy or a certificate
             problems.append(f"{endpoint}: {summarize_error(error)}")
@@ -86,5 +86,5 @@ def _ask_hub(endpoint: str) -> str | None:
     # A thread, since the timeout does not limit the resolution of the host name.
     thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()
-    thread.join(SECONDS_TO_ANSWER)
+    thread.join(ANSWER_TIMEOUT_SECONDS)
     return problems[-1]

@@ -36,7 +36,7 @@ def resolve_intervals(config: RunConfig, steps_per_epoch: float) -> IntervalStep
     """
     for keys, message in find_interval_contradictions(config, steps_per_epoch):
         raise ConfigError(f"{keys[0]}: {message}")
-    log, evaluations, saves = _in_steps(config, steps_per_epoch)
+    log, evaluations, saves = _convert_to_steps(config, steps_per_epoch)
     return IntervalSteps(log=log or 0, eval=evaluations or 0, save=saves or 0)
 
 
@@ -50,7 +50,7 @@ def find_interval_contradictions(
         steps_per_epoch: Steps of an epoch. `None` before the data is counted; intervals in epochs are then
             not checked.
     """
-    log, evaluations, saves = _in_steps(config, steps_per_epoch)
+    log, evaluations, saves = _convert_to_steps(config, steps_per_epoch)
     histograms = config.wandb.histograms_every
     if (
         config.checkpoint.keep_best
@@ -71,13 +71,15 @@ def find_interval_contradictions(
         )
 
 
-def _in_steps(config: RunConfig, steps_per_epoch: float | None) -> tuple[int | None, int | None, int | None]:
+def _convert_to_steps(
+    config: RunConfig, steps_per_epoch: float | None
+) -> tuple[int | None, int | None, int | None]:
     """Return the steps between rows, evaluations and saves; `None` for epochs that are not counted yet."""
     log, evaluations, saves = (
         StepsOrEpochs.parse(section.every) for section in (config.log, config.eval, config.checkpoint)
     )
-    eval_steps = evaluations.in_steps(steps_per_epoch)
-    save_steps = saves.in_steps(steps_per_epoch)
+    eval_steps = evaluations.to_steps(steps_per_epoch)
+    save_steps = saves.to_steps(steps_per_epoch)
     if (
         config.checkpoint.keep_best
         and evaluations.in_epochs
@@ -88,7 +90,7 @@ def _in_steps(config: RunConfig, steps_per_epoch: float | None) -> tuple[int | N
         # Each was rounded on its own, so 4 times a quarter of an epoch may differ from a whole epoch in
         # steps.
         save_steps = max(1, round(saves.number / evaluations.number)) * eval_steps
-    return log.in_steps(steps_per_epoch), eval_steps, save_steps
+    return log.to_steps(steps_per_epoch), eval_steps, save_steps
 
 
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*(step|epoch)s?")
@@ -123,7 +125,7 @@ class StepsOrEpochs:
             return StepsOrEpochs(float(written), isinstance(written, float))
         raise ValueError(f"{_EXPECTED}, given {written!r}")
 
-    def in_steps(self, steps_per_epoch: float | None) -> int | None:
+    def to_steps(self, steps_per_epoch: float | None) -> int | None:
         """Return the interval in whole steps: at least 1, or 0 if `number` is 0.
 
         Args:
@@ -135,12 +137,12 @@ class StepsOrEpochs:
         return None if steps_per_epoch is None else max(1, round(self.number * steps_per_epoch))
 
 
-def _every(written: Any) -> Any:
+def _validate_every(written: Any) -> Any:
     """Return a valid interval as it was written; 0 for a zero in any unit."""
     return written if StepsOrEpochs.parse(written).number else 0
 
 
-def _warm_up(written: Any) -> Any:
+def _validate_warm_up(written: Any) -> Any:
     """Return a valid warm-up as it was written: steps, or a share of the run below 1."""
     is_number = isinstance(written, int | float) and not isinstance(written, bool)
     if not is_number or written < 0 or (isinstance(written, float) and written >= 1):
@@ -152,10 +154,14 @@ def _warm_up(written: Any) -> Any:
 
 
 _ZERO: dict[str, Any] = {"minimum": 0}
-Every = Annotated[int | float | str, PlainValidator(_every), WithJsonSchema({"type": "interval", **_ZERO})]
+Every = Annotated[
+    int | float | str, PlainValidator(_validate_every), WithJsonSchema({"type": "interval", **_ZERO})
+]
 """Interval in a recipe: steps as a whole number, epochs as a float below 1, or a text with its unit.
 
 The value stays as it was written, so that recipe.yaml shows it in its unit.
 """
-WarmUp = Annotated[int | float, PlainValidator(_warm_up), WithJsonSchema({"type": "steps or share", **_ZERO})]
+WarmUp = Annotated[
+    int | float, PlainValidator(_validate_warm_up), WithJsonSchema({"type": "steps or share", **_ZERO})
+]
 """Warm-up in a recipe: steps as a whole number, or a share of the run as a float below 1."""

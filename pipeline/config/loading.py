@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 
 Tree = dict[str, Any]
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Largest number of values in a recipe."""
-MOST_LEVELS = 64
+MAX_LEVELS = 64
 """Deepest nesting of a recipe."""
 
 
@@ -52,16 +52,16 @@ class YamlLoader(yaml.SafeLoader):
         self._composed += 1
         self._level += 1
         self._deepest = self._level
-        self._refuse(self._composed > MOST_VALUES, f"more than {MOST_VALUES:,} values", event)
-        self._refuse(self._level > MOST_LEVELS, "nested too deeply", event)
+        self._refuse(self._composed > MAX_VALUES, f"more than {MAX_VALUES:,} values", event)
+        self._refuse(self._level > MAX_LEVELS, "nested too deeply", event)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             self._refuse(id(node) not in self._sizes, "the value contains itself", event)
             values, levels = self._sizes[id(node)]
             self._composed += values - 1
             self._deepest += levels
-            self._refuse(self._composed > MOST_VALUES, f"stands for more than {MOST_VALUES:,} values", event)
-            self._refuse(self._deepest > MOST_LEVELS, "nested too deeply", event)
+            self._refuse(self._composed > MAX_VALUES, f"stands for more than {MAX_VALUES:,} values", event)
+            self._refuse(self._deepest > MAX_LEVELS, "nested too deeply", event)
         elif isinstance(event, yaml.ScalarEvent):
             self._refuse("\0" in event.value, "a NUL character, which no name or path may contain", event)
         self._sizes.setdefault(id(node), (self._composed - before, self._deepest - self._level))
@@ -280,7 +280,7 @@ def read_text(path: Path) -> str:
     """
     try:
         # Some editors begin a file with a byte order mark.
-        return read_regular_file(path, CONFIGURATION_LIMIT).decode("utf-8-sig")
+        return read_regular_file(path, MAX_CONFIGURATION_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings) if siblings else ""

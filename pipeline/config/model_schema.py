@@ -171,7 +171,7 @@ class CustomModelConfig(ModelSection):
     """Keyword arguments of the function."""
 
 
-def kind_tag(value: Any) -> str | None:
+def get_kind_tag(value: Any) -> str | None:
     """Return the tag of a section's union member: a built-in kind, or `custom` for an import path."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
@@ -181,7 +181,7 @@ ModelConfig = Annotated[
     Annotated[CausalLMConfig, Tag("causal_lm")]
     | Annotated[CNNConfig, Tag("cnn")]
     | Annotated[CustomModelConfig, Tag("custom")],
-    Discriminator(kind_tag),
+    Discriminator(get_kind_tag),
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, kind_tag
+from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, get_kind_tag
 
 
 class _ClassificationKeys(RecipeSection):
@@ -183,7 +183,7 @@ class CustomObjectiveConfig(RecipeSection):
 
 def _get_tag(value: Any) -> str | None:
     is_section = isinstance(value, (dict, RecipeSection))
-    return kind_tag(value) or ("auto" if is_section else None)
+    return get_kind_tag(value) or ("auto" if is_section else None)
 
 
 ObjectiveConfig = Annotated[

@@ -22,7 +22,7 @@ EXTRAS = {
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Module -> name of its package on PyPI, if the two differ."""
 
-DEEPSPEED = "0.19.8"
+DEEPSPEED_VERSION = "0.19.8"
 """Required version of DeepSpeed. engine/deepspeed_patches.py changes internals that only this version has."""
 
 
@@ -65,8 +65,8 @@ def require_deepspeed() -> None:
         found = metadata.version("deepspeed").partition("+")[0]
     except metadata.PackageNotFoundError:
         found = "none"
-    if found != DEEPSPEED:
+    if found != DEEPSPEED_VERSION:
         raise ConfigError(
-            f"deepspeed {DEEPSPEED} is needed, since this trainer corrects its internals; "
-            f"installed: {found}; pip install deepspeed=={DEEPSPEED}"
+            f"deepspeed {DEEPSPEED_VERSION} is needed, since this trainer corrects its internals; "
+            f"installed: {found}; pip install deepspeed=={DEEPSPEED_VERSION}"
         )

@@ -14,7 +14,7 @@ from pipeline.config.batch_plan import BatchPlan, plan_batch
 from pipeline.config.deepspeed_adoption import (
     adopt_stated_numbers,
     adopt_torch_section,
-    drop_replaced_keys,
+    remove_replaced_keys,
 )
 from pipeline.config.deepspeed_json import decide_precision, load_deepspeed_json, resolve_deepspeed
 from pipeline.config.deepspeed_keys import ADOPTED
@@ -26,7 +26,7 @@ from pipeline.config.shipped import DEFAULT_RECIPE, find_deepspeed_json, find_re
 from pipeline.config.split import Device, Split, read_deepspeed_split
 from pipeline.config.split_conflicts import Combination, check_combination
 from pipeline.errors import ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, is_path, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, is_path, read_regular_file
 from pipeline.redaction import redact
 
 
@@ -76,7 +76,7 @@ class ResolvedSettings:
             }
         return replace(self, batch_plan=plan, deepspeed=filled)
 
-    def slow_precision(self, device: Device) -> str | None:
+    def warn_of_slow_precision(self, device: Device) -> str | None:
         """Return a warning if the device is a CPU that is not faster in this half precision than in fp32."""
         precision = self.split.precision
         is_fast = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}
@@ -169,7 +169,9 @@ class Settings:
             parallel = "ddp" if world_size > 1 else "single"
         split = Split(world_size, precision, parallel)
         plan = plan_batch(self.config.batch, world_size)
-        return ResolvedSettings(plan, None, split, engine.tf32, _compiles(engine.compile, split, device))
+        return ResolvedSettings(
+            plan, None, split, engine.tf32, _decide_compilation(engine.compile, split, device)
+        )
 
     def _resolve_deepspeed(self, file: ConfigFile, world_size: int, device: Device) -> ResolvedSettings:
         tree = file.tree
@@ -178,7 +180,7 @@ class Settings:
         plan = plan_batch(self.config.batch, split.dp_world_size)
         filled = resolve_deepspeed(file, self.config, plan, precision)
         needs_modules = get_dotted(tree, "zero_optimization.offload_param.device") == "nvme"
-        compiled = _compiles(get_dotted(tree, "compile.enabled"), split, device, needs_modules)
+        compiled = _decide_compilation(get_dotted(tree, "compile.enabled"), split, device, needs_modules)
         tf32 = get_dotted(tree, "tf32.enabled") in (True, "auto")
         return ResolvedSettings(plan, filled, split, tf32, compiled)
 
@@ -206,7 +208,9 @@ class Settings:
             raise
 
 
-def _compiles(value: bool | str | None, split: Split, device: Device, needs_modules: bool = False) -> bool:
+def _decide_compilation(
+    value: bool | str | None, split: Split, device: Device, needs_modules: bool = False
+) -> bool:
     """Return whether blocks are compiled.
 
     "auto" compiles on a GPU only, since few runs on a CPU are long enough to gain.
@@ -259,13 +263,13 @@ def load_settings(
     file = read_yaml(recipe)
     deepspeed_file = None if deepspeed is None else load_deepspeed_json(deepspeed, for_deepspeed)
     if deepspeed_file is not None and is_default:
-        drop_replaced_keys(file, deepspeed_file)
+        remove_replaced_keys(file, deepspeed_file)
     for parts, value in for_recipe:
         adapter = file.tree.get("adapter")
         if parts[0] == "adapter" and len(parts) > 1 and isinstance(adapter, str):
             file.tree["adapter"] = {"kind": adapter}  # `adapter: lora` is a short form of a section
         file.override(parts, value)
-    _drop_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
+    _remove_replaced_alternatives(file.tree, {".".join(parts) for parts, _ in for_recipe})
     if deepspeed_file is not None:
         adopt_stated_numbers(file, deepspeed_file)
         if "torch" in deepspeed_file.tree:
@@ -284,7 +288,7 @@ def load_settings(
     return settings
 
 
-def _drop_alternatives(tree: Tree, overridden: set[str]) -> None:
+def _remove_replaced_alternatives(tree: Tree, overridden: set[str]) -> None:
     """Drop keys of the file that the command line replaces by their alternative."""
     for pair in ALTERNATIVES:
         for given, other in (pair, pair[::-1]):
@@ -307,7 +311,7 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
     if description.is_file():  # transformers would load the adapter together with its base
         base = None
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            base = json.loads(read_regular_file(description, CONFIGURATION_LIMIT)).get(
+            base = json.loads(read_regular_file(description, MAX_CONFIGURATION_BYTES)).get(
                 "base_model_name_or_path"
             )
         raise ConfigError(
@@ -341,7 +345,7 @@ def _fill_by_objective(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": data.model_copy(update={"examples": examples})})
 
 
-def recipe_yaml(config: RunConfig) -> str:
+def format_recipe_yaml(config: RunConfig) -> str:
     """Return the recipe as YAML, without secrets and with every default written out. It is a valid recipe.
 
     It has an `engine` section only if the user wrote one, since that section is an error with a DeepSpeed

@@ -15,7 +15,7 @@ from pipeline.config.data_schema import ConversationsConfig
 from pipeline.config.optional_packages import require_package
 from pipeline.data.chat_layouts import ASSISTANT, Conversation, Spans, common_prefix_length
 from pipeline.errors import ConfigError, DataError
-from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 
 if TYPE_CHECKING:
     from pipeline.data.template_turns import RenderedTurns
@@ -70,7 +70,7 @@ def find_template(config: ConversationsConfig, own: str | dict[str, str] | None)
     if given in BUILT_IN:
         return BUILT_IN[given]
     try:
-        return read_regular_file(Path(given).expanduser(), CONFIGURATION_LIMIT).decode("utf-8")
+        return read_regular_file(Path(given).expanduser(), MAX_CONFIGURATION_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         known = ", ".join(BUILT_IN)

@@ -34,7 +34,7 @@ from pipeline.engine.interface import DTYPES, add_document_bounds, to_device
 from pipeline.errors import CheckpointError, ConfigError, DataError, ModelError
 from pipeline.evaluation import held_out
 from pipeline.evaluation.samples import generate_text, uses_chat_template
-from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 from pipeline.models import build_model
 from pipeline.models.generation import GenerationSettings
 from pipeline.models.generation import generate as generate_ids
@@ -163,7 +163,7 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
             f"{REMOTE_CODE}=true to this command"
         )
     try:
-        split = json.loads(read_regular_file(run / "split.json", CONFIGURATION_LIMIT))
+        split = json.loads(read_regular_file(run / "split.json", MAX_CONFIGURATION_BYTES))
         _ = split["deepspeed"], int(split["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None

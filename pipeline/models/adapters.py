@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pipeline.config.model_schema import DEFAULT_ADAPTER_ALPHA, DEFAULT_ADAPTER_RANK, AdapterConfig
 from pipeline.distributed.process_group import Job
 from pipeline.errors import ConfigError, ModelError, format_names
-from pipeline.files import CONFIGURATION_LIMIT, find_unsafe_files, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, find_unsafe_files, read_regular_file
 from pipeline.models.embeddings import find_vocabulary_parameters
 from pipeline.models.frozen_base import (
     FrozenBasePlacement,
@@ -189,7 +189,7 @@ def _read_folder(path: Path) -> PeftFolder:
     if problem := next(find_unsafe_files(path), None):
         raise ModelError(f"{start}: {problem}; remove or replace it")
     try:
-        config = json.loads(read_regular_file(path / CONFIG, CONFIGURATION_LIMIT))
+        config = json.loads(read_regular_file(path / CONFIG, MAX_CONFIGURATION_BYTES))
         kind = str(config["peft_type"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(

@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.config.command_lines import find_installed_program, format_pipeline_command, format_shell_line
 from pipeline.errors import ModelError
-from pipeline.files import find_unsafe_files, is_path, path_inside, read_weight_map
+from pipeline.files import find_path_inside, find_unsafe_files, is_path, read_weight_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -143,7 +143,7 @@ def check_folder(folder: Path, given: str) -> None:
     except (OSError, ValueError):
         raise ModelError(f"{start} {INDEX} cannot be read as an index of weights; fetch it again") from None
     for name in sorted(names):
-        path = path_inside(folder, name)
+        path = find_path_inside(folder, name)
         if path is None:
             raise ModelError(
                 f"{start} {INDEX} names a file outside of the folder: {name[:100]!r}; fetch the model again"

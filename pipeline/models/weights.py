@@ -31,7 +31,7 @@ from pipeline.config.model_schema import ModelSection
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import ModelError, format_names, summarize_error
-from pipeline.files import DESCRIPTION_LIMIT, path_inside, read_regular_file, read_weight_map
+from pipeline.files import MAX_DESCRIPTION_BYTES, find_path_inside, read_regular_file, read_weight_map
 from pipeline.models.embeddings import fill_rows, find_vocabulary_parameters
 from pipeline.models.sharding import Sharding
 
@@ -271,7 +271,7 @@ def _open_folder(folder: Path) -> WeightFile:
 
 def _refuse_quantised(folder: Path) -> None:
     try:
-        config = json.loads(read_regular_file(folder / "config.json", DESCRIPTION_LIMIT))
+        config = json.loads(read_regular_file(folder / "config.json", MAX_DESCRIPTION_BYTES))
         given = config.get("quantization_config")
     except (OSError, ValueError, AttributeError, RecursionError):
         return
@@ -303,7 +303,7 @@ def _resolve_inside(folder: Path, name: str) -> Path:
     Raises:
         ModelError: The name leads out of the folder, or there is no such file.
     """
-    path = path_inside(folder, name)
+    path = find_path_inside(folder, name)
     if path is None:
         raise weights_error(folder, f"names a file outside of itself: {name[:100]!r}; fetch it again")
     try:

@@ -25,7 +25,7 @@ from pipeline.config.model_schema import (
 from pipeline.config.patterns import match_modules, match_parameters
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ModelError, summarize_error
-from pipeline.files import DESCRIPTION_LIMIT, is_path, read_regular_file
+from pipeline.files import MAX_DESCRIPTION_BYTES, is_path, read_regular_file
 from pipeline.planner.model import DecoderDimensions, ModelSpec, ParameterSpec
 
 FAMILIES_FILE = Path(__file__).with_name("families.yaml")
@@ -308,7 +308,7 @@ def _read(given: str, name: str, key: str) -> bytes:
     else:
         return _from_hub(given, name, key)
     try:
-        return read_regular_file(folder / name, DESCRIPTION_LIMIT)
+        return read_regular_file(folder / name, MAX_DESCRIPTION_BYTES)
     except FileNotFoundError:
         raise ModelError(f"{key}: {given!r}: the folder has no {name}") from None
     except OSError as error:
@@ -320,7 +320,7 @@ def _from_hub(given: str, name: str, key: str) -> bytes:
 
     try:
         with use_hub_or_cache(key, given, ModelError):
-            return read_regular_file(hf_hub_download(given, name), DESCRIPTION_LIMIT)
+            return read_regular_file(hf_hub_download(given, name), MAX_DESCRIPTION_BYTES)
     except (OSError, ValueError) as error:  # the hub's own errors are among them
         raise ModelError(
             f"{key}: {given!r}: no {name} from the hub, and there is no folder of that name "

@@ -94,7 +94,7 @@ def warn_about_choices(
 ) -> None:
     """Log warnings about a slow precision, a schedule that hardly fits the run, and too little data."""
     device = describe_device(job.device)
-    if (slow := resolved.slow_precision(device)) is not None:
+    if (slow := resolved.warn_of_slow_precision(device)) is not None:
         log.warning("%s", slow)
     for line in filter(
         None, (describe_missed_peak(config.schedule, max_steps), describe_data_shortage(loader))

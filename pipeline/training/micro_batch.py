@@ -39,7 +39,7 @@ from pipeline.distributed.watchdog import is_from_peers
 from pipeline.engine.interface import Engine, StepLimits
 from pipeline.engine.memory import trim_heap
 from pipeline.errors import ConfigError, Terminated
-from pipeline.files import CONFIGURATION_LIMIT, GIB, read_regular_file, replace_file
+from pipeline.files import GIB, MAX_CONFIGURATION_BYTES, read_regular_file, replace_file
 from pipeline.models.blocks import reset_compilation
 from pipeline.monitoring.metrics import read_peak_resident_bytes, read_resident_bytes, reset_resident_peak
 from pipeline.objectives import Objective
@@ -248,7 +248,7 @@ class MicroBatchCache:
     def read(self) -> None:
         """Read the file of earlier starts. A file that cannot be read counts as empty."""
         try:
-            kept = json.loads(read_regular_file(self.file, CONFIGURATION_LIMIT))
+            kept = json.loads(read_regular_file(self.file, MAX_CONFIGURATION_BYTES))
             found, needs, trying = (kept[name] for name in ("found", "needs", "trying"))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ConfigError):
             return

@@ -30,10 +30,10 @@ from filelock import FileLock, Timeout
 from pipeline.checkpoint.catalog import find_newest_complete, list_published_folders, restore_replaced
 from pipeline.config.loading import Tree, YamlLoader, read_yaml
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import recipe_yaml
+from pipeline.config.settings import format_recipe_yaml
 from pipeline.distributed.process_group import Job
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.files import CONFIGURATION_LIMIT, LOCK_FILE, read_regular_file, replace_file
+from pipeline.files import LOCK_FILE, MAX_CONFIGURATION_BYTES, read_regular_file, replace_file
 from pipeline.monitoring.trackers.interface import GIT_DIFF
 from pipeline.monitoring.trackers.jsonl import METRICS_FILE
 from pipeline.redaction import REDACTED, redact, redact_text
@@ -130,11 +130,13 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
     try:
         then = _select_identity(
             _with_defaults(read_yaml(path / "recipe.yaml").tree),
-            json.loads(read_regular_file(path / "split.json", CONFIGURATION_LIMIT)),
+            json.loads(read_regular_file(path / "split.json", MAX_CONFIGURATION_BYTES)),
         )
     except (ConfigError, OSError, ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"recipe.yaml or split.json in {path} cannot be read") from None
-    now = _select_identity(yaml.load(recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split)))
+    now = _select_identity(
+        yaml.load(format_recipe_yaml(config), Loader=YamlLoader), json.loads(json.dumps(split))
+    )
     found = [
         difference._replace(is_place=config.adapter is not None and difference.key in PLACES)
         for difference in _compare(then, now)
@@ -148,7 +150,7 @@ def find_differences(path: Path, config: RunConfig, split: Tree) -> list[RunDiff
 def _with_defaults(recipe: Tree) -> Tree:
     """Return the recipe with defaults for keys that did not exist when it was written."""
     try:
-        filled = yaml.load(recipe_yaml(RunConfig.model_validate(recipe)), Loader=YamlLoader)
+        filled = yaml.load(format_recipe_yaml(RunConfig.model_validate(recipe)), Loader=YamlLoader)
     except ValueError:  # a value that is no longer valid is compared as written
         return recipe
     return filled if isinstance(filled, dict) else recipe
@@ -406,7 +408,10 @@ def _record_changes(path: Path, checkpoint: str, differences: list[RunDifference
 
 
 def _write_description(path: Path, config: RunConfig, split: Tree) -> None:
-    files = {"recipe.yaml": recipe_yaml(config), ENVIRONMENT: json.dumps(_describe_environment(), indent=2)}
+    files = {
+        "recipe.yaml": format_recipe_yaml(config),
+        ENVIRONMENT: json.dumps(_describe_environment(), indent=2),
+    }
     if (diff := read_git_diff()) is not None:
         files[GIT_DIFF] = diff
     else:

@@ -23,7 +23,7 @@ from pipeline.distributed.signals import STDOUT, ignore_stop_signals, reports_ow
 from pipeline.distributed.watchdog import LONGEST_END, is_from_peers
 from pipeline.errors import (
     INTERRUPTS,
-    NO_CHECKPOINT,
+    NO_FURTHER_CHECKPOINT,
     CheckpointError,
     ConfigError,
     DataError,
@@ -71,7 +71,9 @@ def run_rank(settings: Settings, ranks: Ranks, deepspeed: dict[str, Any] | None)
             logging.getLogger("pipeline.failure").error("%s", traceback.format_exc())
         return _end_with_failure(begun, ranks, f"error: {error}", error.exit_code)
     except INTERRUPTS as interrupt:
-        return _end_with_failure(begun, ranks, *explain_interrupt(interrupt, NO_CHECKPOINT), interrupt)
+        return _end_with_failure(
+            begun, ranks, *explain_interrupt(interrupt, NO_FURTHER_CHECKPOINT), interrupt
+        )
     except Exception as error:  # a programmer's mistake keeps its traceback
         mistake = explain_long_path(error) if isinstance(error, OSError) else None
         job = begun.job if begun is not None else None

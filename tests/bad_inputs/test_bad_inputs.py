@@ -12,7 +12,7 @@ from bad_inputs import artifacts, command_lines, documents, environments, hostfi
 from bad_inputs.case import Case
 from bad_inputs.home import Server, make_home
 
-from pipeline.errors import LONGEST_LINE, MOST_LINES, UNPRINTABLE
+from pipeline.errors import MAX_LINE_LENGTH, MAX_LINES, UNPRINTABLE
 
 TABLES = [recipes, command_lines, environments, hostfiles, splits, documents, artifacts, hostile]
 CASES = [case for table in TABLES for case in table.CASES]
@@ -63,8 +63,8 @@ def test_it_is_answered(answers: dict, case: Case):
     assert len(starts) == 1, f"not one error: {answer}"
     error = err[starts[0] :].rstrip("\n")
     assert answer["code"] == 2, error
-    assert error.count("\n") < MOST_LINES, error
-    assert max(map(len, error.split("\n"))) <= LONGEST_LINE + 100
+    assert error.count("\n") < MAX_LINES, error
+    assert max(map(len, error.split("\n"))) <= MAX_LINE_LENGTH + 100
     assert UNPRINTABLE.search(out + err) is None
     assert "REPORT" not in out + err, "transformers' own, of weights that do not fit"
     for word in words:

@@ -348,7 +348,7 @@ def test_half_precision_on_a_cpu_without_instructions_for_it_is_told(tmp_path, m
     ):
         (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse2\n")
         found = load_settings(tmp_path / "recipe.yaml", tmp_path / "split.json").resolve(1, Device.cpu())
-        assert found.slow_precision(Device.cpu()) == said
+        assert found.warn_of_slow_precision(Device.cpu()) == said
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.launch import ROOT
 from pipeline.config.loading import parse_override, read_yaml
 from pipeline.config.model_schema import AdapterConfig
 from pipeline.config.recipe import ALIASES
-from pipeline.config.settings import load_settings, recipe_yaml
+from pipeline.config.settings import format_recipe_yaml, load_settings
 from pipeline.errors import ConfigError
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -193,7 +193,7 @@ def test_what_yaml_counts_by_eight_or_sixty_is_told_as_it_was_written(load, tmp_
 
 @pytest.mark.parametrize("name", ["1e3", "010", "3e-4", "12"])
 def test_a_text_that_looks_like_a_number_is_written_out_in_quotes(load, name):
-    text = recipe_yaml(load("name: small", f"name: '{name}'"))
+    text = format_recipe_yaml(load("name: small", f"name: '{name}'"))
     assert load(text=text).name == name
 
 
@@ -376,7 +376,7 @@ def test_a_path_that_leads_nowhere_names_what_is_near(tmp_path):
 def test_a_resolved_recipe_is_a_recipe(load, tmp_path):
     config = load()
     path = tmp_path / "resolved.yaml"
-    path.write_text(recipe_yaml(config))
+    path.write_text(format_recipe_yaml(config))
     assert load_settings(path, None, []).config.model_dump() == config.model_dump()
     split = tmp_path / "zero1.json"
     split.write_text('{"zero_optimization": {"stage": 1}}')

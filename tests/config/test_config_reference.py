@@ -9,7 +9,7 @@ import yaml
 from support.launch import ROOT
 
 from pipeline.config.schema import RunConfig
-from pipeline.config.settings import recipe_yaml
+from pipeline.config.settings import format_recipe_yaml
 
 AGAIN = "python docs/write_configuration.py"
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_every_key_of_a_recipe_is_in_the_document():
             else:
                 assert f"| `{prefix}{key}` |" in PAGE
 
-    check(yaml.safe_load(recipe_yaml(config)), "")
+    check(yaml.safe_load(format_recipe_yaml(config)), "")
 
 
 def test_the_sections_stand_in_the_order_of_the_recipe():

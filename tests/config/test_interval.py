@@ -7,7 +7,7 @@ import yaml
 
 from pipeline.config.interval import IntervalSteps, StepsOrEpochs, resolve_intervals
 from pipeline.config.optimizer_schema import ScheduleConfig
-from pipeline.config.settings import load_settings, recipe_yaml
+from pipeline.config.settings import format_recipe_yaml, load_settings
 from pipeline.errors import ConfigError
 
 RECIPE = "max_epochs: 3\nmodel: {kind: cnn}\ndata: {kind: digits}\n"
@@ -43,7 +43,7 @@ def load(tmp_path):
     ],
 )
 def test_an_interval_in_whole_steps(written, steps_per_epoch, steps):
-    assert StepsOrEpochs.parse(written).in_steps(steps_per_epoch) == steps
+    assert StepsOrEpochs.parse(written).to_steps(steps_per_epoch) == steps
 
 
 @pytest.mark.parametrize("key", ["eval.every", "checkpoint.every", "log.every"])
@@ -94,7 +94,7 @@ def test_a_warm_up_without_a_clear_meaning_is_refused(load, written):
 
 def test_the_recipe_of_a_run_keeps_what_was_written(load):
     tree = yaml.safe_load(
-        recipe_yaml(
+        format_recipe_yaml(
             load("eval.every=0.25", "checkpoint.every=1 epoch", "log.every=5 steps", "schedule.warmup=0.1")
         )
     )

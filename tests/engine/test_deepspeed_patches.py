@@ -19,7 +19,7 @@ from parity.splits import NVME
 from support.launch import DIGITS, ROOT, launch, write_recipe
 from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 
-from pipeline.config.optional_packages import DEEPSPEED
+from pipeline.config.optional_packages import DEEPSPEED_VERSION
 from pipeline.data.batches import collate_items
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -63,7 +63,7 @@ def test_another_version_ends_with_one_line_before_it_is_imported(tmp_path):
 
 def test_the_installation_pins_the_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pin = f"deepspeed=={DEEPSPEED}"
+    pin = f"deepspeed=={DEEPSPEED_VERSION}"
     assert pin in project["dependencies"]
     assert pin in (ROOT / "constraints.txt").read_text().split()
     assert f'"{pin}"' in (ROOT / "benchmarks" / "gpu.sh").read_text()

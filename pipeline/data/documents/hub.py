@@ -19,7 +19,7 @@ from pipeline.data.documents.readers import ROWS_AT_ONCE, iter_table_records
 from pipeline.data.documents.records import BadRecordPolicy, Record, SourcePiece
 from pipeline.data.documents.streams import DigestCache, hash_json
 from pipeline.errors import DataError, summarize_error
-from pipeline.files import DESCRIPTION_LIMIT, is_path, path_inside, read_regular_file
+from pipeline.files import MAX_DESCRIPTION_BYTES, find_path_inside, is_path, read_regular_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -98,7 +98,7 @@ def _find_saved_split(folder: Path, split: str) -> Path | None:
 def _read_list(path: Path, key: str) -> tuple[list[Any], dict[str, Any]]:
     """Return the list at a key of a JSON file, and the whole object."""
     try:
-        tree = json.loads(read_regular_file(path, DESCRIPTION_LIMIT))
+        tree = json.loads(read_regular_file(path, MAX_DESCRIPTION_BYTES))
         return list(tree[key]), tree
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or repr(error)
@@ -117,7 +117,7 @@ def _check_data_files(folder: Path, subset: str | None) -> None:
 
 
 def _resolve_inside(folder: Path, name: str, index: str) -> Path:
-    path = path_inside(folder, name)
+    path = find_path_inside(folder, name)
     if path is None:
         raise _outside_error(folder / index, name)
     return path

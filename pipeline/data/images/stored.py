@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.loading import did_you_mean
 from pipeline.errors import DataError
-from pipeline.files import IMAGE_LIMIT, open_regular_file, read_regular_file
+from pipeline.files import MAX_IMAGE_BYTES, open_regular_file, read_regular_file
 
 TAIL = 4096  # bytes at a file's end that are hashed
 READER_THREADS = 16  # more than cores, since threads wait for a network file system
@@ -53,7 +53,7 @@ class FolderImages:
         Raises:
             OSError: The file cannot be read.
         """
-        return read_regular_file(self.where(index), IMAGE_LIMIT)
+        return read_regular_file(self.where(index), MAX_IMAGE_BYTES)
 
     def where(self, index: int) -> str:
         """Return the path of an image."""

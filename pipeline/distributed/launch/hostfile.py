@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import LaunchError
-from pipeline.files import CONFIGURATION_LIMIT, read_regular_file
+from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 
 LINE_PATTERN = re.compile(r"(?P<name>[^\s#=]+)\s+slots=(?P<slots>[0-9]{1,6})")
 # Names of these characters mean nothing else to a shell, to ssh, to pdsh, or in --include NAME:0,1@NAME.
@@ -33,7 +33,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             invalid or repeated.
     """
     try:
-        lines = read_regular_file(path, CONFIGURATION_LIMIT).decode("utf-8-sig").splitlines()
+        lines = read_regular_file(path, MAX_CONFIGURATION_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise LaunchError(

@@ -28,8 +28,8 @@ from pipeline.distributed.diagnosis import NEARLY_FULL, RankProcess
 from pipeline.distributed.machine import machine_id, read_kernel_kills, read_memory_usage
 from pipeline.errors import ConfigError, PipelineError, escape_unprintable, format_names
 from pipeline.files import (
-    CONFIGURATION_LIMIT,
     GIB,
+    MAX_CONFIGURATION_BYTES,
     format_bytes,
     format_duration,
     is_run_locked,
@@ -463,7 +463,7 @@ def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        tree = json.loads(read_regular_file(path, CONFIGURATION_LIMIT))
+        tree = json.loads(read_regular_file(path, MAX_CONFIGURATION_BYTES))
         return tree if isinstance(tree, dict) else {}
     return {}
 
@@ -474,7 +474,7 @@ def _read_diagnosis(path: Path) -> str:
     record = path / METRICS_FILE
     with suppress(OSError):
         if not record.exists() or diagnosis.stat().st_mtime_ns >= record.stat().st_mtime_ns:
-            return read_regular_file(diagnosis, CONFIGURATION_LIMIT).decode(errors="replace").strip()
+            return read_regular_file(diagnosis, MAX_CONFIGURATION_BYTES).decode(errors="replace").strip()
     return ""
 
 
@@ -545,7 +545,7 @@ def explain_kill(directory: Path, peak_gib: float) -> str:
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(
-            read_regular_file(directory / PROCESSES_FILE, CONFIGURATION_LIMIT)
+            read_regular_file(directory / PROCESSES_FILE, MAX_CONFIGURATION_BYTES)
         )
         everyone = [RankProcess(**each) for each in content["everyone"]]
         limit = content["limit"]
