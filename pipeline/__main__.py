@@ -20,7 +20,7 @@ from pipeline.cli import (
     prepare,
     report,
 )
-from pipeline.cli import train as cli
+from pipeline.cli import train as train_command
 from pipeline.cli.import_configs import writing as import_config
 from pipeline.config.command_lines import SCRIPT
 from pipeline.distributed.machine import raise_open_files_limit
@@ -38,10 +38,16 @@ COMMANDS = {
     "inspect": inspect,
     "doctor": doctor,
 }
+"""Name -> module with `HELP`, `add_arguments`, `run` and, optionally, `AFTER_INTERRUPT`.
+
+`train` is absent, since it parses its own arguments.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
+
+    Side effect: raise this process's limit of open files, except for `train`, which does so itself.
 
     The code is 0 for success, 2 for bad input or a problem that a command reports, 12 for out of memory, 14
     for a failed device and 130 for an interrupt. README.md lists the further codes of `train`.
@@ -51,19 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # deepspeed and torch.distributed.launch put `--local_rank=0` before the command.
     launcher_words = [word for word in words[:1] if word.startswith(("--local_rank=", "--local-rank="))]
     if words[len(launcher_words) :][:1] == ["train"]:
-        return cli.main([*launcher_words, *words[len(launcher_words) + 1 :]], f"{program} train")
+        return train_command.main([*launcher_words, *words[len(launcher_words) + 1 :]], f"{program} train")
     parser = CommandLineParser(
         prog=program, description="Train models, and plan, prepare, inspect, evaluate and export them."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("train", help=cli.HELP)
+    commands.add_parser("train", help=train_command.HELP)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))
     arguments, unknown = parser.parse_known_args(words)
     for argument in unknown:
         if "overrides" not in arguments or "=" not in argument or argument.startswith("-"):
             parser.error(f"unrecognized argument {argument}")
-        arguments.overrides.append(argument)  # argparse leaves over an override that follows an option
+        arguments.overrides.append(argument)  # argparse does not parse an override that follows an option
     raise_open_files_limit()
     command = COMMANDS[arguments.command]
     return report_errors(lambda: _run(command, arguments), getattr(command, "AFTER_INTERRUPT", None))
@@ -83,15 +89,15 @@ def _run(command: ModuleType, arguments: argparse.Namespace) -> int | None:
             raise
         from pipeline.training.device_failures import advise_on_files, explain_failure
 
-        mistake = explain_failure(error, None, advise_on_files)
-        if mistake is None:
+        explained = explain_failure(error, None, advise_on_files)
+        if explained is None:
             raise
-        raise mistake from error
+        raise explained from error
     return code
 
 
 def run_script() -> None:
-    """Run the command of `sys.argv` and exit with its code."""
+    """Run the command of `sys.argv` and end the process with its exit code."""
     try:
         code = main()
         if code == DeviceFailedError.exit_code:  # CUDA's destructors would abort and replace the exit code

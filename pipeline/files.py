@@ -16,6 +16,7 @@ from pathlib import Path
 
 MIB = 2**20
 GIB = 2**30
+# Type bits of a file's mode -> description for messages.
 FILE_TYPES = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -81,8 +82,8 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that replaces `path` atomically when the body ends.
 
-    Every reader of `path` sees the whole old content or the whole new one. If the body raises, the old one
-    stays.
+    The body must create that file. Every reader of `path` sees the complete old or the complete new content.
+    If the body raises, the old content stays.
 
     Raises:
         OSError: The file cannot be written.
@@ -96,7 +97,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_to_disk(path.parent)  # the rename, too, must survive a power cut
+    sync_to_disk(path.parent)  # so that the rename survives a power cut
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -110,12 +111,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> None:
-    """Rename a filled folder to its final name atomically, after all of it is on the disk.
+    """Sync a filled folder to the disk, then rename it to its final name atomically.
 
     Args:
         partial: The filled folder, in the same parent folder as `final`.
-        final: New name. It must not exist, or be an empty folder.
-        files: Files of the folder that are not yet synced to the disk.
+        final: New path. Nothing, or an empty folder, may exist there.
+        files: Files of the folder that are not on the disk yet. They are synced here.
 
     Raises:
         OSError: The disk fails, or `final` exists; the folder keeps its old name.
@@ -132,20 +133,26 @@ def publish_folder(partial: Path, final: Path, files: Iterable[Path] = ()) -> No
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path, since no hub name (`name`, `owner/name`) looks like it."""
+    """Return whether a name must be a path, since it does not look like a hub name (`owner/name`)."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _describe_type(mode: int) -> str:
+    """Return "a pipe, not a file", from the mode of `os.stat`."""
     return f"{FILE_TYPES.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
 def open_regular_file(path: Path | str, follow_links: bool = True) -> int:
-    """Open a regular file to read it, and return its descriptor, which the caller closes.
+    """Open a regular file for reading, and return its descriptor, which the caller closes.
+
+    Pipes, sockets and devices are refused, since reading one may block or never end.
+
+    Args:
+        path: File to open.
+        follow_links: Whether a symbolic link at `path` is followed. Otherwise it is an error.
 
     Raises:
-        OSError: The file cannot be opened. Or it is a folder, a pipe, a socket or a device, whose reader
-            may block or never reach an end.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     # Without O_NONBLOCK, opening a pipe blocks until another process opens it for writing.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
@@ -164,17 +171,22 @@ def open_regular_file(path: Path | str, follow_links: bool = True) -> int:
     return descriptor
 
 
-def read_regular_file(path: Path | str, most: int, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
+def read_regular_file(path: Path | str, max_bytes: int, follow_links: bool = True) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: File to read.
+        max_bytes: Largest size of the file.
+        follow_links: Whether a symbolic link at `path` is followed. Otherwise it is an error.
 
     Raises:
-        OSError: As in `open_regular_file`, or the file is larger.
+        OSError: The file is larger, or `open_regular_file` raised the error.
     """
     with open(open_regular_file(path, follow_links), "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
         raise OSError(
-            errno.EFBIG, f"it is larger than the {most >> 10:,} KiB that such a file may have", str(path)
+            errno.EFBIG, f"it is larger than the {max_bytes >> 10:,} KiB that such a file may have", str(path)
         )
     return content
 
@@ -182,16 +194,19 @@ def read_regular_file(path: Path | str, most: int, follow_links: bool = True) ->
 def find_path_inside(folder: Path, name: str) -> Path | None:
     """Return the path of a file in a folder; `None` if the name leads out of the folder, by `..` or by links.
 
-    The Hugging Face cache keeps the files of `snapshots/COMMIT` in its folder `blobs`. They count as inside.
+    In the Hugging Face cache, the files of `snapshots/COMMIT` are links to its folder `blobs`. These files
+    count as inside.
     """
     given = Path(name)
     root = folder.resolve()
-    root = root.parents[1] if root.parent.name == "snapshots" else root
+    if root.parent.name == "snapshots":
+        root = root.parents[1]
     try:
         is_inside = (folder / name).resolve().is_relative_to(root)
-    except (OSError, RuntimeError, ValueError):  # a loop of links or an impossible name: no such file exists
+    except (OSError, RuntimeError, ValueError):  # a loop of links or an impossible name: reading fails
         is_inside = True
-    return folder / name if is_inside and ".." not in given.parts and not given.is_absolute() else None
+    is_plain = ".." not in given.parts and not given.is_absolute()
+    return folder / name if is_inside and is_plain else None
 
 
 def find_unsafe_files(folder: Path) -> Iterator[str]:
@@ -209,7 +224,8 @@ def find_unsafe_files(folder: Path) -> Iterator[str]:
                 path.suffix in (".json", ".jinja", ".txt", ".model")
                 and path.stat().st_size > MAX_DESCRIPTION_BYTES
             ):
-                yield f"{path.name[:100]!r} is larger than the {MAX_DESCRIPTION_BYTES >> 20} MiB that it may have"
+                limit = f"{MAX_DESCRIPTION_BYTES >> 20} MiB"
+                yield f"{path.name[:100]!r} is larger than the {limit} that it may have"
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -229,12 +245,14 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 LOCK_FILE = ".lock"
+"""File of a run directory on which a training process has a lock."""
 
 
 def is_run_locked(directory: Path) -> bool:
-    """Return whether a process trains the run of this directory.
+    """Return whether a process is training the run of this directory.
 
-    The test holds a shared lock for a moment. A run that starts in that moment may take it for another run's.
+    The test takes a shared lock for a moment. A run that starts in that moment may report that another
+    process trains it.
     """
     try:
         with open(open_regular_file(directory / LOCK_FILE), "rb") as file:

@@ -27,21 +27,26 @@ def _split_words(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
+# Words and numbers of a name in any case: DB_PASSWORD, apiKey, token2.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# Last words of a name that do not change its meaning: API_KEY_PROD.
 _QUALIFIERS = _split_words(
     "prod production dev staging test old new current backup value val str string text plain base64 b64 "
     "hex ro rw header env0 default"
 )
+# Ends of names whose strength is PASSWORD, and of those whose strength is SECRET, without separators.
 _PASSWORDS = re.compile(r"(?:password|passwd|passphrase|passcode|sshpass)$")
 _SECRETS = re.compile(
     r"(?:password|secret|credential|apikey|apitoken|accesskey|secretkey|privatekey|signingkey|encryptionkey|authkey"
     r"|accesstoken|refreshtoken|sessiontoken|securitytoken|authtoken|bearertoken|privatetoken|secretaccesskey"
     r"|connectionstring|connstr|authorization|clientsecret|secretkeybase|sessionid|sessid)s?$"
 )
+# Words before `pass` that make it a password: `db_pass`, not `first_pass`.
 _BEFORE_PASS = _split_words(
     "db database smtp mail email user ftp admin root mysql pg postgres redis ssh login auth proxy http "
     "registry sudo vpn wifi ldap key store keystore mongo rabbitmq"
 )
+# Words before `key` that may mean a secret, and words that never do.
 _KINDS_OF_KEY = _split_words(
     "account storage ssh deploy shared service session license subscription client hmac aes rsa jwt admin "
     "auth master signing encryption crypto write ingest integration openai anthropic wandb hf huggingface "
@@ -66,13 +71,13 @@ _UNCERTAIN_WORDS = frozenset(
 )
 _URLS = frozenset({"url", "uri", "address"})
 _HOOKS = frozenset({"webhook", "hook"})
-# Last words of variables with AUTH in their name that hold a method or an address, no secret.
+# Last words of variables with AUTH in their name whose value is a method or an address, no secret.
 _AUTH_SETTINGS = _split_words(
     "sock file path dir folder url uri host port type method mode user username enabled enable provider "
     "endpoint scheme audience domain id name timeout ttl realm region server service backend class module "
     "plugin"
 )
-# Words that stand in the place of a secret: states, types and words of a sentence.
+# Values that are no secrets: states, types and words of a sentence, as in "password: required".
 _COMMON_WORDS = _split_words(
     "required missing wrong invalid incorrect expired empty none null nil true false optional string str "
     "unset redacted hidden changed denied rejected undefined default yes no on off enabled disabled basic "
@@ -153,12 +158,12 @@ def is_placeholder(value: str, strength: int) -> bool:
     return strength == UNCERTAIN and bool(re.fullmatch(r"-?\d{1,7}(?:\.\d+)?", text))
 
 
-def looks_random(value: str, least: int) -> bool:
-    """Return whether a value of at least `least` characters looks random.
+def looks_random(value: str, min_length: int) -> bool:
+    """Return whether a value of at least `min_length` characters looks random.
 
-    It does if it mixes letters and digits, has symbols, or has capitals inside a word that is not camel case.
+    Such a value mixes letters and digits, has symbols, or has capitals inside a word that is not camel case.
     """
-    if len(value) < least or " " in value or not any(character.isalpha() for character in value):
+    if len(value) < min_length or " " in value or not any(character.isalpha() for character in value):
         return False
     if any(character.isdigit() for character in value) or re.search(r"[!$%^*+=~]", value):
         return True
@@ -167,7 +172,9 @@ def looks_random(value: str, least: int) -> bool:
 
 REDACTED = "[redacted]"
 MAX_VALUE_LENGTH = 4096
+"""Largest number of characters of a quoted value that is searched for."""
 _declared_variables = set[str]()
+"""Names of environment variables whose values are hidden whatever the name."""
 
 # Atomic groups, since Python before 3.11.5 matches possessive quantifiers of groups wrongly.
 _PRIVATE_KEY = re.compile(
@@ -178,6 +185,7 @@ _PRIVATE_KEY = re.compile(
     | Private-(?:MAC|Hash):\ \S+""",
     re.VERBOSE,
 )
+# Formats of providers' keys.
 _KEY_FORMATS = re.compile(
     r"""\b(?:
     # Model hubs, trackers, model servers.
@@ -204,7 +212,7 @@ _KEY_FORMATS = re.compile(
     )""",
     re.VERBOSE,
 )
-# Keys that are found also directly behind another word, without a word boundary.
+# Formats of keys that are also found directly behind another word, without a word boundary.
 _KEY_FORMATS_INSIDE_WORDS = re.compile(
     r"""A(?:3T[A-Z0-9]|BIA|CCA|KIA|SIA)[0-9A-Z]{16} | gh[opsur]_[A-Za-z0-9_]{36} | SG\.[\w-]{22}\.[\w-]{43}
     | gl(?:(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas)-[\w-]{20,64}) | GR1348941[\w-]{20,50}
@@ -240,36 +248,42 @@ _TOKEN_IN_A_SENTENCE = (
 _BEARER = r"(?i)(\bbearer[ \t]+)(?=[A-Za-z_./+~-]{0,200}\d)([\w.~+/-]{8,}=*)"
 
 
-def _hide(found: re.Match[str]) -> str:
-    """Hide the whole match, or what follows its first group."""
-    if not found.re.groups:
+def _hide(match: re.Match[str]) -> str:
+    """Hide the match of an expression without groups, else the second of its two groups.
+
+    A placeholder in the second group stays.
+    """
+    if not match.re.groups:
         return REDACTED
-    return found[0] if is_placeholder(found[2], PASSWORD) else found[1] + REDACTED
+    return match[0] if is_placeholder(match[2], PASSWORD) else match[1] + REDACTED
 
 
-def _hide_url_token(found: re.Match[str]) -> str:
+def _hide_url_token(match: re.Match[str]) -> str:
     """Hide the token of `https://TOKEN@host`, but not the user of `ssh://git@host`."""
-    scheme = found.string[max(0, found.start() - 8) : found.start()].lower()
+    scheme = match.string[max(0, match.start() - 8) : match.start()].lower()
     is_web = scheme.endswith(("http://", "https://"))
-    is_token = looks_random(found[1], 8 if is_web else 16) or (is_web and len(found[1]) >= 16)
-    return REDACTED if is_token and not is_placeholder(found[1], PASSWORD) else found[0]
+    is_token = looks_random(match[1], 8 if is_web else 16) or (is_web and len(match[1]) >= 16)
+    return REDACTED if is_token and not is_placeholder(match[1], PASSWORD) else match[0]
 
 
-def _hide_wandb_key(found: re.Match[str]) -> str:
-    return found[0] if _COMMIT.search(found[1]) else found[1] + REDACTED
+def _hide_wandb_key(match: re.Match[str]) -> str:
+    """Hide a key of W&B, unless the text before it speaks of a commit or a hash."""
+    return match[0] if _COMMIT.search(match[1]) else match[1] + REDACTED
 
 
-def _hide_basic_auth(found: re.Match[str]) -> str:
+def _hide_basic_auth(match: re.Match[str]) -> str:
+    """Hide the credentials of HTTP basic authentication: `user:password` in base64."""
     try:
-        is_pair = b":" in base64.b64decode(found[2] + "=" * (-len(found[2]) % 4), validate=True)
+        is_pair = b":" in base64.b64decode(match[2] + "=" * (-len(match[2]) % 4), validate=True)
     except ValueError:
         is_pair = False
-    return found[1] + REDACTED if is_pair else found[0]
+    return match[1] + REDACTED if is_pair else match[0]
 
 
-def _hide_xml_element(found: re.Match[str]) -> str:
-    is_secret = get_name_strength(found[1]) >= SECRET and not is_placeholder(found[2], PASSWORD)
-    return f"<{found[1]}>{REDACTED}</" if is_secret else found[0]
+def _hide_xml_element(match: re.Match[str]) -> str:
+    """Hide the content of an XML element whose name means a secret."""
+    is_secret = get_name_strength(match[1]) >= SECRET and not is_placeholder(match[2], PASSWORD)
+    return f"<{match[1]}>{REDACTED}</" if is_secret else match[0]
 
 
 _RULES: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
@@ -296,7 +310,7 @@ _RULES: list[tuple[str, str, Callable[[re.Match[str]], str]]] = [
     (" ", _TOKEN_IN_A_SENTENCE, _hide),
     ("</", r"<([A-Za-z][\w.-]{0,80})>([^<>\n]{1,512})</", _hide_xml_element),
 ]
-"""Fast test (a substring of every match), expression, and function that returns the replacement."""
+"""Substring of every match as a fast test, expression, and function that returns the replacement."""
 _COMPILED_RULES = [(mark, re.compile(expression), replacement) for mark, expression, replacement in _RULES]
 # Parts of names that may mean a secret. They find the candidates; _NAME then matches the name and the
 # separator of `name = value`, `"name": value`, `['name'] = value` and `--name value`, and _find_secret
@@ -335,12 +349,12 @@ def redact(tree: Any, name: str = "") -> Any:
 
     Args:
         tree: Dicts, lists and tuples of plain values, or one value.
-        name: Field that holds the tree.
+        name: Name of the field that has the tree as its value; empty if unknown.
     """
     if isinstance(tree, dict):
-        named = tree.get("name", tree.get("key"))
-        if isinstance(named, str) and "value" in tree:  # an entry of a list of environment variables
-            return {key: redact(value, named if key == "value" else "") for key, value in tree.items()}
+        variable = tree.get("name", tree.get("key"))
+        if isinstance(variable, str) and "value" in tree:  # an entry of a list of environment variables
+            return {key: redact(value, variable if key == "value" else "") for key, value in tree.items()}
         return {
             _redact_key(key): redact(value, _choose_deciding_name(str(key), name))
             for key, value in tree.items()
@@ -370,7 +384,7 @@ def _redact_key(key: Any) -> Any:
 
 
 def _choose_deciding_name(name: str, parent: str) -> str:
-    """Return the name that decides whether a value is secret, the key's own or that of the dict around it.
+    """Return the name that decides whether a value is secret: its key, or the name of the dict around it.
 
     `secrets: {a: x}` hides x, and `auth: {user: x, password: y}` hides only y.
     """
@@ -381,6 +395,7 @@ def _choose_deciding_name(name: str, parent: str) -> str:
 
 
 def _is_option_value(option: Any, value: Any) -> bool:
+    """Return whether an entry of a list is the secret of the option before it: `--token x`."""
     if not (isinstance(option, str) and option.startswith("--") and isinstance(value, str)):
         return False
     strength = get_name_strength(option[2:])
@@ -388,16 +403,20 @@ def _is_option_value(option: Any, value: Any) -> bool:
 
 
 def _is_secret_field(value: str, strength: int, name: str) -> bool:
+    """Return whether the whole value of a field is a secret."""
     if "wandb" in name.lower() and re.fullmatch(r"[0-9a-f]{40}", value):
         return True
     if not strength or is_placeholder(value, strength):
         return False
     if strength == UNCERTAIN:
-        return len(value) >= 8 if name.lower() != "token" else looks_random(value, 8) or len(value) >= 20
+        if name.lower() == "token":
+            return looks_random(value, 8) or len(value) >= 20
+        return len(value) >= 8
     return True
 
 
 def _get_environment_pattern() -> re.Pattern[str] | None:
+    """Return an expression for this environment's secrets, now; `None` if it has none."""
     return _compile_values(frozenset(os.environb.items()), frozenset(_declared_variables))
 
 
@@ -405,27 +424,36 @@ def _get_environment_pattern() -> re.Pattern[str] | None:
 def _compile_values(
     environment: Iterable[tuple[bytes, bytes]], declared: frozenset[str]
 ) -> re.Pattern[str] | None:
-    """Return an expression that matches the values of secret variables: plain, quoted, and in base64."""
-    forms = set[str]()
+    """Return an expression that matches the values of secret variables: plain, quoted, and in base64.
+
+    Args:
+        environment: Name and value of each environment variable.
+        declared: Names of variables that are secret whatever their name.
+
+    Returns:
+        The expression, or `None` if no variable is secret.
+    """
+    patterns = set[str]()
     for raw_name, raw_value in environment:
         name = os.fsdecode(raw_name)
         value = os.fsdecode(raw_value).strip()
         if name not in declared and not is_secret_variable(name, value):
             continue
-        written = {
+        spellings = {
             value,
             json.dumps(value)[1:-1],
             json.dumps(value, ensure_ascii=False)[1:-1],
             repr(value)[1:-1],
         }
-        written |= {call(value, errors="replace") for call in (quote, quote_plus)}
-        written.add(quote(value, safe="", errors="replace"))
-        written.add(base64.b64encode(raw_value.strip()).decode().rstrip("="))
+        spellings |= {call(value, errors="replace") for call in (quote, quote_plus)}
+        spellings.add(quote(value, safe="", errors="replace"))
+        spellings.add(base64.b64encode(raw_value.strip()).decode().rstrip("="))
         # A short value may also be part of a longer word, so it counts only as a whole word.
         is_short = len(value) < 12 or not looks_random(value, 12)
-        edges = (r"(?<![^\W_])", r"(?![^\W_])") if is_short else ("", "")
-        forms |= {f"{edges[0]}{re.escape(form)}{edges[1]}" for form in written}
-    return re.compile("|".join(sorted(forms, key=len, reverse=True))) if forms else None
+        before = r"(?<![^\W_])" if is_short else ""
+        after = r"(?![^\W_])" if is_short else ""
+        patterns |= {f"{before}{re.escape(spelling)}{after}" for spelling in spellings}
+    return re.compile("|".join(sorted(patterns, key=len, reverse=True))) if patterns else None
 
 
 def _redact_assignments(text: str) -> str:
@@ -434,8 +462,9 @@ def _redact_assignments(text: str) -> str:
     copied_to = 0
     searched_to = 0
     lowered = text.lower()
-    # lower() changes the length of some texts; positions in those would not match.
-    for hit in _NAME_PART.finditer(lowered if len(lowered) == len(text) else text):
+    if len(lowered) != len(text):  # positions in `lowered` would not be those in `text`
+        lowered = text
+    for hit in _NAME_PART.finditer(lowered):
         if hit.start() < searched_to:
             continue
         start = hit.start()
@@ -443,27 +472,31 @@ def _redact_assignments(text: str) -> str:
             text[start - 1].isalnum() or text[start - 1] in "_-"
         ):
             start -= 1
-        found = _NAME.match(text, start)
-        searched_to = hit.end() if found is None else found.end("name")
-        if found is None or not (strength := get_name_strength(found["name"])):
+        match = _NAME.match(text, start)
+        if match is None:
+            searched_to = hit.end()
             continue
-        if (span := _find_secret(text, found, strength)) is not None:
+        searched_to = match.end("name")
+        strength = get_name_strength(match["name"])
+        if not strength:
+            continue
+        if (span := _find_secret(text, match, strength)) is not None:
             parts += [text[copied_to : span[0]], REDACTED]
             copied_to = searched_to = span[1]
     return "".join([*parts, text[copied_to:]]) if parts else text
 
 
-def _find_secret(text: str, found: re.Match[str], strength: int) -> tuple[int, int] | None:
+def _find_secret(text: str, match: re.Match[str], strength: int) -> tuple[int, int] | None:
     """Return begin and end of the secret that follows a name; `None` if its value is no secret.
 
     Args:
         text: The whole text.
-        found: Match of `_NAME`.
+        match: Match of `_NAME`.
         strength: Strength of the name.
     """
-    separator = found["separator"].strip()
-    start = found.end()
-    is_option = len(found["dashes"]) == 2
+    separator = match["separator"].strip()
+    start = match.end()
+    is_option = len(match["dashes"]) == 2
     if not separator and not is_option:
         return None
     if (opening := _QUOTED.match(text, start)) is not None:
@@ -474,15 +507,17 @@ def _find_secret(text: str, found: re.Match[str], strength: int) -> tuple[int, i
             end = text.find(quote_, end + 1, start + MAX_VALUE_LENGTH)
         if end > start and "\n" not in text[start:end]:
             value = text[start:end]
-            is_pair = separator != "," or (found["close"] and (is_option or looks_random(value, 4)))
-            return (start, end) if is_pair and _is_quoted_secret(value, strength, found["name"]) else None
+            # A comma after a quoted name separates it from its value, as in ("--token", "x").
+            is_pair = separator != "," or (match["close"] and (is_option or looks_random(value, 4)))
+            return (start, end) if is_pair and _is_quoted_secret(value, strength, match["name"]) else None
     if separator == "," or (bare := _BARE.match(text, start)) is None:
         return None
     value = bare[0].rstrip(").]}:!?>`\\")
-    return (start, start + len(value)) if _is_bare_secret(text, found, value, strength) else None
+    return (start, start + len(value)) if _is_bare_secret(text, match, value, strength) else None
 
 
 def _is_quoted_secret(value: str, strength: int, name: str) -> bool:
+    """Return whether a value in quotes is a secret, as in `password="hunter2"`."""
     if is_placeholder(value, strength):
         return False
     if strength > UNCERTAIN:
@@ -490,14 +525,14 @@ def _is_quoted_secret(value: str, strength: int, name: str) -> bool:
     return looks_random(value, 8) or (name.lower() != "token" and len(value) >= 8 and " " not in value)
 
 
-def _is_bare_secret(text: str, found: re.Match[str], value: str, strength: int) -> bool:
+def _is_bare_secret(text: str, match: re.Match[str], value: str, strength: int) -> bool:
     """Return whether an unquoted value is a secret, as in `password: hunter2`.
 
-    Prose and code are not, as in "password: see below" and `token = f(x)`.
+    Words of a sentence and code are none, as in "password: see below" and `token = f(x)`.
     """
-    separator = found["separator"]
-    end = found.end() + len(value)
-    name = found["name"]
+    separator = match["separator"]
+    end = match.end() + len(value)
+    name = match["name"]
     if not value or is_placeholder(value, strength) or _CALL.match(value) or value.lower() == name.lower():
         return False
     if value.startswith(REDACTED[:-1]) or (value[0] in "([{<" and separator != "="):
@@ -509,11 +544,11 @@ def _is_bare_secret(text: str, found: re.Match[str], value: str, strength: int) 
     if strength == PASSWORD and len(value) >= 4 and any(character.isdigit() for character in value):
         return True
     is_alone = re.match(r"[\"'`,;}\])]*[ \t]*(?:$|[\r\n]|--?\w)", text[end : end + 8]) is not None
-    before = text[found.start() - 1 : found.start()]
+    before = text[match.start() - 1 : match.start()]
     if before in ("?", "&"):  # a parameter of a URL
         return True
     if separator == "=":
-        is_typed = len(found["dashes"]) == 2 or name.isupper()
+        is_typed = len(match["dashes"]) == 2 or name.isupper()
         return strength == PASSWORD or (len(value) >= 4 and (strength == SECRET or is_typed))
     is_long = strength == PASSWORD or (strength == SECRET and len(value) >= 16)
     return is_long and is_alone and not is_placeholder(value, SECRET)

@@ -142,7 +142,7 @@ def test_a_message_moves_no_cursor_and_has_an_end():
 
 def test_a_message_has_three_lines_at_most():
     assert str(ConfigError("\n".join("abc"))) == "a\nb\nc"
-    assert str(ConfigError("\n".join("abcdefg"))) == "a\nb\n... and 5 more"
+    assert str(ConfigError("\n".join("abcdefg"))) == "a\nb\n... and 5 more lines"
 
 
 def test_no_line_of_a_log_and_no_table_moves_a_cursor(capfd, tmp_path):

@@ -120,7 +120,7 @@ def _check_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
             for key in keys:
                 if getattr(source, origin) is None and _is_set(source, key):
                     dotted = f"{section}.{key}"
-                    yield (dotted, section), f"{dotted} goes with {origin}, which is not given; drop it"
+                    yield (dotted, section), f"{dotted} goes with {origin}, which is not given; remove it"
     if data.text is not None and data.sources is not None and _is_set(data.text, "text_field"):
         yield (
             ("data.text_field", "data.sources"),
@@ -141,7 +141,7 @@ def _check_preferences(data: PreferenceDataConfig, kind: str) -> Iterator[Contra
     if data.examples not in (None, wanted):
         yield (
             ("data.examples", "objective.kind"),
-            f"data.examples {data.examples}: objective {kind} takes {wanted}; drop the key, or change "
+            f"data.examples {data.examples}: objective {kind} takes {wanted}; remove the key, or change "
             "objective.kind",
         )
 
@@ -160,7 +160,7 @@ def _check_objective(config: RunConfig) -> Iterator[Contradiction]:
     if objective.kind == "reward" and "sample" in config.model_fields_set and config.sample.max_new_tokens:
         yield (
             ("sample", "objective.kind"),
-            "sample: a reward model scores answers and generates no text; drop the section",
+            "sample: a reward model scores answers and generates no text; remove the section",
         )
     if is_language_model and isinstance(objective, AutoObjectiveConfig):
         for name in ("class_weights", "label_smoothing"):
@@ -188,7 +188,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
     elif optimizer.args:
         yield (
             ("optimizer.args", "optimizer.kind"),
-            f"optimizer.args: {optimizer.kind} is built in and takes none; drop it, or name your own "
+            f"optimizer.args: {optimizer.kind} is built in and takes none; remove it, or name your own "
             "optimizer (package.module:function) in optimizer.kind",
         )
     kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
@@ -196,7 +196,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
         if _is_set(optimizer, name):
             yield (
                 (f"optimizer.{name}", "optimizer.kind"),
-                f"optimizer.{name}: {optimizer.kind} does not read it; drop it, or "
+                f"optimizer.{name}: {optimizer.kind} does not read it; remove it, or "
                 + ("write it into optimizer.args" if ":" in optimizer.kind else "change optimizer.kind"),
             )
 
@@ -209,8 +209,8 @@ def _check_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
         if _is_set(schedule, name):
             yield (
                 (f"schedule.{name}", "schedule.kind"),
-                f"schedule.{name}: {schedule.kind} decides the whole curve; drop the key, or compute it there"
+                f"schedule.{name}: {schedule.kind} decides the whole curve; remove the key, or compute it there"
                 if ":" in schedule.kind
-                else f"schedule.{name}: a {schedule.kind} schedule does not read it; drop it, or change "
+                else f"schedule.{name}: a {schedule.kind} schedule does not read it; remove it, or change "
                 "schedule.kind",
             )

@@ -322,7 +322,7 @@ class PreferenceDataConfig(ConversationsConfig):
     @model_validator(mode="after")
     def _separates_answers(self) -> PreferenceDataConfig:
         if not self.separate_documents:
-            raise ValueError("separate_documents: it is always true for preference data; drop the key")
+            raise ValueError("separate_documents: it is always true for preference data; remove the key")
         return self
 
     @property

@@ -63,7 +63,7 @@ def adopt_stated_numbers(recipe: ConfigFile, file: ConfigFile) -> None:
             if recipe_key in adopted:
                 raise ConfigError(f'{in_json}, {adopted[recipe_key]} is {own}; write "auto" here')
             in_recipe = f"{recipe.location_of(key)}: {key} is {own}"
-            raise ConfigError(f'{in_json}, {in_recipe}; write "auto" here, or drop {key} there')
+            raise ConfigError(f'{in_json}, {in_recipe}; write "auto" here, or remove {key} there')
         if get_dotted(recipe.tree, recipe_key) is None:
             adopted[recipe_key] = file.describe_key(stated.json_key)
             set_dotted(recipe.tree, recipe_key.split("."), stated.value, adopted[recipe_key])
@@ -89,11 +89,11 @@ def adopt_torch_section(recipe: ConfigFile, file: ConfigFile) -> None:
     if foreign := sorted(set(tree) - keys.ALLOWED_BESIDE_TORCH):
         raise ConfigError(
             f"{file.describe_key('torch')}: plain PyTorch does not read "
-            f"{', '.join(foreign)}; drop torch, or drop these"
+            f"{', '.join(foreign)}; remove torch, or remove these"
         )
     if "engine" in recipe.tree:
         raise ConfigError(
-            f"{file.describe_key('torch')}: the recipe has an engine section too; drop one of the two"
+            f"{file.describe_key('torch')}: the recipe has an engine section too; remove one of the two"
         )
     if get_dotted(tree, "fp16.enabled") is True:
         raise ConfigError(

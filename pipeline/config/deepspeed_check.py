@@ -111,7 +111,7 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
         dotted = f"{prefix}{name}"
         if name in clean or (name != given and section.get(name) is not None):
             raise ConfigError(
-                f"{file.describe_key(full)}: another name of {name}, which is given too; drop one"
+                f"{file.describe_key(full)}: another name of {name}, which is given too; remove one"
             )
         if full != dotted:
             file.locations |= {

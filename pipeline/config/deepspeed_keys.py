@@ -28,10 +28,10 @@ _INSTEAD = {
     "a checkpoint resumes on any number of ranks; set batch.global_batch_size in the recipe": "elasticity",
     "compare settings with benchmarks/throughput.py": "autotuning",
     "use a curriculum over data.sources (docs/extending.md)": "curriculum_learning",
-    "drop it; this trainer does not need it": "eigenvalue progressive_layer_drop sparse_gradients "
+    "remove it; this trainer does not need it": "eigenvalue progressive_layer_drop sparse_gradients "
     "zero_optimization.legacy_stage1",
     "every row of metrics.jsonl has the peak memory": "memory_breakdown",
-    "drop it; the exact loss needs DeepSpeed's mean over ranks": "gradient_allreduce_op",
+    "remove it; the exact loss needs DeepSpeed's mean over ranks": "gradient_allreduce_op",
     "a checkpoint could not restore frozen weights of 8 bits; use zero_quantized_weights": (
         "zero_optimization.zero_quantized_nontrainable_weights"
     ),
@@ -108,7 +108,7 @@ NEVER_AUTO = {
 _COMPILE = 'write "compile": {"enabled": true}'
 # Keys that other trainers write into this file -> what to write here.
 ALIASES = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
-ALIASES["fp16.opt_level"] = "it is for apex; drop it"
+ALIASES["fp16.opt_level"] = "it is for apex; remove it"
 
 _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
@@ -132,13 +132,13 @@ _FIXED_VALUES: dict[str, Any] = {
 _FIXED = {
     key: {
         "enum": [value],
-        "advice": "drop it: the optimizers and schedules of the recipe have this value only",
+        "advice": "remove it: the optimizers and schedules of the recipe have this value only",
     }
     for key, value in _FIXED_VALUES.items()
 }
 _OPTIMIZER_NUMBERS = ("eps", "lr", "max_grad_norm", "momentum", "weight_decay")
 _SCHEDULER_NUMBERS = ("cos_min_ratio", "warmup_max_lr", "warmup_min_lr", "warmup_min_ratio")
-_DROP_SECTION = "or drop the section, and set {} in the recipe"
+_DROP_SECTION = "or remove the section, and set {} in the recipe"
 # Rules of all keys within `optimizer` and `scheduler`, whose values the recipe owns.
 OPTIMIZER_AND_SCHEDULER: dict[str, dict[str, Any]] = {
     **_FIXED,
@@ -201,7 +201,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "zero_optimization.allgather_bucket_size": {"exclusiveMinimum": 0, "multipleOf": 2},
     "zero_optimization.compute_grad_norm": {
         "enum": [True],
-        "advice": "drop it: the check for non-finite gradients needs the norm",
+        "advice": "remove it: the check for non-finite gradients needs the norm",
     },
     "zero_optimization.leaf_module.classes": {"type": ["string", "array"]},
     "zero_optimization.leaf_module.name_suffixes": {"type": ["string", "array"]},

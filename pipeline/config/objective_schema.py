@@ -164,7 +164,7 @@ class RewardObjectiveConfig(RecipeSection):
 def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise ValueError(
-            f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} has none; drop it, or use "
+            f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} has none; remove it, or use "
             "loss_type: sigmoid"
         )
 

@@ -95,7 +95,7 @@ class NotifyConfig(RecipeSection):
         except ValueError as error:
             raise ValueError(f"cannot be split into words ({error}), given {command!r}") from None
         if not words:
-            raise ValueError("is empty; name a program, or drop the key")
+            raise ValueError("is empty; name a program, or remove the key")
         return command
 
     @field_validator("webhook_env")

@@ -37,7 +37,7 @@ def check_requirements(combination: Combination) -> None:
         ConfigError: A package is not installed, or the GPU cannot multiply in fp8.
     """
     if combination.quantizes_base:
-        require_package("bitsandbytes", "adapter.quantize: nf4", "drop adapter.quantize")
+        require_package("bitsandbytes", "adapter.quantize: nf4", "remove adapter.quantize")
     if combination.multiplies_in_fp8:
         fp8 = f"model.fp8: {combination.model_value('fp8')}"
         require_package("torchao", fp8, "set model.fp8=none")
@@ -283,7 +283,7 @@ def load_settings(
         location = "command line" if "command line" in given else [*given, file.location_of("engine")][0]
         raise ConfigError(
             f"{location}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
-            "drop the section"
+            "remove the section"
         )
     return settings
 

@@ -98,7 +98,7 @@ def test_the_same_number_twice_is_fine_and_another_one_is_an_error_that_quotes_b
     line = 3 if mine == "max_steps" else 4
     assert message == (
         f"split.json:1: {json_key} is {stated}, recipe.yaml:{line}: {mine} is {own}; "
-        f'write "auto" here, or drop {mine} there'
+        f'write "auto" here, or remove {mine} there'
     )
 
 
@@ -109,7 +109,7 @@ def test_the_optimizers_type_is_a_number_like_any_other(load, tmp_path):
     message = fails_with(load, tmp_path, {"optimizer": {"type": "AdamW"}}, "optimizer: {kind: sgd}\n")
     assert message == (
         "split.json:1: optimizer.type is AdamW, recipe.yaml:4: optimizer.kind is sgd; "
-        'write "auto" here, or drop optimizer.kind there'
+        'write "auto" here, or remove optimizer.kind there'
     )
 
 
@@ -166,25 +166,29 @@ def test_a_schedule_of_the_json_is_adopted(load, tmp_path, theirs, ours):
         (
             "optimizer.type",
             "Lamb",
-            "expected adam, adamw, sgd or adafactor, given 'Lamb'; or drop the section",
+            "expected adam, adamw, sgd or adafactor, given 'Lamb'; or remove the section",
         ),
         (
             "scheduler.type",
             "OneCycle",
             "expected WarmupLR, WarmupDecayLR or WarmupCosineLR, given 'OneCycle'",
         ),
-        ("scheduler.type", 7, "expected WarmupLR, WarmupDecayLR or WarmupCosineLR, given 7; or drop the sec"),
-        ("optimizer.params.amsgrad", True, "expected false, given True; drop it: the optimizers and"),
+        (
+            "scheduler.type",
+            7,
+            "expected WarmupLR, WarmupDecayLR or WarmupCosineLR, given 7; or remove the sec",
+        ),
+        ("optimizer.params.amsgrad", True, "expected false, given True; remove it: the optimizers and"),
         (
             "optimizer.params.adam_w_mode",
             False,
-            "expected true, given False; drop it: the optimizers",
+            "expected true, given False; remove it: the optimizers",
         ),
-        ("optimizer.params.dampening", 0.1, "expected 0, given 0.1; drop it: the optimizers"),
+        ("optimizer.params.dampening", 0.1, "expected 0, given 0.1; remove it: the optimizers"),
         (
             "optimizer.legacy_fusion",
             True,
-            "expected false, given True; drop it: the optimizers and s",
+            "expected false, given True; remove it: the optimizers and s",
         ),
         ("optimizer.params.max_norm", 1.0, 'unknown key (did you mean "max_grad_norm"?)'),
         ("optimizer.params.learning_rate", 1e-4, "unknown key"),
@@ -269,7 +273,7 @@ def test_total_num_steps_is_compared_with_epochs_too(load, tmp_path):
     message = fails_with(load, tmp_path, split, "", max_steps="max_epochs: 70\n")
     assert message == (
         "split.json:1: scheduler.params.total_num_steps is 70, recipe.yaml:3: max_epochs is 70; "
-        'write "auto" here, or drop max_epochs there'
+        'write "auto" here, or remove max_epochs there'
     )
 
 

@@ -59,7 +59,7 @@ CASES = {
     ),
     "a number differs from the command line's": (
         lambda: Said({"gradient_clipping": 0.5}, None, "optimizer.max_grad_norm=2"),
-        'command line: optimizer.max_grad_norm is 2; write "auto" here, or drop optimizer.max_grad_norm',
+        'command line: optimizer.max_grad_norm is 2; write "auto" here, or remove optimizer.max_grad_norm',
         lambda said: said.words.clear(),
     ),
     "a share of the run as a number of steps": (
@@ -72,12 +72,12 @@ CASES = {
     ),
     "a decay ends elsewhere, dropped": (
         lambda: Said(scheduler("WarmupDecayLR"), {"schedule": {"min_learning_rate_ratio": 0.2}}),
-        "or drop schedule.min_learning_rate_ratio there",
+        "or remove schedule.min_learning_rate_ratio there",
         lambda said: said.drop(said.recipe, "schedule.min_learning_rate_ratio"),
     ),
     "epochs beside steps": (
         lambda: Said(scheduler("WarmupDecayLR", total_num_steps=20), {"max_steps": None, "max_epochs": 2}),
-        "or drop max_epochs there",
+        "or remove max_epochs there",
         lambda said: said.drop(said.recipe, "max_epochs"),
     ),
     "the JSON differs from itself": (
@@ -87,22 +87,22 @@ CASES = {
     ),
     "an optimizer of another type": (
         lambda: Said({"optimizer": {"type": "OneBitAdam"}}),
-        "or drop the section, and set optimizer.kind in the recipe",
+        "or remove the section, and set optimizer.kind in the recipe",
         lambda said: said.drop(said.split, "optimizer"),
     ),
     "a schedule of another type": (
         lambda: Said(scheduler("OneCycle", cycle_min_lr=1e-5)),
-        "or drop the section, and set schedule.kind in the recipe",
+        "or remove the section, and set schedule.kind in the recipe",
         lambda said: (said.drop(said.split, "scheduler"), said.recipe.update(schedule={"kind": "linear"})),
     ),
     "torch beside DeepSpeed, dropped": (
         lambda: Said({"torch": {"parallel": "single"}, "zero_optimization": {"stage": 1}}),
-        "does not read zero_optimization; drop torch, or drop these",
+        "does not read zero_optimization; remove torch, or remove these",
         lambda said: said.drop(said.split, "torch"),
     ),
     "torch and an engine": (
         lambda: Said({"torch": {"parallel": "single"}}, {"engine": {"precision": "fp32"}}),
-        "drop one of the two",
+        "remove one of the two",
         lambda said: said.drop(said.recipe, "engine"),
     ),
     "torch in fp16": (

@@ -140,7 +140,7 @@ MODELS = {
         "bitsandbytes",
         ["adapter=lora", "adapter.quantize=nf4"],
         "adapter.quantize: nf4 needs bitsandbytes, which is not installed: "
-        "pip install 'deepspeed-pipeline[qlora]', or drop adapter.quantize",
+        "pip install 'deepspeed-pipeline[qlora]', or remove adapter.quantize",
     ),
     "fp8": (
         "torchao",
