@@ -14,7 +14,7 @@ from pipeline.config.optimizer_schema import OptimizerConfig, ScheduleConfig
 from pipeline.config.schema import RunConfig
 
 Contradiction = tuple[tuple[str, ...], str]
-"""Dotted keys, first the one that the message is about, and the message."""
+"""Dotted keys that contradict each other, the one to change first; and the message."""
 
 # Architectures of transformers whose head width is hidden_size / num_heads, with rotary positions over all
 # of it. Others have a head width of their own (gemma, qwen3) or rotate a part of it (phi, gpt_neox).
@@ -25,11 +25,11 @@ ROTARY_HEADS = {
 # Fields of `extra` that change which part of a head is rotated.
 OTHER_ROTARY = {"partial_rotary_factor", "rope_parameters", "rope_scaling"}
 
-# Objectives that need preference data.
+# Objectives that need preference data: pairs of answers, or single answers.
 PAIR_OBJECTIVES = ("dpo", "orpo", "simpo", "cpo", "reward")
 UNPAIRED_OBJECTIVE = "kto"
 
-# Origin of a source's documents -> keys that are read with this origin only.
+# Key that names the origin of a source -> keys that are read with this origin only.
 KEYS_OF_ORIGIN = {"dataset": ("subset", "split", "revision", "streaming"), "iterable": ("args",)}
 
 
@@ -95,16 +95,16 @@ def _check_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
             ("model.num_heads", "model.num_key_value_heads"),
             f"model.num_heads {heads} is not a multiple of num_key_value_heads {groups}",
         )
-    if width and heads and "head_dim" not in model.extra and model.pretrained is None:
+    head_width_follows = model.pretrained is None and "head_dim" not in model.extra
+    if head_width_follows and width and heads:
+        rotates_whole_heads = model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra)
         if width % heads:
             yield (
                 ("model.hidden_size", "model.num_heads"),
                 f"model.hidden_size {width} is not a multiple of num_heads {heads}; change either, or, if "
                 "the architecture has its own head width, give it: model.extra: {head_dim: ...}",
             )
-        elif (
-            model.architecture in ROTARY_HEADS and not OTHER_ROTARY & set(model.extra) and width // heads % 2
-        ):
+        elif rotates_whole_heads and width // heads % 2:
             yield (
                 ("model.num_heads", "model.hidden_size"),
                 f"model.num_heads {heads} with hidden_size {width} gives a head width of {width // heads}; "
@@ -113,18 +113,22 @@ def _check_language_model(model: CausalLMConfig) -> Iterator[Contradiction]:
 
 
 def _check_documents(data: DocumentsConfig) -> Iterator[Contradiction]:
-    named = {f"data.sources.{number}": source for number, source in enumerate(data.sources or [])}
-    named |= {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
-    for section, source in named.items():
+    sources = {f"data.sources.{number}": source for number, source in enumerate(data.sources or [])}
+    sources |= {f"data.eval_sets.{name}": source for name, source in data.eval_sets.items()}
+    for section, source in sources.items():
         for origin, keys in KEYS_OF_ORIGIN.items():
             for key in keys:
                 if getattr(source, origin) is None and _is_set(source, key):
                     dotted = f"{section}.{key}"
-                    yield (dotted, section), f"{dotted} goes with {origin}, which is not given; remove it"
+                    yield (
+                        (dotted, section),
+                        f"{dotted} is read only with {origin}, which is not given; remove {key}, or give "
+                        f"{origin}",
+                    )
     if data.text is not None and data.sources is not None and _is_set(data.text, "text_field"):
         yield (
             ("data.text_field", "data.sources"),
-            "data.text_field goes with data.paths; write text_field in each of data.sources",
+            "data.text_field is read only with data.paths; write text_field in each of data.sources",
         )
 
 
@@ -137,11 +141,11 @@ def _check_preferences(data: PreferenceDataConfig, kind: str) -> Iterator[Contra
             f"choose a loss that compares them: {', '.join(PAIR_OBJECTIVES)} or {UNPAIRED_OBJECTIVE}",
         )
     examples_of = {UNPAIRED_OBJECTIVE: "unpaired", **dict.fromkeys(PAIR_OBJECTIVES, "pairs")}
-    wanted = examples_of.get(kind, data.examples)
-    if data.examples not in (None, wanted):
+    needed = examples_of.get(kind, data.examples)
+    if data.examples is not None and data.examples != needed:
         yield (
             ("data.examples", "objective.kind"),
-            f"data.examples {data.examples}: objective {kind} takes {wanted}; remove the key, or change "
+            f"data.examples {data.examples}: objective {kind} needs {needed}; remove the key, or change "
             "objective.kind",
         )
 
@@ -166,51 +170,52 @@ def _check_objective(config: RunConfig) -> Iterator[Contradiction]:
         for name in ("class_weights", "label_smoothing"):
             if _is_set(objective, name):
                 key = f"objective.{name}"
-                why = "only classification reads it, and a causal_lm model's objective is causal_lm"
-                yield (key, "objective.kind", "model"), f"{key}: {why}"
-    wanted = None
+                yield (
+                    (key, "objective.kind", "model"),
+                    f"{key}: only classification reads it, and a causal_lm model's objective is causal_lm; "
+                    "remove it",
+                )
+    kinds_of_data = None
     if is_language_model and config.data.image_shape is not None:
-        wanted = "text, chat or preference"
+        kinds_of_data = "text, chat or preference"
     if config.model.cnn is not None and config.data.documents is not None:
-        wanted = "digits or images"
-    if wanted is not None:
+        kinds_of_data = "digits or images"
+    if kinds_of_data is not None:
         yield (
             ("data.kind", "model.kind"),
             f"data.kind {config.data.kind}: a {config.model.kind} model cannot be trained on it; "
-            f"use {wanted}",
+            f"use {kinds_of_data}",
         )
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> Iterator[Contradiction]:
-    unread = {"adamw": ("momentum",), "sgd": ("betas", "eps"), "adafactor": ("betas", "eps", "momentum")}
-    if ":" in optimizer.kind:
-        unread |= {optimizer.kind: ("betas", "eps", "momentum")}
+    unread = {"adamw": {"momentum"}, "sgd": {"betas", "eps"}, "adafactor": {"betas", "eps", "momentum"}}
+    is_own = ":" in optimizer.kind
+    if is_own:
+        unread[optimizer.kind] = {"betas", "eps", "momentum"}
     elif optimizer.args:
         yield (
             ("optimizer.args", "optimizer.kind"),
             f"optimizer.args: {optimizer.kind} is built in and takes none; remove it, or name your own "
             "optimizer (package.module:function) in optimizer.kind",
         )
+    alternative = "write it into optimizer.args" if is_own else "change optimizer.kind"
     kinds = {optimizer.kind, *(group.kind for group in optimizer.groups or [])}
-    for name in set.intersection(*(set(names) for kind, names in unread.items() if kind in kinds)):
+    unread_by_each_kind = [names for kind, names in unread.items() if kind in kinds]
+    for name in sorted(set.intersection(*unread_by_each_kind)):
         if _is_set(optimizer, name):
             yield (
                 (f"optimizer.{name}", "optimizer.kind"),
-                f"optimizer.{name}: {optimizer.kind} does not read it; remove it, or "
-                + ("write it into optimizer.args" if ":" in optimizer.kind else "change optimizer.kind"),
+                f"optimizer.{name}: {optimizer.kind} does not read it; remove it, or {alternative}",
             )
 
 
 def _check_schedule(schedule: ScheduleConfig) -> Iterator[Contradiction]:
     unread: dict[str, tuple[str, ...]] = {"wsd": (), "constant": ("decay_steps", "min_learning_rate_ratio")}
+    reason = f"a {schedule.kind} schedule does not read it; remove it, or change schedule.kind"
     if ":" in schedule.kind:
         unread[schedule.kind] = tuple(name for name in ScheduleConfig.model_fields if name != "kind")
+        reason = f"{schedule.kind} decides the whole curve; remove the key, or compute it in that function"
     for name in unread.get(schedule.kind, ("decay_steps",)):
         if _is_set(schedule, name):
-            yield (
-                (f"schedule.{name}", "schedule.kind"),
-                f"schedule.{name}: {schedule.kind} decides the whole curve; remove the key, or compute it there"
-                if ":" in schedule.kind
-                else f"schedule.{name}: a {schedule.kind} schedule does not read it; remove it, or change "
-                "schedule.kind",
-            )
+            yield (f"schedule.{name}", "schedule.kind"), f"schedule.{name}: {reason}"

@@ -1,8 +1,9 @@
 """Checks every key and value of a DeepSpeed JSON against the installed DeepSpeed.
 
-DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run. Importing its
-pydantic models would import torch, which takes seconds. So deepspeed_schema.json lists their fields
-(tests/config/deepspeed_schema.py writes it), and deepspeed_keys.py adds the rules of this trainer.
+DeepSpeed silently ignores many unknown keys, and reads many values only in the middle of a run. Importing
+DeepSpeed's pydantic models would import torch, which takes seconds. So deepspeed_schema.json lists the
+fields of these models (tests/config/deepspeed_schema.py writes that file), and deepspeed_keys.py adds the
+rules of this trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MASTER_WEIGHT_KEYS = tuple(f"{name}.{name}_master_weights_and_grads" for name in
 OPTIMIZER_STATES_KEY = "bf16.bf16_optimizer_states"
 SCHEMA = Path(__file__).with_name("deepspeed_schema.json")
 MAX_NUMBER = 2**63 - 1
-"""Largest number in the file. Whole numbers there are counts or bytes, so none needs more than 64 bits."""
+"""Largest absolute value of a number in the file. Integers in it are counts or bytes; all fit 64 bits."""
 
 # Type of JSON Schema -> Python type, and its name in errors.
 TYPES: dict[str, tuple[Any, str]] = {
@@ -41,7 +42,7 @@ BOUNDS = {
 
 
 def has_16bit_optimizer_states(filled: Tree) -> bool:
-    """Return whether the optimizer's states are bf16 in a resolved JSON."""
+    """Return whether the optimizer's states are stored in bf16, according to a resolved JSON."""
     return bool(get_dotted(filled, OPTIMIZER_STATES_KEY))
 
 
@@ -52,7 +53,10 @@ def has_16bit_master_weights(filled: Tree) -> bool:
 
 @functools.cache
 def load_key_rules() -> dict[str, dict[str, Any]]:
-    """Return dotted key -> its type, bounds and choices: DeepSpeed's, overridden by this trainer's limits."""
+    """Return dotted key -> its type, bounds and choices, as JSON Schema.
+
+    They are DeepSpeed's, except where `deepspeed_keys.LIMITS` of this trainer overrides them.
+    """
     rules: dict[str, dict[str, Any]] = json.loads(SCHEMA.read_text(encoding="utf-8"))
     for dotted, limits in keys.LIMITS.items():
         rules[dotted] = rules.get(dotted, {}) | limits
@@ -63,25 +67,28 @@ def load_key_rules() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _list_key_names(section: str) -> dict[str, str]:
-    """Return every accepted name of a key of this section -> its name in DeepSpeed's documentation."""
-    found: dict[str, str] = {}
+    """Return accepted name -> name in DeepSpeed's documentation, of each key of this section.
+
+    `section` is its dotted key, empty for the whole file.
+    """
+    names: dict[str, str] = {}
     for dotted, rule in load_key_rules().items():
         parent, _, key = dotted.rpartition(".")
         if parent == section:
-            found |= dict.fromkeys((key, *rule.get("names", ())), key)
+            names |= dict.fromkeys((key, *rule.get("names", ())), key)
     for dotted, key in keys.SYNONYMS.items():
         parent, _, other = dotted.rpartition(".")
         if parent == section:
-            found[other] = key
-    read = keys.READ_KEYS.get(section)
-    return {name: key for name, key in found.items() if read is None or key in read}
+            names[other] = key
+    read_keys = keys.READ_KEYS.get(section)  # `None`: all of them
+    return {name: key for name, key in names.items() if read_keys is None or key in read_keys}
 
 
 def check_deepspeed_json(file: ConfigFile) -> None:
     """Replace the file's tree by checked values under the names of DeepSpeed's documentation.
 
-    Left out are nulls, which mean DeepSpeed's default, and, with a note for each: comments, features that
-    are switched off, and keys that nothing reads.
+    Nulls, which mean DeepSpeed's default, are left out. So are comments, features that are switched off, and
+    keys that have no effect; `file.notes` gets a line for each of these.
 
     Raises:
         ConfigError: A key is unknown or not supported, or a value has a wrong type or is out of range.
@@ -90,18 +97,26 @@ def check_deepspeed_json(file: ConfigFile) -> None:
 
 
 def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
-    clean: Tree = {}
+    """Return the checked values of a section; see `check_deepspeed_json`.
+
+    Args:
+        file: File for notes and errors. It gets locations for keys under their names in DeepSpeed's
+            documentation.
+        section: Values of the section.
+        prefix: Dotted key of the section with a dot at its end; empty for the whole file.
+    """
+    checked: Tree = {}
     names = _list_key_names(prefix.removesuffix("."))
     for given, value in section.items():
         full = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            file.notes.append(f"{file.describe_key(full)}: ignored, a comment")
+            file.notes.append(f"{file.describe_key(full)}: ignored; it is a comment")
             continue
         if full in keys.UNSUPPORTED:
             if not _is_off(full, value):
                 raise ConfigError(f"{file.describe_key(full)}: not supported; {keys.UNSUPPORTED[full]}")
             if value is not None:
-                file.notes.append(f"{file.describe_key(full)}: ignored, it is switched off")
+                file.notes.append(f"{file.describe_key(full)}: ignored; it is switched off")
             continue
         if given not in names:
             raise ConfigError(f"{file.describe_key(full)}: {_explain_unknown(full, given, names)}")
@@ -109,20 +124,20 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
             continue
         name = names[given]
         dotted = f"{prefix}{name}"
-        if name in clean or (name != given and section.get(name) is not None):
+        if name in checked or (name != given and section.get(name) is not None):
             raise ConfigError(
-                f"{file.describe_key(full)}: another name of {name}, which is given too; remove one"
+                f"{file.describe_key(full)}: another name of {name}, which is given too; remove one of them"
             )
         if full != dotted:
             file.locations |= {
                 dotted + key[len(full) :]: file.locations[key] for key in file.keys_within(full)
             }
-        checked = _check_value(file, dotted, value, full)
+        checked_value = _check_value(file, dotted, value, full)
         if dotted not in keys.IGNORED:
-            clean[name] = checked
+            checked[name] = checked_value
         elif not _is_off(dotted, value):
             file.notes.append(f"{file.describe_key(full)}: ignored; {keys.IGNORED[dotted]}")
-    return clean
+    return checked
 
 
 def _explain_unknown(full: str, given: str, names: dict[str, str]) -> str:
@@ -133,20 +148,24 @@ def _explain_unknown(full: str, given: str, names: dict[str, str]) -> str:
         return f"unknown key; write {_format_nested(given)}"
     section = full.rpartition(".")[0]
     if full in load_key_rules():
-        read = ", ".join(sorted(set(names.values())))
-        return f"not supported; of {section} this trainer reads {read}"
-    known = {*names, *(key for key in keys.UNSUPPORTED if "." not in key and not section)}
-    near = did_you_mean(given, known)
-    return f"unknown key{near if len(known) <= 12 or 'mean' in near else ''}"
+        read_keys = ", ".join(sorted(set(names.values())))
+        return f"not supported; of {section} this trainer reads {read_keys}"
+    valid = set(names)
+    if not section:
+        valid |= {key for key in keys.UNSUPPORTED if "." not in key}
+    hint = did_you_mean(given, valid)
+    lists_all = "did you mean" not in hint
+    return "unknown key" if lists_all and len(valid) > 12 else f"unknown key{hint}"
 
 
 def _format_nested(dotted: str) -> str:
+    """Return `"a": {"b": ...}` for `a.b`."""
     first, _, rest = dotted.partition(".")
     return f'"{first}": ' + ("{" + _format_nested(rest) + "}" if rest else "...")
 
 
 def _is_off(dotted: str, value: Any) -> bool:
-    """Return whether an unsupported key is switched off, or has DeepSpeed's default."""
+    """Return whether the value of a key switches it off, or is DeepSpeed's default."""
     if isinstance(value, dict) and dotted not in keys.ON_IF_PRESENT:
         if "enabled" in value:
             return value["enabled"] in (False, "auto")
@@ -158,8 +177,8 @@ def _check_value(file: ConfigFile, dotted: str, value: Any, written: str) -> Any
     """Return the checked value, with 1e9 as an integer.
 
     Args:
-        file: File for errors.
-        dotted: Key under the name of DeepSpeed's documentation.
+        file: File for errors, and for the notes of a section.
+        dotted: Key under its name in DeepSpeed's documentation.
         value: Value to check.
         written: Key as the file has it, for errors.
 
@@ -190,9 +209,9 @@ def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
     if isinstance(value, list) and rule.get("items") == "string":
         return all(isinstance(each, str) for each in value)
     if "enum" in rule:
-        # DeepSpeed compares its own words without regard to case.
-        words = (value.lower(), value.upper()) if rule.get("anyCase") and isinstance(value, str) else (value,)
-        return any(word in rule["enum"] for word in words)
+        if rule.get("anyCase") and isinstance(value, str):  # DeepSpeed ignores the case of such a value
+            return value.lower() in rule["enum"] or value.upper() in rule["enum"]
+        return value in rule["enum"]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     return (
@@ -205,6 +224,7 @@ def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
 
 
 def _describe_expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
+    """Return the text that follows "expected" in an error: the types, choices and bounds of a key."""
     if "enum" in rule:
         words = [str(each).lower() if isinstance(each, bool) else str(each) for each in rule["enum"]]
         return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
@@ -212,6 +232,6 @@ def _describe_expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> s
         return 'true, false or "auto"'
     bounds = [f" {word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule]
     multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
-    items = " of texts" * ("items" in rule)
+    items = " of texts" if "items" in rule else ""
     types = " or ".join(TYPES[kind][1] for kind in kinds) or "a finite number"
     return types + items + " and".join(bounds) + multiple

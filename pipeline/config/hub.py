@@ -11,17 +11,20 @@ from threading import Thread
 from pipeline.errors import PipelineError, summarize_error
 
 ANSWER_TIMEOUT_SECONDS = 2.0
-"""Seconds that the hub has to answer. Without this test the hub's client retries for a minute if it is
-unreachable."""
+"""Seconds that the hub has to answer. Without this limit, the hub's client retries for a minute if the hub
+is unreachable."""
 RECHECK_SECONDS = 60.0
-"""Seconds for which an answer, or its absence, counts before the hub is asked again."""
+"""Seconds before the hub is asked again whether it answers."""
 MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files of which the cache has at least one if it has the model or tokenizer."""
+"""Files of a model or tokenizer. If the cache has one of them, the model or tokenizer counts as cached."""
 
 
 @contextmanager
 def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[None]:
-    """Make the hub's client read from its cache only while the body runs, if the hub does not answer.
+    """Run the body with the hub's client offline if the hub does not answer.
+
+    An offline client reads only its cache on this machine. The switch applies to the whole process, and is
+    reset when the body ends.
 
     Args:
         key: Key of the recipe that has the name, for errors.
@@ -29,7 +32,8 @@ def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterat
         error: Class of the errors to raise.
 
     Raises:
-        PipelineError: As `error`; the name is not valid on the hub, or neither the hub nor the cache has it.
+        PipelineError: As `error`; the name is not valid on the hub, or the hub does not answer and the cache
+            does not have it.
     """
     if Path(given).expanduser().exists():
         yield
@@ -42,11 +46,11 @@ def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterat
     try:
         is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKER_FILES)
     except HFValidationError as mistake:
-        raise error(f"{start}, nor can the hub have such a name ({summarize_error(mistake)})") from None
+        raise error(f"{start}, and it is no valid hub name ({summarize_error(mistake)})") from None
     problem = "HF_HUB_OFFLINE is set" if was_offline else _find_problem(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
-            f"{start}, the hub does not answer ({problem}), and its cache here has nothing of that name; "
+            f"{start}, the hub does not answer ({problem}), and its cache on this machine does not have it; "
             f"give a folder, or download it on a machine with network access: hf download {given}"
         )
     constants.HF_HUB_OFFLINE = problem is not None
@@ -57,7 +61,7 @@ def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterat
 
 
 _answers: dict[str, tuple[float, str | None]] = {}
-"""Endpoint -> time of the last question, and the problem; `None` if the endpoint answered."""
+"""Endpoint -> `time.monotonic()` of the last request, and the problem; `None` if the endpoint answered."""
 
 
 def _find_problem(endpoint: str) -> str | None:
@@ -83,7 +87,7 @@ def _ask_hub(endpoint: str) -> str | None:
         except Exception as error:  # any failure of the network, a proxy or a certificate
             problems.append(f"{endpoint}: {summarize_error(error)}")
 
-    # A thread, since the timeout does not limit the resolution of the host name.
+    # A thread, since the timeout of `head` does not limit the resolution of the host name.
     thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(ANSWER_TIMEOUT_SECONDS)

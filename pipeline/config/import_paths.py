@@ -22,16 +22,15 @@ from pipeline.errors import PipelineError, summarize_error
 def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
     """Return the callable at `path`. Modules in the current directory can be imported.
 
-    The directory is appended to `sys.path`, so that no file in it hides an installed package.
+    Side effect: append the current directory to `sys.path`. At the end, it hides no installed package.
 
     Args:
         path: `package.module:function`.
         error: Class of the error to raise.
 
     Raises:
-        PipelineError: As `error`; the path names nothing that can be called, its module imports a package
-            that is not installed, or it ends the program. Any other exception of the user's module is not
-            changed.
+        PipelineError: As `error`; the path names nothing that can be called, or its module imports a package
+            that is not installed or ends the program. Any other exception of the user's module propagates.
     """
     module_name, separator, name = path.partition(":")
     if not (separator and module_name and name):
@@ -54,18 +53,21 @@ def import_object(path: str, error: type[PipelineError]) -> Callable[..., Any]:
             hint = _find_hidden_file(module_name, directory)
             problem = f"there is no module {missing.name!r} in {directory} or installed{hint}"
         raise error(f"{path}: {problem}") from None
-    found = getattr(module, name, None)
-    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+    attribute = getattr(module, name, None)
+    if inspect.iscoroutinefunction(attribute) or inspect.isasyncgenfunction(attribute):
         raise error(f"{path} is an async function; write def in place of async def")
-    if callable(found):
-        return found
+    if callable(attribute):
+        return attribute
     hint = _find_hidden_file(module_name, directory)
-    where = f"{path}: module {module_name!r} ({getattr(module, '__file__', 'built in')})"
-    if found is not None:
-        raise error(f"{where} has {name!r}, but it is a {type(found).__name__}, which is not callable{hint}")
+    start = f"{path}: module {module_name!r} ({getattr(module, '__file__', 'built in')})"
+    if attribute is not None:
+        kind = type(attribute).__name__
+        raise error(f"{start} has {name!r}, but it is a {kind}, which is not callable{hint}")
     names = [key for key, value in vars(module).items() if callable(value)]
-    close = difflib.get_close_matches(name, names, n=1)
-    raise error(f"{where} has no {name!r}{hint or (f'; did you mean {close[0]!r}?' if close else '')}")
+    near = difflib.get_close_matches(name, names, n=1)
+    if near and not hint:
+        hint = f"; did you mean {near[0]!r}?"
+    raise error(f"{start} has no {name!r}{hint}")
 
 
 def check_signature(
@@ -92,9 +94,9 @@ def check_signature(
 
 
 def suggest_import_path(given: str) -> str | None:
-    """Return advice for the path of a file, `folder/file.py:name`; `None` for anything else.
+    """Return advice if the text is the path of a file, `folder/file.py:name`; else `None`.
 
-    It says which import path to write, and in which folder to start.
+    The advice has the import path to write, and the folder in which to start.
     """
     module_name, _, name = given.partition(":")
     if not name or not (module_name.endswith(".py") or "/" in module_name):
@@ -112,23 +114,29 @@ def exit_as_error(what: str, error: type[PipelineError]) -> Iterator[None]:
     Args:
         what: Description of the code, for the message.
         error: Class of the error to raise in place of SystemExit.
+
+    Raises:
+        PipelineError: As `error`; the body raised SystemExit.
     """
     try:
         yield
-    except SystemExit as ended:
+    except SystemExit as exit_request:
         raise error(
-            f"{what} ended the program (SystemExit: {ended.code}); put its script part under "
+            f"{what} ended the program (SystemExit: {exit_request.code}); put its script part under "
             'if __name__ == "__main__":'
         ) from None
 
 
 @contextmanager
 def errors_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
-    """Turn any exception of a short call into the user's code into a one-line error with file and line.
+    """Turn an exception of the user's code into a one-line error with file and line.
 
     Args:
         what: Description of the code, for the message.
-        error: Class of the error to raise in place of the code's own.
+        error: Class of the error to raise in place of the exception.
+
+    Raises:
+        PipelineError: As `error`; the body raised an exception. A PipelineError of the body propagates.
     """
     try:
         with exit_as_error(what, error):
@@ -141,21 +149,31 @@ def errors_in_one_line(what: str, error: type[PipelineError]) -> Iterator[None]:
 
 
 def _format_origin(raised: Exception) -> str:
-    """Return `file:line` of the import that failed, or of the innermost call."""
+    """Return `file:line` of the innermost call in a file, or of the import that failed."""
     frames = traceback.extract_tb(raised.__traceback__)
+    # Names such as <frozen importlib._bootstrap> are not files.
     last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<"))
-    is_here = Path(last.filename).is_relative_to(os.getcwd())
-    return f"{os.path.relpath(last.filename) if is_here else last.filename}:{last.lineno}"
+    name = last.filename
+    if Path(name).is_relative_to(os.getcwd()):
+        name = os.path.relpath(name)
+    return f"{name}:{last.lineno}"
 
 
 def _find_hidden_file(module_name: str, directory: str) -> str:
-    """Return a hint if an installed or standard module hides a file of the user with the same name."""
+    """Return a hint if an installed or standard module hides a file of the user with the same name.
+
+    The hint is empty if no file is hidden.
+    """
     top = module_name.partition(".")[0]
     module = sys.modules.get(top)
+    if module is None:
+        return ""
     paths = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
     imported = [Path(path).resolve() for path in paths if path]
-    for own in (f"{top}.py", top):
-        path = Path(directory, own).resolve()
-        if module is not None and path.exists() and not any(p.is_relative_to(path) for p in imported):
-            return f"; ./{own} is hidden by it: rename your {'file' if path.is_file() else 'folder'}"
+    for name in (f"{top}.py", top):
+        path = Path(directory, name).resolve()
+        is_imported = any(imported_path.is_relative_to(path) for imported_path in imported)
+        if path.exists() and not is_imported:
+            kind = "file" if path.is_file() else "folder"
+            return f"; ./{name} is hidden by it: rename your {kind}"
     return ""

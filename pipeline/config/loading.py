@@ -22,30 +22,39 @@ from pipeline.errors import ConfigError
 from pipeline.files import MAX_CONFIGURATION_BYTES, read_regular_file
 
 Tree = dict[str, Any]
+"""Nested values of a configuration file, by key."""
 
 MAX_VALUES = 100_000
-"""Largest number of values in a recipe."""
+"""Largest number of values in a YAML file."""
 MAX_LEVELS = 64
-"""Deepest nesting of a recipe."""
+"""Largest number of nested levels in a YAML file."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number and 010 as a text, and limits the size of a file.
+    """SafeLoader that reads 3e-4 as a number and 010 as a text, and limits the number of values.
 
-    A few lines with aliases can stand for billions of values, so the values behind each alias are counted
-    again.
+    A few lines with aliases can stand for billions of values. So each alias counts as many values as the
+    node to which it refers.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._composed = 0
+        """Number of values so far, with those of aliases."""
         self._level = 0
+        """Number of levels around the current value."""
         self._deepest = 0
+        """Largest level within the node that was composed last."""
         self._sizes: dict[int, tuple[int, int]] = {}
         """`id` of a complete node -> number of values and of levels within it."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one value. Raise an error for an oversized file before seconds are spent on it."""
+        """Compose one value and count it.
+
+        Raises:
+            yaml.MarkedYAMLError: The file has too many values or levels, a value that contains itself, or a
+                NUL character.
+        """
         event = self.peek_event()
         before = self._composed
         deepest_before = self._deepest
@@ -75,13 +84,17 @@ class YamlLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Return an integer of at most 64 bits. Python does not convert very long ones to text and back."""
+        """Return an integer of at most 64 bits.
+
+        Raises:
+            yaml.MarkedYAMLError: The integer is longer. Python does not convert very long ones to text.
+        """
         try:
             value = int(super().construct_yaml_int(node))
         except ValueError:  # more digits than Python converts
             value = 1 << 64
         if abs(value) >= 1 << 64:
-            problem = f"a number of {len(node.value):,} digits, more than 64 bits hold"
+            problem = f"a number of {len(node.value):,} digits, which does not fit into 64 bits"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return value
 
@@ -94,29 +107,31 @@ _NUMBERS = {
     r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
 _TAG = "tag:yaml.org,2002:"
+# First character of a text -> tags that the text may have, each with the pattern of the whole text.
 YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in each if tag.removeprefix(_TAG) not in _NUMBERS]
-    for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    character: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) not in _NUMBERS]
+    for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _name, _pattern in _NUMBERS.items():
     YamlLoader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list("-+.0123456789"))
 
 
 class YamlDumper(yaml.SafeDumper):
-    """SafeDumper that also quotes texts which only `YamlLoader` would read as numbers: '1e3'."""
+    """SafeDumper that also quotes texts that `YamlLoader`, unlike SafeLoader, reads as numbers: '1e3'."""
 
 
 YamlDumper.yaml_implicit_resolvers = {
-    first: yaml.SafeDumper.yaml_implicit_resolvers.get(first, [])
-    + YamlLoader.yaml_implicit_resolvers.get(first, [])
-    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *YamlLoader.yaml_implicit_resolvers}
+    character: yaml.SafeDumper.yaml_implicit_resolvers.get(character, [])
+    + YamlLoader.yaml_implicit_resolvers.get(character, [])
+    for character in {*yaml.SafeDumper.yaml_implicit_resolvers, *YamlLoader.yaml_implicit_resolvers}
 }
 
-# Tags of plain words that YAML 1.1 reads as values (on, off, yes, no, ~) -> the value in an error.
+# Tags of plain words that YAML 1.1 does not read as texts (on, off, yes, no, ~) -> the value in an error.
 _NOT_TEXT = {"tag:yaml.org,2002:bool": "true or false", "tag:yaml.org,2002:null": "null"}
 
 # Keys that serve as comments, since JSON has none.
 _COMMENT = re.compile(r"(?i)[_/#$].*|(?:.*_)?comments?\d*|descriptions?|notes?")
+# Tokens of a valid JSON: texts, punctuation, and numbers or words.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 
 
@@ -126,6 +141,7 @@ class ConfigFile:
 
     path: Path
     tree: Tree
+    """Values, with overrides of the command line."""
     locations: dict[str, str] = field(default_factory=dict)
     """Dotted key -> `file:line` or `command line`."""
     notes: list[str] = field(default_factory=list)
@@ -142,14 +158,21 @@ class ConfigFile:
     def describe_key(self, dotted: str) -> str:
         """Return `file:line: key` or `command line: ds.key`, to begin errors about the DeepSpeed JSON."""
         location = self.location_of(dotted)
-        return f"{location}: {'ds.' * (location == 'command line')}{dotted}"
+        prefix = "ds." if location == "command line" else ""
+        return f"{location}: {prefix}{dotted}"
 
     def keys_within(self, dotted: str) -> list[str]:
-        """Return this key and the keys within it, of those with a known location."""
+        """Return this key and all keys within it, as far as they have a location."""
         return [key for key in self.locations if f"{key}.".startswith(f"{dotted}.")]
 
     def override(self, parts: list[str], value: Any) -> None:
-        """Set a value of the command line, and its location."""
+        """Set a value that the command line gives, and make the command line its location.
+
+        Locations of keys within the old value are removed.
+
+        Raises:
+            ConfigError: A part of the key before the last is a value, not a section.
+        """
         dotted = ".".join(parts)
         set_dotted(self.tree, parts, value, "command line")
         for key in self.keys_within(dotted):
@@ -166,11 +189,12 @@ def read_yaml(path: Path) -> ConfigFile:
         ConfigError: The file is missing or malformed, repeats a key (line and column), or is not a mapping.
     """
     tree, locations = _parse_yaml(path, read_text(path))
-    return ConfigFile(path, copy.deepcopy(tree), dict(locations))
+    return ConfigFile(path, copy.deepcopy(tree), dict(locations))  # callers may change the cached values
 
 
 @lru_cache(maxsize=4)  # `plan --suggest` reads the same recipe many times, with other overrides
 def _parse_yaml(path: Path, text: str) -> tuple[Tree, dict[str, str]]:
+    """Return the values and locations of a YAML text. The caller must copy them, since they are cached."""
     try:
         loader = YamlLoader(text)
         node = loader.get_single_node()
@@ -221,9 +245,7 @@ def read_json(path: Path) -> ConfigFile:
     """
     text = read_text(path)
     try:
-        # Python refuses to convert thousands of digits to an integer. As a float such a number is out of
-        # range.
-        tree = json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
+        tree = json.loads(text, parse_int=_parse_json_integer)
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected an object of keys to values, found a {type(tree).__name__}")
         return ConfigFile(path, tree, dict(_JsonKeyFinder(path, text).find_keys("")))
@@ -233,14 +255,22 @@ def read_json(path: Path) -> ConfigFile:
         raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
 
 
+def _parse_json_integer(digits: str) -> int | float:
+    """Return an integer, or a float for 20 characters or more.
+
+    Python refuses to convert thousands of digits to an integer. As a float, such a number is out of range.
+    """
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
 class _JsonKeyFinder:
     """Finds the line of each key of a valid JSON object."""
 
     def __init__(self, path: Path, text: str) -> None:
         self._path = path
         self._tokens = _TOKEN.finditer(text)
-        self._line_ends = [found.start() for found in re.finditer("\n", text)]
-        next(self._tokens)
+        self._line_ends = [match.start() for match in re.finditer("\n", text)]
+        next(self._tokens)  # the brace that opens the object
 
     def find_keys(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Yield each dotted key and its `file:line`, of the object whose `{` was the last token."""
@@ -257,10 +287,10 @@ class _JsonKeyFinder:
             keys.add(key)
             yield f"{prefix}{key}", location
             next(self._tokens)  # the colon
-            opened = next(self._tokens)[0]
-            if opened == "{":
+            value = next(self._tokens)[0]
+            if value == "{":
                 yield from self.find_keys(f"{prefix}{key}.")
-            elif opened == "[":  # values in a list have the location of the list's key
+            elif value == "[":  # values in a list have the location of the list's key
                 num_open = 1
                 while num_open:
                     bracket = next(self._tokens)[0]

@@ -110,7 +110,7 @@ TOGETHER = [
     *[
         Case(
             f"{name} beside paths",
-            ["recipe.yaml:", f"data.sources.0.{name} goes with {origin}"],
+            ["recipe.yaml:", f"data.sources.0.{name} is read only with {origin}"],
             recipe={"data.paths": None, "data.sources": [{"paths": ["x"], name: value}]},
         )
         for name, value, origin in [

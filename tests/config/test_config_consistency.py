@@ -175,7 +175,7 @@ def test_notes_of_a_file_from_elsewhere_go_to_standard_error(tmp_path, capsys):
     split = tmp_path / "split.json"
     split.write_text('{"_comment": "mine",\n"zero_optimization": {"stage": 1}}')
     assert main(["--dry-run", "--config", str(tmp_path / "recipe.yaml"), "--deepspeed", str(split)]) == 0
-    assert capsys.readouterr().err == f"note: {split}:1: _comment: ignored, a comment\n"
+    assert capsys.readouterr().err == f"note: {split}:1: _comment: ignored; it is a comment\n"
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_a_value_out_of_its_range_is_told_with_the_range(load, tmp_path, dotted,
     [
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "non-finite gradients"),
         ({"zero_optimization.stage": 2}, 'unknown key; write "zero_optimization": {"stage": ...}'),
-        ({"bf16": {}, "bfloat16": {}}, "bfloat16: another name of bf16, which is given too; remove one"),
+        ({"bf16": {}, "bfloat16": {}}, "bfloat16: another name of bf16, which is given too; remove one of them"),
         ({"zero_optimization": {"cpu_offload": True}}, "use zero_optimization.offload_optimizer: "),
         ({"pipeline": {"seed_layers": True}}, "of pipeline this trainer reads partition, stages"),
         ({"tensor_parallel": {"dtype": "bf16"}}, "of tensor_parallel this trainer reads autotp"),
@@ -193,7 +193,7 @@ def test_keys_that_people_write_for_each_other_are_passed_over_with_a_line(load,
     if section == "optimizer.params.":
         return
     (note,) = file.notes
-    assert note.endswith(f"{section}{key}: ignored, a comment")
+    assert note.endswith(f"{section}{key}: ignored; it is a comment")
     assert key not in json.dumps(file.tree)
 
 
@@ -217,7 +217,7 @@ def test_what_is_switched_off_is_passed_over_with_a_line(load, tree):
     file = load(tree)
     assert file.tree == {}
     assert len(file.notes) == 1
-    assert file.notes[0].endswith(": ignored, it is switched off")
+    assert file.notes[0].endswith(": ignored; it is switched off")
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ CASES = {
     ),
     "torch beside DeepSpeed, dropped": (
         lambda: Said({"torch": {"parallel": "single"}, "zero_optimization": {"stage": 1}}),
-        "does not read zero_optimization; remove torch, or remove these",
+        "does not read zero_optimization; remove the torch section, or remove these",
         lambda said: said.drop(said.split, "torch"),
     ),
     "torch and an engine": (
