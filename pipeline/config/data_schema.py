@@ -18,6 +18,7 @@ from pydantic import (
 from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, get_kind_tag
 
 SOURCE_NAME = r"^[A-Za-z0-9][\w.-]*$"
+"""Pattern of the name of a source or an evaluation set."""
 
 
 class TokenizerConfig(RecipeSection):
@@ -31,11 +32,14 @@ class TokenizerConfig(RecipeSection):
 
 
 def interpolate_weight(weight: float | Mapping[int, float], step: int) -> float:
-    """Return the weight of a source after `step` steps, linear between the given steps."""
+    """Return the weight of a source after `step` steps, linear between the steps that `weight` states.
+
+    Before the first stated step and after the last, the weight is constant.
+    """
     if not isinstance(weight, Mapping):
         return weight
-    before = max((given for given in weight if given <= step), default=min(weight))
-    after = min((given for given in weight if given > step), default=before)
+    before = max((stated for stated in weight if stated <= step), default=min(weight))
+    after = min((stated for stated in weight if stated > step), default=before)
     share = max(0, step - before) / (after - before) if after > before else 0.0
     return weight[before] + (weight[after] - weight[before]) * share
 
@@ -59,7 +63,7 @@ class SourceConfig(RecipeSection):
     revision: str | None = None
     """Commit, tag or branch of the hub `dataset`."""
     streaming: bool = False
-    """Whether to read the `dataset` over the network, without a copy of its files on this machine."""
+    """Whether to read the `dataset` over the network, without storing its files on this machine."""
     iterable: str | None = Field(None, pattern=IMPORT_PATH)
     """Import path `package.module:function` of a function that returns an iterable of texts or dicts. The key
     runs that code; `--no-import-paths` refuses it."""
@@ -83,7 +87,7 @@ class SourceConfig(RecipeSection):
 
     @field_validator("weight", mode="wrap")
     @classmethod
-    def _number_or_steps(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    def _accept_number_or_steps(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         given = value
         if isinstance(value, dict):  # recipe.yaml has the steps as texts
             value = {int(key) if str(key).isdecimal() else key: each for key, each in value.items()}
@@ -100,7 +104,7 @@ class SourceConfig(RecipeSection):
         return weight
 
     @model_validator(mode="after")
-    def _one_origin(self) -> SourceConfig:
+    def _check_origin(self) -> SourceConfig:
         given = [name for name in ("paths", "dataset", "iterable") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -168,7 +172,7 @@ class DocumentsConfig(DataSection):
     """Base of the sections of data that is made of documents: text, chat and preference."""
 
     paths: list[str] | None = Field(None, min_length=1)
-    """Short form of `sources` for one source with these `paths`."""
+    """Short form of `sources` for a single source with these `paths`."""
     sources: list[SourceConfig] | None = Field(None, min_length=1)
     """Sources of the training data, in place of `paths`, with all their keys."""
     curriculum: str | None = Field(None, pattern=IMPORT_PATH)
@@ -176,12 +180,12 @@ class DocumentsConfig(DataSection):
     in place of their `weight`. `function(step)` returns `{name: weight}`, and must return the same for the
     same step (docs/extending.md). The key runs that code; `--no-import-paths` refuses it."""
     eval_sets: dict[Annotated[str, Field(pattern=SOURCE_NAME)], SourceConfig] = Field({})
-    """Further evaluation sets, by name. Files that are also trained on are reported."""
+    """Further evaluation sets, by name. A message names files that are in the training data as well."""
     eval_fraction: float = Field(0.02, ge=0, lt=1)
-    """Share of each source's documents that is held out for evaluation. A hash of the document chooses it,
-    so it stays held out when documents are added."""
+    """Share of each source's documents that is held out for evaluation. A hash of the document decides, so
+    a document stays held out when others are added."""
     sequence_length: int = Field(256, gt=1, le=2**30)
-    """Number of tokens in a sequence: the inputs. The targets are the same tokens shifted by one."""
+    """Number of input tokens in a sequence. The targets are the same tokens shifted by one."""
     separate_documents: bool = True
     """Whether documents that share a sequence are separated: position ids restart, attention stays within a
     document, and the first token of a document is not predicted from the document before. `false`: one
@@ -193,7 +197,7 @@ class DocumentsConfig(DataSection):
     """Folder for tokenised data, which is found again by its content, tokenizer and settings."""
 
     @model_validator(mode="after")
-    def _sources_add_up(self) -> DocumentsConfig:
+    def _check_sources(self) -> DocumentsConfig:
         if (self.paths is None) == (self.sources is None):
             raise ValueError("give exactly one of paths and sources")
         weights = [source.weight for source in self.all_sources()]
@@ -214,7 +218,7 @@ class DocumentsConfig(DataSection):
         return self
 
     def all_sources(self) -> list[SourceConfig]:
-        """Return every source of the training data, each with a name."""
+        """Return every source of the training data. One without a name gets `source1`, `source2`, ..."""
         if self.sources is None:
             return [SourceConfig(name="source1", paths=self.paths, text_field=self._text_field)]
         return [
@@ -249,7 +253,10 @@ class TextDataConfig(DocumentsConfig):
 
 
 class ConversationsConfig(DocumentsConfig):
-    """Base of the sections of chat and preference data."""
+    """Base of the sections of chat and preference data.
+
+    Subclasses state the choices and the documentation of `kind`, `layout` and `learn_from`.
+    """
 
     kind: str
     layout: str
@@ -280,8 +287,8 @@ class ChatDataConfig(ConversationsConfig):
     """`best_fit`: whole conversations share a sequence if they fit. `none`: each alone, padded."""
     too_long: Literal["shorten", "drop", "error"] = "shorten"
     """Treatment of a conversation longer than a sequence. `shorten`: leave out its last turns, so that it
-    ends with the last answer that fits whole; drop it if not even the first answer fits. `drop`: leave it
-    out. Both are counted and reported. `error`: stop."""
+    ends with the last answer that fits completely; leave the conversation out if not even the first answer
+    fits. `drop`: leave the conversation out. Both are counted and reported. `error`: stop."""
 
 
 class PreferenceDataConfig(ConversationsConfig):
@@ -320,7 +327,7 @@ class PreferenceDataConfig(ConversationsConfig):
     stop. An answer that counts in the loss is never cut."""
 
     @model_validator(mode="after")
-    def _separates_answers(self) -> PreferenceDataConfig:
+    def _check_separation(self) -> PreferenceDataConfig:
         if not self.separate_documents:
             raise ValueError("separate_documents: it is always true for preference data; remove the key")
         return self
@@ -367,11 +374,11 @@ class ImagesDataConfig(DataSection):
     """Standard deviation of each channel, by which its pixels are divided. Default: ImageNet's; 0.5 for
     grey."""
     augmentations: dict[str, dict[str, Any]] = Field({})
-    """Random changes of training images: names with their arguments, in order, for example
+    """Random changes of training images, in this order: name and arguments of each, for example
     `RandomHorizontalFlip: {p: 0.5}` (docs/data.md)."""
 
     @model_validator(mode="after")
-    def _has_one_number_per_channel(self) -> ImagesDataConfig:
+    def _check_channels(self) -> ImagesDataConfig:
         for name in ("mean", "std"):
             given = getattr(self, name)
             if given is not None and len(given) != self.channels:
@@ -382,7 +389,7 @@ class ImagesDataConfig(DataSection):
 
     @field_validator("std")
     @classmethod
-    def _positive(cls, value: list[float] | None) -> list[float] | None:
+    def _check_above_zero(cls, value: list[float] | None) -> list[float] | None:
         if value is not None and min(value) <= 0:
             raise ValueError("must be above 0")
         return value

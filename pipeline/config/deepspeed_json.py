@@ -19,6 +19,10 @@ from pipeline.errors import ConfigError
 def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> ConfigFile:
     """Return the checked file with the `ds.` overrides of the command line.
 
+    Args:
+        path: JSON file.
+        overrides: Parts of each key, without `ds`, and its value.
+
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown or not supported, or DeepSpeed does
             not accept a value.
@@ -32,6 +36,12 @@ def load_deepspeed_json(path: Path, overrides: list[tuple[list[str], Any]]) -> C
 
 def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, precision: str) -> Tree:
     """Return the dict that DeepSpeed gets: every "auto" filled, without optimizer and schedule.
+
+    Args:
+        file: Checked DeepSpeed JSON.
+        config: The recipe.
+        plan: Batch for the ranks of this job.
+        precision: From `decide_precision`.
 
     Raises:
         ConfigError: No rule fills an "auto".
@@ -48,8 +58,8 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     if config.optimizer.kind != "adamw":
         filled["zero_allow_untested_optimizer"] = True
         filled["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's CPU kernel computes Adam only
-    # DeepSpeed's throughput timer is on by default. It waits for the device before each forward and after
-    # each step.
+    # DeepSpeed's throughput timer is on by default. It synchronizes with the device before each forward pass
+    # and after each step.
     filled.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     zero = filled.setdefault("zero_optimization", {"stage": 0})
     if zero.get("stage"):
@@ -58,8 +68,9 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
         zero.setdefault("parameter_alignment", True)
     if zero.get("stage") == 3:  # DeepSpeed's default group is larger than most models
         zero.setdefault("sub_group_size", "auto")
-    ranks = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
-    for key, value in _compute_zero_defaults(config, ranks, zero.get("stage", 0)).items():
+    # ZeRO shards over the ranks of a sequence, too.
+    num_shards = plan.dp_world_size * filled.get("sequence_parallel_size", 1)
+    for key, value in _compute_zero_defaults(config, num_shards, zero.get("stage", 0)).items():
         if zero.get(key) == "auto":
             zero[key] = value
     if zero.get("reduce_bucket_size") is None:
@@ -72,18 +83,23 @@ def resolve_deepspeed(file: ConfigFile, config: RunConfig, plan: BatchPlan, prec
     return filled
 
 
-def _compute_zero_defaults(config: RunConfig, ranks: int, stage: int) -> Tree:
-    """Return ZeRO's defaults for "auto"; sizes count elements. `None` leaves the size to the engine.
+def _compute_zero_defaults(config: RunConfig, num_shards: int, stage: int) -> Tree:
+    """Return ZeRO's values for "auto"; sizes count elements. `None` leaves the size to the engine.
 
     At stages 1 and 2 the engine chooses the reduce bucket by the size of the model. At stage 3 the bucket
     is the square of the hidden size, as in Hugging Face's integration, but at least 50 million elements:
-    smaller pieces would cost more latency than transfer.
+    smaller messages would take longer to start than to transfer.
+
+    Args:
+        config: The recipe.
+        num_shards: Number of ranks over which ZeRO shards.
+        stage: ZeRO stage.
     """
     language = config.model.language_model
     hidden = (language.hidden_size if language is not None else None) or 0
     bucket = max(hidden * hidden, 50_000_000)
     return {
-        "overlap_comm": ranks > 1,  # a single rank has nothing to overlap, and would wait twice a step
+        "overlap_comm": num_shards > 1,  # without effect on one rank, but two synchronizations a step
         "reduce_bucket_size": bucket if stage == 3 else None,
         "allgather_bucket_size": 500_000_000,
         "stage3_prefetch_bucket_size": int(0.9 * bucket),
@@ -107,7 +123,9 @@ def decide_precision(file: ConfigFile, device: Device) -> str:
     bf16 = get_dotted(file.tree, "bf16.enabled") or False
     fp16 = get_dotted(file.tree, "fp16.enabled") or False
     if bf16 is True and fp16 is True:
-        raise ConfigError(f"{file.describe_key('bf16.enabled')} and fp16.enabled are both true; choose one")
+        raise ConfigError(
+            f"{file.describe_key('bf16.enabled')} and fp16.enabled are both true; set one of them to false"
+        )
     alternatives = {"fp16": "bf16 (ds_configs/zero2.json)", "bf16": "fp16 (ds_configs/zero2_fp16.json)"}
     for name, enabled in (("fp16", fp16), ("bf16", bf16)):
         if enabled is True and device.kind == "cuda" and not getattr(device, name):

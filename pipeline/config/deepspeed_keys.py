@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Section -> keys that are read: of this trainer's own sections, and of DeepSpeed's sections that are read
-# in part.
+# Section -> keys that this trainer reads. A section of DeepSpeed that is absent here is read completely.
 READ_KEYS = {
     "compile": {"enabled"},
     "pipeline": {"partition", "stages"},
@@ -23,7 +22,8 @@ ALLOWED_BESIDE_TORCH = {
     "tf32", "torch", "train_batch_size", "train_micro_batch_size_per_gpu",
 }  # fmt: skip
 
-# Advice -> keys that DeepSpeed no longer has, or that this trainer does itself or does not support.
+# Advice -> keys, separated by spaces, that DeepSpeed no longer has or that this trainer does not support or
+# replaces by a setting of its own.
 _INSTEAD = {
     "a checkpoint resumes on any number of ranks; set batch.global_batch_size in the recipe": "elasticity",
     "compare settings with benchmarks/throughput.py": "autotuning",
@@ -55,9 +55,9 @@ _INSTEAD = {
     "use bf16 or fp16": "amp torch_autocast",
     "use communication_data_type: fp32": "fp32_allreduce",
     # DeepCompile moves ZeRO's gathering and reduction into graphs of the whole model and removes ZeRO's
-    # hooks. Here the loss replaces the output layer from outside, evaluation calls the module between
-    # steps, and norm and guard read ZeRO's partitions. Its op exists for CUDA only, so the tests could not
-    # compare its curve on a CPU.
+    # hooks. But here the loss replaces the output layer from outside, evaluation calls the module between
+    # steps, and the gradient norm and the check for non-finite gradients read ZeRO's partitions. DeepCompile
+    # exists for CUDA only, so the tests could not compare its curve on a CPU.
     "use compile: {enabled: true}, which compiles the blocks": "compile.deepcompile graph_harvesting",
     "use model.attention in the recipe": "sparse_attention",
     "use zero_hpz_partition_size": "zero_optimization.mics_hierarchical_params_gather "
@@ -77,7 +77,7 @@ ON_IF_PRESENT = {"zero_optimization.zenflow"}
 IGNORED = {
     "activation_checkpointing": "no model here uses DeepSpeed's; to recompute activations, set "
     "model.activation_checkpointing in the recipe",
-    # These logs, timers and profilers would wait for the device in every micro-batch.
+    # These logs, timers and profilers would synchronize with the device in every micro-batch.
     "comms_logger": "time/communication_seconds has the time of collectives; profile.start_step traces each",
     "flops_profiler": "perf/mfu is computed from the model's FLOPs; for operators set profile.start_step",
     "steps_per_print": "log.every in the recipe sets the steps between two rows of the log",
@@ -95,7 +95,7 @@ IGNORED = {
     ),
 }
 
-# Names that DeepSpeed accepts, besides those that its models declare -> name in its documentation.
+# Name that DeepSpeed accepts although its pydantic models do not declare it -> name in its documentation.
 SYNONYMS = {"aio.thread_count": "intra_op_parallelism", "bfloat16": "bf16"}
 
 # Keys whose "auto" the device decides, and keys that do not accept "auto".
@@ -108,7 +108,7 @@ NEVER_AUTO = {
 _COMPILE = 'write "compile": {"enabled": true}'
 # Keys that other trainers write into this file -> what to write here.
 ALIASES = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
-ALIASES["fp16.opt_level"] = "it is for apex; remove it"
+ALIASES["fp16.opt_level"] = "it is a setting of apex; remove it"
 
 _POSITIVE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0}
 _DTYPE: dict[str, Any] = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
@@ -119,7 +119,7 @@ OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adafactor": "ada
 # Schedule of DeepSpeed -> schedule of the recipe.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# Parameters that must have the only value that this trainer implements.
+# Parameter of the optimizer or schedule -> the only value that this trainer implements.
 _FIXED_VALUES: dict[str, Any] = {
     "optimizer.legacy_fusion": False,
     "optimizer.params.adam_w_mode": True,
@@ -138,7 +138,7 @@ _FIXED = {
 }
 _OPTIMIZER_NUMBERS = ("eps", "lr", "max_grad_norm", "momentum", "weight_decay")
 _SCHEDULER_NUMBERS = ("cos_min_ratio", "warmup_max_lr", "warmup_min_lr", "warmup_min_ratio")
-_DROP_SECTION = "or remove the section, and set {} in the recipe"
+_REMOVE_SECTION = "or remove the section, and set {} in the recipe"
 # Rules of all keys within `optimizer` and `scheduler`, whose values the recipe owns.
 OPTIMIZER_AND_SCHEDULER: dict[str, dict[str, Any]] = {
     **_FIXED,
@@ -148,8 +148,10 @@ OPTIMIZER_AND_SCHEDULER: dict[str, dict[str, Any]] = {
     "optimizer.params.betas": {"type": "array"},
     "optimizer.params.torch_adam": {"type": "boolean"},
     "optimizer.type": {
-        **{"type": "string", "enum": [*OPTIMIZERS], "anyCase": True},
-        "advice": _DROP_SECTION.format("optimizer.kind"),
+        "type": "string",
+        "enum": [*OPTIMIZERS],
+        "anyCase": True,
+        "advice": _REMOVE_SECTION.format("optimizer.kind"),
     },
     "scheduler.params": {"type": "object"},
     "scheduler.params.total_num_steps": {"type": "integer"},
@@ -159,13 +161,13 @@ OPTIMIZER_AND_SCHEDULER: dict[str, dict[str, Any]] = {
     },
     "scheduler.params.warmup_type": {"type": "string", "enum": ["linear", "log"]},
     "scheduler.type": {
-        **{"type": "string", "enum": [*SCHEDULES]},
-        "advice": _DROP_SECTION.format("schedule.kind"),
+        "type": "string",
+        "enum": [*SCHEDULES],
+        "advice": _REMOVE_SECTION.format("schedule.kind"),
     },
 }
 
-# Limits that DeepSpeed does not check: a value outside of them fails later, or has no effect. They extend
-# the schema.
+# Keys whose value must be an integer above 0.
 _COUNTS = [
     "activation_checkpointing.number_checkpoints", "aio.block_size", "aio.intra_op_parallelism",
     "aio.queue_depth", "fp16.hysteresis",
@@ -174,6 +176,8 @@ _COUNTS = [
     "vocabulary_size", "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_param.buffer_count", "zero_optimization.offload_param.buffer_size",
 ]  # fmt: skip
+# Limits that DeepSpeed does not check, as JSON Schema with the further entries `anyCase` and `advice`. A
+# value outside of its limits fails later, or has no effect.
 LIMITS: dict[str, dict[str, Any]] = {
     **OPTIMIZER_AND_SCHEDULER,
     **dict.fromkeys(_COUNTS, _POSITIVE),

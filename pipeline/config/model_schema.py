@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+"""Pattern of `package.module:function`."""
 
 
 class RecipeSection(BaseModel):
@@ -30,12 +31,13 @@ class RecipeSection(BaseModel):
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
         """Accept 1e3, which YAML reads as 1000.0, as a whole number. Refuse the text `None` for null."""
-        wanted = cls.model_fields[str(info.field_name)].annotation
-        kinds = get_args(wanted) or (wanted,)
-        is_whole = int in kinds and float not in kinds
-        if isinstance(value, float) and is_whole and value.is_integer() and abs(value) < 2**63:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        types = get_args(annotation) or (annotation,)
+        expects_integer = int in types and float not in types
+        if expects_integer and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
             return int(value)
-        if isinstance(value, str) and NoneType in kinds and value.strip().lower() in ("none", "nil"):
+        is_text_for_null = isinstance(value, str) and value.strip().lower() in ("none", "nil")
+        if is_text_for_null and NoneType in types:
             raise ValueError(f"{value!r} is a text; write null")
         return value
 
@@ -45,7 +47,7 @@ class ModelSection(RecipeSection):
 
     weights: str | None = None
     """Weights from which a new run starts: a `.safetensors`, `.pt`, `.pth` or `.bin` file, a folder of such
-    files, a run directory or one of its checkpoints. A run that is resumed does not read it again."""
+    files, a run directory or one of its checkpoints. A resumed run does not read them again."""
     strict: bool = True
     """Whether `weights` must fit exactly: a missing or unexpected parameter, or another shape, is an error.
     `false` loads what fits."""
@@ -59,8 +61,8 @@ class ModelSection(RecipeSection):
     """Parameters that are not trained, by shell patterns over their whole names (`model.embed_tokens.*`,
     `model.layers.[0-3].*`). They get no gradient and no optimizer state."""
     neftune_alpha: float | None = Field(None, gt=0)
-    """Strength of NEFTune noise for fine-tuning. In training, uniform noise is added to each number of a
-    token's embedding, of at most `neftune_alpha` / sqrt(tokens of the sample x width). Published values: 5
+    """Strength of NEFTune noise for fine-tuning. In training, uniform noise of at most `neftune_alpha` /
+    sqrt(tokens of the sample x width) is added to each number of a token's embedding. Published values: 5
     to 15. Default: no noise."""
 
     @property
@@ -119,8 +121,8 @@ class CausalLMConfig(ModelSection):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Implementation of attention. `auto`: this trainer's, which calls torch's kernels document by document
     without a mask, also for sliding windows, capped scores and sinks. A model that needs more, such as
-    ALiBi, gets that of transformers, with a line at the start. The other names choose an implementation of
-    transformers."""
+    ALiBi, gets the attention of transformers, and a message at the start says so. The other names choose an
+    implementation of transformers."""
     activation_checkpointing: Literal["none", "full", "selective"] | Annotated[int, Field(gt=0)] = "none"
     """Blocks whose activations are recomputed in the backward pass instead of stored. `full`: all blocks. A
     number: every Nth block. `selective`: all blocks, but the results of matrix products are stored."""
@@ -131,8 +133,8 @@ class CausalLMConfig(ModelSection):
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
     """Recipe of torchao (the `fp8` extra) by which the blocks' linear layers multiply in fp8. `tensorwise`:
     one scale for each tensor, the fastest. `rowwise`: one scale for each row. `rowwise_with_gw_hp`: the
-    same, with weight gradients in high precision. A CPU emulates it. `evaluate` and `generate` do not use
-    it."""
+    same, with weight gradients in high precision. A CPU emulates fp8. The commands `evaluate` and `generate`
+    do not multiply in fp8."""
     trust_remote_code: bool = False
     """Whether to run Python code of the hub repository named in `pretrained`. `--no-import-paths` refuses
     it."""
@@ -172,7 +174,10 @@ class CustomModelConfig(ModelSection):
 
 
 def get_kind_tag(value: Any) -> str | None:
-    """Return the tag of a section's union member: a built-in kind, or `custom` for an import path."""
+    """Return the tag by which pydantic chooses a section's class.
+
+    It is the built-in kind, or `custom` for an import path. `None`: the section has no kind.
+    """
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
@@ -186,6 +191,7 @@ ModelConfig = Annotated[
 
 
 AdapterKind = Literal["lora", "rslora", "dora"]
+# For `rank` and `alpha` without a value and without `adapter.weights`.
 DEFAULT_ADAPTER_RANK = 32
 DEFAULT_ADAPTER_ALPHA = 32.0
 
@@ -193,8 +199,8 @@ DEFAULT_ADAPTER_ALPHA = 32.0
 class AdapterConfig(RecipeSection):
     """Low-rank adapters (LoRA, Hu et al. 2021), built by peft. `adapter: lora` is a short form.
 
-    The model's own weights are frozen. Its linear layers add the product of two narrow matrices, which is
-    trained.
+    The model's own weights are frozen. Each chosen linear layer adds the product of two narrow matrices, and
+    these are trained.
     """
 
     kind: AdapterKind = "lora"
@@ -223,15 +229,15 @@ class AdapterConfig(RecipeSection):
     those of the output layer and of `modules_to_save`. bitsandbytes quantises them to NF4 in blocks of 64,
     and their scales as well: about 0.516 bytes a parameter. For plain PyTorch, DDP and ZeRO 0 to 2."""
     weights: str | None = None
-    """Adapter from which training starts: a folder of peft, or an adapter that `export` wrote. It must be
-    an adapter of this model."""
+    """Adapter of this model from which training starts: a folder of peft, or an adapter that `export`
+    wrote."""
 
     @field_validator("targets", mode="before")
     @classmethod
-    def _all_linear(cls, value: Any) -> Any:
+    def _expand_all_linear(cls, value: Any) -> Any:
         return None if value in ("all-linear", ["all-linear"]) else value
 
     @model_validator(mode="before")
     @classmethod
-    def _kind_alone(cls, value: Any) -> Any:
+    def _expand_short_form(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value

@@ -10,7 +10,7 @@ from pipeline.config.model_schema import IMPORT_PATH, RecipeSection, get_kind_ta
 
 
 class _ClassificationKeys(RecipeSection):
-    """Keys of the classification loss."""
+    """Base of the sections that read the keys of the classification loss."""
 
     class_weights: list[Annotated[float, Field(ge=0)]] | None = None
     """Weight of each class in the classification loss. Default: all 1."""
@@ -19,9 +19,9 @@ class _ClassificationKeys(RecipeSection):
 
     @field_validator("class_weights")
     @classmethod
-    def _some_weight(cls, value: list[float] | None) -> list[float] | None:
+    def _require_weight(cls, value: list[float] | None) -> list[float] | None:
         if value and not any(value):
-            raise ValueError("all weights are 0, so nothing is learned; give a class a weight above 0")
+            raise ValueError("all weights are 0, so nothing is learned; give at least one a weight above 0")
         return value
 
 
@@ -50,7 +50,7 @@ class ModelLossObjectiveConfig(RecipeSection):
     """The loss that the model itself computes."""
 
     kind: Literal["model_loss"]
-    """The model is called with the targets, too, and returns the mean loss of the given samples."""
+    """The model is called with inputs and targets, and returns the mean loss of these samples."""
 
 
 class DPOObjectiveConfig(RecipeSection):
@@ -62,7 +62,7 @@ class DPOObjectiveConfig(RecipeSection):
     """Factor of the log-ratios; a larger one keeps the model closer to the reference."""
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     """Form of the loss. `ipo` compares means over tokens. `robust` corrects for a share `label_smoothing`
-    of wrong labels."""
+    of swapped labels."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of pairs with swapped labels, for `sigmoid` (cDPO) and `robust`."""
     length_normalised: bool = False
@@ -72,7 +72,7 @@ class DPOObjectiveConfig(RecipeSection):
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> DPOObjectiveConfig:
-        _refuse_smoothing(self.loss_type, self.label_smoothing)
+        _refuse_unread_smoothing(self.loss_type, self.label_smoothing)
         return self
 
 
@@ -89,7 +89,7 @@ class KTOObjectiveConfig(RecipeSection):
     """Weight of the loss of undesirable answers."""
 
     @model_validator(mode="after")
-    def _some_weight(self) -> KTOObjectiveConfig:
+    def _require_weight(self) -> KTOObjectiveConfig:
         if not self.desirable_weight and not self.undesirable_weight:
             raise ValueError(
                 "desirable_weight and undesirable_weight are 0, so nothing is learned; give one of them a "
@@ -142,7 +142,7 @@ class CPOObjectiveConfig(RecipeSection):
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> CPOObjectiveConfig:
-        _refuse_smoothing(self.loss_type, self.label_smoothing)
+        _refuse_unread_smoothing(self.loss_type, self.label_smoothing)
         return self
 
 
@@ -161,7 +161,7 @@ class RewardObjectiveConfig(RecipeSection):
     """Weight of an added term, the square of the sum of a pair's scores. It keeps scores around 0."""
 
 
-def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:
+def _refuse_unread_smoothing(loss_type: str, label_smoothing: float) -> None:
     if label_smoothing and loss_type in ("hinge", "ipo"):
         raise ValueError(
             f"label_smoothing is {label_smoothing:g}, and the loss {loss_type} has none; remove it, or use "
@@ -173,15 +173,16 @@ class CustomObjectiveConfig(RecipeSection):
     """Your own loss."""
 
     kind: str = Field(pattern=IMPORT_PATH)
-    """Import path `package.module:function` of a `function(outputs, batch) -> loss`. The key runs that code;
-    `--no-import-paths` refuses it."""
+    """Import path `package.module:function`. It is called as `function(outputs, batch)` and returns the loss.
+    The key runs that code; `--no-import-paths` refuses it."""
     reduction: Literal["sum", "mean"] | None = None
     """Result of the function: the `sum` over a micro-batch, or the `mean` over its targets. A mean is
-    multiplied by the number of targets, so that the loss is the mean over the global batch. Default: `sum`,
-    and a function that returns a mean is an error."""
+    multiplied by the number of targets, so that the loss is the mean over the global batch. Default: `sum`;
+    a function that seems to return a mean is then an error."""
 
 
 def _get_tag(value: Any) -> str | None:
+    """Return the tag of a section's class: `auto` for one without a kind; `None` if it is no section."""
     is_section = isinstance(value, (dict, RecipeSection))
     return get_kind_tag(value) or ("auto" if is_section else None)
 

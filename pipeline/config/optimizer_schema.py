@@ -13,14 +13,15 @@ from pipeline.config.loading import did_you_mean
 from pipeline.config.model_schema import IMPORT_PATH, RecipeSection
 
 ImportPath = Annotated[str, Field(pattern=IMPORT_PATH)]
+"""Text of the form `package.module:function`."""
 OptimizerKind = Literal["adamw", "sgd", "adafactor"]
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
 
-# Advice -> names of optimizers and schedules in other trainers and libraries.
+# Advice -> names, separated by spaces, of optimizers and schedules in other trainers and libraries.
 _INSTEAD = {
     "write adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fusedadam fused_adam",
-    "write adamw, and divide its states by --deepspeed zero2 or keep them in host memory by --deepspeed "
+    "write adamw, and shard its states with --deepspeed zero2 or store them in host memory with --deepspeed "
     "zero2_offload": "adam8bit adam_8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_4bit "
     "adamw_torch_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit",
     "write adamw, and for the matrices of the blocks optimizer.groups: "
@@ -34,10 +35,15 @@ _INSTEAD = {
     "write wsd, and schedule.decay_steps": "trapezoidal warmup_stable_decay",
 }
 ADVICE_ON_OTHER_KINDS = {name: text for text, names in _INSTEAD.items() for name in names.split()}
+"""Name in another trainer or library, in lower case and with `_` for `-` -> advice."""
 
 
 def _check_kind(value: Any, built_in: Any) -> Any:
-    """Return a built-in kind or an import path. Raise a ValueError with advice for any other text."""
+    """Return the value, unchanged. A value that is no text is left for pydantic to refuse.
+
+    Raises:
+        ValueError: The text is neither a built-in kind nor an import path. The message has advice.
+    """
     kinds = get_args(built_in)
     if not isinstance(value, str) or value in kinds or re.match(IMPORT_PATH, value):
         return value
@@ -67,23 +73,23 @@ class ParameterGroupConfig(RecipeSection):
     matrices only."""
     kind: Literal["adamw", "sgd", "adafactor", "muon"] | None = None
     """Optimizer of these parameters. Default: `optimizer.kind`. Another kind needs plain PyTorch or ZeRO 0,
-    and such a run waits for the device in every step. `muon` (Jordan et al. 2024; torch's, Nesterov
+    and such a run synchronizes with the device in every step. `muon` (Jordan et al. 2024; torch's, Nesterov
     momentum 0.95) is for matrices of the blocks, not for embeddings or the head. It makes each update
-    orthogonal, and as large as AdamW's would be."""
+    orthogonal, and scales it to the size of AdamW's updates."""
 
 
 class OptimizerConfig(RecipeSection):
     """AdamW (Loshchilov & Hutter 2019), SGD with momentum, Adafactor (Shazeer & Stern 2018) or your own.
 
-    The built-in ones are torch's, the same under every split.
+    The built-in optimizers are torch's. They compute the same under every split.
     """
 
     kind: OptimizerKind | ImportPath = "adamw"
     """Optimizer. Its state has two numbers a parameter for `adamw`, one for `sgd`, and one for each row and
-    column of a matrix for `adafactor`. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and waits
-    for the device in every step. Your own: `package.module:function`, which is called with the parameter
-    groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). The key then runs that
-    code; `--no-import-paths` refuses it."""
+    column of a matrix for `adafactor`. `adafactor` needs whole matrices (plain PyTorch, ZeRO 0), and
+    synchronizes with the device in every step. Your own: `package.module:function`, which is called with
+    the parameter groups and `args` and returns a `torch.optim.Optimizer` (docs/extending.md). The key then
+    runs that code; `--no-import-paths` refuses it."""
     args: dict[str, Any] = Field({})
     """Keyword arguments of your own optimizer."""
     learning_rate: float | None = Field(3e-4, gt=0)
@@ -95,7 +101,7 @@ class OptimizerConfig(RecipeSection):
     eps: float = Field(1e-8, gt=0)
     """Number added to the denominator (`adamw`)."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Share of the last update that is added to the next (`sgd`). 0: no momentum and no state."""
+    """Factor by which a step multiplies the sum of earlier gradients (`sgd`). 0: no momentum and no state."""
     weight_decay: float = Field(0.1, ge=0)
     """Weight decay of matrices; biases, norms and other vectors have none. It is decoupled, except with
     `sgd`, where it is added to the gradient after clipping."""
@@ -106,12 +112,12 @@ class OptimizerConfig(RecipeSection):
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _is_known(cls, value: Any) -> Any:
+    def _validate_kind(cls, value: Any) -> Any:
         return _check_kind(value, OptimizerKind)
 
     @field_validator("betas", mode="before")
     @classmethod
-    def _to_tuple(cls, value: Any) -> Any:
+    def _convert_to_tuple(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value  # YAML and JSON have no tuples
 
 
@@ -120,9 +126,9 @@ class ScheduleConfig(RecipeSection):
 
     kind: ScheduleKind | ImportPath = "cosine"
     """Shape after the warm-up. `wsd`: stable, then a linear decay over the last `decay_steps`. Your own:
-    `package.module:function`, a `function(step, total_steps) -> factor` of the peak. It decides the whole
-    curve, without the keys below (docs/extending.md). The key then runs that code; `--no-import-paths`
-    refuses it."""
+    `package.module:function`, called as `function(step, total_steps)`, returns a factor of the peak. It
+    decides the whole curve; the keys below are then errors (docs/extending.md). The key then runs that code;
+    `--no-import-paths` refuses it."""
     warmup: WarmUp = 0
     """Length of the linear warm-up: optimizer steps (`100`), or a share of the run (`0.03`), rounded up to
     whole steps."""
@@ -133,10 +139,14 @@ class ScheduleConfig(RecipeSection):
 
     @field_validator("kind", mode="before")
     @classmethod
-    def _is_known(cls, value: Any) -> Any:
+    def _validate_kind(cls, value: Any) -> Any:
         return _check_kind(value, ScheduleKind)
 
     def warmup_steps(self, max_steps: int) -> int:
-        """Return the warm-up of a run of `max_steps` in whole steps."""
+        """Return the length of the warm-up in steps; a share of the run is rounded up.
+
+        Args:
+            max_steps: Number of steps of the run.
+        """
         is_share = isinstance(self.warmup, float)
         return math.ceil(self.warmup * max_steps) if is_share else int(self.warmup)

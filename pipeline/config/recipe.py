@@ -1,4 +1,4 @@
-"""Validates a recipe to a RunConfig, explains each mistake, and finds the code that it names."""
+"""Turns a recipe into a validated RunConfig, explains each mistake, and finds the code that a recipe runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEEPSPEED_OWNS = {
     "offload_optimizer", "offload_param", "loss_scale", "tensor_parallel", "pipeline",
 }  # fmt: skip
 
-# Key of the recipe -> its names in other trainers.
+# Key of the recipe, or advice with several keys -> its names in other trainers, separated by spaces.
 _OTHER_NAMES = {
     "batch.global_batch_size": "train_batch_size total_batch_size",
     "batch.gradient_accumulation_steps": "grad_accum grad_accumulation_steps",
@@ -78,7 +78,7 @@ _MAIN_KEY |= {"model": "pretrained", "objective": "kind", "optimizer": "kind", "
 _HUB_IMAGE_KEYS = {"dataset", "subset", "split", "eval_split", "image_field", "label_field"}
 """Keys of an image dataset on the hub, which data of kind images does not read."""
 ALIASES = {word: key for key, words in _OTHER_NAMES.items() for word in words.split()}
-"""Name in another trainer -> dotted key of the recipe."""
+"""Name in another trainer -> dotted key of the recipe, or advice with several keys."""
 
 NO_IMPORT_PATHS = "--no-import-paths"
 IMPORT_PATH_FIELDS = ("kind", "iterable", "collate_fn", "curriculum")
@@ -93,8 +93,8 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
     """Return the validated recipe.
 
     Raises:
-        ConfigError: The recipe is wrong. One line for each problem has file, line, key, the value and what
-            is valid.
+        ConfigError: The recipe is wrong. The message has one line for each problem, with file, line, key,
+            value and what is expected; of contradictions between keys, only the first.
     """
     if file.path.suffix == ".json" and not {"model", "data"} & file.tree.keys():
         option = format_shell_line("--deepspeed", str(file.path))
@@ -122,9 +122,8 @@ def _explain(problem: Any, file: ConfigFile) -> str:
         parts.append("kind")
     dotted = ".".join(parts)
     location = file.location_of(dotted)
-    if kind == "value_error" and any(
-        key.startswith(f"{dotted}.") and where == "command line" for key, where in file.locations.items()
-    ):
+    command_line_keys = [key for key, where in file.locations.items() if where == "command line"]
+    if kind == "value_error" and any(key.startswith(f"{dotted}.") for key in command_line_keys):
         # Keys of this section exclude each other, and the command line gave one of them.
         location = "command line"
     # Characters such as a no-break space would be invisible in the message.
@@ -140,7 +139,8 @@ def _explain(problem: Any, file: ConfigFile) -> str:
     if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
         return start + "missing"
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        hint = f"; did you mean {dotted}.{_MAIN_KEY[dotted]}?" if dotted in _MAIN_KEY and given else ""
+        has_hint = dotted in _MAIN_KEY and given
+        hint = f"; did you mean {dotted}.{_MAIN_KEY[dotted]}?" if has_hint else ""
         return f"{start}expected a section of keys and values, given {given!r}{hint}"
     if kind == "value_error":  # raised by a validator of the schema, whose message is complete
         return start + str(problem["ctx"]["error"])
@@ -160,14 +160,14 @@ def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:
         return "the DeepSpeed JSON decides this (--deepspeed FILE, or ds.KEY=VALUE)"
     if section is ImagesDataConfig and key in _HUB_IMAGE_KEYS:
         return "unknown key; images are read from one folder for each class: set data.path and data.eval_path"
-    ours = ALIASES.get(dotted) or ALIASES.get(key, dotted)
-    if ours != dotted:  # if equal, it is a key of another kind of this section
-        return f"unknown key; here it is {ours}"
+    recipe_key = ALIASES.get(dotted) or ALIASES.get(key, dotted)
+    if recipe_key != dotted:  # if equal, it is a key of another kind of this section
+        return f"unknown key; here it is {recipe_key}"
     hint = did_you_mean(key, section.model_fields if section else {})
     if "did you mean" in hint:
         return f"unknown key{hint}"
     elsewhere: dict[str, list[str]] = {}
-    for prefix, kind, other in _all_sections("", "", RunConfig):
+    for prefix, kind, other in _iterate_sections("", "", RunConfig):
         if key in other.model_fields:
             elsewhere.setdefault(f"{prefix}{key}", []).append(kind)
     if dotted in elsewhere:
@@ -175,25 +175,37 @@ def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:
     return f"unknown key; here it is {' or '.join(elsewhere)}" if elsewhere else f"unknown key{hint}"
 
 
-def _all_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str, str, Section]]:
-    """Yield dotted prefix, kind and class of each section within an annotation, also of nested ones."""
+def _iterate_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str, str, Section]]:
+    """Yield dotted prefix, kind and class of each section within an annotation, also of nested sections.
+
+    Args:
+        prefix: Dotted key of the annotated field with a dot at its end; empty for the whole recipe.
+        kind: Kind of the sections; empty if the field has sections of one kind only.
+        annotation: Type annotation of the field.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield prefix, kind, annotation
         for name, field in annotation.model_fields.items():
-            yield from _all_sections(f"{prefix}{name}.", "", field.annotation)
+            yield from _iterate_sections(f"{prefix}{name}.", "", field.annotation)
         return
-    within = f"{prefix}0." if get_origin(annotation) is list else prefix
-    for member in get_args(annotation) if get_origin(annotation) is not dict else ():
+    origin = get_origin(annotation)
+    if origin is dict:  # its keys are names that the user chooses
+        return
+    member_prefix = f"{prefix}0." if origin is list else prefix
+    for member in get_args(annotation):
         tagged = get_args(member)
         if len(tagged) == 2 and isinstance(tagged[1], Tag):
             if tagged[1].tag != "auto":
-                yield from _all_sections(prefix, tagged[1].tag, tagged[0])
+                yield from _iterate_sections(prefix, tagged[1].tag, tagged[0])
         else:
-            yield from _all_sections(within, kind, member)
+            yield from _iterate_sections(member_prefix, kind, member)
 
 
 def _locate(loc: tuple[Any, ...]) -> tuple[list[str], Section | None]:
-    """Return the parts of a pydantic location's key, without union tags, and the section of the last part."""
+    """Return the parts of a pydantic location's key, without union tags, and the class of its section.
+
+    The section is that of the last part; `None` if the last part is not a key of a section.
+    """
     parts: list[str] = []
     section: Section | None = None
     annotation: Any = RunConfig
@@ -206,12 +218,17 @@ def _locate(loc: tuple[Any, ...]) -> tuple[list[str], Section | None]:
             annotation = kinds[item]
         else:
             parts.append(str(item))
-            annotation = _annotation_within(annotation, str(item))
+            annotation = _find_annotation(annotation, str(item))
     return parts, section
 
 
-def _annotation_within(annotation: Any, key: str) -> Any:
-    """Return the annotation of a section's key, or of the values of a list or mapping; `None` if unknown."""
+def _find_annotation(annotation: Any, key: str) -> Any:
+    """Return the annotation of a section's key, or of the values of a list or mapping; `None` if unknown.
+
+    Args:
+        annotation: Annotation of the section, list or mapping.
+        key: Key of the section.
+    """
     fields = getattr(annotation, "model_fields", {})
     if key in fields:
         return fields[key].annotation
@@ -222,7 +239,12 @@ def _annotation_within(annotation: Any, key: str) -> Any:
 
 
 def find_code_references(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and value of everything in a recipe or section that would run code."""
+    """Yield dotted key and value of each field of a recipe that would run code.
+
+    Args:
+        section: Recipe, section, list or mapping.
+        prefix: Its dotted key with a dot at its end; empty for the recipe.
+    """
     entries: dict[Any, Any] = {}
     if isinstance(section, BaseModel | dict):
         entries = dict(section)
@@ -245,5 +267,5 @@ def refuse_code(config: RunConfig, file: ConfigFile) -> None:
     for dotted, value in find_code_references(config):
         raise ConfigError(
             f"{file.location_of(dotted)}: {dotted}: {value!r} would run code, and {NO_IMPORT_PATHS} "
-            "was given; read that code, then leave the option out"
+            "was given; if you trust that code, leave the option out"
         )

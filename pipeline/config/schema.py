@@ -89,7 +89,7 @@ class NotifyConfig(RecipeSection):
 
     @field_validator("command")
     @classmethod
-    def _splits_into_words(cls, command: str | None) -> str | None:
+    def _check_command(cls, command: str | None) -> str | None:
         try:
             words = shlex.split(command or "none")
         except ValueError as error:
@@ -100,7 +100,7 @@ class NotifyConfig(RecipeSection):
 
     @field_validator("webhook_env")
     @classmethod
-    def _is_variable_name(cls, name: str | None) -> str | None:
+    def _check_variable_name(cls, name: str | None) -> str | None:
         if name is not None and not (name.isascii() and name.isidentifier()):
             # The message does not quote the value, which may be the address.
             raise ValueError(
@@ -136,13 +136,14 @@ class WatchConfig(RecipeSection):
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
     """Action after a step whose gradient is infinite or NaN. Such a step never changes a parameter. `log`:
     it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain its
-    samples. `rollback`: the run returns to the newest checkpoint before the step, and continues without its
-    samples. `stop`: the run ends. In fp16, a step with a finite loss and an infinite gradient lowers the
-    loss scale while that is possible, and counts; `skip` then applies to all other steps, and `rollback`
-    and `stop` are errors."""
+    samples. `rollback`: the run returns to a checkpoint before the step, and leaves out samples (see
+    `rollback_steps`). `stop`: the run ends. In fp16, a step with a finite loss and an infinite gradient
+    lowers the loss scale while that is possible, and counts; `skip` then applies to all other steps, and
+    `rollback` and `stop` are errors."""
     on_spike: Literal["log", "skip", "rollback", "stop"] = "log"
     """Action after a step whose loss or gradient norm is far above those of the steps before it, with the
-    same choices. `skip`: the step changes nothing, which makes every step wait for the device."""
+    same choices. `skip`: the step changes nothing; to decide this, every step synchronizes with the
+    device."""
     on_corruption: Literal["log", "stop"] = "stop"
     """Action if ranks that should hold equal weights hold different bits. `stop`: the run ends with exit
     code 14 and without a further checkpoint, and checkpoints that may be affected are set aside. The next
@@ -158,6 +159,7 @@ class WatchConfig(RecipeSection):
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 RUN_NAME = r"^[\w.-]+$"
+"""Pattern of a run's name."""
 MAX_MICRO_BATCH_SIZE = MAX_ACCUMULATION_STEPS = 2**24
 MAX_GLOBAL_BATCH_SIZE = 2**40
 BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
@@ -165,6 +167,7 @@ BEST_MODES = {"loss": "min", "perplexity": "min", "accuracy": "max"}
 
 
 Position = Annotated[int, Field(ge=0, le=2**62)]
+"""Position of a sample in the order of the run's samples, from 0 on."""
 
 
 class LoaderConfig(RecipeSection):
@@ -180,14 +183,14 @@ class LoaderConfig(RecipeSection):
 
     @field_validator("leave_out", mode="before")
     @classmethod
-    def _to_tuples(cls, value: Any) -> Any:
+    def _convert_to_tuples(cls, value: Any) -> Any:
         if isinstance(value, list):  # YAML and JSON have no tuples
             return [tuple(pair) if isinstance(pair, list) else pair for pair in value]
         return value
 
     @field_validator("leave_out")
     @classmethod
-    def _in_order(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _check_order(cls, value: list[tuple[int, int]]) -> list[tuple[int, int]]:
         for first, last in value:
             if first >= last:
                 raise ValueError(f"[{first}, {last}] is empty: expected [first, last) with first < last")
@@ -213,7 +216,7 @@ class BatchConfig(RecipeSection):
 
     @field_validator("micro_batch_size", mode="wrap")
     @classmethod
-    def _number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    def _accept_number_or_auto(cls, value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         if isinstance(value, float) and value.is_integer():  # 1e1
             value = int(value)
         try:
@@ -261,15 +264,15 @@ class LogConfig(RecipeSection):
     tensorboard: bool = False
     """Whether to write TensorBoard event files (needs the `tensorboard` extra)."""
     trackers: list[TrackerConfig] = Field([])
-    """Your own trackers by import path, for example for MLflow. One that fails or blocks is dropped with a
-    message."""
+    """Your own trackers by import path, for example for MLflow. A tracker that fails or blocks is dropped
+    with a message, and the run continues without it."""
     price_per_device_hour: float | None = Field(None, ge=0)
     """Price of a GPU for an hour (on a CPU: of a rank), in any currency. Rows then have `perf/cost`, the
     cost of the run so far."""
 
     @field_validator("every")
     @classmethod
-    def _is_due(cls, value: int | float | str) -> int | float | str:
+    def _check_above_zero(cls, value: int | float | str) -> int | float | str:
         if not StepsOrEpochs.parse(value).number:
             raise ValueError(f"expected a number above 0, given {value!r}")
         return value
@@ -304,7 +307,7 @@ class WandbConfig(RecipeSection):
     x_axis: Literal["global_step", "tokens_seen"] = "global_step"
     """Horizontal axis of the curves. `tokens_seen` is for language models."""
     checkpoints: bool = False
-    """Whether to log each checkpoint as an artifact that references its files; none of them is uploaded."""
+    """Whether to log each checkpoint as an artifact that references its files; no file is uploaded."""
     histograms_every: int = Field(0, ge=0)
     """Number of steps between histograms of each parameter and its gradient, a multiple of `log.every`; 0:
     none."""
@@ -331,7 +334,7 @@ class EvalConfig(RecipeSection):
         return (self.best_mode or BEST_MODES.get(self.best_metric.rpartition("/")[2])) == "min"
 
     @model_validator(mode="after")
-    def _has_best_mode(self) -> EvalConfig:
+    def _require_best_mode(self) -> EvalConfig:
         name = self.best_metric.rpartition("/")[2]
         if self.best_mode is None and name not in BEST_MODES:
             near = get_close_matches(name, BEST_MODES, n=1)
@@ -388,14 +391,15 @@ class DistributedConfig(RecipeSection):
     the stack of every rank and names the ranks that are behind. Default: ten times the recent median step,
     at least 60."""
     straggler_share: float = Field(0.15, gt=0)
-    """Share by which a rank's own part of a step (reading data, computing) exceeds the median rank's when
-    an alert names the rank and that part. A pipeline stage is compared with its own earlier time."""
-    # torch's NUMA binding needs GPUs and the program numactl, and only torchrun applies it. This one works
-    # under every launcher, and on machines without GPUs.
+    """Threshold of the alert about slow ranks: the share by which a rank takes longer than the median rank
+    for its own part of a step (reading data, computing). The alert names the rank and that part. A pipeline
+    stage is compared with its own earlier time."""
+    # torch's NUMA binding needs GPUs and the program numactl, and only torchrun applies it. This binding
+    # works under every launcher, and on machines without GPUs.
     bind_cores: bool | None = None
-    """Whether to bind each rank to its share of the cores that it may use, those next to its GPU first.
+    """Whether to bind each rank to a part of the CPU cores that it may use, those next to its GPU first.
     Default: yes if several ranks may use the same cores, and neither the launcher nor a variable such as
-    OMP_PROC_BIND bound them."""
+    OMP_PROC_BIND bound the ranks."""
 
 
 class RunConfig(RecipeSection):
@@ -443,7 +447,7 @@ class RunConfig(RecipeSection):
     @model_validator(mode="before")
     @classmethod
     def _leave_adapter_rate_open(cls, recipe: Any) -> Any:
-        """Leave the learning rate of an adapter open unless the recipe states it; the model decides it."""
+        """Set an adapter's learning rate to null unless the recipe states one; the model then decides it."""
         if isinstance(recipe, dict) and recipe.get("adapter") is not None:
             optimizer = recipe.get("optimizer", {})
             if isinstance(optimizer, dict) and "learning_rate" not in optimizer:
@@ -451,14 +455,14 @@ class RunConfig(RecipeSection):
         return recipe
 
     @model_validator(mode="after")
-    def _has_rate(self) -> RunConfig:
+    def _require_learning_rate(self) -> RunConfig:
         if self.adapter is None and self.optimizer.learning_rate is None:
             raise ValueError("optimizer.learning_rate: expected a number above 0, given null")
         return self
 
 
 def get_cache_folder(config: RunConfig) -> Path:
-    """Return the cache folder of a recipe: that of its prepared data, or the default one."""
+    """Return the recipe's folder for prepared data, or the default folder if its data is not prepared."""
     documents = config.data.documents
     default = DocumentsConfig.model_fields["cache_dir"].default
     return Path(default if documents is None else documents.cache_dir).expanduser()

@@ -151,7 +151,7 @@ def test_a_value_out_of_its_range_is_told_with_the_range(load, tmp_path, dotted,
     [
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "non-finite gradients"),
         ({"zero_optimization.stage": 2}, 'unknown key; write "zero_optimization": {"stage": ...}'),
-        ({"bf16": {}, "bfloat16": {}}, "bfloat16: another name of bf16, which is given too; remove one of them"),
+        ({"bf16": {}, "bfloat16": {}}, "bfloat16: another name of bf16, which is given too; remove one"),
         ({"zero_optimization": {"cpu_offload": True}}, "use zero_optimization.offload_optimizer: "),
         ({"pipeline": {"seed_layers": True}}, "of pipeline this trainer reads partition, stages"),
         ({"tensor_parallel": {"dtype": "bf16"}}, "of tensor_parallel this trainer reads autotp"),
