@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 SCRIPT = "ds-pipeline"
+"""Name of the installed command."""
 Word = str | Path
+"""Word of a command line."""
 
 
 def format_pipeline_command(*words: Word) -> str:
@@ -36,13 +38,13 @@ def format_shell_line(*words: Word) -> str:
 
 
 def find_installed_program(name: str) -> str | None:
-    """Return how to start a program from the folder of this Python.
+    """Return the word that starts a program in the folder of this Python; `None` if it is not there.
 
-    The result is the name if the shell's path leads to that program, else its path. It is `None` if the
-    folder has no such program.
+    The word is the program's name if the shell finds this program by its name, else its path.
     """
-    beside = Path(sys.executable).with_name(name)
-    if not beside.exists():
+    program = Path(sys.executable).with_name(name)
+    if not program.exists():
         return None
     on_path = shutil.which(name)
-    return name if on_path is not None and Path(on_path).parent.samefile(beside.parent) else str(beside)
+    shell_finds_it = on_path is not None and Path(on_path).parent.samefile(program.parent)
+    return name if shell_finds_it else str(program)

@@ -23,11 +23,11 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Module -> name of its package on PyPI, if the two differ."""
 
 DEEPSPEED_VERSION = "0.19.8"
-"""Required version of DeepSpeed. engine/deepspeed_patches.py changes internals that only this version has."""
+"""Required version of DeepSpeed. engine/deepspeed_patches.py changes internals of exactly this version."""
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it."""
+    """Return whether a top-level module is installed, without importing it."""
     if module in sys.modules:
         return sys.modules[module] is not None
     spec = find_spec(module)
@@ -41,7 +41,7 @@ def require_package(module: str, feature: str, alternative: str = "") -> None:
     Args:
         module: Top-level module.
         feature: Setting, file or command that needs it, for the message.
-        alternative: Change of the settings that avoids the package; empty if there is none.
+        alternative: What to do instead of installing the package, in the imperative; empty for nothing.
 
     Raises:
         ConfigError: The module is not installed.
@@ -62,11 +62,11 @@ def require_deepspeed() -> None:
         ConfigError: Another version is installed, or none.
     """
     try:
-        found = metadata.version("deepspeed").partition("+")[0]
+        installed = metadata.version("deepspeed").partition("+")[0]  # without a local label such as +cu124
     except metadata.PackageNotFoundError:
-        found = "none"
-    if found != DEEPSPEED_VERSION:
+        installed = "none"
+    if installed != DEEPSPEED_VERSION:
         raise ConfigError(
             f"deepspeed {DEEPSPEED_VERSION} is needed, since this trainer corrects its internals; "
-            f"installed: {found}; pip install deepspeed=={DEEPSPEED_VERSION}"
+            f"installed: {installed}; pip install deepspeed=={DEEPSPEED_VERSION}"
         )

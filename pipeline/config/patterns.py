@@ -20,7 +20,7 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
     states one.
 
     Args:
-        trained: Name -> number of dimensions, of all trained parameters.
+        trained: Name -> number of dimensions, of each trained parameter.
         config: Optimizer section of the recipe.
 
     Raises:
@@ -38,11 +38,12 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
             key = f"optimizer.groups.{number - 1}.patterns"
             for name in match_parameters(pattern, trained, key, "that is trained"):
                 group_of.setdefault(name, number)  # the first group that matches
-        flat = [name for name, its in group_of.items() if its == number and trained[name] != 2]
-        if flat and group.kind == "muon":
+        members = [name for name, number_of_group in group_of.items() if number_of_group == number]
+        others = [name for name in members if trained[name] != 2]
+        if others and group.kind == "muon":
             raise ConfigError(
-                f"optimizer.groups.{number - 1}.kind: muon is for matrices, and {flat[0]} has "
-                f"{trained[flat[0]]} dimension(s); write patterns that match only matrices"
+                f"optimizer.groups.{number - 1}.kind: muon is for matrices, and {others[0]} has "
+                f"{trained[others[0]]} dimension(s); write patterns that match only matrices"
             )
     keys: dict[str, GroupKey] = {}
     for name, dimensions in trained.items():
@@ -54,21 +55,23 @@ def assign_parameter_groups(trained: Mapping[str, int], config: OptimizerConfig)
 
 def get_optimizer_kind(key: GroupKey, config: OptimizerConfig) -> str:
     """Return the kind of optimizer of a group: `adamw`, `sgd`, `adafactor` or `muon`."""
-    kind = config.groups[key[0] - 1].kind if config.groups and key[0] else None
-    return kind or config.kind
+    number = key[0]
+    if config.groups and number:
+        return config.groups[number - 1].kind or config.kind
+    return config.kind
 
 
 def match_modules(
     pattern: str, names: Iterable[str], key: str, what: str, others: Iterable[str] = ()
 ) -> list[str]:
-    """Return the names that a pattern matches, either the whole name or its last parts, as in peft.
+    """Return the names that match a pattern as a whole, or whose last parts equal it, as in peft.
 
     Args:
         pattern: Shell pattern.
         names: Names of modules.
         key: Key of the recipe that has the pattern, for the error.
-        what: Kind of module, for the error.
-        others: Names of modules that can be trained fully, for the advice in the error.
+        what: Kind of module, such as "linear layer", for the error.
+        others: Names of modules that can be trained fully, for advice in the error.
 
     Raises:
         ConfigError: The pattern matches no name. The message has the nearest names.
@@ -78,17 +81,17 @@ def match_modules(
     def matches(name: str) -> bool:
         return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
-    if found := [name for name in names if matches(name)]:
-        return found
+    matching = [name for name in names if matches(name)]
+    if matching:
+        return matching
     if any(matches(name) for name in others):
         raise ConfigError(
             f"{key}: {pattern!r} is no {what} of the model; to train it fully: "
             f"adapter.modules_to_save=[{pattern}]"
         )
-    last = {name.rpartition(".")[2] for name in names}
-    raise ConfigError(
-        f"{key}: {pattern!r} matches no {what} of the model{_list_nearest(pattern, [*last, *names])}"
-    )
+    last_parts = {name.rpartition(".")[2] for name in names}
+    nearest = _format_nearest(pattern, [*last_parts, *names])
+    raise ConfigError(f"{key}: {pattern!r} matches no {what} of the model{nearest}")
 
 
 def match_parameters(
@@ -100,19 +103,21 @@ def match_parameters(
         pattern: Shell pattern.
         names: Names of parameters.
         key: Key of the recipe that has the pattern, for the error.
-        of_what: Description of these parameters, for the error.
+        of_what: Description that follows the word "parameter" in the error.
 
     Raises:
         ConfigError: The pattern matches no name. The message has the nearest names.
     """
     names = list(names)
-    if found := [name for name in names if fnmatchcase(name, pattern)]:
-        return found
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    if matching:
+        return matching
     raise ConfigError(
-        f"{key}: {pattern!r} matches no parameter {of_what}{_list_nearest(pattern, names)} (a pattern is "
+        f"{key}: {pattern!r} matches no parameter {of_what}{_format_nearest(pattern, names)} (a pattern is "
         "compared with whole names, and * stands for anything)"
     )
 
 
-def _list_nearest(pattern: str, names: list[str]) -> str:
+def _format_nearest(pattern: str, names: list[str]) -> str:
+    """Return `; nearest: ...` with the three names that are most like the pattern."""
     return f"; nearest: {', '.join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))}"

@@ -48,15 +48,16 @@ def check_requirements(combination: Combination) -> None:
             )
 
 
-# Pairs of keys for the same thing. One on the command line replaces the other in the file.
+# Pairs of keys that exclude each other. One on the command line replaces the other in the file.
 ALTERNATIVES = (("max_steps", "max_epochs"), ("data.paths", "data.sources"))
 
 
 @dataclass(frozen=True)
 class ResolvedSettings:
-    """Settings for one number of ranks on one kind of device, without any "auto"."""
+    """Settings for a number of ranks on a kind of device, without any "auto" but the micro-batch size's."""
 
     batch_plan: BatchPlan
+    """Division of the global batch; provisional while the recipe's micro-batch size is `auto`."""
     deepspeed: Tree | None
     """Dict that DeepSpeed gets; `None` for plain PyTorch."""
     split: Split
@@ -66,7 +67,11 @@ class ResolvedSettings:
     """Whether blocks are compiled."""
 
     def with_micro_batch_size(self, micro_batch_size: int) -> ResolvedSettings:
-        """Return the same settings with the global batch in micro-batches of another size."""
+        """Return the same settings with the global batch in micro-batches of another size.
+
+        Args:
+            micro_batch_size: Samples per rank; one of `batch_plan.candidates` (not checked).
+        """
         plan = self.batch_plan.with_micro_batch_size(micro_batch_size)
         filled = self.deepspeed
         if filled is not None:
@@ -77,7 +82,7 @@ class ResolvedSettings:
         return replace(self, batch_plan=plan, deepspeed=filled)
 
     def warn_of_slow_precision(self, device: Device) -> str | None:
-        """Return a warning if the device is a CPU that is not faster in this half precision than in fp32."""
+        """Return a warning if a CPU is not faster in this precision than in fp32; else `None`."""
         precision = self.split.precision
         is_fast = {"fp32": True, "bf16": device.bf16, "fp16": device.fp16}
         if device.kind != "cpu" or is_fast[precision]:
@@ -100,22 +105,22 @@ class Settings:
     """Whether the recipe is the default one, which is used if no recipe is given."""
 
     def with_arguments(self, words: Sequence[str]) -> Settings:
-        """Return the settings of the same command with further arguments.
+        """Return the settings of the same command with further arguments. The files are read again.
 
-        Advice and `plan --suggest` propose a change only if the settings accept its arguments here.
+        Advice and `plan --suggest` propose a change only if this method accepts its arguments.
 
         Args:
-            words: Overrides, and `--deepspeed FILE`.
+            words: Overrides, and possibly `--deepspeed` and its FILE.
 
         Raises:
-            ConfigError: As `load_settings`.
+            ConfigError: The files or overrides are wrong; see `load_settings`.
         """
         path = self.deepspeed_path
         added = list(words)
         if "--deepspeed" in added:
-            at = added.index("--deepspeed")
-            path = Path(added[at + 1])
-            del added[at : at + 2]
+            position = added.index("--deepspeed")
+            path = Path(added[position + 1])
+            del added[position : position + 2]
         words = [*self.overrides, *added]
         return load_settings(None if self.is_default else self.recipe_path, path, words)
 
@@ -127,26 +132,29 @@ class Settings:
     @property
     def deepspeed(self) -> Tree | None:
         """Checked tree of the DeepSpeed JSON; `None` for plain PyTorch."""
-        return (
-            None
-            if self.deepspeed_file is None or "torch" in self.deepspeed_file.tree
-            else self.deepspeed_file.tree
-        )
+        if self.deepspeed_file is None or "torch" in self.deepspeed_file.tree:
+            return None
+        return self.deepspeed_file.tree
 
     @property
     def adopted(self) -> dict[str, str]:
-        """JSON key -> key of the recipe, of all numbers that the JSON states in place of the recipe."""
+        """JSON key -> key of the recipe, of all values that the JSON states in place of the recipe."""
         tree = {} if self.deepspeed_file is None else self.deepspeed_file.tree
-        found = {key: own for key, own in ADOPTED.items() if get_dotted(tree, key) not in (None, "auto")}
-        if "scheduler.type" in found:  # the schedule also decides at which rate it ends
-            found["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
-        return found
+        stated = {}
+        for json_key, recipe_key in ADOPTED.items():
+            value = get_dotted(tree, json_key)
+            if value is not None and value != "auto":
+                stated[json_key] = recipe_key
+        if "scheduler.type" in stated:  # the kind of schedule also decides the last learning rate
+            stated["scheduler.params.cos_min_ratio"] = ADOPTED["scheduler.params.cos_min_ratio"]
+        return stated
 
     def resolve(self, world_size: int, device: Device) -> ResolvedSettings:
-        """Return the settings for this many ranks on this device, without any "auto".
+        """Return the settings for this many ranks on this device.
 
         Raises:
-            ConfigError: Numbers do not fit these ranks or this device, or two choices exclude each other.
+            ConfigError: Numbers do not fit these ranks or this device, two settings exclude each other, or a
+                package is not installed.
         """
         if self.deepspeed_file is None or self.deepspeed is None:
             resolved = self._resolve_plain(world_size, device)
@@ -192,11 +200,11 @@ class Settings:
     def resolve_before_torch(self, world_size: int) -> ResolvedSettings:
         """Return the settings for this many ranks, on a device that is guessed without loading torch.
 
-        torch may not be able to use a GPU that the driver reports. So settings that work only on a CPU are
-        accepted.
+        torch may not be able to use a GPU that the driver reports. So settings that do not work on that GPU
+        are resolved for the CPU.
 
         Raises:
-            ConfigError: As `resolve`.
+            ConfigError: The settings work neither on that GPU nor on the CPU; see `resolve`.
         """
         device = Device.probe()
         try:
@@ -236,7 +244,7 @@ def load_settings(
 ) -> Settings:
     """Load and check both files with the overrides of the command line.
 
-    Inside a file, its values replace the defaults, and the command line replaces both.
+    Values of a file replace the defaults, and values of the command line replace both.
 
     Args:
         recipe: YAML that says what is trained: a path, or the name of a shipped file. `None`: the default
@@ -247,7 +255,8 @@ def load_settings(
         import_paths: Whether the recipe may name code to run.
 
     Raises:
-        ConfigError: See pipeline.config.loading, pipeline.config.recipe and pipeline.config.deepspeed_json.
+        ConfigError: A file is missing or malformed; a key is unknown, or its value is not valid; keys
+            contradict each other; or the recipe names code and `import_paths` is off.
     """
     is_default = recipe is None
     recipe = find_recipe(DEFAULT_RECIPE if recipe is None else Path(recipe))
@@ -279,8 +288,9 @@ def load_settings(
         refuse_code(config, file)
     settings = Settings(config, recipe, deepspeed_file, tuple(overrides), is_default)
     if settings.deepspeed is not None and "engine" in config.model_fields_set:
-        given = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
-        location = "command line" if "command line" in given else [*given, file.location_of("engine")][0]
+        locations = [file.location_of(f"engine.{key}") for key in config.engine.model_fields_set]
+        locations.append(file.location_of("engine"))
+        location = "command line" if "command line" in locations else locations[0]
         raise ConfigError(
             f"{location}: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
             "remove the section"
@@ -289,16 +299,23 @@ def load_settings(
 
 
 def _remove_replaced_alternatives(tree: Tree, overridden: set[str]) -> None:
-    """Drop keys of the file that the command line replaces by their alternative."""
+    """Remove keys of the file that the command line replaces by their alternative.
+
+    Args:
+        tree: Recipe with the overrides.
+        overridden: Dotted keys that the command line gives.
+    """
     for pair in ALTERNATIVES:
         for given, other in (pair, pair[::-1]):
-            if given in overridden and other not in overridden and get_dotted(tree, given) is not None:
+            only_one_given = given in overridden and other not in overridden
+            if only_one_given and get_dotted(tree, given) is not None:
                 section, _, key = other.rpartition(".")
-                (get_dotted(tree, section) if section else tree).pop(key, None)
+                values = get_dotted(tree, section) if section else tree
+                values.pop(key, None)
 
 
 def _fill_tokenizer(config: RunConfig) -> RunConfig:
-    """Use the tokenizer of a pretrained model for the data, unless the recipe names another one.
+    """Return the recipe with a pretrained model's tokenizer for the data, unless it names a tokenizer.
 
     Raises:
         ConfigError: The model's folder does not exist, or contains an adapter instead of a model.
@@ -311,13 +328,12 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
     if description.is_file():  # transformers would load the adapter together with its base
         base = None
         with suppress(OSError, ValueError, AttributeError, RecursionError):
-            base = json.loads(read_regular_file(description, MAX_CONFIGURATION_BYTES)).get(
-                "base_model_name_or_path"
-            )
+            adapter = json.loads(read_regular_file(description, MAX_CONFIGURATION_BYTES))
+            base = adapter.get("base_model_name_or_path")
         raise ConfigError(
             f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "
             f"model.pretrained={base or 'ITS_BASE'} and adapter.weights={given} to train it further, or "
-            "merge it into its base and give that"
+            "merge it into its base and give the merged model's folder"
         )
     data = config.data.documents
     if data is None or data.tokenizer.pretrained is not None:
@@ -331,9 +347,10 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
 
 
 def _fill_by_objective(config: RunConfig) -> RunConfig:
-    """Fill in the settings that the objective decides.
+    """Return the recipe with the settings that the objective decides.
 
-    They are `examples` of preference data, and no generated text for a reward model.
+    These are `data.examples` of preference data; and for a reward model `sample.max_new_tokens: 0`, since it
+    generates no text.
     """
     if config.objective.kind == "reward":
         sample = config.sample.model_copy(update={"max_new_tokens": 0})
@@ -351,6 +368,6 @@ def format_recipe_yaml(config: RunConfig) -> str:
     It has an `engine` section only if the user wrote one, since that section is an error with a DeepSpeed
     JSON.
     """
-    left_out = set() if "engine" in config.model_fields_set else {"engine"}
-    tree = config.model_dump(mode="json", exclude_none=True, exclude=left_out)
+    excluded = set() if "engine" in config.model_fields_set else {"engine"}
+    tree = config.model_dump(mode="json", exclude_none=True, exclude=excluded)
     return yaml.dump(redact(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True)

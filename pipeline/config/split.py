@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.config.loading import ConfigFile, get_dotted
 from pipeline.errors import ConfigError
 
-# JSON key -> name of the degree in messages. The product of the degrees divides the number of ranks.
+# JSON key -> attribute of Split. The product of these degrees must divide the number of ranks.
 DEGREES = {
     "tensor_parallel.autotp_size": "tensor_parallel",
     "pipeline.stages": "pipeline_stages",
@@ -19,7 +19,7 @@ DEGREES = {
 }
 
 CPU_INFO = Path("/proc/cpuinfo")
-# Names of the instructions in Linux, on x86 and on ARM.
+# Linux's names of the CPU instructions that multiply in bf16 and fp16, on x86 and on ARM.
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 FP16_FLAGS = {"amx_fp16", "asimdhp"}  # not avx512_fp16: its products take as long as those in fp32
 FP8_CAPABILITY = 8.9  # compute capability of NVIDIA's GPUs from Ada and Hopper on
@@ -29,7 +29,8 @@ FP8_CAPABILITY = 8.9  # compute capability of NVIDIA's GPUs from Ada and Hopper 
 class Device:
     """The device of the ranks, and the half precisions in which it is faster than in fp32.
 
-    "auto" chooses among these precisions. On request a CPU also computes in the others, but a GPU does not.
+    "auto" chooses among these precisions. A CPU can compute in the other ones, too, if the settings ask for
+    it; a GPU cannot.
     """
 
     kind: str
@@ -56,9 +57,9 @@ class Device:
 
     @classmethod
     def probe(cls) -> Device:
-        """Return a GPU if its driver is loaded, else the CPU.
+        """Return a GPU if its driver is loaded, else the CPU. It takes up to 5 s and does not load torch.
 
-        The run asks torch instead (distributed/accelerator.py).
+        A run uses torch's answer instead (distributed/accelerator.py).
         """
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
         has_driver = any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
@@ -67,8 +68,8 @@ class Device:
             return cls.cpu()
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
-            capability = min(float(line) for line in answer.split())
+            output = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True).stdout
+            capability = min(float(line) for line in output.split())
             return cls("cuda", bf16=capability >= 8.0, fp16=True, fp8=capability >= FP8_CAPABILITY)
         except (OSError, subprocess.SubprocessError, ValueError):
             return cls("cuda", bf16=True, fp16=True) if has_driver else cls.cpu()
@@ -79,14 +80,19 @@ class Split:
     """The split of one job. The number of ranks is tensor x pipeline x sequence x data parallelism."""
 
     world_size: int
+    """Number of ranks of the job."""
     precision: str
     """`fp32`, `bf16` or `fp16`."""
     parallel: str
     """`deepspeed`; for plain PyTorch `single`, `dp` or `ddp`."""
     zero_stage: int = 0
+    """0 also for plain PyTorch."""
     tensor_parallel: int = 1
+    """Number of ranks that share each matrix."""
     pipeline_stages: int = 1
+    """Number of stages into which the model's blocks are divided."""
     sequence_parallel: int = 1
+    """Number of ranks that share each sequence."""
 
     @property
     def dp_world_size(self) -> int:
@@ -95,7 +101,10 @@ class Split:
 
     @property
     def cuts_matrices(self) -> bool:
-        """Return whether the optimizer of a rank steps parts of parameters, not whole matrices."""
+        """Return whether the optimizer of a rank steps parts of parameters, not whole matrices.
+
+        DeepSpeed's bf16 optimizer, which pipeline stages use, shards its states like ZeRO 1.
+        """
         staged_in_bf16 = self.pipeline_stages > 1 and self.precision == "bf16"
         return self.zero_stage > 0 or self.tensor_parallel > 1 or staged_in_bf16
 
@@ -122,10 +131,11 @@ def read_deepspeed_split(file: ConfigFile, world_size: int, precision: str) -> S
     stage = get_dotted(file.tree, "zero_optimization.stage") or 0
     needed = math.prod(degrees.values())
     if world_size % needed:
-        above_1 = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
-        product = " x ".join(f"{key} {degree}" for key, degree in above_1.items())
+        divided = {key: degrees[name] for key, name in DEGREES.items() if degrees[name] > 1}
+        product = " x ".join(f"{key} {degree}" for key, degree in divided.items())
+        next_multiple = -(-world_size // needed) * needed
         raise ConfigError(
-            f"{file.location_of(next(iter(above_1)))}: {product} needs a multiple of {needed} ranks, "
-            f"and this job has {world_size}; start {-(-world_size // needed) * needed}, or lower the degree"
+            f"{file.location_of(next(iter(divided)))}: {product} needs a multiple of {needed} ranks, "
+            f"and this job has {world_size}; start {next_multiple} ranks, or lower {' or '.join(divided)}"
         )
     return Split(world_size, precision, "deepspeed", stage, **degrees)

@@ -1,6 +1,6 @@
-"""Combinations of settings that do not work, with the reason and the nearest alternative.
+"""Combinations of settings that do not work, each with its reason and the nearest alternative.
 
-docs/splits.md has the same table.
+docs/splits.md has the same table; `format_rules_table` writes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Combination:
     split: Split
     device: Device
     compile: bool
-    """Whether blocks are compiled."""
+    """Whether torch.compile compiles the blocks."""
 
     def json_value(self, dotted: str) -> Any:
         """Return a value of the DeepSpeed JSON; `None` if it is not given."""
@@ -66,7 +66,7 @@ class Combination:
         return getattr(self.config.model, field, None)
 
     def divides(self, degree: int, *fields: str) -> bool:
-        """Return whether the degree divides all of these numbers of the model section that are stated."""
+        """Return whether the degree divides these fields of the model section; `None` counts as divided."""
         return all((self.model_value(field) or degree) % degree == 0 for field in fields)
 
 
@@ -77,13 +77,14 @@ class ConflictRule:
     combination: str
     """Description of the combination."""
     reason: str
+    """Why it does not work."""
     alternative: str
     """Settings to use instead; they follow the word "use"."""
     is_broken: Callable[[Combination], bool]
-    """Returns whether given settings are such a combination."""
+    """Function that returns whether the settings of a job are such a combination."""
 
 
-RULES = [
+RULES: list[ConflictRule] = [
     ConflictRule(
         "`parallel: single` or `dp` on several ranks",
         "both use one process; every rank would train a separate model",
@@ -164,7 +165,7 @@ RULES = [
     ),
     ConflictRule(
         "`data_types.grad_accum_dtype: fp32` in half precision without ZeRO",
-        "DeepSpeed does not mix the two at stage 0",
+        "DeepSpeed does not sum half-precision gradients in fp32 at stage 0",
         "zero_optimization.stage 1, 2 or 3",
         lambda c: _sums_in_fp32(c) and c.split.zero_stage == 0 and c.split.precision != "fp32",
     ),
@@ -174,7 +175,9 @@ RULES = [
         "zero_optimization.stage 2",
         lambda c: (
             _sums_in_fp32(c)
-            and (c.split.sequence_parallel > 1, c.split.zero_stage, c.split.precision) == (True, 1, "bf16")
+            and c.split.sequence_parallel > 1
+            and c.split.zero_stage == 1
+            and c.split.precision == "bf16"
         ),
     ),
     ConflictRule(
@@ -347,19 +350,23 @@ RULES = [
 
 
 def _shares_evenly(degree: int, heads: int | None) -> bool:
+    """Return whether ranks of this degree can share the heads, or `heads` is unknown."""
     return heads is None or heads % degree == 0 or degree % heads == 0
 
 
 def _sums_in_fp32(combination: Combination) -> bool:
+    """Return whether the JSON asks for gradient sums in fp32."""
     return combination.json_value("data_types.grad_accum_dtype") == "fp32"
 
 
 def _master_key_fits(combination: Combination) -> bool:
+    """Return whether no key asks for half-precision master weights of another precision than the run's."""
     others = [key for key in MASTER_WEIGHT_KEYS if not key.startswith(combination.split.precision)]
-    return not any(map(combination.json_value, others))
+    return not any(combination.json_value(key) for key in others)
 
 
 def _steps_half_masters(combination: Combination) -> bool:
+    """Return whether an optimizer of DeepSpeed can step master weights in half precision."""
     device = combination.zero_value("offload_optimizer.device")
     if device == "cpu":
         is_whole = combination.zero_value("offload_optimizer.ratio") in (None, 1)
@@ -368,17 +375,20 @@ def _steps_half_masters(combination: Combination) -> bool:
 
 
 def _cuts_or_copies_weights(combination: Combination) -> bool:
+    """Return whether the split cuts the model, or nn.DataParallel copies it."""
     split = combination.split
     cuts = split.zero_stage == 3 or split.tensor_parallel > 1 or split.pipeline_stages > 1
     return cuts or split.parallel == "dp"
 
 
 def _hpz_ranks(combination: Combination) -> int:
+    """Return the number of ranks of a ZeRO++ group that has a copy of the parameters; 1 for no groups."""
     size = combination.zero_value("zero_hpz_partition_size")
     return size if isinstance(size, int) and size > 0 else 1
 
 
 def _quantizes(combination: Combination) -> bool:
+    """Return whether ZeRO++ quantizes weights or gradients for communication."""
     return any(combination.zero_value(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
@@ -400,7 +410,7 @@ def check_combination(combination: Combination, file: ConfigFile | None) -> None
 
 
 def _locate(rule: ConflictRule, file: ConfigFile) -> str:
-    """Return the location of the first key in the rule's text that the file has, else the file."""
+    """Return the location of the first key in the rule's text that the file has, else the file's path."""
     for word in re.findall(r"[a-z][a-z0-9_.]{4,}", rule.combination):
         for dotted, location in file.locations.items():
             if dotted == word or dotted.endswith(f".{word}"):
