@@ -1,6 +1,8 @@
-"""Writes the tables of docs/configuration.md from the schema.
+"""Writes the tables of docs/configuration.md from the schema of the recipe.
 
 python docs/write_configuration.py
+
+The text around the tables is written by hand in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ DOCUMENT = Path(__file__).with_name("configuration.md")
 Schema = dict[str, Any]
 """JSON Schema, as pydantic writes it for the recipe."""
 
-# Pattern -> description. The docstring of a field explains every other pattern.
+# Pattern of a text -> description in the column "range". The docstring of a field explains other patterns.
 PATTERNS = {IMPORT_PATH: "an import path"} | dict.fromkeys(
     (RUN_NAME, SOURCE_NAME), "letters, digits, `_`, `.`, `-`"
 )
@@ -30,12 +32,12 @@ TYPES = {"interval": "steps or epochs", "steps or share": "steps or a share of t
 TYPES |= {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
 
 
-def document() -> str:
+def build_document() -> str:
     """Return the text of docs/configuration.md with new tables between its markers."""
     text = DOCUMENT.read_text(encoding="utf-8")
     tables = {
         "recipe": "\n".join(_format_recipe()),
-        "adopted": _format_pairs("in the recipe", {key: f"`{own}`" for key, own in keys.ADOPTED.items()}),
+        "adopted": _format_pairs("in the recipe", {key: f"`{name}`" for key, name in keys.ADOPTED.items()}),
         "ignored": _format_pairs("why", keys.IGNORED),
         "refused": _format_pairs("instead", keys.UNSUPPORTED),
     }
@@ -47,96 +49,105 @@ def document() -> str:
 
 
 def _format_recipe() -> Iterator[str]:
-    """Yield headings, paragraphs and tables of all sections of the recipe."""
+    """Yield the heading, paragraph and table of each section of the recipe, in Markdown."""
     recipe = RunConfig.model_json_schema()
     defined = recipe["$defs"]
-    top = {name: field for name, field in recipe["properties"].items() if not _sections(field)}
+    top = {name: field for name, field in recipe["properties"].items() if not _list_sections(field)}
     yield "## The run\n"
-    yield _table("", recipe | {"properties": top}, defined)
+    yield _format_table("", recipe | {"properties": top}, defined)
     for name, field in recipe["properties"].items():
-        members = [defined[section] for section in _sections(field)]
+        members = [defined[section] for section in _list_sections(field)]
         if not members:
             continue
         yield f"## {name}\n"
         for section in members:
             if len(members) > 1:
-                yield f"### {_kind(section)}\n"
-            yield _paragraph(section["description"])
-            yield _table(f"{name}.", section, defined)
-        for item, holders in _find_items(name, members).items():
-            yield f"### Each of {' and '.join(f'`{holder}`' for holder in holders)}\n"
-            yield _paragraph(defined[item]["description"])
-            yield _table("", defined[item], defined)
+                yield f"### {_format_kind(section)}\n"
+            yield _format_paragraph(section["description"])
+            yield _format_table(f"{name}.", section, defined)
+        for item, parents in _find_items(name, members).items():
+            yield f"### Each of {' and '.join(f'`{parent}`' for parent in parents)}\n"
+            yield _format_paragraph(defined[item]["description"])
+            yield _format_table("", defined[item], defined)
 
 
 def _format_pairs(heading: str, table: dict[str, str]) -> str:
-    return _rows(("key", heading), [(f"`{key}`", text) for key, text in table.items()])
+    return _format_rows(("key", heading), [(f"`{key}`", text) for key, text in table.items()])
 
 
-def _paragraph(text: str) -> str:
+def _format_paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 110, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def _sections(field: Schema) -> list[str]:
-    """Return the names of the sections that a field may be; empty for a value."""
+def _list_sections(field: Schema) -> list[str]:
+    """Return the names of the sections that a field may have as its value; empty if it has a plain value."""
     return [
-        each["$ref"].rpartition("/")[2] for each in field.get("oneOf", _alternatives(field)) if "$ref" in each
+        each["$ref"].rpartition("/")[2]
+        for each in field.get("oneOf", _list_alternatives(field))
+        if "$ref" in each
     ]
 
 
-def _alternatives(field: Schema) -> list[Schema]:
+def _list_alternatives(field: Schema) -> list[Schema]:
     """Return the types that a value may have, except null."""
     return [each for each in field.get("anyOf", [field]) if each.get("type") != "null"]
 
 
 def _find_items(name: str, members: list[Schema]) -> dict[str, dict[str, None]]:
-    """Return the sections within lists and mappings of a section -> the keys that contain them."""
-    found: dict[str, dict[str, None]] = {}
+    """Return name of each section within lists and mappings -> keys that contain it.
+
+    Args:
+        name: Key of the section whose lists and mappings are searched.
+        members: Schemas that this section may have.
+    """
+    items: dict[str, dict[str, None]] = {}
     for section in members:
         for key, field in section["properties"].items():
-            for each in _alternatives(field):
+            for each in _list_alternatives(field):
                 elements = [each.get("items", {}), *each.get("patternProperties", {}).values()]
-                for item in (item for element in elements for item in _sections(element)):
-                    found.setdefault(item, {})[f"{name}.{key}"] = None
-    return found
+                for item in (item for element in elements for item in _list_sections(element)):
+                    items.setdefault(item, {})[f"{name}.{key}"] = None
+    return items
 
 
-def _kind(section: Schema) -> str:
+def _format_kind(section: Schema) -> str:
     return f"kind: {section['properties']['kind'].get('const', 'package.module:function')}"
 
 
-def _table(prefix: str, section: Schema, defined: Schema) -> str:
-    return _rows(("key", "type", "default", "range", "meaning"), list(_field_rows(prefix, section, defined)))
+def _format_table(prefix: str, section: Schema, defined: Schema) -> str:
+    return _format_rows(
+        ("key", "type", "default", "range", "meaning"), list(_make_field_rows(prefix, section, defined))
+    )
 
 
-def _field_rows(prefix: str, section: Schema, defined: Schema) -> Iterator[tuple[str, ...]]:
+def _make_field_rows(prefix: str, section: Schema, defined: Schema) -> Iterator[tuple[str, ...]]:
     fields = section["properties"].items()
     for name, field in sorted(fields, key=lambda item: item[0] != "kind"):  # `kind` is the first row
-        if inner := _sections(field):
-            yield from _field_rows(f"{prefix}{name}.", defined[inner[0]], defined)
+        if inner := _list_sections(field):
+            yield from _make_field_rows(f"{prefix}{name}.", defined[inner[0]], defined)
             continue
         meaning = " ".join(field.get("description", "Kind of this section.").split())
         # The kind of these two is read before its section is validated, so its default has no effect.
-        default = "required" if name == "kind" and prefix in ("model.", "data.") else _default(field)
-        yield f"`{prefix}{name}`", _type(field), default, ", ".join(_range(field)), meaning
+        default = "required" if name == "kind" and prefix in ("model.", "data.") else _format_default(field)
+        yield f"`{prefix}{name}`", _format_type(field), default, ", ".join(_list_limits(field)), meaning
 
 
-def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _format_rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def _type(field: Schema) -> str:
-    return " or ".join(map(_type_of, _alternatives(field)))
+def _format_type(field: Schema) -> str:
+    return " or ".join(map(_format_one_type, _list_alternatives(field)))
 
 
-def _type_of(value: Schema) -> str:
+def _format_one_type(value: Schema) -> str:
     if "const" in value or "enum" in value:
         return ", ".join(f"`{word}`" for word in value.get("enum", [value.get("const")]))
     if "prefixItems" in value:
-        return f"list of {len(value['prefixItems'])} x {_type(value['prefixItems'][0])}"
+        return f"list of {len(value['prefixItems'])} x {_format_type(value['prefixItems'][0])}"
     if "items" in value:
-        return f"list of {_type(value['items'])}"
+        return f"list of {_format_type(value['items'])}"
     if "$ref" in value:
         return "sections"
     if value["type"] == "object":
@@ -144,7 +155,7 @@ def _type_of(value: Schema) -> str:
     return TYPES[value["type"]]
 
 
-def _default(field: Schema) -> str:
+def _format_default(field: Schema) -> str:
     if "default" not in field:
         return "required"
     if field["default"] is None:
@@ -152,17 +163,17 @@ def _default(field: Schema) -> str:
     return f"`{json.dumps(field['default'])}`".replace('"', "")
 
 
-def _range(field: Schema) -> Iterator[str]:
+def _list_limits(field: Schema) -> Iterator[str]:
     """Yield the limits of a number, the length of a list, the pattern of a text."""
-    for value in _alternatives(field):
+    for value in _list_alternatives(field):
         yield from (f"{sign} {value[name]:,}" for name, sign in LIMITS.items() if name in value)
         if "minItems" in value and "prefixItems" not in value:
             yield f"at least {value['minItems']}"
         patterns = [value.get("pattern"), *value.get("patternProperties", ())]
         yield from (PATTERNS[pattern] for pattern in patterns if pattern in PATTERNS)
         if item := value.get("prefixItems", [value.get("items")])[0]:  # all items have the same limits
-            yield from _range(item)
+            yield from _list_limits(item)
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(document(), encoding="utf-8")
+    DOCUMENT.write_text(build_document(), encoding="utf-8")

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 def test_the_document_is_up_to_date():
     program = runpy.run_path(str(ROOT / "docs" / "write_configuration.py"))
-    assert program["document"]() == PAGE, AGAIN
+    assert program["build_document"]() == PAGE, AGAIN
 
 
 def test_every_key_of_a_recipe_is_in_the_document():
