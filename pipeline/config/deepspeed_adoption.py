@@ -155,7 +155,7 @@ def _is_stated(value: Any) -> bool:
 
 
 def _note_schedule_differences(recipe: ConfigFile, file: ConfigFile) -> None:
-    """Add notes to the file if the learning rate differs from its `lr`, or from DeepSpeed's warm-up."""
+    """Add notes to the file if the run's peak rate is not the file's `lr`, or its warm-up not DeepSpeed's."""
     params = get_dotted(file.tree, "scheduler.params") or {}
     rate = get_dotted(file.tree, "optimizer.params.lr")
     peak = params.get("warmup_max_lr")

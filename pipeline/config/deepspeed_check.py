@@ -108,46 +108,46 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     checked: Tree = {}
     names = _list_key_names(prefix.removesuffix("."))
     for given, value in section.items():
-        full = f"{prefix}{given}"
+        written = f"{prefix}{given}"
         if is_comment(given) and given not in names:
-            file.notes.append(f"{file.describe_key(full)}: ignored; it is a comment")
+            file.notes.append(f"{file.describe_key(written)}: ignored; it is a comment")
             continue
-        if full in keys.UNSUPPORTED:
-            if not _is_off(full, value):
-                raise ConfigError(f"{file.describe_key(full)}: not supported; {keys.UNSUPPORTED[full]}")
+        if written in keys.UNSUPPORTED:
+            if not _is_off(written, value):
+                raise ConfigError(f"{file.describe_key(written)}: not supported; {keys.UNSUPPORTED[written]}")
             if value is not None:
-                file.notes.append(f"{file.describe_key(full)}: ignored; it is switched off")
+                file.notes.append(f"{file.describe_key(written)}: ignored; it is switched off")
             continue
         if given not in names:
-            raise ConfigError(f"{file.describe_key(full)}: {_explain_unknown(full, given, names)}")
+            raise ConfigError(f"{file.describe_key(written)}: {_explain_unknown(written, given, names)}")
         if value is None:
             continue
         name = names[given]
         dotted = f"{prefix}{name}"
         if name in checked or (name != given and section.get(name) is not None):
             raise ConfigError(
-                f"{file.describe_key(full)}: another name of {name}, which is given too; remove one of them"
+                f"{file.describe_key(written)}: another name of {name}, which is given too; remove one of them"
             )
-        if full != dotted:
+        if written != dotted:
             file.locations |= {
-                dotted + key[len(full) :]: file.locations[key] for key in file.keys_within(full)
+                dotted + key[len(written) :]: file.locations[key] for key in file.keys_within(written)
             }
-        checked_value = _check_value(file, dotted, value, full)
+        checked_value = _check_value(file, dotted, value, written)
         if dotted not in keys.IGNORED:
             checked[name] = checked_value
         elif not _is_off(dotted, value):
-            file.notes.append(f"{file.describe_key(full)}: ignored; {keys.IGNORED[dotted]}")
+            file.notes.append(f"{file.describe_key(written)}: ignored; {keys.IGNORED[dotted]}")
     return checked
 
 
-def _explain_unknown(full: str, given: str, names: dict[str, str]) -> str:
+def _explain_unknown(written: str, given: str, names: dict[str, str]) -> str:
     """Return the error text for a key that its section does not have."""
-    if full in keys.ALIASES:
-        return f"unknown key; {keys.ALIASES[full]}"
+    if written in keys.ALIASES:
+        return f"unknown key; {keys.ALIASES[written]}"
     if "." in given and given in load_key_rules():
         return f"unknown key; write {_format_nested(given)}"
-    section = full.rpartition(".")[0]
-    if full in load_key_rules():
+    section = written.rpartition(".")[0]
+    if written in load_key_rules():
         read_keys = ", ".join(sorted(set(names.values())))
         return f"not supported; of {section} this trainer reads {read_keys}"
     valid = set(names)

@@ -77,7 +77,7 @@ class ConflictRule:
     combination: str
     """Description of the combination."""
     reason: str
-    """Why it does not work."""
+    """Reason why the combination does not work."""
     alternative: str
     """Settings to use instead; they follow the word "use"."""
     is_broken: Callable[[Combination], bool]
