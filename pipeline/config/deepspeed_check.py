@@ -126,7 +126,8 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
         dotted = f"{prefix}{name}"
         if name in checked or (name != given and section.get(name) is not None):
             raise ConfigError(
-                f"{file.describe_key(written)}: another name of {name}, which is given too; remove one of them"
+                f"{file.describe_key(written)}: another name of {name}, which is given too; remove one of "
+                "them"
             )
         if written != dotted:
             file.locations |= {
@@ -186,19 +187,22 @@ def _check_value(file: ConfigFile, dotted: str, value: Any, written: str) -> Any
         ConfigError: The value is not of the type that DeepSpeed reads, or out of its range.
     """
     rule = load_key_rules()[dotted]
-    kinds = [rule["type"]] if isinstance(rule.get("type"), str) else rule.get("type", [])
-    if value == "auto" and "object" not in kinds and dotted not in keys.NEVER_AUTO:
+    types = rule.get("type", [])  # JSON Schema's names; empty for any type
+    if isinstance(types, str):
+        types = [types]
+    may_be_auto = "object" not in types and dotted not in keys.NEVER_AUTO
+    if value == "auto" and may_be_auto:
         return value  # resolve_deepspeed fills it, or raises
     given = value
-    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+    if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    has_type = not kinds or any(
-        isinstance(value, TYPES[kind][0]) and (kind == "boolean" or not isinstance(value, bool))
-        for kind in kinds
-    )
+    if isinstance(value, bool):  # an integer for Python, but not for JSON
+        has_type = not types or "boolean" in types
+    else:
+        has_type = not types or any(isinstance(value, TYPES[name][0]) for name in types)
     if not has_type or not _is_in_range(rule, value):
         advice = f"; {rule['advice']}" if "advice" in rule else ""
-        expected = _describe_expected(dotted, rule, kinds)
+        expected = _describe_expected(dotted, rule, types)
         raise ConfigError(f"{file.describe_key(written)}: expected {expected}, given {given!r}{advice}")
     if isinstance(value, dict) and _list_key_names(dotted):
         return _check_section(file, value, f"{dotted}.")
@@ -206,6 +210,7 @@ def _check_value(file: ConfigFile, dotted: str, value: Any, written: str) -> Any
 
 
 def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
+    """Return whether a value of the right type is one of the rule's choices, or within its bounds."""
     if isinstance(value, list) and rule.get("items") == "string":
         return all(isinstance(each, str) for each in value)
     if "enum" in rule:
@@ -223,15 +228,15 @@ def _is_in_range(rule: dict[str, Any], value: Any) -> bool:
     )
 
 
-def _describe_expected(dotted: str, rule: dict[str, Any], kinds: list[str]) -> str:
+def _describe_expected(dotted: str, rule: dict[str, Any], types: list[str]) -> str:
     """Return the text that follows "expected" in an error: the types, choices and bounds of a key."""
     if "enum" in rule:
         words = [str(each).lower() if isinstance(each, bool) else str(each) for each in rule["enum"]]
         return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-    if dotted in keys.DEVICE_DECIDES_AUTO and kinds == ["boolean"]:
+    if dotted in keys.DEVICE_DECIDES_AUTO and types == ["boolean"]:
         return 'true, false or "auto"'
     bounds = [f" {word} {rule[bound]:,}" for bound, word in BOUNDS.items() if bound in rule]
     multiple = f", a multiple of {rule['multipleOf']}" if "multipleOf" in rule else ""
     items = " of texts" if "items" in rule else ""
-    types = " or ".join(TYPES[kind][1] for kind in kinds) or "a finite number"
-    return types + items + " and".join(bounds) + multiple
+    names = " or ".join(TYPES[name][1] for name in types) or "a finite number"
+    return names + items + " and".join(bounds) + multiple

@@ -143,9 +143,9 @@ class ConfigFile:
     tree: Tree
     """Values, with overrides of the command line."""
     locations: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> `file:line` or `command line`."""
+    """Dotted key -> `file:line` or `command line`. The key of a list's element ends with its number."""
     notes: list[str] = field(default_factory=list)
-    """One line for each key that was accepted and has no effect."""
+    """Messages for the user, a line each: keys without effect, and differences from DeepSpeed."""
 
     def location_of(self, dotted: str) -> str:
         """Return the location of a key; if it is missing, that of its section or of the file."""

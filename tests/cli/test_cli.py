@@ -246,7 +246,7 @@ def test_a_wrong_option_is_told_with_the_usage(main, arguments, message):
         (
             ["engine.precision=bf16", "--deepspeed", ZERO2],
             "command line: engine: with --deepspeed the JSON decides the precision (bf16, fp16); "
-            "drop the section",
+            "remove the section",
         ),
     ],
 )
