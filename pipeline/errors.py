@@ -33,7 +33,7 @@ MAX_WORD_LENGTH = 400  # characters; a path may have 4096, too many to read
 
 def escape_unprintable(text: str) -> str:
     r"""Return the text with secrets redacted and unprintable characters as escapes such as `\x1b`."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), redact_text(text))
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), redact_text(text))
 
 
 def shorten_message(text: str, max_line_length: int = MAX_LINE_LENGTH) -> str:

@@ -197,7 +197,7 @@ def find_path_inside(folder: Path, name: str) -> Path | None:
     In the Hugging Face cache, the files of `snapshots/COMMIT` are links to its folder `blobs`. These files
     count as inside.
     """
-    given = Path(name)
+    name_path = Path(name)
     root = folder.resolve()
     if root.parent.name == "snapshots":
         root = root.parents[1]
@@ -205,7 +205,7 @@ def find_path_inside(folder: Path, name: str) -> Path | None:
         is_inside = (folder / name).resolve().is_relative_to(root)
     except (OSError, RuntimeError, ValueError):  # a loop of links or an impossible name: reading fails
         is_inside = True
-    is_plain = ".." not in given.parts and not given.is_absolute()
+    is_plain = ".." not in name_path.parts and not name_path.is_absolute()
     return folder / name if is_inside and is_plain else None
 
 

@@ -105,10 +105,10 @@ class SourceConfig(RecipeSection):
 
     @model_validator(mode="after")
     def _check_origin(self) -> SourceConfig:
-        given = [name for name in ("paths", "dataset", "iterable") if getattr(self, name) is not None]
-        if len(given) != 1:
+        origins = [name for name in ("paths", "dataset", "iterable") if getattr(self, name) is not None]
+        if len(origins) != 1:
             raise ValueError(
-                f"give exactly one of paths, dataset and iterable (given: {', '.join(given) or 'none'})"
+                f"give exactly one of paths, dataset and iterable (given: {', '.join(origins) or 'none'})"
             )
         if self.weight is not None and self.epochs != 1.0:
             raise ValueError("give weight or epochs, not both")
@@ -303,7 +303,8 @@ class PreferenceDataConfig(ConversationsConfig):
     prompt. It may be longer than the model's positions, which restart at each answer."""
     answer_length: int | None = Field(None, gt=1, le=2**30)
     """Largest number of tokens of an answer with its prompt; `too_long` decides about longer ones. Default:
-    as many as fit in a sequence. If answers may exceed the model's positions, set it to their number."""
+    as many as fit in a sequence. If answers may exceed the model's positions, give the number of
+    positions."""
     separate_documents: bool = True
     """Always `true`: attention never crosses from one answer to another."""
     layout: Literal[
@@ -318,8 +319,8 @@ class PreferenceDataConfig(ConversationsConfig):
     also holds its prompt with the next row's answer, from which KTO estimates its KL term. Default:
     `unpaired` with objective kto, else `pairs`."""
     learn_from: Literal["assistant", "content"] = "assistant"
-    """Tokens of an answer that count. `assistant`: all that the template writes for it. `content`: its
-    content and an end-of-document token that follows it."""
+    """Tokens of an answer that count in the loss. `assistant`: all that the template writes for the answer.
+    `content`: the answer's content and an end-of-document token that follows it."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """`best_fit`: whole examples share a sequence if they fit. `none`: each alone, padded."""
     too_long: Literal["drop", "error"] = "drop"
@@ -380,10 +381,10 @@ class ImagesDataConfig(DataSection):
     @model_validator(mode="after")
     def _check_channels(self) -> ImagesDataConfig:
         for name in ("mean", "std"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.channels:
+            numbers = getattr(self, name)
+            if numbers is not None and len(numbers) != self.channels:
                 raise ValueError(
-                    f"{name}: {len(given)} numbers for {self.channels} channels; give one for each"
+                    f"{name}: {len(numbers)} numbers for {self.channels} channels; give one for each"
                 )
         return self
 

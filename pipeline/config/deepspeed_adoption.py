@@ -129,18 +129,18 @@ def _read_stated(file: ConfigFile) -> Iterator[_StatedNumber]:
     tree = file.tree
     peak = get_dotted(tree, "scheduler.params.warmup_max_lr")
     for json_key, recipe_key in keys.ADOPTED.items():
-        given = get_dotted(tree, json_key)
-        if not _is_stated(given):
+        json_value = get_dotted(tree, json_key)
+        if not _is_stated(json_value):
             continue
-        if json_key == "optimizer.params.lr" and _is_stated(peak) and peak != given:
+        if json_key == "optimizer.params.lr" and _is_stated(peak) and peak != json_value:
             continue  # DeepSpeed's schedule replaces this rate by warmup_max_lr
-        value = given
+        value = json_value
         if json_key == "optimizer.type":
-            value = keys.OPTIMIZERS[given.lower()]
+            value = keys.OPTIMIZERS[json_value.lower()]
         elif json_key == "scheduler.type":
-            value = keys.SCHEDULES[given]
-        has_same_name = str(given).lower() == str(value)
-        quoted = str(given) if has_same_name else f"{given} (here: {value})"
+            value = keys.SCHEDULES[json_value]
+        has_same_name = str(json_value).lower() == str(value)
+        quoted = str(json_value) if has_same_name else f"{json_value} (here: {value})"
         yield _StatedNumber(json_key, recipe_key, value, quoted)
     if get_dotted(tree, "scheduler.type") == "WarmupDecayLR":
         lowest = get_dotted(tree, "scheduler.params.warmup_min_lr")

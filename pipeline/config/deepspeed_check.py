@@ -107,9 +107,9 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
     """
     checked: Tree = {}
     names = _list_key_names(prefix.removesuffix("."))
-    for given, value in section.items():
-        written = f"{prefix}{given}"
-        if is_comment(given) and given not in names:
+    for key_name, value in section.items():
+        written = f"{prefix}{key_name}"
+        if is_comment(key_name) and key_name not in names:
             file.notes.append(f"{file.describe_key(written)}: ignored; it is a comment")
             continue
         if written in keys.UNSUPPORTED:
@@ -118,13 +118,13 @@ def _check_section(file: ConfigFile, section: Tree, prefix: str) -> Tree:
             if value is not None:
                 file.notes.append(f"{file.describe_key(written)}: ignored; it is switched off")
             continue
-        if given not in names:
-            raise ConfigError(f"{file.describe_key(written)}: {_explain_unknown(written, given, names)}")
+        if key_name not in names:
+            raise ConfigError(f"{file.describe_key(written)}: {_explain_unknown(written, key_name, names)}")
         if value is None:
             continue
-        name = names[given]
+        name = names[key_name]
         dotted = f"{prefix}{name}"
-        if name in checked or (name != given and section.get(name) is not None):
+        if name in checked or (name != key_name and section.get(name) is not None):
             raise ConfigError(
                 f"{file.describe_key(written)}: another name of {name}, which is given too; remove one of "
                 "them"

@@ -20,7 +20,7 @@ MARKER_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 @contextmanager
-def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterator[None]:
+def use_hub_or_cache(key: str, name_or_path: str, error: type[PipelineError]) -> Iterator[None]:
     """Run the body with the hub's client offline if the hub does not answer.
 
     An offline client reads only its cache on this machine. The switch applies to the whole process, and is
@@ -28,30 +28,30 @@ def use_hub_or_cache(key: str, given: str, error: type[PipelineError]) -> Iterat
 
     Args:
         key: Key of the recipe that has the name, for errors.
-        given: Name on the hub, or a local path, for which the hub is not asked.
+        name_or_path: Name on the hub, or a local path, for which the hub is not asked.
         error: Class of the errors to raise.
 
     Raises:
         PipelineError: As `error`; the name is not valid on the hub, or the hub does not answer and the cache
             does not have it.
     """
-    if Path(given).expanduser().exists():
+    if Path(name_or_path).expanduser().exists():
         yield
         return
     from huggingface_hub import constants, try_to_load_from_cache  # takes half a second
     from huggingface_hub.errors import HFValidationError
 
-    start = f"{key}: {given!r}: there is no such folder"
+    start = f"{key}: {name_or_path!r}: there is no such folder"
     was_offline = constants.HF_HUB_OFFLINE
     try:
-        is_cached = any(isinstance(try_to_load_from_cache(given, file), str) for file in MARKER_FILES)
+        is_cached = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in MARKER_FILES)
     except HFValidationError as mistake:
         raise error(f"{start}, and it is no valid hub name ({summarize_error(mistake)})") from None
     problem = "HF_HUB_OFFLINE is set" if was_offline else _find_problem(constants.ENDPOINT)
     if problem is not None and not is_cached:
         raise error(
             f"{start}, the hub does not answer ({problem}), and its cache on this machine does not have it; "
-            f"give a folder, or download it on a machine with network access: hf download {given}"
+            f"give a folder, or download it on a machine with network access: hf download {name_or_path}"
         )
     constants.HF_HUB_OFFLINE = problem is not None
     try:

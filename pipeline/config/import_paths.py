@@ -93,12 +93,12 @@ def check_signature(
         pass  # no signature
 
 
-def suggest_import_path(given: str) -> str | None:
+def suggest_import_path(text: str) -> str | None:
     """Return advice if the text is the path of a file, `folder/file.py:name`; else `None`.
 
     The advice has the import path to write, and the folder in which to start.
     """
-    module_name, _, name = given.partition(":")
+    module_name, _, name = text.partition(":")
     if not name or not (module_name.endswith(".py") or "/" in module_name):
         return None
     file = Path(module_name).with_suffix("")

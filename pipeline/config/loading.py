@@ -373,8 +373,8 @@ def get_dotted(tree: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def did_you_mean(given: str, valid: Iterable[str]) -> str:
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """Return ` (did you mean "..."?)` with the nearest valid name, or ` (valid: ...)` if none is near."""
     options = sorted(valid)
-    near = difflib.get_close_matches(given, options, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     return f' (did you mean "{near[0]}"?)' if near else f" (valid: {', '.join(options)})"

@@ -63,7 +63,7 @@ class ParameterGroupConfig(RecipeSection):
     """
 
     patterns: list[str] = Field(min_length=1)
-    """Shell patterns for whole parameter names of the model, which are the same under every split; `*`
+    """Shell patterns for whole parameter names of the model; the names are the same under every split. `*`
     matches any text, also dots. Examples: `*.embed_tokens.*`, `model.layers.[01].*`. Each must match a
     trained parameter."""
     learning_rate_factor: float = Field(1.0, gt=0)
@@ -103,8 +103,8 @@ class OptimizerConfig(RecipeSection):
     momentum: float = Field(0.9, ge=0, lt=1)
     """Factor by which a step multiplies the sum of earlier gradients (`sgd`). 0: no momentum and no state."""
     weight_decay: float = Field(0.1, ge=0)
-    """Weight decay of matrices; biases, norms and other vectors have none. It is decoupled, except with
-    `sgd`, where it is added to the gradient after clipping."""
+    """Weight decay of matrices; biases, norms and other vectors have none. The decay is decoupled from the
+    gradient; only with `sgd` it is added to the gradient, after clipping."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Largest global gradient norm; gradients above it are clipped. 0 turns clipping off."""
     groups: list[ParameterGroupConfig] | None = None

@@ -70,7 +70,7 @@ class EarlyStoppingConfig(RecipeSection):
 class NotifyConfig(RecipeSection):
     """Alerts to your own command or webhook, besides the console, metrics.jsonl and W&B.
 
-    At most one alert of each name is sent in a minute. Training never waits for it.
+    At most one alert of each name is sent in a minute. Training never waits for the command or the webhook.
     """
 
     command: str | None = None
@@ -135,8 +135,8 @@ class WatchConfig(RecipeSection):
     training, and parameters that never change."""
     on_nonfinite: Literal["log", "skip", "rollback", "stop"] = "log"
     """Action after a step whose gradient is infinite or NaN. Such a step never changes a parameter. `log`:
-    it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain its
-    samples. `rollback`: the run returns to a checkpoint before the step, and leaves out samples (see
+    it counts as a step. `skip`: it does not count, and the run continues as if the data did not contain the
+    step's samples. `rollback`: the run returns to a checkpoint before the step, and leaves out samples (see
     `rollback_steps`). `stop`: the run ends. In fp16, a step with a finite loss and an infinite gradient
     lowers the loss scale while that is possible, and counts; `skip` then applies to all other steps, and
     `rollback` and `stop` are errors."""
@@ -174,8 +174,8 @@ class LoaderConfig(RecipeSection):
     """The loader, which reads samples for the steps."""
 
     num_workers: int = Field(0, ge=0, le=1024)
-    """Number of worker processes that read ahead. 0 reads in the training process, which is right for
-    tokenised text: it is mapped into memory. Images, which must be decoded, need a few workers."""
+    """Number of worker processes that read ahead. 0: the training process reads, which is right for
+    tokenised text, since that is mapped into memory. Images, which must be decoded, need a few workers."""
     leave_out: list[tuple[Position, Position]] = Field([])
     """Ranges `[first, last)` of the run's sample order that no step uses, counted like
     `train/samples_seen`. An alert names the range of a bad step. The steps before and after a range stay
@@ -205,8 +205,8 @@ class BatchConfig(RecipeSection):
 
     micro_batch_size: Annotated[int, Field(gt=0, le=MAX_MICRO_BATCH_SIZE)] | Literal["auto"] | None = None
     """Number of samples in one forward pass of a rank. `auto`, with `global_batch_size`: the largest that
-    fits, found at the start by trial steps that do not count. It does not change the global batch, nor the
-    curve."""
+    fits, found at the start by trial steps that do not count. This size changes neither the global batch nor
+    the curve."""
     gradient_accumulation_steps: int | None = Field(None, gt=0, le=MAX_ACCUMULATION_STEPS)
     """Number of micro-batches whose gradients a rank adds up for one optimizer step. Default: it follows
     from the other two numbers, else 1."""
@@ -238,18 +238,19 @@ class EngineConfig(RecipeSection):
     started several ranks, else `single`."""
     precision: Literal["fp32", "bf16", "auto"] = "fp32"
     """Precision. `bf16`: computation under autocast, with parameters in fp32. `auto`: bf16 if the device is
-    faster in it."""
+    faster in bf16 than in fp32."""
     tf32: bool = False
     """Whether a GPU may multiply fp32 matrices in TF32 (10 bits of mantissa), which is faster and less
     exact."""
     compile: bool | Literal["auto"] = "auto"
     """Whether torch.compile compiles the model's repeated blocks, and the loss if the model needs logits.
-    It takes about a minute at the start; steps are then faster. `auto`: on a GPU, except with `dp`."""
+    Compilation takes about a minute at the start; steps are then faster. `auto`: on a GPU, except with
+    `dp`."""
     bucket_cap_mb: float = Field(25.0, gt=0, le=2**20)
     """Size in MiB of the gradient buckets of `ddp`."""
     find_unused_parameters: bool = False
-    """Whether `ddp` searches each step for parameters that the forward pass did not use. Without it, such
-    parameters are an error that names them."""
+    """Whether `ddp` searches in each step for parameters that the forward pass did not use. `false`: an
+    unused parameter is an error that names it."""
 
 
 class LogConfig(RecipeSection):
@@ -326,7 +327,7 @@ class EvalConfig(RecipeSection):
     `accuracy`, `NAME/loss` of one evaluation set, or a metric of your own objective."""
     best_mode: Literal["min", "max"] | None = None
     """Whether the lowest or the highest `best_metric` is the best. Default: `min` for a loss or a
-    perplexity, `max` for an accuracy. Other metrics need it."""
+    perplexity, `max` for an accuracy. Other metrics need this key."""
 
     @property
     def best_is_lowest(self) -> bool:
@@ -357,8 +358,8 @@ class CheckpointConfig(RecipeSection):
     keep_last: int = Field(2, gt=0)
     """Number of newest checkpoints that are kept."""
     keep_every: int = Field(0, ge=0)
-    """Interval in steps of checkpoints that are kept for ever: those whose step is a multiple of it. 0:
-    none."""
+    """Interval in steps between checkpoints that are never deleted: their step is a multiple of this number.
+    0: none."""
     keep_best: bool = False
     """Whether to keep the checkpoint with the best `eval.best_metric` as well. `every` must then be a
     multiple of `eval.every`."""
@@ -377,7 +378,7 @@ class SampleConfig(RecipeSection):
     """Largest number of tokens to generate; 0: none."""
     every_eval: bool = False
     """Whether to generate text after each evaluation, too, as an event `sample` in metrics.jsonl and a
-    table in Weights & Biases. It does not change the curve."""
+    table in Weights & Biases. The curve stays the same."""
 
 
 class DistributedConfig(RecipeSection):
@@ -387,9 +388,9 @@ class DistributedConfig(RecipeSection):
     """Seconds that a collective waits for the other ranks, in every process group. The watchdog also allows
     this time for starting, resuming, saving, ending, and for the first step, which may compile."""
     hang_seconds: float | None = Field(None, gt=0, le=10**7)
-    """Seconds without a step after which the watchdog ends the job with exit code 124. Before, it writes
-    the stack of every rank and names the ranks that are behind. Default: ten times the recent median step,
-    at least 60."""
+    """Seconds without a step after which the watchdog ends the job with exit code 124. Before that, the
+    watchdog writes the stack of every rank and names the ranks that are behind. Default: ten times the
+    recent median step, at least 60."""
     straggler_share: float = Field(0.15, gt=0)
     """Threshold of the alert about slow ranks: the share by which a rank takes longer than the median rank
     for its own part of a step (reading data, computing). The alert names the rank and that part. A pipeline
@@ -410,8 +411,8 @@ class RunConfig(RecipeSection):
     runs_dir: str = "runs"
     """Folder in which run directories are created."""
     run_dir: str | None = None
-    """Fixed directory of this run, in place of a new one in `runs_dir`; created if missing. A run in it is
-    resumed. A finished run continues with a higher `max_steps`, also with another `optimizer` or
+    """Fixed directory of this run, in place of a new one in `runs_dir`; created if missing. A run in that
+    directory is resumed. A finished run continues with a higher `max_steps`, also with another `optimizer` or
     `schedule`."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of initial weights, data order and dropout."""

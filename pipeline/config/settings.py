@@ -320,10 +320,10 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: The model's folder does not exist, or contains an adapter instead of a model.
     """
-    given = config.model.pretrained_from
-    if given is None:
+    pretrained = config.model.pretrained_from
+    if pretrained is None:
         return config
-    folder = Path(given).expanduser()
+    folder = Path(pretrained).expanduser()
     description = folder / "adapter_config.json"
     if description.is_file():  # transformers would load the adapter together with its base
         base = None
@@ -331,18 +331,18 @@ def _fill_tokenizer(config: RunConfig) -> RunConfig:
             adapter = json.loads(read_regular_file(description, MAX_CONFIGURATION_BYTES))
             base = adapter.get("base_model_name_or_path")
         raise ConfigError(
-            f"model.pretrained: {given!r} is an adapter (adapter_config.json), no whole model; write "
-            f"model.pretrained={base or 'ITS_BASE'} and adapter.weights={given} to train it further, or "
+            f"model.pretrained: {pretrained!r} is an adapter (adapter_config.json), no whole model; write "
+            f"model.pretrained={base or 'ITS_BASE'} and adapter.weights={pretrained} to train it further, or "
             "merge it into its base and give the merged model's folder"
         )
     data = config.data.documents
     if data is None or data.tokenizer.pretrained is not None:
         return config
-    if is_path(given) and not folder.is_dir():
+    if is_path(pretrained) and not folder.is_dir():
         raise ConfigError(
-            f"model.pretrained: {given!r}: there is no such folder; give a folder or a hub name"
+            f"model.pretrained: {pretrained!r}: there is no such folder; give a folder or a hub name"
         )
-    tokenizer = data.tokenizer.model_copy(update={"pretrained": given})
+    tokenizer = data.tokenizer.model_copy(update={"pretrained": pretrained})
     return config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
 
 
