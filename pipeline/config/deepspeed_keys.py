@@ -25,31 +25,35 @@ ALLOWED_BESIDE_TORCH = {
 # Advice -> keys, separated by spaces, that DeepSpeed no longer has or that this trainer does not support or
 # replaces by a setting of its own.
 _INSTEAD = {
-    "a checkpoint resumes on any number of ranks; set batch.global_batch_size in the recipe": "elasticity",
-    "compare settings with benchmarks/throughput.py": "autotuning",
+    "remove it, and set batch.global_batch_size in the recipe; a checkpoint resumes on any number of ranks": (
+        "elasticity"
+    ),
+    "remove it, and compare settings with benchmarks/throughput.py": "autotuning",
     "use a curriculum over data.sources (docs/extending.md)": "curriculum_learning",
     "remove it; this trainer does not need it": "eigenvalue progressive_layer_drop sparse_gradients "
     "zero_optimization.legacy_stage1",
-    "every row of metrics.jsonl has the peak memory": "memory_breakdown",
+    "remove it; every row of metrics.jsonl has the peak memory": "memory_breakdown",
     "remove it; the exact loss needs DeepSpeed's mean over ranks": "gradient_allreduce_op",
     "a checkpoint could not restore frozen weights of 8 bits; use zero_quantized_weights": (
         "zero_optimization.zero_quantized_nontrainable_weights"
     ),
-    "it is for generation in RLHF, which this trainer does not support": "hybrid_engine",
-    "metrics.jsonl has every number, one row a line": "comet csv_monitor",
+    "remove it; it is for generation in RLHF, which this trainer does not support": "hybrid_engine",
+    "remove it; metrics.jsonl has every number, one row a line": "comet csv_monitor",
     "it holds back updates that no checkpoint contains, so a run could not be resumed; use "
     "offload_optimizer: {device: cpu} alone": "zero_optimization.offload_optimizer.super_offload "
     "zero_optimization.zenflow",
-    "quantise or compress the exported weights after training": "compression_training "
-    "quantize_training weight_quantization",
+    "remove it, and quantise or compress the exported weights after training": (
+        "compression_training quantize_training weight_quantization"
+    ),
     "set batch.gradient_accumulation_steps in the recipe": "managed_gradient_accumulation",
     "set log.tensorboard in the recipe": "tensorboard",
     "set model.activation_checkpointing in the recipe": "pipeline.activation_checkpoint_interval",
     "set the wandb section of the recipe": "dump_state wandb",
-    "the data section of the recipe decides which samples are read, and in which order": "data_efficiency "
-    "dataloader_drop_last",
-    "this trainer does not shard experts": "expert_parallel",
-    "this trainer writes its own checkpoints, which any split reads; set checkpoint.every in the recipe": (
+    "remove it; the data section of the recipe decides which samples are read, and in which order": (
+        "data_efficiency dataloader_drop_last"
+    ),
+    "remove it; this trainer does not shard experts": "expert_parallel",
+    "remove it, and set checkpoint.every in the recipe; any split reads this trainer's checkpoints": (
         "checkpoint datastates_ckpt nebula"
     ),
     "use bf16 or fp16": "amp torch_autocast",
@@ -106,7 +110,7 @@ NEVER_AUTO = {
 }  # fmt: skip
 
 _COMPILE = 'write "compile": {"enabled": true}'
-# Keys that other trainers write into this file -> what to write here.
+# Key that other trainers write into a DeepSpeed JSON -> advice.
 ALIASES = dict.fromkeys(("compile.backend", "compile.disable", "compile.kwargs"), _COMPILE)
 ALIASES["fp16.opt_level"] = "it is a setting of apex; remove it"
 

@@ -116,38 +116,38 @@ def validate_recipe(file: ConfigFile) -> RunConfig:
 def _explain(problem: Any, file: ConfigFile) -> str:
     """Return the error message for one problem that pydantic found."""
     parts, section = _locate(problem["loc"])
-    kind = problem["type"]
-    given = problem["input"]
-    if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(given, dict):
+    error_type = problem["type"]
+    value = problem["input"]
+    if error_type in ("union_tag_invalid", "union_tag_not_found") and isinstance(value, dict):
         parts.append("kind")
     dotted = ".".join(parts)
     location = file.location_of(dotted)
     command_line_keys = [key for key, where in file.locations.items() if where == "command line"]
-    if kind == "value_error" and any(key.startswith(f"{dotted}.") for key in command_line_keys):
+    if error_type == "value_error" and any(key.startswith(f"{dotted}.") for key in command_line_keys):
         # Keys of this section exclude each other, and the command line gave one of them.
         location = "command line"
     # Characters such as a no-break space would be invisible in the message.
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in dotted)
     start = f"{location}: {visible}: "
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         return start + _explain_unknown(parts[-1], dotted, section)
-    if kind == "union_tag_invalid":
+    if error_type == "union_tag_invalid":
         tag = problem["ctx"]["tag"]
         expected = problem["ctx"]["expected_tags"].replace("'custom'", "")
         hint = did_you_mean(tag, re.findall(r"'(\w+)'", expected))
         return f"{start}{tag!r} is no known kind{hint}; your own: package.module:function"
-    if kind == "missing" or (kind == "union_tag_not_found" and isinstance(given, dict)):
+    if error_type == "missing" or (error_type == "union_tag_not_found" and isinstance(value, dict)):
         return start + "missing"
-    if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
-        has_hint = dotted in _MAIN_KEY and given
+    if error_type in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        has_hint = dotted in _MAIN_KEY and value
         hint = f"; did you mean {dotted}.{_MAIN_KEY[dotted]}?" if has_hint else ""
-        return f"{start}expected a section of keys and values, given {given!r}{hint}"
-    if kind == "value_error":  # raised by a validator of the schema, whose message is complete
+        return f"{start}expected a section of keys and values, given {value!r}{hint}"
+    if error_type == "value_error":  # raised by a validator of the schema, whose message is complete
         return start + str(problem["ctx"]["error"])
-    if kind == "string_pattern_mismatch" and (advice := suggest_import_path(given)) is not None:
-        return f"{start}{given}: {advice}"
+    if error_type == "string_pattern_mismatch" and (advice := suggest_import_path(value)) is not None:
+        return f"{start}{value}: {advice}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{start}{message}, given {given!r}"
+    return f"{start}{message}, given {value!r}"
 
 
 def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:

@@ -96,7 +96,9 @@ class Settings:
     """A validated recipe with, if given, a checked DeepSpeed JSON. `resolve` completes both for a job."""
 
     config: RunConfig
+    """The validated recipe, with overrides, defaults and numbers of the JSON."""
     recipe_path: Path
+    """YAML file of the recipe."""
     deepspeed_file: ConfigFile | None
     """File after --deepspeed; `None` if the option was not given."""
     overrides: tuple[str, ...] = ()
