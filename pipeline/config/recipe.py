@@ -162,7 +162,7 @@ def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:
         return "unknown key; images are read from one folder for each class: set data.path and data.eval_path"
     recipe_key = ALIASES.get(dotted) or ALIASES.get(key, dotted)
     if recipe_key != dotted:  # if equal, it is a key of another kind of this section
-        return f"unknown key; here it is {recipe_key}"
+        return f"unknown key; use {recipe_key}"
     hint = did_you_mean(key, section.model_fields if section else {})
     if "did you mean" in hint:
         return f"unknown key{hint}"
@@ -172,7 +172,7 @@ def _explain_unknown(key: str, dotted: str, section: Section | None) -> str:
             elsewhere.setdefault(f"{prefix}{key}", []).append(kind)
     if dotted in elsewhere:
         return f"unknown key; it goes with kind {' or '.join(elsewhere[dotted])}"
-    return f"unknown key; here it is {' or '.join(elsewhere)}" if elsewhere else f"unknown key{hint}"
+    return f"unknown key; use {' or '.join(elsewhere)}" if elsewhere else f"unknown key{hint}"
 
 
 def _iterate_sections(prefix: str, kind: str, annotation: Any) -> Iterator[tuple[str, str, Section]]:

@@ -59,7 +59,7 @@ def refused(tmp_path, capsys):
         (
             LLAMA,
             ["data.bad_records=skip"],
-            "command line: data.bad_records: unknown key; here it is data.sources.0.bad_records",
+            "command line: data.bad_records: unknown key; use data.sources.0.bad_records",
         ),
         (CNN, ["schedule.decay_steps=3"], "command line: schedule.decay_steps: a cosine schedule does"),
         (CNN + "schedule: {kind: constant, min_learning_rate_ratio: 0}\n", [], "recipe.yaml:4: schedule.min"),

@@ -101,15 +101,15 @@ def test_an_unknown_key_may_have_the_name_of_its_section(load, tmp_path, section
         ("sed=4", 'sed: unknown key (did you mean "seed"?)'),
         (
             "batch.batch_size=32",
-            "batch.batch_size: unknown key; here it is batch.global_batch_size (all ranks)",
+            "batch.batch_size: unknown key; use batch.global_batch_size (all ranks)",
         ),
-        ("model.name=x", "model.name: unknown key; here it is model.pretrained or model.architecture"),
+        ("model.name=x", "model.name: unknown key; use model.pretrained or model.architecture"),
         (
             "optimizer=adam",
             "optimizer: expected a section of keys and values, given 'adam'; did you mean optimizer.kind?",
         ),
-        ("sample_packing=true", "sample_packing: unknown key; here it is data.packing"),
-        ("torch_compile=true", "torch_compile: unknown key; here it is engine.compile"),
+        ("sample_packing=true", "sample_packing: unknown key; use data.packing"),
+        ("torch_compile=true", "torch_compile: unknown key; use engine.compile"),
         (
             "data={kind: images, path: a, dataset: b}",
             "data.dataset: unknown key; images are read from one folder",
@@ -120,11 +120,11 @@ def test_an_unknown_key_may_have_the_name_of_its_section(load, tmp_path, section
             "schedule.kind=warmup-stable-decay",
             "schedule.kind: 'warmup-stable-decay' is no known kind; write wsd, and",
         ),
-        ("betas=[0.9, 0.99]", "betas: unknown key; here it is optimizer.betas"),
-        ("every=3", "every: unknown key; here it is log.every or eval.every or checkpoint.every"),
-        ("optimizer.warmup=3", "optimizer.warmup: unknown key; here it is schedule.warmup"),
+        ("betas=[0.9, 0.99]", "betas: unknown key; use optimizer.betas"),
+        ("every=3", "every: unknown key; use log.every or eval.every or checkpoint.every"),
+        ("optimizer.warmup=3", "optimizer.warmup: unknown key; use schedule.warmup"),
         ("model.channels=3", "model.channels: unknown key; it goes with kind cnn"),
-        ("optimizer={lr: 4}", "optimizer.lr: unknown key; here it is optimizer.learning_rate"),
+        ("optimizer={lr: 4}", "optimizer.lr: unknown key; use optimizer.learning_rate"),
         ("model.kind=cmn", "model.kind: 'cmn' is no known kind (did you mean \"cnn\"?)"),
         ("seed=-1", "seed: input should be greater than or equal to 0, given -1"),
         ("seed.a=1", "seed.a: seed is a value, not a section"),
@@ -202,7 +202,7 @@ def test_what_others_call_a_key_is_told_by_ours_and_ours_is_there(load, tmp_path
     for word, key in ALIASES.items():
         where = f"wandb.{word}" if "." not in word else word
         message = fails_with(load, tmp_path, "", "", f"{where}=3")
-        assert f"{where}: unknown key; here it is {key}" in message
+        assert f"{where}: unknown key; use {key}" in message
         assert all(f"| `{each}" in page for each in re.findall(r"[a-z_]+\.[a-z_.]+|^[a-z_]+$", key)), key
 
 
