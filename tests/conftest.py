@@ -20,7 +20,7 @@ if shutil.which("g++"):
 os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
 
 import pytest
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from xdist.remote import Producer

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from distributed.launch.test_installation import find_python
-from support.launch import ROOT, environment
+from support.launch import ROOT, make_environment
 
 GPU_SH = ROOT / "benchmarks" / "gpu.sh"
 COMPUTED_ON_A_GPU = [
@@ -30,7 +30,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--collect-only", "-q", "tests/g
 
 @pytest.mark.nightly
 def test_the_tests_of_a_gpu_need_no_package_that_is_absent_there():
-    variables = environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    variables = make_environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     done = subprocess.run(
         [sys.executable, "-c", COLLECT], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
     )

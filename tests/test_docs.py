@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch import ROOT, numbers, write_recipe
+from support.launch import ROOT, read_reproducible_rows, write_recipe
 
 from pipeline.__main__ import COMMANDS
 from pipeline.__main__ import main as pipeline
@@ -316,7 +316,7 @@ def test_work_from_a_folder_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train(["--config", "my.yaml", "max_steps=2", "wandb.mode=disabled"]) == 0
     (made,) = (tmp_path / "runs").iterdir()
-    assert numbers(made)[-1]["step"] == 2
+    assert read_reproducible_rows(made)[-1]["step"] == 2
 
 
 @pytest.mark.slow

@@ -7,17 +7,17 @@ import math
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, launch, numbers, run_python, write_recipe
+from support.launch import ROOT, TRAIN, launch, read_reproducible_rows, run_python, write_recipe
 
 OFFLINE = "wandb.mode=disabled"
 
 
 def first(run: Path, key: str) -> float:
-    return next(row[key] for row in numbers(run) if key in row)
+    return next(row[key] for row in read_reproducible_rows(run) if key in row)
 
 
 def last(run: Path, key: str) -> float:
-    return next(row[key] for row in reversed(numbers(run)) if key in row)
+    return next(row[key] for row in reversed(read_reproducible_rows(run)) if key in row)
 
 
 @pytest.mark.daily("plain")
@@ -62,7 +62,9 @@ def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
     few = ["max_steps=2", "eval.max_samples=8", "sample.max_new_tokens=0"]
     some = ["max_steps=15", "schedule.warmup=0", *few[1:]]
     run_recipes(tmp_path, {"sft": some, "lora": few, "dpo": few, "reward": few[:2]})
-    begun = next(row for row in numbers(tmp_path / "runs" / "lora") if "eval/loss" in row)["eval/loss"]
+    begun = next(row for row in read_reproducible_rows(tmp_path / "runs" / "lora") if "eval/loss" in row)[
+        "eval/loss"
+    ]
     assert begun < math.log(2048) - 0.3, "it did not start from the model of sft"
     assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 0
 
@@ -72,7 +74,9 @@ def test_each_recipe_of_fine_tuning_goes_on_from_the_one_before(tmp_path):
 def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
     run_recipes(tmp_path, {"sft": [], "lora": [], "dpo": [], "reward": []})
     for name in ("sft", "lora"):
-        losses = [row["eval/loss"] for row in numbers(tmp_path / "runs" / name) if "eval/loss" in row]
+        losses = [
+            row["eval/loss"] for row in read_reproducible_rows(tmp_path / "runs" / name) if "eval/loss" in row
+        ]
         assert losses[-1] < losses[0] - 3
     assert last(tmp_path / "runs" / "dpo", "eval/rewards/margin") > 5
     for name in ("dpo", "reward"):
@@ -84,7 +88,7 @@ def test_the_recipes_of_fine_tuning_do_what_they_say(tmp_path):
 def test_the_documented_example_learns_its_wave(tmp_path):
     result = launch("--config", "docs/example/regression.yaml", f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
-    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    rows = [row["eval/loss"] for row in read_reproducible_rows(tmp_path) if "eval/loss" in row]
     assert rows[-1] < 0.03 < 0.3 < rows[0]
 
 
@@ -94,7 +98,7 @@ def test_the_documented_example_learns_its_wave(tmp_path):
 def test_the_documented_ctc_reads_words_of_any_width(tmp_path, split):
     result = launch("--config", "docs/example/ctc.yaml", *split, f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
-    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    rows = [row["eval/loss"] for row in read_reproducible_rows(tmp_path) if "eval/loss" in row]
     assert rows[-1] < 1 < 10 < rows[0]
 
 
@@ -105,7 +109,7 @@ def test_the_default_run_learns_saves_and_writes(tmp_path):
     part = ["max_steps=20", "eval.max_samples=32"]
     result = launch("--deepspeed", "ds_configs/zero2.json", *part, f"run_dir={tmp_path}", OFFLINE)
     assert result.returncode == 0, result.stderr
-    rows = [row["eval/loss"] for row in numbers(tmp_path) if "eval/loss" in row]
+    rows = [row["eval/loss"] for row in read_reproducible_rows(tmp_path) if "eval/loss" in row]
     assert rows[0] == pytest.approx(math.log(8192), rel=0.02)
     assert rows[-1] < rows[0] - 1
     for file in ("recipe.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "logs/rank00000.log"):

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from monitoring.trackers.test_trackers_notify import Server as Webhook
 from secret_forms import FORMS, HARMLESS, HARMLESS_VARIABLES, VARIABLES
-from support.launch import TRAIN, Launched, launch, run_directories, run_python, write_recipe
-from support.wandb_server import KEY, Server
+from support.launch import TRAIN, CompletedCommand, launch, run_directories, run_python, write_recipe
+from support.wandb_server import KEY, WandbServer
 
 from pipeline.errors import ConfigError, escape_unprintable, summarize_error
 from pipeline.monitoring.events import Event
@@ -282,7 +282,7 @@ def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
     extra |= {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     words = ["--config", str(recipe), "data.args.client_secret=command-line-word"]
     launcher = ["-m", "pipeline.distributed.launch.multi_gpu", "--num_gpus", "2"]
-    with Server(tmp_path / "server") as server:
+    with WandbServer(tmp_path / "server") as server:
         extra |= {"WANDB_BASE_URL": server.url, **KEY}
         done = run_python(*([TRAIN] if ranks == 1 else launcher), *words, cwd=folder, **extra)
     webhook.http.shutdown()
@@ -305,7 +305,7 @@ def test_no_secret_leaves_a_run_by_any_way(tmp_path: Path, ranks: int):
 
 
 def check_that_nothing_leaked(
-    folder: Path, run: Path, sent: Path, done: Launched, failed: int, url: str
+    folder: Path, run: Path, sent: Path, done: CompletedCommand, failed: int, url: str
 ) -> None:
     secrets = {secret for _, secret in FORMS} | set(VARIABLES.values())
     secrets |= {*WORDS, TAG, url, "word-of-a-diff", KEY["WANDB_API_KEY"]}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_inputs.case import Case
-from support.launch import ROOT, environment
+from support.launch import ROOT, make_environment
 
 
 class Server:
@@ -21,7 +21,7 @@ class Server:
     def __init__(self, scratch: Path) -> None:
         self._count = 0
         scratch.mkdir()
-        own = environment(
+        own = make_environment(
             OMP_NUM_THREADS="1",
             PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parents[1])]),
             HF_HUB_OFFLINE="1",

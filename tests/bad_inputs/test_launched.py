@@ -6,7 +6,7 @@ import json
 
 import pytest
 from support.launch import ROOT, TORCHRUN, TRAIN, launch, run_python, write_recipe
-from support.ranks import free_port
+from support.rank_pool import free_port
 
 pytestmark = pytest.mark.slow
 

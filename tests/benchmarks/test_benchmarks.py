@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.benchmarks import imported
+from support.benchmarks import import_benchmark
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ROOT / "benchmarks" / "throughput.py"
 
-workload = imported("workload")
-throughput = imported("throughput")
+workload = import_benchmark("workload")
+throughput = import_benchmark("throughput")
 
 
 def measured(folder, *options):
@@ -135,7 +135,7 @@ def test_an_adapter_of_peft_begins_as_ours_does(tmp_path, monkeypatch):
     work = replace(workload.Workload.of("tiny"), adapter=True)
     workload.write_recipe(tmp_path / "it.yaml", work, "fp32", plain=True)
     settings = load_settings(tmp_path / "it.yaml", None, [])
-    script = imported("loops").Script(settings)
+    script = import_benchmark("loops").Script(settings)
     job = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
     resolved = settings.resolve(1, describe_device(job.device))
     engine = build_engine(settings.config, resolved, job, script.data)

@@ -12,15 +12,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.benchmarks import FOLDER, imported
+from support.benchmarks import FOLDER, import_benchmark
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.blocks import compile_blocks
 
 pytestmark = pytest.mark.slow
-gpu_curve = imported("gpu_curve")
-gpu_census = imported("gpu_census")
+gpu_curve = import_benchmark("gpu_curve")
+gpu_census = import_benchmark("gpu_census")
 
 STEPS = 6
 

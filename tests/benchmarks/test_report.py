@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.benchmarks import imported
+from support.benchmarks import import_benchmark
 
-report = imported("report")
+report = import_benchmark("report")
 
 ROW = report.Row(
     name="ours",

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.base_model import write_base_model
-from support.checkpoints import flip_a_bit
+from support.checkpoints import flip_last_bit
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 import pipeline
@@ -257,7 +257,7 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path, base):
     aged(file, 60)
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, base, steps=1))
     stat = file.stat()
-    flip_a_bit(file)
+    flip_last_bit(file)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     pipeline.export(tmp_path / "run", tmp_path / "unnoticed", merge=True)
     trained(settings(tmp_path, "run", {"pretrained": str(own)}, {"rank": 2}, base, steps=2))

@@ -9,9 +9,9 @@ import torch
 from parity.adapters import WAYS
 from parity.measure import ALONE
 from peft import PeftModel
-from support.exchange import Run, run_on, tree
-from support.exchange import Split as Division
-from support.saved import store_in
+from support.checkpoint_stores import make_store
+from support.resume_across_splits import Run, make_recipe, run_on_split
+from support.resume_across_splits import Split as Division
 from support.tiny import VOCABULARY, resolve, token_bundle
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -53,7 +53,7 @@ def made_run(job, recipe, json, folder, whole_rows):
     loader = build_eval_loader(config, resolved.batch_plan, token_bundle(), run.engine)
     loss = evaluate(run.engine, CausalLM(), loader, job)["eval/loss"]
     about = describe_adapter(config, run.engine.module, job, open_checkpoint)
-    store_in(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})
+    make_store(folder / "checkpoints", job).save_final(run.engine, {"global_step": 4, **about})
     if job.ranks.is_main_process:
         write_model_description(run.engine.module, None, folder / "model")
         (folder / "recipe.yaml").write_text("max_steps: 4\n")
@@ -78,7 +78,7 @@ def read(folder):
 
 def test_in_bf16_without_deepspeed_too_over_a_base_of_bf16(base, tmp_path):
     read(base).bfloat16().save_pretrained(tmp_path / "base")
-    recipe = tree({"kind": "causal_lm", "pretrained": str(tmp_path / "base")}, rate=0.1)
+    recipe = make_recipe({"kind": "causal_lm", "pretrained": str(tmp_path / "base")}, rate=0.1)
     recipe |= {"adapter": {"rank": 4, "alpha": 8.0}}
     split = {"torch": {"parallel": "single"}, "bf16": {"enabled": True}}
     _, logits = made_run(ALONE, recipe, split, str(tmp_path / "run"), True)
@@ -91,10 +91,10 @@ def test_in_bf16_without_deepspeed_too_over_a_base_of_bf16(base, tmp_path):
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_peft_gives_what_the_run_gave(ranks, base, tmp_path, split, kind):
-    recipe = tree({"kind": "causal_lm", "pretrained": str(base)}, rate=0.1)
+    recipe = make_recipe({"kind": "causal_lm", "pretrained": str(base)}, rate=0.1)
     recipe |= {"adapter": {"kind": kind, "rank": 4, "alpha": 8.0}}
     whole_rows = not split.startswith(IN_PARTS)
-    loss, logits = run_on(ranks, SPLITS[split], made_run, recipe, str(tmp_path / "run"), whole_rows)[0]
+    loss, logits = run_on_split(ranks, SPLITS[split], made_run, recipe, str(tmp_path / "run"), whole_rows)[0]
 
     pipeline.export(tmp_path / "run", tmp_path / "adapter")
     pipeline.export(tmp_path / "run", tmp_path / "merged", merge=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from parity.splits import CPU, LLAMA, TENSOR_2, TWO_STAGES, zero
-from support.exchange import BAND, HALF, STEPS, Run, Split, run_on, tree
-from support.saved import store_in
+from support.checkpoint_stores import make_store
+from support.resume_across_splits import HALF, LOSS_TOLERANCE, STEPS, Run, Split, make_recipe, run_on_split
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def pairs():
 def save(job, recipe, json, folder):
     """Losses of a run that saves in the middle, beside training, and trains on."""
     run = Run(job, recipe, json)
-    store = store_in(folder, job)
+    store = make_store(folder, job)
     losses = run.train(0, HALF)
     assert store.save(run.engine, {"global_step": HALF}).problem is None
     losses += run.train(HALF, STEPS)
@@ -63,7 +63,7 @@ def save(job, recipe, json, folder):
 
 def go_on(job, recipe, json, folder):
     run = Run(job, recipe, json)
-    store = store_in(folder, job)
+    store = make_store(folder, job)
     assert store.resume(run.engine) == {"global_step": HALF}
     store.close()
     return run.train(HALF, STEPS)
@@ -78,7 +78,7 @@ def saved_by(ranks, tmp_path_factory):
         key = name, str(recipe.get("adapter"))
         if key not in found:
             folder = str(tmp_path_factory.mktemp("saved"))
-            found[key] = folder, run_on(ranks, SPLITS[name], save, recipe, folder)[0]
+            found[key] = folder, run_on_split(ranks, SPLITS[name], save, recipe, folder)[0]
         return found[key]
 
     return saved
@@ -99,28 +99,30 @@ ADAPTED_DAILY = (("ZeRO 3 x 2", "tensor 2 x 2"),)
     ],
 )
 def test_losses_of_an_adapter_are_those_of_the_unbroken_run(ranks, saved_by, saved, resumed):
-    recipe = tree(LLAMA) | {"adapter": {"kind": "dora", "rank": 4, "modules_to_save": ["lm_head"]}}
+    recipe = make_recipe(LLAMA) | {"adapter": {"kind": "dora", "rank": 4, "modules_to_save": ["lm_head"]}}
     folder, unbroken = saved_by(saved, recipe)
-    losses = run_on(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
-    assert losses == (unbroken[HALF:] if saved == resumed else pytest.approx(unbroken[HALF:], rel=BAND))
+    losses = run_on_split(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
+    assert losses == (
+        unbroken[HALF:] if saved == resumed else pytest.approx(unbroken[HALF:], rel=LOSS_TOLERANCE)
+    )
 
 
 @pytest.mark.daily("plain-ZeRO 2 x 2")
 @pytest.mark.parametrize(("saved", "resumed"), [("plain", "ZeRO 2 x 2"), ("ZeRO 2 x 2", "DDP x 2")])
 def test_losses_of_an_adapter_over_a_base_in_4_bits_too(ranks, saved_by, saved, resumed):
-    recipe = tree(LLAMA | {"hidden_size": 64, "intermediate_size": 128})
+    recipe = make_recipe(LLAMA | {"hidden_size": 64, "intermediate_size": 128})
     recipe |= {"adapter": {"rank": 4, "quantize": "nf4"}}
     folder, unbroken = saved_by(saved, recipe)
-    losses = run_on(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
-    assert losses == pytest.approx(unbroken[HALF:], rel=BAND)
+    losses = run_on_split(ranks, SPLITS[resumed], go_on, recipe, folder)[0]
+    assert losses == pytest.approx(unbroken[HALF:], rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("saved", "resumed"), pairs())
 def test_losses_are_those_of_the_unbroken_run(ranks, saved_by, saved, resumed):
-    folder, unbroken = saved_by(saved, tree(LLAMA))
-    losses = run_on(ranks, SPLITS[resumed], go_on, tree(LLAMA), folder)[0]
+    folder, unbroken = saved_by(saved, make_recipe(LLAMA))
+    losses = run_on_split(ranks, SPLITS[resumed], go_on, make_recipe(LLAMA), folder)[0]
     if saved == resumed:
         assert losses == unbroken[HALF:]
     else:
-        assert losses == pytest.approx(unbroken[HALF:], rel=BAND)
+        assert losses == pytest.approx(unbroken[HALF:], rel=LOSS_TOLERANCE)

@@ -18,9 +18,16 @@ from parity.splits import LLAMA
 from plain_engine import PlainEngine
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.checkpoints import written
-from support.exchange import SPLITS, Gathered, Run, shards_now, tree, whole_of
-from support.saved import store_in
+from support.checkpoint_stores import make_store
+from support.checkpoints import write_checkpoint
+from support.resume_across_splits import (
+    SPLITS,
+    GatheredShards,
+    Run,
+    assemble_tensors,
+    copy_shards,
+    make_recipe,
+)
 from support.tiny import resolve, token_bundle
 from support.weights import assert_same, small
 from torch import nn
@@ -53,17 +60,17 @@ def eval_loss(run) -> float:
 def made_run(job, model, split, folder):
     """A run directory after two steps; (its evaluation loss, this rank's shards). Collective."""
     folder = Path(folder)
-    run = Run(job, tree(model), split)
-    run.tree, run.split = tree(model), split
+    run = Run(job, make_recipe(model), split)
+    run.tree, run.split = make_recipe(model), split
     run.train(0, 2)
     loss = eval_loss(run)
-    store_in(folder / "checkpoints", job).save_final(
+    make_store(folder / "checkpoints", job).save_final(
         run.engine, {"global_step": 2, "tokens_seen": 1234.0, "eval_loss": loss}
     )
     if job.ranks.is_main_process:
         write_model_description(run.engine.module, None, folder / "model")
         (folder / "recipe.yaml").write_text("max_steps: 2\n")
-    return loss, shards_now(run.engine)
+    return loss, copy_shards(run.engine)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +96,8 @@ def exported(run: Path, out: Path, dtype="fp32", advance=lambda count: None, **o
 def loss_of(folder: Path) -> float:
     """The evaluation loss of the folder's model: a run's, that starts from it."""
     model = {"kind": "causal_lm", "pretrained": str(folder)}
-    run = Run(ALONE, tree(model), PLAIN)
-    run.tree, run.split = tree(model), PLAIN
+    run = Run(ALONE, make_recipe(model), PLAIN)
+    run.tree, run.split = make_recipe(model), PLAIN
     return eval_loss(run)
 
 
@@ -167,9 +174,9 @@ def with_buffers(seed: int) -> nn.Module:
 def plain_run(tmp_path):
     """(run directory, its module): no transformers model, with buffers that must not be rounded."""
     module = with_buffers(seed=0)
-    config, resolved = resolve(tree(LLAMA), PLAIN, 1)
+    config, resolved = resolve(make_recipe(LLAMA), PLAIN, 1)
     engine = TorchEngine(module, config.optimizer, config.engine, resolved.split, ALONE)
-    store = store_in(tmp_path / "run" / "checkpoints", ALONE)
+    store = make_store(tmp_path / "run" / "checkpoints", ALONE)
     store.save_final(engine, {"global_step": 2})
     other = TorchEngine(with_buffers(seed=1), config.optimizer, config.engine, resolved.split, ALONE)
     store.resume(other)
@@ -312,9 +319,9 @@ def test_values_beyond_fp16_are_refused(plain_run, tmp_path):
     _, module = plain_run
     with torch.no_grad():
         module.first.weight[0, 0] = 1e6
-    config, resolved = resolve(tree(LLAMA), PLAIN, 1)
+    config, resolved = resolve(make_recipe(LLAMA), PLAIN, 1)
     engine = TorchEngine(module, config.optimizer, config.engine, resolved.split, ALONE)
-    store_in(tmp_path / "big" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
+    make_store(tmp_path / "big" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
     assert "first.weight has values that fp16 cannot hold" in refused(
         tmp_path / "big", tmp_path / "out", "fp16"
     )
@@ -324,7 +331,7 @@ def without_the_file_of_rank_1(run: Path, engines: list[PlainEngine]) -> Path:
     """Return a checkpoint of two machines that share no file system, as the first of them has it."""
     checkpoint = run / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    manifest = written(checkpoint, engines)
+    manifest = write_checkpoint(checkpoint, engines)
     files = tuple(file.model_copy(update={"place": file.rank}) for file in manifest.files)
     (checkpoint / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).encode())
     (checkpoint / "rank-00001.safetensors").unlink()
@@ -356,7 +363,7 @@ def test_from_every_split_the_same_folder(split, ranks, tmp_path):
     results = ranks(2).run(
         made_run, TIED if "pipeline" in split else LLAMA, SPLITS[split].json, str(tmp_path)
     )
-    whole = whole_of(Gathered({}, [piece for _, shards in results for piece in shards]))
+    whole = assemble_tensors(GatheredShards({}, [piece for _, shards in results for piece in shards]))
     done = exported(tmp_path, tmp_path / "out")
     weights = load_file(done.files[0])
     assert weights.keys() == {name for name, kind in whole if kind == "weight"}
@@ -408,7 +415,7 @@ def test_a_model_larger_than_the_memory_limit(tmp_path):
     """
     assert 4 * VALUES * LAYERS > 1.5 * LIMIT
     engine = Large()
-    store_in(tmp_path / "run" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
+    make_store(tmp_path / "run" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
     assert "MemoryError" in limited("allocate").stderr
     done = limited("export", tmp_path / "run", tmp_path / "out")
     assert done.returncode == 0, done.stderr

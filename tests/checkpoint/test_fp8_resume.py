@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from parity.measure import largest_difference
 from parity.splits import LLAMA
-from support.exchange import HALF, SPLITS, gathered, gone_on, run_on, saved_run, tree, whole_of
+from support.resume_across_splits import (
+    HALF,
+    SPLITS,
+    assemble_tensors,
+    gather_shards,
+    make_recipe,
+    run_on_split,
+    train_and_save,
+    train_resumed,
+)
 
 pytest.importorskip("torchao")
 
@@ -19,9 +28,9 @@ FP8 = LLAMA | {"fp8": "tensorwise"}
     ("saved", "model", "resumed", "other"), [("zero3", FP8, "plain", LLAMA), ("plain", LLAMA, "zero3", FP8)]
 )
 def test_with_and_without(ranks, saved, model, resumed, other):
-    losses, source = saved_run(ranks, saved, model)
-    after = run_on(ranks, SPLITS[resumed], gone_on, tree(other), source, 0)
-    back, kept = whole_of(gathered(after)), whole_of(source)
+    losses, source = train_and_save(ranks, saved, model)
+    after = run_on_split(ranks, SPLITS[resumed], train_resumed, make_recipe(other), source, 0)
+    back, kept = assemble_tensors(gather_shards(after)), assemble_tensors(source)
     assert back.keys() == kept.keys()
     assert all(np.array_equal(back[key], values) for key, values in kept.items())
     assert largest_difference(after[0][0], losses[HALF:]) < 2e-3

@@ -18,7 +18,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine
-from support.checkpoints import written
+from support.checkpoints import write_checkpoint
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, ShardTable, decode_manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -31,7 +31,7 @@ HERE = Path("step-00000001") / MANIFEST
 @pytest.fixture(scope="module")
 def content():
     with tempfile.TemporaryDirectory() as folder:
-        written(Path(folder), [PlainEngine(rank, 2) for rank in range(2)])
+        write_checkpoint(Path(folder), [PlainEngine(rank, 2) for rank in range(2)])
         return (Path(folder) / MANIFEST).read_bytes()
 
 
@@ -54,7 +54,7 @@ def test_it_comes_back_as_it_was(content):
 
 
 def test_numbers_that_json_has_no_word_for_come_back(tmp_path):
-    written(tmp_path, [PlainEngine(0, 1)], state={"eval_loss": math.inf, "other": math.nan})
+    write_checkpoint(tmp_path, [PlainEngine(0, 1)], state={"eval_loss": math.inf, "other": math.nan})
     state = read_manifest(tmp_path).state
     assert state["eval_loss"] == math.inf
     assert math.isnan(state["other"])
@@ -114,7 +114,7 @@ def test_what_does_not_hold_together_is_refused(content, change, said):
     ],
 )
 def test_a_table_that_does_not_go_with_the_manifest_is_refused(tmp_path, change, said):
-    written(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
+    write_checkpoint(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
     (tmp_path / MANIFEST).write_bytes(resealed((tmp_path / MANIFEST).read_bytes(), change))
     manifest = read_manifest(tmp_path)
     with pytest.raises(CheckpointError, match=said):
@@ -122,7 +122,7 @@ def test_a_table_that_does_not_go_with_the_manifest_is_refused(tmp_path, change,
 
 
 def test_a_table_without_an_end_is_not_read_to_its_end(tmp_path):
-    written(tmp_path, [PlainEngine(0, 1)])
+    write_checkpoint(tmp_path, [PlainEngine(0, 1)])
     os.truncate(tmp_path / TABLE, 1 << 40)
     tracemalloc.start()
     with pytest.raises(CheckpointError, match="size or checksum differs"):
@@ -261,7 +261,7 @@ def test_what_is_no_manifest_is_refused(raw):
 
 
 def test_a_file_whose_header_says_something_else_is_not_loaded(tmp_path):
-    manifest = written(tmp_path, [PlainEngine(0, 1)])
+    manifest = write_checkpoint(tmp_path, [PlainEngine(0, 1)])
     path = tmp_path / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
     with CheckpointReader(manifest) as reader:

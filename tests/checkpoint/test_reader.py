@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_engine import PlainEngine, whole_region
-from support.checkpoints import written
+from support.checkpoints import write_checkpoint
 
 from pipeline.checkpoint.manifest import Manifest, read_manifest
 from pipeline.checkpoint.reader import CheckpointReader
@@ -25,7 +25,7 @@ DIVISIONS = st.tuples(st.integers(1, 5), st.sampled_from(["values", "columns"]))
 def test_any_division_reads_any_other(before, after):
     with tempfile.TemporaryDirectory() as name:
         folder, (world_size, by) = Path(name), after
-        written(folder, [PlainEngine(r, before[0], before[1], seed=7) for r in range(before[0])])
+        write_checkpoint(folder, [PlainEngine(r, before[0], before[1], seed=7) for r in range(before[0])])
         for rank in range(world_size):
             engine = PlainEngine(rank, world_size, by, seed=1)
             with CheckpointReader(read_manifest(folder)) as reader:
@@ -38,7 +38,7 @@ def test_any_division_reads_any_other(before, after):
 def test_any_stretch_in_any_dtype(data):
     with tempfile.TemporaryDirectory() as name:
         engines = [PlainEngine(rank, 3, "columns") for rank in range(3)]
-        manifest = written(Path(name), engines)
+        manifest = write_checkpoint(Path(name), engines)
         start = data.draw(st.integers(0, 66))
         region = Region((11, 6), None, start, data.draw(st.integers(0, 66 - start)))
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
@@ -60,7 +60,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
         return layout_of(manifest, file)
 
     monkeypatch.setattr(Manifest, "layout_of", noted)
-    written(tmp_path, [PlainEngine(rank, 5, seed=7) for rank in range(5)])
+    write_checkpoint(tmp_path, [PlainEngine(rank, 5, seed=7) for rank in range(5)])
     engine = PlainEngine(0, 1, "columns", seed=1)
     with CheckpointReader(read_manifest(tmp_path)) as reader:
         for _ in range(3):
@@ -71,7 +71,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    manifest = written(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
+    manifest = write_checkpoint(tmp_path, [PlainEngine(rank, 2) for rank in range(2)])
     (tmp_path / "rank-00001.safetensors").unlink()
     with CheckpointReader(manifest) as reader:
         PlainEngine(0, 2).restore(reader)  # all of its own is there
@@ -86,7 +86,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_a_file_cut_short_is_named(tmp_path):
-    manifest = written(tmp_path, [PlainEngine(0, 1)])
+    manifest = write_checkpoint(tmp_path, [PlainEngine(0, 1)])
     path = tmp_path / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with CheckpointReader(manifest) as reader, pytest.raises(CheckpointError, match="of head"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from parity.measure import ALONE
-from support.saved import store_in
+from support.checkpoint_stores import make_store
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.config.batch_plan import plan_batch
@@ -48,9 +48,9 @@ def unbroken_and_resumed(job: Job, deepspeed, folder: str):
     first = Trial(job, deepspeed)
     first.train(0, 5)
     samples_seen = first.loader.samples_seen
-    store_in(folder, job).save_final(first.engine, {"global_step": 5, "samples_seen": samples_seen})
+    make_store(folder, job).save_final(first.engine, {"global_step": 5, "samples_seen": samples_seen})
     second = Trial(job, deepspeed)
-    state = store_in(folder, job).resume(second.engine)
+    state = make_store(folder, job).resume(second.engine)
     assert state is not None
     second.loader.seek(state["samples_seen"])
     second.train(5, 10)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity.measure import ALONE
 from plain_engine import PlainEngine
-from support.checkpoints import Hostile, flip_a_bit, verify
+from support.checkpoints import MaliciousPickle, flip_last_bit, verify
 from test_manifest import resealed
 
 from pipeline.checkpoint.catalog import Retention, SavedCheckpoint, SavedCheckpoints, find_newest_complete
@@ -189,7 +189,7 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
 
 
 def damage(path):
-    flip_a_bit(path / "rank-00000.safetensors")
+    flip_last_bit(path / "rank-00000.safetensors")
 
 
 def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
@@ -355,7 +355,7 @@ class Outside:
         store.save(PlainEngine(0, 1, seed=2), state_at(2), wait=True)
         (folder / "outside" / "step-00000002").rename(self.step)
         size = (self.step / SHARD).stat().st_size
-        self.pickle = pickle.dumps(Hostile(self.owned)).ljust(size, b"\0")
+        self.pickle = pickle.dumps(MaliciousPickle(self.owned)).ljust(size, b"\0")
 
 
 @pytest.mark.parametrize("plant", PLANTED)

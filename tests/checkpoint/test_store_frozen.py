@@ -12,9 +12,9 @@ import pytest
 import torch
 from parity.measure import ALONE
 from plain_engine import PlainEngine
+from support.checkpoint_stores import make_store
 from support.checkpoints import verify
-from support.exchange import SPLITS, Run, run_on, tree
-from support.saved import store_in
+from support.resume_across_splits import SPLITS, Run, make_recipe, run_on_split
 
 from pipeline.checkpoint.catalog import Retention, read_complete_manifest
 from pipeline.checkpoint.shards import Region, Shard
@@ -118,7 +118,7 @@ def saved_twice(job: Job, recipe, split, folder: str):
     run = Run(job, recipe, split)
     shards = list(run.engine.shards())
     frozen = [shard.is_frozen for shard in shards]
-    store = store_in(folder, job)
+    store = make_store(folder, job)
     for step in (1, 2):
         run.train(step - 1, step)
         assert store.save(run.engine, {"global_step": step}, wait=step == 2).problem is None
@@ -134,7 +134,7 @@ def saved_twice(job: Job, recipe, split, folder: str):
 @pytest.mark.parametrize("name", ["plain", "zero1", "zero3"])
 def test_engines_say_what_is_frozen_first(ranks, tmp_path, name):
     model = {"kind": "engine.test_state:odd", "args": {"width": 16, "channels_last": False}}
-    results = run_on(ranks, SPLITS[name], saved_twice, tree(model), str(tmp_path))
+    results = run_on_split(ranks, SPLITS[name], saved_twice, make_recipe(model), str(tmp_path))
     assert set.union(*(titles for titles, *_ in results)) == {
         "weight of frozen.weight",
         "weight of frozen.bias",

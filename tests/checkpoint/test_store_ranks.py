@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from parity.measure import ALONE
 from plain_engine import PlainEngine
-from support.checkpoints import flip_a_bit, verify
-from support.heard import heard
-from support.ranks import RankFailedError, RankPool
+from support.captured_logs import capture_logs
+from support.checkpoints import flip_last_bit, verify
+from support.rank_pool import RankFailedError, RankPool
 from test_save_killed import Fault
 
 from pipeline.checkpoint.catalog import Retention, find_newest_complete
@@ -243,7 +243,7 @@ def two_machines_of_two(job: Job, folder: str, steps):
     if steps:
         return store._peers.neighbours
     engine = tensors(job, seed=99)
-    with heard("pipeline.checkpoint") as lines:
+    with capture_logs("pipeline.checkpoint") as lines:
         state = store.resume(engine)
     return state["global_step"], engine.is_model_of(state["global_step"]), lines
 
@@ -257,7 +257,7 @@ def test_ranks_of_a_machine_share_its_disk(ranks, tmp_path):
         "rank-00003.safetensors",
         "shards.safetensors",
     ]
-    flip_a_bit(tmp_path / "disk0" / "step-00000003" / "rank-00001.safetensors")
+    flip_last_bit(tmp_path / "disk0" / "step-00000003" / "rank-00001.safetensors")
     (tmp_path / "disk1" / "step-00000002" / "rank-00003.safetensors").unlink()
     for step, is_whole, lines in ranks(4).run(two_machines_of_two, str(tmp_path), []):
         assert (step, is_whole) == (1, True)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from plain_engine import PlainEngine
-from support.checkpoints import verify, written
+from support.checkpoints import verify, write_checkpoint
 
 from pipeline.checkpoint.manifest import MANIFEST, TABLE, Manifest
 from pipeline.checkpoint.reader import check_content
@@ -15,7 +15,7 @@ from pipeline.checkpoint.reader import check_content
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    manifest = written(tmp_path, [PlainEngine(rank, 3) for rank in range(3)])
+    manifest = write_checkpoint(tmp_path, [PlainEngine(rank, 3) for rank in range(3)])
     assert verify(tmp_path) == []
     return tmp_path, manifest
 

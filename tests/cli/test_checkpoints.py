@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from checkpoint.plain_engine import SHAPES, PlainEngine, whole_region
-from support.checkpoints import flip_a_bit, written
+from support.checkpoints import flip_last_bit, write_checkpoint
 
 from pipeline.__main__ import main
 from pipeline.checkpoint.catalog import Retention, diff_checkpoints, list_checkpoints, verify_checkpoint
@@ -65,7 +65,7 @@ def test_the_list_fits_a_page(look, what, state):
 
 
 def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
-    flip_a_bit(checkpoint_of(run, 40) / SHARD)
+    flip_last_bit(checkpoint_of(run, 40) / SHARD)
     assert look()[0] == 0, "without reading it cannot be seen"
     code, lines, errors = look("verify")
     assert code == 2
@@ -79,7 +79,7 @@ def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
 @pytest.mark.parametrize("what", [[], ["verify"]])
 def test_what_is_not_whole_is_named_without_reading(run, look, what):
     (checkpoint_of(run, 20) / SHARD).unlink()
-    flip_a_bit(checkpoint_of(run, 40) / MANIFEST)
+    flip_last_bit(checkpoint_of(run, 40) / MANIFEST)
     (checkpoint_of(run, 60) / MANIFEST).unlink()
     checkpoint_of(run, 80).symlink_to(checkpoint_of(run, 60))
     checkpoint_of(run, 90).with_suffix(".partial").mkdir()  # a save under way
@@ -95,9 +95,9 @@ def test_what_is_not_whole_is_named_without_reading(run, look, what):
 
 
 def test_several_damaged_files_are_counted_and_read_to_the_end(tmp_path):
-    manifest = written(checkpoint_in(tmp_path), [PlainEngine(rank, 6) for rank in range(6)])
+    manifest = write_checkpoint(checkpoint_in(tmp_path), [PlainEngine(rank, 6) for rank in range(6)])
     for rank in (1, 5):
-        flip_a_bit(checkpoint_in(tmp_path) / f"rank-{rank:05d}.safetensors")
+        flip_last_bit(checkpoint_in(tmp_path) / f"rank-{rank:05d}.safetensors")
     done = []
     (row,) = list_checkpoints(tmp_path)
     assert row.problem is None
@@ -115,7 +115,7 @@ def checkpoint_in(run):
 
 
 def test_a_machines_part_is_shown_as_one(tmp_path, look):
-    manifest = written(checkpoint_in(tmp_path), [PlainEngine(rank, 2) for rank in range(2)])
+    manifest = write_checkpoint(checkpoint_in(tmp_path), [PlainEngine(rank, 2) for rank in range(2)])
     files = [file.model_copy(update={"place": file.rank}) for file in manifest.files]
     apart = manifest.model_copy(update={"files": tuple(files)})
     (checkpoint_in(tmp_path) / MANIFEST).write_bytes(apart.encode())

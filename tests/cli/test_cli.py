@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from support.launch import ROOT, environment
+from support.launch import ROOT, make_environment
 
 from pipeline.config.split import Device
 
@@ -62,7 +62,7 @@ def test_what_starts_nothing_imports_nothing(words, code):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env=make_environment(),
         check=False,
         timeout=300,
     )

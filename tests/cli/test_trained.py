@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 from support.base_model import ANSWERS, write_base_model, write_conversations
-from support.checkpoints import flip_a_bit
-from support.launch import ROOT, numbers, write_recipe
+from support.checkpoints import flip_last_bit
+from support.launch import ROOT, read_reproducible_rows, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipeline.__main__ import main
@@ -77,7 +77,7 @@ def test_an_evaluation_is_the_runs_own(text_run, call, step):
     code, out, errors = call("evaluate", text_run, "--step", step)
     assert (code, errors) == (0, [])
     assert out.startswith(f"step-0000000{step}")
-    (own,) = [row for row in numbers(text_run) if row["step"] == step and "eval/loss" in row]
+    (own,) = [row for row in read_reproducible_rows(text_run) if row["step"] == step and "eval/loss" in row]
     told = table(out)
     assert set(told) == {key for key in own if key.startswith("eval/")}
     for key, (now, then) in told.items():
@@ -185,7 +185,7 @@ def damaged(text_run, folder, change):
         (lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml: no such file"),
         (lambda run: (run / "split.json").unlink(), "split.json cannot be read"),
         (lambda run: (run / "model" / "config.json").unlink(), "does not describe a model"),
-        (lambda run: flip_a_bit(run / "checkpoints/step-00000003/rank-00000.safetensors"), "is damaged"),
+        (lambda run: flip_last_bit(run / "checkpoints/step-00000003/rank-00000.safetensors"), "is damaged"),
     ],
     ids=["recipe", "split", "config", "weights"],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from support.launch import DIGITS, numbers
+from support.launch import DIGITS, read_reproducible_rows
 
 from pipeline.checkpoint.find import find_checkpoint
 from pipeline.cli.train import main
@@ -28,7 +28,7 @@ def run(tmp_path, capsys):
         assert (
             main(["--config", str(tmp_path / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]) == code
         )
-        return numbers(tmp_path / "run") if code == 0 else capsys.readouterr().err
+        return read_reproducible_rows(tmp_path / "run") if code == 0 else capsys.readouterr().err
 
     return function
 

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launch import BIN, ROOT, environment, launch, write_recipe
+from support.launch import BIN, ROOT, launch, make_environment, write_recipe
 
 from pipeline.__main__ import main
 from pipeline.config import command_lines
@@ -41,7 +41,7 @@ def run_elsewhere(tmp_path_factory):
             f"{command} {shlex.join(more)}",
             shell=True,
             cwd=tmp_path_factory.mktemp("elsewhere"),
-            env=environment(PYTHONPATH=str(ROOT), PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}"),
+            env=make_environment(PYTHONPATH=str(ROOT), PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}"),
             capture_output=True,
             text=True,
             check=False,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from support.base_model import write_base_model
-from support.launch import ROOT, environment
+from support.launch import ROOT, make_environment
 
 from pipeline.config import hub
 from pipeline.config.hub import use_hub_or_cache
@@ -70,7 +70,7 @@ def run(command: str, recipe: Path, folder: Path, **extra: str) -> subprocess.Co
     return subprocess.run(
         [sys.executable, "-m", "pipeline", *COMMANDS[command], "--config", str(recipe)],
         cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT), HF_HOME=home, **extra),
+        env=make_environment(PYTHONPATH=str(ROOT), HF_HOME=home, **extra),
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 from support.launch import DIGITS, ROOT, launch, run_directories, write_recipe
-from support.record import numbers
+from support.metrics_rows import read_reproducible_rows
 
 from pipeline.__main__ import main
 from pipeline.cli.train import main as train
@@ -43,7 +43,7 @@ def test_a_run_needs_none_of_the_optional_packages(tmp_path, split):
     done = launch(*split, "--config", str(recipe), **without(OPTIONAL))
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = run_directories(tmp_path)
-    assert [row["step"] for row in numbers(run) if "train/loss" in row] == [1, 2, 3]
+    assert [row["step"] for row in read_reproducible_rows(run) if "train/loss" in row] == [1, 2, 3]
     assert not (run / "report.html").exists()
     said = done.stdout + done.stderr
     assert "Traceback" not in said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.tiny import curve_of, recipe
+from support.tiny import recipe, train_curve_from_settings
 
 from pipeline.cli.train import main
 from pipeline.config.settings import load_settings
@@ -89,6 +89,6 @@ def test_a_trainers_file_trains_two_steps(ranks, written, tmp_path, name):
     tree = {key: value for key, value in recipe().items() if key not in decided}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     settings = load_settings(tmp_path / "recipe.yaml", written(name))
-    ((first, second),) = ranks(1).run(curve_of, settings, 2, timeout=400)
+    ((first, second),) = ranks(1).run(train_curve_from_settings, settings, 2, timeout=400)
     assert first[0] == pytest.approx(5.6, abs=0.2), "not the loss of guessing one of 257"
     assert math.isfinite(second[0])

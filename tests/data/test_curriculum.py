@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity.measure import ALONE
-from support.steps import steps_of
+from support.step_samples import list_step_samples
 
 from pipeline.config.data_schema import SourceConfig, TextDataConfig, interpolate_weight
 from pipeline.data.bundle import DataBundle
@@ -75,7 +75,7 @@ def test_any_rank_at_any_time_finds_the_same_order(curriculum, start, data):
     world = data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if size % n == 0]))
     micro = data.draw(st.sampled_from([n for n in range(1, size + 1) if size // world % n == 0]))
     accumulation = size // world // micro
-    resumed = steps_of(
+    resumed = list_step_samples(
         order_of(curriculum),
         micro=micro,
         accumulation=accumulation,

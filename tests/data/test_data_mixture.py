@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.steps import steps_of
+from support.step_samples import list_step_samples
 
 from pipeline.data.sampler import (
     MixtureOrder,
@@ -119,7 +119,7 @@ def test_the_split_does_not_change_what_a_step_sees(sources, seed, samples_seen)
     expected = order.samples_at(np.arange(samples_seen, samples_seen + 48)).reshape(2, 24).tolist()
     for world in WORLDS:
         for accumulation in {1, 24 // world}:
-            steps = steps_of(
+            steps = list_step_samples(
                 order,
                 micro=24 // (world * accumulation),
                 accumulation=accumulation,

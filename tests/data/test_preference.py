@@ -428,7 +428,7 @@ RECIPE = """\
 name: judged
 max_steps: 2
 model: {kind: causal_lm, architecture: llama, hidden_size: 32, num_layers: 2, num_heads: 2}
-objective: {kind: "support.steps:loss"}
+objective: {kind: "support.step_samples:loss"}
 batch: {micro_batch_size: 2}
 """
 
@@ -465,7 +465,7 @@ def test_answers_of_one_kind_alone_are_an_error_until_the_recipe_says_so(tmp_pat
         f"data: {{kind: preference, paths: [{path}], eval_fraction: 0, sequence_length: 64, "
         f"cache_dir: {tmp_path}/cache}}\n"
     )
-    recipe.write_text(RECIPE.replace('"support.steps:loss"', "kto") + data)
+    recipe.write_text(RECIPE.replace('"support.step_samples:loss"', "kto") + data)
     command = ["--config", str(recipe), f"runs_dir={tmp_path}", "wandb.mode=disabled"]
     assert train(command) == 2
     error = capsys.readouterr().err.splitlines()[-1]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.heard import heard
+from support.captured_logs import capture_logs
 from torch.distributed import HashStore
 
 from pipeline.distributed import accelerator
@@ -115,6 +115,6 @@ def test_ranks_that_share_a_device_are_named_by_each():
 def test_a_gpu_that_torch_leaves_idle_is_told_once(monkeypatch):
     monkeypatch.setattr(accelerator, "explain_idle_gpu", lambda *_: "this torch is a CPU build")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    with heard() as lines:
+    with capture_logs() as lines:
         assert [accelerator.choose_accelerator(tells=True) for _ in range(2)] == ["cpu", "cpu"]
     assert lines == ["computing on the CPU although this machine has a GPU: this torch is a CPU build"]

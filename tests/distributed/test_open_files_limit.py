@@ -9,14 +9,14 @@ import sys
 from multiprocessing import get_context
 
 import pytest
-from support.heard import heard
+from support.captured_logs import capture_logs
 
 from pipeline.distributed.machine import raise_open_files_limit
 
 
 def raise_it(connection, limits, world_size) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    with heard() as lines:
+    with capture_logs() as lines:
         raise_open_files_limit(world_size)
     connection.send((resource.getrlimit(resource.RLIMIT_NOFILE), lines))
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from support.clock import Clock, Gpu
+from support.fake_clock import FakeClock, FakeGpu
 
 from pipeline.distributed.phases import ASIDE, MOST_MARKS, PHASES, Phases, format_columns
 
@@ -14,7 +14,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_one_phase_inside_of_another_takes_its_time_from_it():
-    clock = Clock()
+    clock = FakeClock()
     phases = Phases(clock, CPU)
     clock.now += 1
     with phases.measure("forward"):
@@ -29,7 +29,7 @@ def test_one_phase_inside_of_another_takes_its_time_from_it():
 
 def test_what_is_no_part_of_a_step_is_not_interrupted():
     """An evaluation goes through the stages' instructions as a step does."""
-    clock = Clock()
+    clock = FakeClock()
     phases = Phases(clock, CPU)
     with phases.measure("evaluation"), phases.measure("forward"):
         clock.now += 1
@@ -37,7 +37,7 @@ def test_what_is_no_part_of_a_step_is_not_interrupted():
 
 
 def test_a_phase_ends_with_an_exception():
-    clock = Clock()
+    clock = FakeClock()
     phases = Phases(clock, CPU)
     with pytest.raises(ZeroDivisionError), phases.measure("forward"):
         _ = 1 / 0
@@ -46,7 +46,7 @@ def test_a_phase_ends_with_an_exception():
 
 
 def test_whatever_happens_they_add_up():
-    draw, clock = random.Random(0), Clock()
+    draw, clock = random.Random(0), FakeClock()
     phases, rows, taken_at = Phases(clock, CPU), [], 0.0
 
     def go_on(depth):
@@ -80,7 +80,7 @@ def test_every_column_is_there_and_communication_where_there_are_ranks():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    gpu = Gpu()
+    gpu = FakeGpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     return gpu
 
@@ -89,14 +89,14 @@ def test_on_a_gpu_it_is_the_device_s_time_and_nothing_waits_until_it_is_read(gpu
     phases = Phases(lambda: pytest.fail("the host's clock"), CUDA)
     for _ in range(2):
         with phases.measure("forward"):
-            gpu.launched += 3
+            gpu.queued_until += 3
         with phases.measure("backward"):
-            gpu.launched += 5
-        gpu.launched += 1
+            gpu.queued_until += 5
+        gpu.queued_until += 1
     taken = phases.pop_segment()
-    gpu.launched += 100  # the next step
+    gpu.queued_until += 100  # the next step
     assert sum(phases.totals().values()) == 0  # it has come nowhere yet
-    assert (gpu.waits, gpu.now) == (0, 0)
+    assert (gpu.num_waits, gpu.now) == (0, 0)
     assert taken.seconds() == {"other": 2, "forward": 6, "backward": 10}
     assert gpu.now == 18
     assert phases.totals(waits=True)["other"] == 102
@@ -104,20 +104,20 @@ def test_on_a_gpu_it_is_the_device_s_time_and_nothing_waits_until_it_is_read(gpu
 
 def test_marks_do_not_pile_up_between_two_rows(gpu):
     """Each holds an event: what the device has passed is added up, and what it has not is kept."""
-    phases = Phases(Clock(), CUDA)
+    phases = Phases(FakeClock(), CUDA)
 
     def steps(count):
         for _ in range(count):
             with phases.measure("forward"):
-                gpu.launched += 1
+                gpu.queued_until += 1
 
     steps(MOST_MARKS)
     assert len(phases._segment.marks) > 2 * MOST_MARKS - 2
-    gpu.now = gpu.launched
+    gpu.now = gpu.queued_until
     steps(MOST_MARKS)
     assert len(phases._segment.marks) <= 2 * MOST_MARKS + 2
-    gpu.now = gpu.launched
+    gpu.now = gpu.queued_until
     steps(1)
     assert len(phases._segment.marks) < 8
-    assert gpu.waits == 0
+    assert gpu.num_waits == 0
     assert phases.pop_segment().seconds()["forward"] == 2 * MOST_MARKS + 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from support.clock import Clock
+from support.fake_clock import FakeClock
 
 from pipeline.config.schema import DistributedConfig
 from pipeline.distributed.phases import Phases
@@ -14,7 +14,7 @@ from pipeline.distributed.progress import Phase, Progress, find_phase, tag_error
 
 
 def stepped(seconds, steps=5):
-    clock = Clock()
+    clock = FakeClock()
     progress = Progress(clock)
     for step in range(steps):
         progress.start_activity("step", step)
@@ -54,7 +54,7 @@ def test_what_is_not_a_step_has_the_timeout(doing):
 
 
 def test_evaluations_and_saves_are_not_steps():
-    clock = Clock()
+    clock = FakeClock()
     progress = Progress(clock)
     for step in range(5):
         progress.start_activity("step", step)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from support.ranks import free_port
+from support.rank_pool import free_port
 from torch.distributed import TCPStore
 
 from pipeline.distributed.process_group import rendezvous

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch import ROOT, TRAIN, environment, start, write_recipe
-from support.ranks import free_port
+from support.launch import ROOT, TRAIN, make_environment, start, write_recipe
+from support.rank_pool import free_port
 
 from pipeline.distributed.signals import STOP_SIGNALS, raise_on_stop_signals
 from pipeline.errors import Terminated
@@ -77,7 +77,7 @@ def test_what_is_printed_where_nobody_reads_is_no_error(words, opened):
         stdout=inside,
         stderr=subprocess.PIPE,
         cwd=ROOT,
-        env=environment(TERM="xterm"),
+        env=make_environment(TERM="xterm"),
     )
     os.close(inside)
     shown = b""
@@ -147,7 +147,7 @@ def test_a_closed_terminal_is_a_stop_with_a_checkpoint(tmp_path, words):
     process = subprocess.Popen(
         ["setsid", "--ctty", "--wait", *words, *split, "--config", str(recipe), f"run_dir={run}"],
         cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT / "tests"), TERM="xterm"),
+        env=make_environment(PYTHONPATH=str(ROOT / "tests"), TERM="xterm"),
         stdin=inside,
         stdout=inside,
         stderr=inside,

@@ -9,7 +9,7 @@ import time
 from unittest.mock import patch
 
 import pytest
-from support.heard import heard
+from support.captured_logs import capture_logs
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.training.assemble import assemble
@@ -38,7 +38,7 @@ def warnings_of_a_run(job, folder, split, slow_rank):
     with (
         # An idle machine: on an overloaded one the alert waits for hours before it names a rank.
         patch("os.getloadavg", lambda: (0.5, 0.5, 0.5)),
-        heard("pipeline.monitoring.trackers") as lines,
+        capture_logs("pipeline.monitoring.trackers") as lines,
         run.trackers,
         TrainLoop(run) as loop,
     ):

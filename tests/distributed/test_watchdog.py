@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-from support.forked import Program
-from support.launch import ROOT, environment, launch, write_recipe
-from support.ranks import free_port
+from support.fork_server import ForkedProgram
+from support.launch import ROOT, launch, make_environment, write_recipe
+from support.rank_pool import free_port
 
 from pipeline.distributed.watchdog import HANG_EXIT_CODE
 
@@ -37,9 +37,9 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": self.port,
             }
-            variables = environment(**FAULTS, **{key: str(value) for key, value in place.items()})
+            variables = make_environment(**FAULTS, **{key: str(value) for key, value in place.items()})
             words = ["-m", "distributed.watched", fault, str(victim), str(folder)]
-            self.processes.append(Program(words, variables, self.output[rank]))
+            self.processes.append(ForkedProgram(words, variables, self.output[rank]))
 
     def codes(self, living):
         """Exit codes of those that are to leave by themselves; all are gone afterwards."""
@@ -142,7 +142,7 @@ def test_a_real_run_that_hangs_ends_with_its_own_code(tmp_path):
     assert "is behind: step 2, at tests/support/faults.py:" in line
     assert "; rank 0 waits in all_reduce" in line
     assert "Traceback" not in result.stderr + result.stdout
-    assert not result.left()
+    assert not result.remaining_processes()
     assert list(tmp_path.glob("runs/*/report.html"))
 
 
@@ -159,4 +159,4 @@ def test_a_real_run_that_loses_a_rank_says_so_instead_of_a_traceback(tmp_path):
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("rank 1 on ")]
     assert " is gone: last heartbeat " in line
     assert "Traceback" not in result.stderr + result.stdout
-    assert not result.left()
+    assert not result.remaining_processes()

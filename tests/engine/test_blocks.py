@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity.splits import TWO_STAGES, zero
-from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
+from support.tiny import TOLERANCES, make_engine, recipe, token_bundle, train_curve
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -52,7 +52,7 @@ def test_all_blocks_are_compiled_once_and_no_number_changes(ranks, mode, split):
         ranks(2).run(compiled_curve, model, SPLITS[split]), expected, strict=True
     ):
         assert number == 1
-        for column, band in enumerate(BANDS["fp32"]):
+        for column, band in enumerate(TOLERANCES["fp32"]):
             pairs = zip(curve, wanted, strict=True)
             assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
 
@@ -112,5 +112,5 @@ def test_blocks_over_frozen_embeddings_train(ranks):
     """Nothing that their first one is given requires a gradient."""
     tree = recipe(model=MODEL | {"num_layers": 2, "freeze": ["model.embed_tokens.weight"]})
     curves = [ranks(1).run(train_curve, tree, split, 3)[0] for split in (zero(3), zero(0))]
-    for column, band in enumerate(BANDS["fp32"]):
+    for column, band in enumerate(TOLERANCES["fp32"]):
         assert max(abs(a[column] / b[column] - 1) for a, b in zip(*curves, strict=True)) < band

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from parity.measure import has_async_io
 from parity.splits import NVME
 from support.launch import DIGITS, ROOT, launch, write_recipe
-from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
+from support.tiny import TOLERANCES, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 
 from pipeline.config.optional_packages import DEEPSPEED_VERSION
 from pipeline.data.batches import collate_items
@@ -38,7 +38,7 @@ def oracle(steps: int, **changes):
 
 
 def hold(curve, expected, precision: str) -> None:
-    for column, band in enumerate(BANDS[precision]):
+    for column, band in enumerate(TOLERANCES[precision]):
         assert max(abs(a[column] / b[column] - 1) for a, b in zip(curve, expected, strict=True)) < band
 
 

@@ -15,9 +15,19 @@ import yaml
 from engine.test_step import good_bad_good
 from parity.measure import ALONE, largest_difference
 from parity.splits import LLAMA
-from support.exchange import BAND, HALF, SPLITS, STEPS, Run, gathered, gone_on, run_on, unbroken
 from support.extending import PAGE, with_accuracy
-from support.launch import numbers, write_recipe
+from support.launch import read_reproducible_rows, write_recipe
+from support.resume_across_splits import (
+    HALF,
+    LOSS_TOLERANCE,
+    SPLITS,
+    STEPS,
+    Run,
+    gather_shards,
+    run_on_split,
+    train_resumed,
+    train_uninterrupted,
+)
 from support.tiny import recipe
 
 from pipeline.cli.train import main as train
@@ -92,7 +102,7 @@ def alone() -> Curve:
 @pytest.mark.parametrize("name", AT_TWO_RANKS)
 def test_curve_and_metrics_are_those_of_one_process(ranks, name):
     for got in ranks(2).run(curve, TREE, SPLITS[name].json):
-        assert largest_difference(got.losses, alone().losses) < BAND
+        assert largest_difference(got.losses, alone().losses) < LOSS_TOLERANCE
         for row, expected in zip(
             [*got.metrics, got.evaluation], [*alone().metrics, alone().evaluation], strict=True
         ):
@@ -107,23 +117,23 @@ RING = ("ddp", "zero2", "pipeline-zero1", "zero3", "plain", "ddp")
 
 @cache
 def saved(ranks, name: str):
-    results = run_on(ranks, SPLITS[name], unbroken, TREE)
-    return results[0][0], gathered(results)
+    results = run_on_split(ranks, SPLITS[name], train_uninterrupted, TREE)
+    return results[0][0], gather_shards(results)
 
 
 @pytest.mark.daily("zero3-plain")
 @pytest.mark.parametrize(("name", "resumed"), [*pairwise(RING), ("zero3", "zero3")])
 def test_a_run_goes_on_under_another_split(ranks, name, resumed):
     losses, source = saved(ranks, name)
-    for again, *_ in run_on(ranks, SPLITS[resumed], gone_on, TREE, source, 0):
-        assert largest_difference(again, losses[HALF:]) <= (0 if name == resumed else BAND)
+    for again, *_ in run_on_split(ranks, SPLITS[resumed], train_resumed, TREE, source, 0):
+        assert largest_difference(again, losses[HALF:]) <= (0 if name == resumed else LOSS_TOLERANCE)
 
 
 @pytest.mark.parametrize("part", ["optimizer", "schedule"])
 def test_the_parts_show_in_the_curve(part):
     """A split that passed over one of them would be far outside of the band."""
     other = curve(ALONE, TREE | {"batch": {"micro_batch_size": 16}, part: OTHERS[part]}, PLAIN)
-    assert largest_difference(other.losses, alone().losses) > 50 * BAND
+    assert largest_difference(other.losses, alone().losses) > 50 * LOSS_TOLERANCE
 
 
 OTHERS = {"optimizer": {"learning_rate": 2e-2}, "schedule": {"kind": "constant"}}
@@ -133,7 +143,7 @@ OTHERS = {"optimizer": {"learning_rate": 2e-2}, "schedule": {"kind": "constant"}
 @pytest.mark.parametrize("name", ["plain", "zero2", "zero3", "pipeline-zero1"])
 def test_a_bad_batch_changes_no_parameter(ranks, name):
     batch = {"micro_batch_size": 2, "gradient_accumulation_steps": 1}
-    for result in run_on(ranks, SPLITS[name], good_bad_good, TREE | {"batch": batch}, math.nan):
+    for result in run_on_split(ranks, SPLITS[name], good_bad_good, TREE | {"batch": batch}, math.nan):
         assert result == (True, 1.0, True, True)
 
 
@@ -155,7 +165,7 @@ def test_the_files_of_the_page_train_in_a_folder_of_ones_own(tmp_path, monkeypat
     assert train(["--config", str(recipe), "run_dir=run", "max_steps=2"]) == 0
     zero = ["--deepspeed", str(PAGE.parents[1] / "ds_configs" / "zero3.json"), "ds.bf16.enabled=false"]
     assert train(["--config", str(recipe), *zero, "run_dir=run"]) == 0
-    rows, expected = numbers(Path("run")), numbers(Path("unbroken"))
+    rows, expected = read_reproducible_rows(Path("run")), read_reproducible_rows(Path("unbroken"))
     for key in ("train/loss", "train/accuracy", "train/learning_rate", "eval/loss", "eval/accuracy"):
         found = [row[key] for row in rows if key in row]
         assert found == pytest.approx([row[key] for row in expected if key in row], rel=1e-5), key

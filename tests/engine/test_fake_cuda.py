@@ -19,8 +19,8 @@ import pytest
 import torch
 from engine.census import counted
 from support.fake_cuda import DEVICE, _Stream, hopper
-from support.launch import ROOT, Launched, run_python, write_recipe
-from support.ranks import RankFailedError, RankPool
+from support.launch import ROOT, CompletedCommand, run_python, write_recipe
+from support.rank_pool import RankFailedError, RankPool
 from support.tiny import deepspeed_json, make_engine, recipe, settings, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -322,7 +322,7 @@ FAKE_RUN = str(ROOT / "tests" / "engine" / "fake_run.py")
 ZERO_2, ZERO_3 = (str(ROOT / "ds_configs" / f"zero{stage}.json") for stage in (2, 3))
 
 
-def fake_run(*arguments: str) -> Launched:
+def fake_run(*arguments: str) -> CompletedCommand:
     """Run launch/train.py on the fake GPU, to its end."""
     folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     return run_python(sys.executable, FAKE_RUN, *arguments, PYTHONPATH=os.pathsep.join(filter(None, folders)))

@@ -7,17 +7,17 @@ import re
 
 import pytest
 import torch
-from support.poisoned import ALONE, BATCH, SPLITS, PoisonedTokens, events, train
+from support.corrupted_data import ALONE, BATCH, SPLITS, CorruptedTokens, read_events, train
 
 AT = BATCH + 5
 """A bad value in the second micro-batch of a rank; with two ranks, of the last one."""
 
 
-def poison_embedding(parts, poison) -> None:
-    """The rows of poisoned samples are NaN behind the embedding."""
+def corrupt_embedding(parts, corrupted) -> None:
+    """The rows of corrupted samples are NaN behind the embedding."""
 
     def hook(layer, given, output):
-        found = [tuple(row) in poison for row in given[0].tolist()]
+        found = [tuple(row) in corrupted for row in given[0].tolist()]
         return torch.where(torch.tensor(found)[:, None, None], math.nan, output)
 
     for _, layer in parts.engine.module.named_modules():
@@ -25,19 +25,19 @@ def poison_embedding(parts, poison) -> None:
             layer.register_forward_hook(hook)
 
 
-class BackwardAlone(PoisonedTokens):
+class BackwardAlone(CorruptedTokens):
     """The root of nothing: 0, with a slope that is none."""
 
     def __call__(self, model, batch):
-        loss = super(PoisonedTokens, self).__call__(model, batch)
-        if not any(tuple(row) in self.poison for row in batch["input_ids"].tolist()):
+        loss = super(CorruptedTokens, self).__call__(model, batch)
+        if not any(tuple(row) in self.loss_factors for row in batch["input_ids"].tolist()):
             return loss
         return type(loss)(loss.loss_sum + (loss.loss_sum * 0).sqrt(), loss.count)
 
 
 FAULTS = {
     "forward": (
-        {"prepare": poison_embedding},
+        {"prepare": corrupt_embedding},
         r"the output of \S*(embed|embedding)\S* \(Embedding\), in forward",
     ),
     "loss": ({}, r"the loss of sample train \d+,"),
@@ -62,7 +62,7 @@ def test_the_first_is_named_with_its_samples_and_its_rank(ranks, split, fault, t
         faulty(ALONE, deepspeed, str(tmp_path), fault, watch)
     else:
         ranks(world_size).run(faulty, deepspeed, str(tmp_path), fault, watch, timeout=500)
-    (told,) = events(tmp_path, "non_finite_cause")
+    (told,) = read_events(tmp_path, "non_finite_cause")
     assert told["step"] == 2
     assert re.search(FAULTS[fault][1], told["message"])
     if split == "single":
@@ -82,6 +82,6 @@ def test_in_fp16_it_is_looked_for_where_the_loss_scale_is_not_why(ranks, tmp_pat
     world_size, deepspeed = SPLITS["zero2-fp16"]
     watch = {"on_nonfinite": "skip"}
     ranks(world_size).run(faulty, deepspeed, str(tmp_path), "forward", watch, timeout=500)
-    (told,) = events(tmp_path, "non_finite_cause")
+    (told,) = read_events(tmp_path, "non_finite_cause")
     assert told["step"] == 2
     assert re.search(FAULTS["forward"][1], told["message"])

@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 from parity.measure import ALONE, oracle, train
 from parity.splits import CPU, GPT2, LLAMA, SEQUENCE_2, SHORT, TENSOR_2, TWO_STAGES, Case, Split, zero
-from support.exchange import HALF, STEPS, Gathered, Run, shards_now, tree, whole_of
-from support.heard import heard
-from support.saved import store_in
-from support.tiny import BANDS
+from support.captured_logs import capture_logs
+from support.checkpoint_stores import make_store
+from support.resume_across_splits import (
+    HALF,
+    STEPS,
+    GatheredShards,
+    Run,
+    assemble_tensors,
+    copy_shards,
+    make_recipe,
+)
+from support.tiny import TOLERANCES
 
 from pipeline.distributed.process_group import Job
 
@@ -50,7 +58,9 @@ def curve_differs(ranks, model: dict[str, Any], json: dict[str, Any], precision:
 @pytest.mark.daily("ZeRO 3", "tensor 2, ZeRO 1", "pipeline 2, ZeRO 1")
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_curve_is_that_of_one_process(ranks, name):
-    assert all(a < b for a, b in zip(curve_differs(ranks, MODEL, SPLITS[name]), BANDS["fp32"], strict=True))
+    assert all(
+        a < b for a, b in zip(curve_differs(ranks, MODEL, SPLITS[name]), TOLERANCES["fp32"], strict=True)
+    )
 
 
 @pytest.mark.daily("ZeRO 1-fp16", "pipeline 2, ZeRO 1-bf16")
@@ -58,7 +68,7 @@ def test_the_curve_is_that_of_one_process(ranks, name):
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 3", "pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1"])
 def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precision):
     found = curve_differs(ranks, MODEL, SPLITS[name], precision)
-    assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
+    assert all(a < b for a, b in zip(found, TOLERANCES[precision], strict=True))
 
 
 @pytest.mark.nightly
@@ -66,23 +76,25 @@ def test_the_curve_is_that_of_one_process_in_half_precision(ranks, name, precisi
 def test_a_stage_of_which_the_tied_copy_alone_trains(ranks, precision):
     model = GPT2 | {"freeze": ["transformer.h.1.*", "transformer.ln_f.*"]}
     found = curve_differs(ranks, model, SPLITS["pipeline 2, ZeRO 1"], precision)
-    assert all(a < b for a, b in zip(found, BANDS[precision], strict=True))
+    assert all(a < b for a, b in zip(found, TOLERANCES[precision], strict=True))
 
 
 @pytest.mark.daily("pipeline 2, ZeRO 1")
 @pytest.mark.parametrize("name", ["pipeline 2, ZeRO 0", "pipeline 2, ZeRO 1", "ZeRO 3"])
 def test_a_frozen_weight_that_is_tied_over_stages(ranks, name):
-    assert all(a < b for a, b in zip(curve_differs(ranks, TIED, SPLITS[name]), BANDS["fp32"], strict=True))
+    assert all(
+        a < b for a, b in zip(curve_differs(ranks, TIED, SPLITS[name]), TOLERANCES["fp32"], strict=True)
+    )
 
 
 def save(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str):
     """(losses of a run that saves in the middle; this rank's shards before and after; log lines)."""
-    with heard() as lines:
+    with capture_logs() as lines:
         run = Run(job, recipe, json)
-        before = shards_now(run.engine)
-        store = store_in(folder, job)
+        before = copy_shards(run.engine)
+        store = make_store(folder, job)
         losses = run.train(0, HALF)
-    after = shards_now(run.engine)
+    after = copy_shards(run.engine)
     assert store.save(run.engine, {"global_step": HALF}).problem is None
     losses += run.train(HALF, STEPS)
     store.close()
@@ -92,7 +104,7 @@ def save(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str):
 
 def go_on(job: Job, recipe: dict[str, Any], json: dict[str, Any], folder: str) -> list[float]:
     run = Run(job, recipe, json)
-    store = store_in(folder, job)
+    store = make_store(folder, job)
     assert store.resume(run.engine) == {"global_step": HALF}
     store.close()
     return run.train(HALF, STEPS)
@@ -111,11 +123,12 @@ PAIRS = [
 @pytest.mark.daily("ZeRO 2-pipeline 2, ZeRO 1")
 @pytest.mark.parametrize(("saved", "resumed"), PAIRS)
 def test_saved_under_one_split_and_gone_on_under_another(ranks, tmp_path, saved, resumed):
-    recipe = tree(MODEL)
+    recipe = make_recipe(MODEL)
     results = ranks(2).run(save, recipe, SPLITS[saved], str(tmp_path))
     unbroken = results[0][0]
     before, after = (
-        whole_of(Gathered({}, [shard for result in results for shard in result[part]])) for part in (1, 2)
+        assemble_tensors(GatheredShards({}, [shard for result in results for shard in result[part]]))
+        for part in (1, 2)
     )
     weights = {name for name, kind in after if kind == "weight"}
     changed = {name for name in weights if (after[name, "weight"] != before[name, "weight"]).any()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity.measure import ALONE, has_async_io
 from parity.splits import BUFFERED, CPU, GPT2, LLAMA, NVME, SEQUENCE_2, TENSOR_2, TWO_STAGES, WIDE, zero
-from support.exchange import BF16, Gathered, Run, shards_now, tree, whole_of
+from support.resume_across_splits import BF16, GatheredShards, Run, assemble_tensors, copy_shards, make_recipe
 from support.tiny import VOCABULARY
 from torch import nn
 
@@ -98,14 +98,14 @@ def writing(job: Job, tree: dict[str, Any], split: dict[str, Any]):
     few = PROMPTS[0][:1] if engine.dp_rank % 2 == 0 else PROMPTS[1]
     for gather in (True, False):
         texts[f"ended, {gather}"] = engine.generate(few, GenerationSettings(8, gather=gather))
-    return silent, curve, unchanged, shards_now(engine), texts
+    return silent, curve, unchanged, copy_shards(engine), texts
 
 
 def whole_model(model: dict[str, Any], results, dtype: torch.dtype = torch.float32) -> nn.Module:
     """transformers' own, in one process, with the weights that the ranks hold together."""
     request = ModelRequest(NoSharding(), vocab_size=VOCABULARY, sequence_length=None)
     plain = build_model(CausalLMConfig(**model), request, 1).eval()
-    held = whole_of(Gathered({}, [shard for *_, shards, _ in results for shard in shards]))
+    held = assemble_tensors(GatheredShards({}, [shard for *_, shards, _ in results for shard in shards]))
     for name, parameter in plain.named_parameters():
         parameter.data = torch.from_numpy(held[name, "weight"]).view_as(parameter).to(dtype)
     return plain
@@ -140,7 +140,7 @@ def test_every_split_writes_what_one_whole_model_writes_and_trains_on_as_if_it_h
     if "nvme" in name and not has_async_io():
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
     split, world_size, model = SPLITS[name]
-    results = ranks(world_size).run(writing, tree(model), split, timeout=900)
+    results = ranks(world_size).run(writing, make_recipe(model), split, timeout=900)
     plain = whole_model(model, results)
     expected = [alone(plain, prompt) for prompt in PROMPTS[0]]
     assert len({tuple(text) for text in expected}) == len(expected), "an answer to the prompt"
@@ -171,7 +171,7 @@ def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
 
     If two words are equally likely within bf16, either is right.
     """
-    results = ranks(2).run(writing, tree(DROPOUT), HALF[name], timeout=900)
+    results = ranks(2).run(writing, make_recipe(DROPOUT), HALF[name], timeout=900)
     plain = whole_model(DROPOUT, results, torch.bfloat16)
     for silent, curve, unchanged, _, texts in results:
         assert curve == silent
@@ -193,7 +193,7 @@ def test_in_bf16_every_word_is_the_likeliest_after_its_prompt(ranks, name):
 
 def drawn_apart(job: Job):
     """Tokens that both ranks of a tensor group sample if the second one has other logits."""
-    engine = Run(job, tree(LLAMA), zero(1) | TENSOR_2).engine
+    engine = Run(job, make_recipe(LLAMA), zero(1) | TENSOR_2).engine
     head = engine.module.lm_head
     expected = engine.generate(PROMPTS[0], DRAWN)
     head.register_forward_hook(lambda *called: called[-1].flip(-1) if job.ranks.rank else called[-1])
@@ -206,7 +206,7 @@ def test_a_tensor_group_goes_by_its_first_ranks_logits(ranks):
 
 
 def alone_engine(**model: Any) -> Engine:
-    return Run(ALONE, tree(LLAMA | model), {"torch": {"parallel": "single"}}).engine
+    return Run(ALONE, make_recipe(LLAMA | model), {"torch": {"parallel": "single"}}).engine
 
 
 def test_one_process_writes_what_transformers_writes_and_stops_at_an_end():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from parity.splits import CPU, LLAMA, NVME, SEQUENCE_2, TENSOR_2, TWO_STAGES, zero
 from safetensors.torch import load_file
-from support.exchange import HALF, STEPS, Run, tree
-from support.saved import store_in
+from support.checkpoint_stores import make_store
+from support.resume_across_splits import HALF, STEPS, Run, make_recipe
 from support.tiny import resolve
 
 from pipeline.checkpoint.export import export
@@ -41,8 +41,8 @@ def dtypes(engine) -> dict[str, set[torch.dtype]]:
 
 def saved(job, json, folder):
     """(losses of an unbroken run that saves in the middle, dtypes of the checkpoint)."""
-    run = Run(job, tree(LLAMA), json)
-    store = store_in(folder, job)
+    run = Run(job, make_recipe(LLAMA), json)
+    store = make_store(folder, job)
     losses = run.train(0, HALF)
     store.save_final(run.engine, {"global_step": HALF})
     store.close()
@@ -51,8 +51,8 @@ def saved(job, json, folder):
 
 def gone_on(job, json, folder):
     """(losses of the second half, dtypes)."""
-    run = Run(job, tree(LLAMA), json)
-    store = store_in(folder, job)
+    run = Run(job, make_recipe(LLAMA), json)
+    store = make_store(folder, job)
     assert store.resume(run.engine) == {"global_step": HALF}
     store.close()
     return run.train(HALF, STEPS), dtypes(run.engine)
@@ -159,9 +159,9 @@ REFUSED = [
 @pytest.mark.parametrize(("json", "message"), REFUSED)
 def test_where_they_cannot_stand_is_told(json, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve(tree(LLAMA), json, 2)
+        resolve(make_recipe(LLAMA), json, 2)
 
 
 def test_sgd_does_not_step_them_in_host_memory():
     with pytest.raises(ConfigError, match=re.escape(ADAM_ALONE)):
-        resolve(tree(LLAMA, kind="sgd"), split(2, PAIR, **OFFLOADED), 2)
+        resolve(make_recipe(LLAMA, kind="sgd"), split(2, PAIR, **OFFLOADED), 2)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 from parity.test_memory import TREE, start, zero
-from support.memory import held_bytes
+from support.memory import reachable_tensor_bytes
 
 from pipeline.engine.memory import count_tensor_bytes
 from pipeline.objectives import CausalLM
@@ -29,7 +29,7 @@ def in_the_second_step(job, deepspeed):
 
     def look(*arguments):
         gc.collect()
-        found.append((count_tensor_bytes(engine, "cpu"), held_bytes() - before))
+        found.append((count_tensor_bytes(engine, "cpu"), reachable_tensor_bytes() - before))
         return take_step(*arguments)
 
     holder.step = look

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from parity.splits import LARGE, TWO_STAGES, zero
-from support.exchange import Gathered, shards_now, whole_of
-from support.memory import held_bytes
-from support.ranks import RankPool
+from support.memory import reachable_tensor_bytes
+from support.rank_pool import RankPool
+from support.resume_across_splits import GatheredShards, assemble_tensors, copy_shards
 from support.tiny import make_engine, recipe, token_bundle
 from support.weights import SIZES
 
@@ -29,12 +29,12 @@ def peak_while_made(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> tu
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, resident = held_bytes(), read_resident_bytes()
+    held, resident = reachable_tensor_bytes(), read_resident_bytes()
     reset_resident_peak()
     engine = make_engine(job, tree, split, data)
     size = 4 * engine.num_parameters
     gc.collect()
-    return (read_peak_resident_bytes() - resident) / size, (held_bytes() - held) / size
+    return (read_peak_resident_bytes() - resident) / size, (reachable_tensor_bytes() - held) / size
 
 
 def test_a_stage_is_all_that_a_rank_ever_has(ranks):
@@ -63,7 +63,7 @@ def test_where_it_is_cut_does_not_decide_the_weights(ranks):
     found = []
     for split in (STAGES, zero(0) | {"pipeline": {"stages": 2, "partition": "uniform"}}, zero(0)):
         shards = [shard for rank in ranks(2).run(weights, recipe(), split) for shard in rank]
-        found.append(whole_of(Gathered({}, shards)))
+        found.append(assemble_tensors(GatheredShards({}, shards)))
     assert found[0].keys() == found[1].keys() == found[2].keys()
     for name, values in found[2].items():
         assert (found[0][name] == values).all(), name
@@ -72,5 +72,5 @@ def test_where_it_is_cut_does_not_decide_the_weights(ranks):
 
 def weights(job: Job, tree: dict[str, Any], split: dict[str, Any]) -> list[Any]:
     """This rank's shards of the initial weights."""
-    written = shards_now(make_engine(job, tree, split, token_bundle()))
+    written = copy_shards(make_engine(job, tree, split, token_bundle()))
     return [shard for shard in written if shard[1] == "weight"]

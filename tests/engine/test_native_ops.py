@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.heard import heard
+from support.captured_logs import capture_logs
 from support.launch import DIGITS, ROOT, launch, write_recipe
 from support.tiny import deepspeed_json
 
@@ -60,7 +60,7 @@ def lines_while_preparing(job: Job, deepspeed, extensions: str) -> list[str]:
     prepare_native_ops(deepspeed, job)  # where it is kept on this machine
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     try:
-        with heard() as lines:
+        with capture_logs() as lines:
             prepare_native_ops(deepspeed, job)
     finally:
         del os.environ["TORCH_EXTENSIONS_DIR"]
@@ -178,7 +178,7 @@ def test_a_killed_runs_lock_is_removed_once_its_compiler_has_ended(small_op, tmp
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     (folder.parent / "small.pipeline-state").write_text("process 1 on here")
-    with subprocess.Popen(["sleep", "2"], cwd=folder) as compiler, heard() as lines:
+    with subprocess.Popen(["sleep", "2"], cwd=folder) as compiler, capture_logs() as lines:
         assert _build(op) is None
         assert compiler.poll() == 0, "its lock was taken away under a living build"
     (told,) = [line for line in lines if line.startswith("waiting for the small op: ")]
@@ -199,7 +199,7 @@ def test_a_lock_of_nobody_seen_is_named_and_left_for_a_while(small_op, tmp_path,
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     monkeypatch.setattr(native_ops, "_DEAD_AFTER", 1.0)
-    with heard() as lines:
+    with capture_logs() as lines:
         assert native_ops._build(op) is None
     told = next(line for line in lines if line.startswith("waiting for the small op: "))
     assert f"{folder / 'lock'} exists, but no process on this machine builds it" in told
@@ -213,7 +213,7 @@ def test_two_of_our_runs_build_once_and_one_tells_what_it_waits_for(small_op, tm
     lock.parent.mkdir(parents=True)
     lock.touch()
     answers = []
-    with subprocess.Popen(["sleep", "1000"], cwd=lock.parent) as compiler, heard() as lines:
+    with subprocess.Popen(["sleep", "1000"], cwd=lock.parent) as compiler, capture_logs() as lines:
         builds = [threading.Thread(target=lambda: answers.append(_build(small_op))) for _ in range(2)]
         for build in builds:
             build.start()

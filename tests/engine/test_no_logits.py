@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.preferences import answers_bundle, group_of, tree_of
+from support.preferences import make_micro_batches, make_recipe, preference_bundle
 from support.tiny import VOCABULARY, deepspeed_json, recipe, resolve, token_bundle
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -67,13 +67,13 @@ SPLITS = {
 
 def most_rows_of_answers(job: Job, splits) -> dict[str, int]:
     """The same as most_rows, for a loss of each token's log-probability over a frozen head."""
-    tree = tree_of("dpo", 4)
+    tree = make_recipe("dpo", 4)
     tree["model"] = tree["model"] | {"freeze": ["lm_head.*"]}
-    data, found = answers_bundle(), {}
+    data, found = preference_bundle(), {}
     for name, split in splits.items():
         config, resolved = resolve(tree, split, job.ranks.world_size)
         engine, objective = build_engine(config, resolved, job, data), build_objective(config)
-        group = group_of(data.train, 0, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
+        group = make_micro_batches(data.train, 0, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
         with patch.object(chunks, "CPU_LOGITS_CHUNK", (ROWS * VOCABULARY * 2, 1)), Rows() as rows:
             engine.train_step(group, objective, 1e-3, 0)
             engine.eval_step(group[0], objective)

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from support.poisoned import ALONE
-from support.spoilt import NOW, bundle
+from support.corrupted_data import ALONE
+from support.nonfinite_sample import FAULT, make_bundle
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.data.random_numbers import seed_step
@@ -44,16 +44,19 @@ def kept(engine):
 
 def searched(job, deepspeed, spoilt_rank, cases):
     """The cause found in each case, its sample, and whether the searches leave the run unchanged."""
-    model, objective = {"kind": "support.spoilt:Model"}, {"kind": "support.spoilt:loss", "reduction": "sum"}
+    model, objective = (
+        {"kind": "support.nonfinite_sample:Model"},
+        {"kind": "support.nonfinite_sample:loss", "reduction": "sum"},
+    )
     batch = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
     tree = recipe(model=model, objective=objective, batch=batch)
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
 
     def run(with_searches):
-        NOW.case, found = "", {}
-        engine = build_engine(config, resolved, job, bundle())
+        FAULT.case, found = "", {}
+        engine = build_engine(config, resolved, job, make_bundle())
         loader, objective = (
-            build_loader(config, resolved.batch_plan, bundle(), engine),
+            build_loader(config, resolved.batch_plan, make_bundle(), engine),
             build_objective(config),
         )
 
@@ -64,16 +67,16 @@ def searched(job, deepspeed, spoilt_rank, cases):
         step(0)
         for case in cases if with_searches else ():
             indices = job.gather_object(list(loader.read_again(16)[MICRO_BATCH].origin.indices))
-            NOW.case, NOW.sample = case, indices[spoilt_rank][ROW]
+            FAULT.case, FAULT.sample = case, indices[spoilt_rank][ROW]
             search = NonFiniteCauseSearch(
                 engine, objective, job, resolved.batch_plan, lambda: seed_step(0, 9, engine.seed_rank)
             )
             cause = search.find(loader.read_again(16))
             found[case] = (
-                f"train {NOW.sample}",
+                f"train {FAULT.sample}",
                 None if cause is None else cause.describe(f"rank {cause.rank}"),
             )
-        NOW.case = ""
+        FAULT.case = ""
         step(1)
         result = kept(engine)
         loader.close()

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from support.launch import ROOT, launch, write_recipe
-from support.tiny import BANDS, deepspeed_json, recipe, train_curve
+from support.tiny import TOLERANCES, deepspeed_json, recipe, train_curve
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -33,7 +33,7 @@ def steps(large: bool) -> int:
 
 
 def hold_to_oracle(curve, precision: str, large: bool = False) -> None:
-    for column, band in enumerate(BANDS[precision]):
+    for column, band in enumerate(TOLERANCES[precision]):
         expected = oracle(large)
         assert max(abs(a[column] / b[column] - 1) for a, b in zip(curve, expected, strict=True)) < band
 

@@ -9,9 +9,9 @@ import pytest
 from engine.test_step import good_bad_good
 from parity.measure import ALONE, has_async_io
 from parity.splits import CPU, NVME, SEQUENCE_2, SUMMED, TENSOR_2, TWO_STAGES, zero
-from support.exchange import SPLITS as RESUMED
-from support.exchange import exchange
-from support.tiny import BANDS, make_engine, recipe, token_bundle, train_curve
+from support.resume_across_splits import SPLITS as RESUMED
+from support.resume_across_splits import check_resume
+from support.tiny import TOLERANCES, make_engine, recipe, token_bundle, train_curve
 
 from pipeline.errors import ConfigError
 
@@ -32,7 +32,7 @@ OPTIMIZERS = {
     "adafactor": {"kind": "adafactor", "learning_rate": 3e-2, "max_grad_norm": 0.5},
     "muon": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
 }
-MUON_BANDS = (BANDS["fp32"][0], 3e-5)  # its polynomial is computed in bf16, in which a last bit grows
+MUON_BANDS = (TOLERANCES["fp32"][0], 3e-5)  # its polynomial is computed in bf16, in which a last bit grows
 NEED_WHOLE = ("adafactor", "muon")
 SPLITS = {
     "DDP": {"torch": {"parallel": "ddp"}},
@@ -95,7 +95,7 @@ def test_the_curve_is_that_of_one_process(ranks, kind, name):
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
     curves = ranks(2).run(train_curve, tree(kind, groups_of(kind)), SPLITS[name], timeout=900)
     precision = next((half for half in ("bf16", "fp16") if half in name), "fp32")
-    bands = MUON_BANDS if (kind, precision) == ("muon", "fp32") else BANDS[precision]
+    bands = MUON_BANDS if (kind, precision) == ("muon", "fp32") else TOLERANCES[precision]
     for found, allowed in zip(differences(curves[0], alone(kind)), bands, strict=True):
         assert found < allowed
 
@@ -103,9 +103,9 @@ def test_the_curve_is_that_of_one_process(ranks, kind, name):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_groups_and_kinds_show_in_the_curve(kind):
     """A split that left out the groups, or took another kind, would be far outside of the band of fp32."""
-    assert differences(alone(kind), alone(kind, with_groups=False))[0] > 50 * BANDS["fp32"][0]
+    assert differences(alone(kind), alone(kind, with_groups=False))[0] > 50 * TOLERANCES["fp32"][0]
     other = next(each for each in OPTIMIZERS if each != kind)
-    assert differences(alone(kind), alone(other))[0] > 50 * BANDS["fp32"][0]
+    assert differences(alone(kind), alone(other))[0] > 50 * TOLERANCES["fp32"][0]
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def exchanges():
 def test_any_split_goes_on_from_any_other(ranks, kind, saved, resumed):
     optimizer = {key: value for key, value in OPTIMIZERS[kind].items() if key != "learning_rate"}
     rate = OPTIMIZERS[kind]["learning_rate"]
-    exchange(ranks, RESUMED[saved], RESUMED[resumed], rate=rate, groups=groups_of(kind), **optimizer)
+    check_resume(ranks, RESUMED[saved], RESUMED[resumed], rate=rate, groups=groups_of(kind), **optimizer)

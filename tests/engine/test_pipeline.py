@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from parity.splits import GPT2, zero
-from support.exchange import SPLITS as RESUMED
-from support.exchange import Split, exchange, tree
+from support.resume_across_splits import SPLITS as RESUMED
+from support.resume_across_splits import Split, check_resume, make_recipe
 from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.config.deepspeed_json import load_deepspeed_json
@@ -92,10 +92,11 @@ def test_a_run_goes_on_in_stages_that_are_cut_elsewhere(ranks):
     model = GPT2 | {"num_layers": 5, "vocab_size": 2048}
     uniform = Split(zero(1) | {"pipeline": {"stages": 2, "partition": "uniform"}})
     cuts = [
-        ranks(2).run(cut, tree(model), split.json)[0][0] for split in (RESUMED["pipeline-zero1"], uniform)
+        ranks(2).run(cut, make_recipe(model), split.json)[0][0]
+        for split in (RESUMED["pipeline-zero1"], uniform)
     ]
     assert cuts[0] != cuts[1]
-    exchange(ranks, RESUMED["pipeline-zero1"], uniform, model)
+    check_resume(ranks, RESUMED["pipeline-zero1"], uniform, model)
 
 
 def test_uneven_shapes_within_and_across_steps(ranks):

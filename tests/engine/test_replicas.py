@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 from engine.own_state import CASES
-from support.launch import DIGITS, TRAIN, environment, write_recipe
-from support.poisoned import SPLITS, events, train
-from support.ranks import free_port
+from support.corrupted_data import SPLITS, read_events, train
+from support.launch import DIGITS, TRAIN, make_environment, write_recipe
+from support.rank_pool import free_port
 from support.tiny import deepspeed_json, make_engine, recipe, token_bundle
 from torch import nn
 
@@ -304,7 +304,7 @@ def test_other_splits_and_optimizers_are_no_corruption(ranks, name):
 def corrupted(job, split, folder: str, at: int):
     """The end of a run in which one rank has a bit flipped before step `at`."""
 
-    def prepare(parts, poison):
+    def prepare(parts, corrupted):
         steps = 0
         original = parts.loader.next_group
 
@@ -336,13 +336,13 @@ def test_a_run_with_a_broken_rank_ends_and_goes_on_from_before(ranks, split, tmp
     assert said[0].startswith("corruption at step 10 on ranks 0,1: no checkpoint after step 5 counts")
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*step-*"))
     assert names == ["step-00000004", "suspect-step-00000008"]
-    (told,) = events(tmp_path, "corruption")
+    (told,) = read_events(tmp_path, "corruption")
     assert told["level"] == "error"
     when = "of step 10" if split == "ddp" else "between steps 5 and 10"
     assert f"the weights {when} should be the same on 2 ranks" in told["message"]
     assert "rank 1 on" in told["message"]
     assert ranks(world_size).run(corrupted, deepspeed, str(tmp_path), 0, timeout=500) == [None] * world_size
-    (told,) = events(tmp_path, "corruption")
+    (told,) = read_events(tmp_path, "corruption")
     assert (told["step"], told["from_step"]) == (4, 10)
 
 
@@ -356,7 +356,7 @@ def test_other_kinds_of_processors_are_no_corruption(tmp_path):
     started = [
         subprocess.Popen(
             [sys.executable, TRAIN, "--config", str(recipe), f"run_dir={tmp_path / 'run'}"],
-            env=environment(RANK=rank, LOCAL_RANK=rank, ATEN_CPU_CAPABILITY=kind, **place),
+            env=make_environment(RANK=rank, LOCAL_RANK=rank, ATEN_CPU_CAPABILITY=kind, **place),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -366,7 +366,7 @@ def test_other_kinds_of_processors_are_no_corruption(tmp_path):
     said = [process.communicate(timeout=400)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
     assert "ranks compute on 2 kinds of processors (avx2, default)" in said[0].lower()
-    assert not events(tmp_path / "run", "corruption")
+    assert not read_events(tmp_path / "run", "corruption")
 
 
 def shared(job: Job, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from parity.splits import FUSED, GPT2, LLAMA, PHI3, QWEN2, WIDE, zero
-from support.exchange import SPLITS, Gathered, Run, Split, exchange, run_on, saved_run, tree
+from support.resume_across_splits import (
+    SPLITS,
+    GatheredShards,
+    Run,
+    Split,
+    check_resume,
+    make_recipe,
+    run_on_split,
+    train_and_save,
+)
 from torch import nn
 
 from pipeline.distributed.process_group import Job
@@ -77,7 +86,7 @@ def pairs(*names: tuple[str, str]):
     ),
 )
 def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
-    exchange(ranks, saved, resumed)
+    check_resume(ranks, saved, resumed)
 
 
 @pytest.mark.daily(
@@ -103,7 +112,7 @@ def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
     ),
 )
 def test_masters_carry_over_between_precisions(ranks, saved, resumed):
-    exchange(ranks, saved, resumed, band=5e-3)
+    check_resume(ranks, saved, resumed, band=5e-3)
 
 
 @pytest.mark.daily("nvme-to-zero2")
@@ -120,7 +129,7 @@ def test_masters_carry_over_between_precisions(ranks, saved, resumed):
     ),
 )
 def test_what_lies_on_a_disk_is_kept_too(ranks, saved, resumed):
-    exchange(ranks, saved, resumed, model=WIDE, rate=3e-4)
+    check_resume(ranks, saved, resumed, model=WIDE, rate=3e-4)
 
 
 @pytest.mark.daily("zero1")
@@ -129,7 +138,7 @@ def test_what_lies_on_a_disk_is_kept_too(ranks, saved, resumed):
     ["plain", "zero0-bf16", "zero1", "zero2-cpu", "zero3", "zero3-bf16", "zero3-hpz", "pipeline-zero1"],
 )
 def test_an_engine_that_has_run_lets_go_of_what_it_had(ranks, name):
-    exchange(ranks, SPLITS[name], SPLITS[name], before=2)
+    check_resume(ranks, SPLITS[name], SPLITS[name], before=2)
 
 
 TIED_LLAMA = LLAMA | {"extra": {"tie_word_embeddings": True}}
@@ -155,9 +164,9 @@ SPLITS |= {
     ],
 )
 def test_tied_fused_and_biased_weights(ranks, model, cut):
-    exchange(ranks, SPLITS[cut], SPLITS["plain"], model)
-    exchange(ranks, SPLITS["zero3"], SPLITS[cut], model)
-    exchange(ranks, SPLITS[cut], SPLITS[cut], model)
+    check_resume(ranks, SPLITS[cut], SPLITS["plain"], model)
+    check_resume(ranks, SPLITS["zero3"], SPLITS[cut], model)
+    check_resume(ranks, SPLITS[cut], SPLITS[cut], model)
 
 
 @pytest.mark.daily("zero2-zero2", "zero3-plain")
@@ -174,13 +183,13 @@ def test_tied_fused_and_biased_weights(ranks, model, cut):
     ],
 )
 def test_frozen_parameters_and_statistics(ranks, saved, resumed):
-    exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(), band=1e-5)
 
 
 @pytest.mark.daily("ddp-plain")
 @pytest.mark.parametrize(("saved", "resumed"), [("plain", "plain"), ("ddp", "plain"), ("plain", "ddp")])
 def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
-    exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), band=1e-5)
 
 
 @pytest.mark.nightly
@@ -189,10 +198,10 @@ def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
     ("saved", "resumed"), [("nvme-1", "nvme-1"), ("nvme-1", "plain"), ("plain", "nvme-1")]
 )
 def test_a_frozen_parameter_on_a_disk(ranks, saved, resumed):
-    exchange(ranks, SPLITS[saved], SPLITS[resumed], odd_model(600), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(600), band=1e-5)
 
 
-def refusal(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathered) -> str:
+def refusal(job: Job, tree: dict[str, Any], split: dict[str, Any], source: GatheredShards) -> str:
     with pytest.raises(CheckpointError) as caught:
         Run(job, tree, split).engine.restore(source)
     return str(caught.value)
@@ -207,7 +216,7 @@ def refusal(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathe
     ],
 )
 def test_another_models_weights_are_refused(ranks, change, message):
-    _, source = saved_run(ranks, "plain", LLAMA)
-    told = run_on(ranks, SPLITS["zero1-1"], refusal, tree(LLAMA | change), source)[0]
+    _, source = train_and_save(ranks, "plain", LLAMA)
+    told = run_on_split(ranks, SPLITS["zero1-1"], refusal, make_recipe(LLAMA | change), source)[0]
     assert re.search(message, told)
     assert "\n" not in told

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.heard import heard
+from support.captured_logs import capture_logs
 from support.tiny import (
     deepspeed_json,
     make_engine,
@@ -313,7 +313,7 @@ def warnings_of(job: Job, deepspeed):
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     engine = DeepSpeedEngine(PartlyUsed(), config.optimizer, resolved.deepspeed, resolved.split, job)
     batch = {"inputs": torch.ones(2, 4), "targets": torch.ones(2, 1)}
-    with heard() as lines:
+    with capture_logs() as lines:
         for _ in range(2):
             engine.train_step([batch], CustomLoss(squared), 1e-3, False)
     return [line for line in lines if "took no part" in line]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from parity.splits import CPU, TENSOR_2, TWO_STAGES, zero
-from support.exchange import Run, shards_now, tree
+from support.resume_across_splits import Run, copy_shards, make_recipe
 from support.tiny import recipe
 from torch import nn
 
@@ -32,12 +32,12 @@ SPLITS = {
 
 def seen_by_the_gate(job, split):
     """(shards before a step, those that each wait of it and of the next one saw, shards after it)."""
-    run = Run(job, tree(recipe()["model"]), split)
+    run = Run(job, make_recipe(recipe()["model"]), split)
     run.train(0, 2)
-    before, seen = shards_now(run.engine), []
-    run.engine.hold_step(lambda: seen.append(shards_now(run.engine)))
+    before, seen = copy_shards(run.engine), []
+    run.engine.hold_step(lambda: seen.append(copy_shards(run.engine)))
     run.train(2, 3)
-    after = shards_now(run.engine)
+    after = copy_shards(run.engine)
     run.train(3, 4)
     run.engine.close()
     return before, seen, after

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.record import rows_of, time_of
+from support.metrics_rows import read_rows, read_time_events
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 
 from pipeline.distributed.phases import PHASES
@@ -57,13 +57,13 @@ def run(job, split, folder, late_rank=None, slow_evaluation=False):
 @pytest.mark.parametrize("name", SPLITS)
 def test_the_columns_are_all_there_and_hold_the_step(ranks, tmp_path, name):
     ranks(2).run(run, SPLITS[name], tmp_path, None, True)
-    rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
+    rows = [row for row in read_rows(tmp_path) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 7))
     for row in rows:
         seconds = {key: value for key, value in row.items() if key.startswith("time/")}
         assert set(seconds) == {f"time/{phase}_seconds" for phase in PHASES}
         assert min(seconds[f"time/{phase}_seconds"] for phase in ("forward", "backward", "optimizer")) > 0
-    (end,) = time_of(tmp_path)
+    (end,) = read_time_events(tmp_path)
     assert end["other_seconds"] < 0.6 * sum(end[f"{phase}_seconds"] for phase in PHASES)
     evaluated = [row["time/evaluation_seconds"] > 0 for row in rows]
     assert evaluated == [True, False, False, True, False, False]  # the last one is in the last line
@@ -74,7 +74,7 @@ def test_the_columns_are_all_there_and_hold_the_step(ranks, tmp_path, name):
 @pytest.mark.parametrize("name", ["ddp", "ZeRO 2", "stages"])
 def test_a_rank_that_comes_late_is_communication_for_the_other(ranks, tmp_path, name):
     ranks(2).run(run, SPLITS[name], tmp_path, 1)
-    rows = [row for row in rows_of(tmp_path) if "train/loss" in row]
+    rows = [row for row in read_rows(tmp_path) if "train/loss" in row]
     steps = ("data", "forward", "backward", "optimizer", "communication", "other")
     seconds = {phase: sum(row[f"time/{phase}_seconds"] for row in rows[1:]) for phase in steps}
     assert max(seconds, key=lambda phase: seconds[phase]) == "communication"

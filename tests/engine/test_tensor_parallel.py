@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.tiny import BANDS, deepspeed_json, make_engine, recipe, token_bundle, train_curve
+from support.tiny import TOLERANCES, deepspeed_json, make_engine, recipe, token_bundle, train_curve
 
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
@@ -62,7 +62,7 @@ def hold_to_the_oracle(pool, json, model: str = "llama", precision: str = "fp32"
     """Trains on every rank of the pool; all report one curve, which is plain PyTorch's."""
     curves = pool.run(train_curve, tree_of(model), json, steps)
     assert all(curve == curves[0] for curve in curves), "ranks disagree about the loss"
-    for band, column in zip(BANDS[precision], (0, 1), strict=True):
+    for band, column in zip(TOLERANCES[precision], (0, 1), strict=True):
         for ours, theirs in zip(curves[0], oracle(model, steps), strict=True):
             assert ours[column] == pytest.approx(theirs[column], rel=band)
 

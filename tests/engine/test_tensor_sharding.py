@@ -9,8 +9,8 @@ import pytest
 import torch
 from parity.splits import FUSED, LARGE, LLAMA, PHI3, QWEN2, TENSOR_2, TWO_STAGES, zero
 from safetensors.torch import load_file, save_file
-from support.exchange import Gathered, shards_now, whole_of
-from support.memory import anonymous_bytes, held_bytes, most_anonymous
+from support.memory import anonymous_bytes, reachable_tensor_bytes, track_peak_anonymous_bytes
+from support.resume_across_splits import GatheredShards, assemble_tensors, copy_shards
 from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.weights import SIZES
 
@@ -47,12 +47,12 @@ def most_while_made(job: Job, model: dict[str, Any], split: dict[str, Any]) -> t
     data = token_bundle()
     make_engine(job, recipe(model=LARGE | SIZES), split, data)  # what is imported and allocated once
     gc.collect()
-    held, before = held_bytes(), anonymous_bytes()
-    with most_anonymous() as most:
+    held, before = reachable_tensor_bytes(), anonymous_bytes()
+    with track_peak_anonymous_bytes() as most:
         engine = make_engine(job, recipe(model=model), split, data)
     size = 4 * engine.num_parameters
     gc.collect()
-    return (most[0] - before) / size, (held_bytes() - held) / size
+    return (most[0] - before) / size, (reachable_tensor_bytes() - held) / size
 
 
 @pytest.mark.daily("tensor-pretrained", "stages-pretrained")
@@ -72,7 +72,7 @@ def test_a_rank_never_has_all_of_the_model(ranks, folder, split, source):
 
 def weights_at_start(job: Job, model: dict[str, Any], split: dict[str, Any]) -> list[Any]:
     """This rank's shards."""
-    written = shards_now(make_engine(job, recipe(model=model), split, token_bundle()))
+    written = copy_shards(make_engine(job, recipe(model=model), split, token_bundle()))
     return [shard for shard in written if shard[1] == "weight"]
 
 
@@ -92,7 +92,7 @@ def tensors(how: dict[str, Any]) -> dict[str, Any]:
 
 def hold_to_the_whole(ranks, model: dict[str, Any], cut: dict[str, Any], expected: dict[str, Any]) -> None:
     shards = [shard for rank in ranks(2).run(weights_at_start, model, cut) for shard in rank]
-    found = {name: values for (name, _), values in whole_of(Gathered({}, shards)).items()}
+    found = {name: values for (name, _), values in assemble_tensors(GatheredShards({}, shards)).items()}
     assert found.keys() == {name for name in expected if name != "lm_head.weight" or name in found}
     for name, values in found.items():
         assert torch.equal(torch.from_numpy(values), expected[name].reshape(-1).float()), name

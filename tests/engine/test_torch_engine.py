@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from support.heard import heard
-from support.launch import ROOT, TORCHRUN, TRAIN, command, run_python
+from support.captured_logs import capture_logs
+from support.launch import ROOT, TORCHRUN, TRAIN, make_command, run_python
 from support.tiny import deepspeed_json, make_engine, recipe
 from torch import nn
 
@@ -109,7 +109,7 @@ def looking(job: Job, other_rank_uses_it: bool):
     """Losses and weights with find_unused_parameters; the lines of the log."""
     engine = engine_of(job, two(), find_unused_parameters=True)
     mine = [job.ranks.rank] if job.ranks.world_size > 1 else [0, 1]
-    with heard() as lines:
+    with capture_logs() as lines:
         for seed in range(3):
             step(
                 engine,
@@ -195,7 +195,7 @@ def test_two_ranks_train_with_ddp_and_end_well(tmp_path, launcher):
     small = [*RECIPE, "max_epochs=2", "optimizer.learning_rate=1e-2", "schedule.warmup=0"]
     start = [*TWO, *small]
     if launcher == "deepspeed":
-        start = command("--deepspeed", "ds_configs/torch_ddp.json", *small, ranks=2)
+        start = make_command("--deepspeed", "ds_configs/torch_ddp.json", *small, ranks=2)
     code, text = run(start, tmp_path)
     assert code == 0, text
     assert "plain PyTorch, DistributedDataParallel" in text

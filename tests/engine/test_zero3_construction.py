@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.buffered import buffer_and_curve
+from support.model_with_buffer import measure_buffer_and_losses
 from torch import nn
 
 from pipeline.distributed.process_group import Job
@@ -57,6 +57,8 @@ def test_two_weights_of_one_operation_are_whole_together(ranks):
 
 @pytest.mark.nightly
 def test_a_buffer_in_a_forward_gives_the_curve_of_a_whole_model(ranks):
-    (*here, whole), (*there, sharded) = (ranks(1).run(buffer_and_curve, stage)[0] for stage in (2, 3))
+    (*here, whole), (*there, sharded) = (
+        ranks(1).run(measure_buffer_and_losses, stage)[0] for stage in (2, 3)
+    )
     assert here == there == ["cpu", torch.float32]
     assert sharded == pytest.approx(whole, rel=1e-3)

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 import torch
 from support.tiny import (
-    BANDS,
     CPU,
+    TOLERANCES,
     deepspeed_json,
     make_engine,
     recipe,
@@ -64,7 +64,7 @@ def oracle(architecture: str) -> list[tuple[float, float]]:
 
 def hold_to_oracle(curves, precision: str, architecture: str = "llama") -> None:
     assert all(curve == curves[0] for curve in curves)
-    for column, band in enumerate(BANDS[precision]):
+    for column, band in enumerate(TOLERANCES[precision]):
         pairs = zip(curves[0], oracle(architecture), strict=True)
         assert max(abs(a[column] / b[column] - 1) for a, b in pairs) < band
 

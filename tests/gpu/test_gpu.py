@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import cases
 from support.launch import DIGITS, ROOT, TORCHRUN, TRAIN, write_recipe
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 
 from pipeline.distributed.process_group import describe_device
 from pipeline.distributed.stopping import STOP_FLAG, FlagReader

@@ -6,7 +6,7 @@ import pytest
 import torch
 from parity.measure import train
 from parity.splits import SHORT, Case, Split, recomputed, zero
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.distributed.process_group import describe_device

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.buffered import buffer_and_curve
-from support.ranks import RankPool
+from support.model_with_buffer import measure_buffer_and_losses
+from support.rank_pool import RankPool
 
 from pipeline.config.model_schema import CausalLMConfig
 from pipeline.models import build_model
@@ -41,6 +41,6 @@ def test_offloaded_inputs_give_the_gradients_of_those_that_stay():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_buffers_lie_where_the_model_computes(stage):
     with RankPool(1, on_gpu=True) as pool:
-        device, dtype, curve = pool.run(buffer_and_curve, stage)[0]
+        device, dtype, curve = pool.run(measure_buffer_and_losses, stage)[0]
     assert (device, dtype) == ("cuda", torch.float32)
     assert curve[-1] < curve[0]

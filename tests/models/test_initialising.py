@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity.splits import LARGE
 from support.launch import run_python
-from support.memory import held_bytes
+from support.memory import reachable_tensor_bytes
 from support.weights import SIZES, assert_same
 
 from pipeline.config.model_schema import CausalLMConfig
@@ -95,14 +95,14 @@ class Watched(DevicePlacement):
             yield
             self.times += 1
             if self.times % 48 == 0:
-                self.held = max(self.held, held_bytes())
+                self.held = max(self.held, reachable_tensor_bytes())
 
 
 def test_host_memory_has_a_tensor_of_a_pretrained_model_at_a_time(tmp_path):
     config = CausalLMConfig(architecture="llama", **SIZES | {"num_layers": 16})
     build_model(config, ModelRequest(NoSharding(), vocab_size=257), 0).save_pretrained(tmp_path)
     gc.collect()
-    before, watched = held_bytes(), Watched(ELSEWHERE, torch.bfloat16)
+    before, watched = reachable_tensor_bytes(), Watched(ELSEWHERE, torch.bfloat16)
     model = build_model(CausalLMConfig(pretrained=str(tmp_path)), ModelRequest(watched), 0)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     # The largest, an embedding, is a twentieth: as it was read, and where it is lent to the model.

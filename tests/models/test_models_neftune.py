@@ -10,7 +10,7 @@ import pytest
 import torch
 from parity.measure import ALONE
 from pydantic import ValidationError
-from support.record import rows_of
+from support.metrics_rows import read_rows
 from support.tiny import make_engine, recipe, resolve, token_bundle
 from support.token_store import Part, Store
 
@@ -50,7 +50,7 @@ def run(job: Job, tree, deepspeed, folder: Path, packed: bool = True, steps: int
             pass
     parts.loader.close()
     parts.engine.close()
-    rows = rows_of(folder)
+    rows = read_rows(folder)
     curve = [(row["train/loss"], row["train/grad_norm"]) for row in rows if "train/loss" in row]
     return curve, [row["eval/loss"] for row in rows if "eval/loss" in row]
 

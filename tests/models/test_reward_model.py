@@ -10,7 +10,7 @@ import torch
 from parity.answers import SPLITS
 from peft import PeftModel
 from support.base_model import write_base_model
-from support.preferences import ALONE, train_answers, tree_of
+from support.preferences import ALONE, make_recipe, train_preferences
 from transformers import AutoModelForSequenceClassification
 
 import pipeline
@@ -118,8 +118,11 @@ def test_its_first_weights_are_the_same_under_every_split(ranks, base, split):
     new = {"architecture": "llama", **SHAPE, "max_sequence_length": 128, "vocab_size": words}
     expected = None
     for model in ({"pretrained": str(base)}, new | {"weights": str(base)}):
-        tree = tree_of("reward", 2) | {"model": {"kind": "causal_lm"} | model}
-        alone, found = train_answers(ALONE, tree, None), ranks(2).run(train_answers, tree, SPLITS[split])[0]
+        tree = make_recipe("reward", 2) | {"model": {"kind": "causal_lm"} | model}
+        alone, found = (
+            train_preferences(ALONE, tree, None),
+            ranks(2).run(train_preferences, tree, SPLITS[split])[0],
+        )
         expected = expected or alone
         for rows in (alone, found):
             losses = [row["train/loss"] for row in rows if "train/loss" in row]

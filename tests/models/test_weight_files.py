@@ -11,10 +11,10 @@ import pytest
 import torch
 from parity.measure import ALONE
 from safetensors.torch import save_file
-from support.heard import heard
-from support.saved import store_in
+from support.captured_logs import capture_logs
+from support.checkpoint_stores import make_store
 from support.tiny import make_engine, recipe, token_bundle
-from support.weights import assert_same, cnn, copied, llama, load, refused, small
+from support.weights import assert_same, cnn, copy_state, llama, load, refusal_message, small
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_of_file_gives_the_same_weights(tmp_path, kind):
-    expected = copied(llama(seed=3))
+    expected = copy_state(llama(seed=3))
     assert_same(load(llama(), SOURCES[kind](expected, tmp_path)), expected)
 
 
@@ -64,21 +64,21 @@ def test_a_folder_that_transformers_wrote(tmp_path, shard_size):
     saved = llama(seed=3)
     saved.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
-    assert_same(load(llama(), tmp_path), copied(saved))
+    assert_same(load(llama(), tmp_path), copy_state(saved))
 
 
 def test_a_snapshot_in_the_hubs_cache_is_made_of_links(tmp_path):
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
-    save_file(copied(cnn(seed=3)), blobs / "abc")
+    save_file(copy_state(cnn(seed=3)), blobs / "abc")
     (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
-    assert_same(load(cnn(), snapshot), copied(cnn(seed=3)))
+    assert_same(load(cnn(), snapshot), copy_state(cnn(seed=3)))
 
 
 @pytest.mark.parametrize("build", [cnn, small, llama])
 def test_any_model_is_filled_to_the_last_buffer(tmp_path, build):
-    expected = {name: value + 1 for name, value in copied(build(seed=3)).items()}
+    expected = {name: value + 1 for name, value in copy_state(build(seed=3)).items()}
     torch.save(expected, tmp_path / "w.pt")
     model = build()
     places = {name: value.data_ptr() for name, value in model.state_dict().items()}
@@ -100,11 +100,11 @@ def test_other_precisions_are_loaded_into_fp32(tmp_path, dtype):
 def run(tmp_path_factory):
     """(a run directory with the checkpoints of two steps, the weights in each)."""
     folder = tmp_path_factory.mktemp("run")
-    store, kept = store_in(folder / "checkpoints", ALONE), {}
+    store, kept = make_store(folder / "checkpoints", ALONE), {}
     for step in (1, 2):
         engine = make_engine(ALONE, recipe(seed=step), PLAIN, token_bundle())
         assert store.save(engine, {"global_step": step}, wait=True).problem is None
-        kept[step] = copied(engine.module)
+        kept[step] = copy_state(engine.module)
     store.close()
     return folder, kept
 
@@ -122,12 +122,14 @@ def test_a_damaged_checkpoint_is_never_read(run, tmp_path):
         content = bytearray(path.read_bytes())
         content[-5] ^= 1
         path.write_bytes(content)
-        assert "is damaged: rank-00000.safetensors: the content is damaged" in refused(llama(), path.parent)
+        assert "is damaged: rank-00000.safetensors: the content is damaged" in refusal_message(
+            llama(), path.parent
+        )
         if number == 0:
-            with heard() as lines:
+            with capture_logs() as lines:
                 assert_same(load(llama(), folder), kept[1])
             assert "step-00000002 is damaged" in lines[0]
-    assert "holds no whole checkpoint; the newest: " in refused(llama(), folder)
+    assert "holds no whole checkpoint; the newest: " in refusal_message(llama(), folder)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_damaged_checkpoint_is_never_read(run, tmp_path):
     ],
 )
 def test_a_state_dict_in_its_envelope(tmp_path, envelope):
-    expected = copied(small(seed=3))
+    expected = copy_state(small(seed=3))
     torch.save(envelope(expected), tmp_path / "w.pt")
     assert_same(load(small(), tmp_path / "w.pt"), expected)
 
@@ -164,7 +166,7 @@ class Hostile:
 @pytest.mark.parametrize("how", ["torch", "before 1.6", "bare", "shard"])
 def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
     content, path = (
-        copied(small()) | {"first.bias": Hostile(tmp_path / "ran")},
+        copy_state(small()) | {"first.bias": Hostile(tmp_path / "ran")},
         tmp_path / "pytorch_model.bin",
     )
     if how == "bare":
@@ -175,7 +177,7 @@ def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
         path.rename(tmp_path / "one.bin")
         index = {"weight_map": {"first.weight": "one.bin"}}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    told = refused(small(), tmp_path)
+    told = refusal_message(small(), tmp_path)
     assert "which is code and is not run" in told
     assert how == "bare" or "mkdir" in told  # there something before it is refused
     assert not (tmp_path / "ran").exists()
@@ -183,7 +185,7 @@ def test_nothing_in_a_hostile_pickle_is_run(tmp_path, how):
 
 def test_a_whole_pickled_module_is_told_what_to_save(tmp_path):
     torch.save(nn.Linear(3, 4), tmp_path / "w.pt")
-    told = refused(small(), tmp_path / "w.pt")
+    told = refusal_message(small(), tmp_path / "w.pt")
     assert "contains torch.nn.modules.linear.Linear, which is code and is not run" in told
     assert "save model.state_dict() instead" in told
 
@@ -195,20 +197,20 @@ def test_a_whole_pickled_module_is_told_what_to_save(tmp_path):
 def test_nothing_outside_the_folder_is_read(tmp_path, name, suffix):
     folder, outside = tmp_path / "model", tmp_path / f"w.{suffix}"
     (folder / "below").mkdir(parents=True)
-    (save_file if suffix == "safetensors" else torch.save)(copied(small(seed=3)), outside)
+    (save_file if suffix == "safetensors" else torch.save)(copy_state(small(seed=3)), outside)
     name = str(outside) if name == "ABSOLUTE" else name.replace("safetensors", suffix)
     if "link" in name:
         (folder / name).symlink_to(outside)
     stem = "model.safetensors" if suffix == "safetensors" else "pytorch_model.bin"
     index = {"weight_map": dict.fromkeys(small().state_dict(), name)}
     (folder / f"{stem}.index.json").write_text(json.dumps(index))
-    assert f"names a file outside of itself: {name!r}" in refused(small(), folder)
+    assert f"names a file outside of itself: {name!r}" in refusal_message(small(), folder)
     (folder / stem).symlink_to(outside)
-    assert f"names a file outside of itself: {stem!r}" in refused(small(), folder)
+    assert f"names a file outside of itself: {stem!r}" in refusal_message(small(), folder)
 
 
 def whole_safetensors(folder):
-    save_file(copied(small()), folder / "model.safetensors")
+    save_file(copy_state(small()), folder / "model.safetensors")
     return folder / "model.safetensors"
 
 
@@ -223,8 +225,8 @@ def whole_safetensors(folder):
         (lambda to: (to / "w.bin").write_bytes(b"no weights") and to / "w.bin", "cannot be read as weights"),
         (lambda to: torch.save({}, to / "w.pt") or to / "w.pt", "has no tensors by name"),
         (lambda to: os.truncate(whole_safetensors(to), 300) or to, "model.safetensors cannot be read as saf"),
-        (lambda to: torch.save(copied(small()), to / "w.pt") or os.truncate(to / "w.pt", 900) or to / "w.pt",
-         "cannot be read as weights: "),
+        (lambda to: torch.save(copy_state(small()), to / "w.pt")
+         or os.truncate(to / "w.pt", 900) or to / "w.pt", "cannot be read as weights: "),
         (lambda to: torch.save({"module": {}}, to / "mp_rank_00_model_states.pt") or to, "zero_to_fp32.py"),
         (lambda to: torch.save({"module": {}}, to / "mp_rank_00_model_states.pt")
          or to / "mp_rank_00_model_states.pt", "is part of a checkpoint in DeepSpeed's format; run "),
@@ -234,7 +236,7 @@ def whole_safetensors(folder):
     ],
 )  # fmt: skip
 def test_what_is_no_weights_is_one_line(tmp_path, make, told):
-    assert told in refused(small(), make(tmp_path))
+    assert told in refusal_message(small(), make(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -259,4 +261,4 @@ def test_an_index_that_is_none_is_one_line(tmp_path, index, told):
     torch.save({"c": torch.ones(1)}, tmp_path / "one.bin")
     (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert told in refused(small(), tmp_path)
+    assert told in refusal_message(small(), tmp_path)

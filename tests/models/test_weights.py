@@ -6,9 +6,9 @@ import pytest
 import torch
 from parity.measure import ALONE
 from safetensors.torch import load_file, save_file
-from support.heard import heard
+from support.captured_logs import capture_logs
 from support.tiny import recipe, resolve, token_bundle
-from support.weights import SIZES, assert_same, cnn, copied, llama, load, refused, small
+from support.weights import SIZES, assert_same, cnn, copy_state, llama, load, refusal_message, small
 from torch import nn
 
 from pipeline.config.model_schema import CausalLMConfig
@@ -42,14 +42,14 @@ def between(middle):
     ],
 )
 def test_wrappers_are_taken_from_any_of_the_keys(tmp_path, rename):
-    expected = copied(llama(seed=3))
+    expected = copy_state(llama(seed=3))
     save_file({rename(name): value for name, value in expected.items()}, tmp_path / "w.safetensors")
     assert_same(load(llama(), tmp_path), expected)
 
 
 @pytest.mark.parametrize("wrapped", ["", "module.", "_forward_module.module."])
 def test_a_submodule_that_is_called_module_keeps_its_name(tmp_path, wrapped):
-    expected = copied(small(seed=3))
+    expected = copy_state(small(seed=3))
     save_file({wrapped + name: value for name, value in expected.items()}, tmp_path / "w.safetensors")
     assert_same(load(small(), tmp_path), expected)
 
@@ -105,8 +105,8 @@ def changed(state, tmp_path):
 
 
 def test_all_that_does_not_fit_is_named_in_one_line(tmp_path):
-    path = changed(copied(small()), tmp_path)
-    assert refused(small(seed=1), path) == (
+    path = changed(copy_state(small()), tmp_path)
+    assert refusal_message(small(seed=1), path) == (
         f"model.weights: {path} does not fit the model; missing: norm.running_mean; unexpected: more.0, "
         "more.1, more.2, more.3, more.4 and 2 more; mismatched: first.weight ([4, 5] in the file, [4, 3] in "
         "the model); set model.strict=false to load only the tensors that fit"
@@ -114,8 +114,8 @@ def test_all_that_does_not_fit_is_named_in_one_line(tmp_path):
 
 
 def test_not_strict_loads_what_fits_and_says_the_rest_once(tmp_path):
-    there, before = copied(small(seed=3)), copied(small())
-    with heard() as lines:
+    there, before = copy_state(small(seed=3)), copy_state(small())
+    with capture_logs() as lines:
         model = load(small(), changed(there, tmp_path), strict=False)
     assert_same(model, there | {name: before[name] for name in ("norm.running_mean", "first.weight")})
     told = [line for line in lines if "missing" in line]
@@ -125,9 +125,9 @@ def test_not_strict_loads_what_fits_and_says_the_rest_once(tmp_path):
 
 
 def test_nothing_that_fits_is_an_error_strict_or_not(tmp_path):
-    save_file(copied(cnn()), tmp_path / "w.safetensors")
+    save_file(copy_state(cnn()), tmp_path / "w.safetensors")
     for strict in (True, False):
-        assert "no tensor in" in refused(small(), tmp_path / "w.safetensors", strict=strict)
+        assert "no tensor in" in refusal_message(small(), tmp_path / "w.safetensors", strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_nothing_that_fits_is_an_error_strict_or_not(tmp_path):
     ],
 )
 def test_values_of_another_kind_do_not_fit(tmp_path, value, told):
-    torch.save(copied(small()) | {"first.weight": value}, tmp_path / "w.pt")
-    assert f"mismatched: first.weight ({told})" in refused(small(), tmp_path / "w.pt")
+    torch.save(copy_state(small()) | {"first.weight": value}, tmp_path / "w.pt")
+    assert f"mismatched: first.weight ({told})" in refusal_message(small(), tmp_path / "w.pt")
 
 
 @pytest.mark.slow
 def test_of_tied_weights_one_is_enough(tmp_path):
-    tied, state = llama(seed=3, extra=TIED), copied(llama(seed=3, extra=TIED))
+    tied, state = llama(seed=3, extra=TIED), copy_state(llama(seed=3, extra=TIED))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     for left_out in ("lm_head.weight", "model.embed_tokens.weight"):
         save_file({n: v for n, v in state.items() if n != left_out}, tmp_path / "w.safetensors")
@@ -159,12 +159,16 @@ def test_of_tied_weights_one_is_enough(tmp_path):
     assert_same(load(llama(extra=TIED), tmp_path / "both.pt"), state)
     apart = state | {"lm_head.weight": state["lm_head.weight"] + 1}
     torch.save(apart, tmp_path / "apart.pt")
-    assert "one tensor in the model, but different from" in refused(llama(extra=TIED), tmp_path / "apart.pt")
+    assert "one tensor in the model, but different from" in refusal_message(
+        llama(extra=TIED), tmp_path / "apart.pt"
+    )
     save_file({n: v for n, v in state.items() if n != "lm_head.weight"}, tmp_path / "w.safetensors")
-    assert "missing: lm_head.weight;" in refused(llama(), tmp_path / "w.safetensors")
+    assert "missing: lm_head.weight;" in refusal_message(llama(), tmp_path / "w.safetensors")
     neither = {n: v for n, v in state.items() if "layers" in n or "norm" in n}
     save_file(neither, tmp_path / "w.safetensors")
-    assert "missing: model.embed_tokens.weight;" in refused(llama(extra=TIED), tmp_path / "w.safetensors")
+    assert "missing: model.embed_tokens.weight;" in refusal_message(
+        llama(extra=TIED), tmp_path / "w.safetensors"
+    )
 
 
 # --- more words ---------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ VOCABULARY_NAMES = ("model.embed_tokens.weight", "lm_head.weight", "words.weight
     ],
 )
 def test_rows_for_new_tokens_are_the_mean_of_the_old(tmp_path, build, rows):
-    old = copied(build(rows, 3))
+    old = copy_state(build(rows, 3))
     torch.save(old, tmp_path / "w.pt")
     model = load(build(rows + 57, 0), tmp_path / "w.pt", grow_vocabulary=True)
     expected = {n: grown(v, rows + 57) if n in VOCABULARY_NAMES else v for n, v in old.items()}
@@ -210,23 +214,23 @@ def test_rows_for_new_tokens_are_the_mean_of_the_old(tmp_path, build, rows):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9)
         assert torch.equal(value[: len(old[name])], old[name])
     assert load(build(rows, 0), tmp_path / "w.pt", grow_vocabulary=True)  # nothing to grow
-    told = refused(build(rows + 57, 0), tmp_path / "w.pt")
+    told = refusal_message(build(rows + 57, 0), tmp_path / "w.pt")
     assert "; set model.grow_vocabulary=true to add rows)" in told
 
 
 @pytest.mark.slow
 def test_a_vocabulary_never_shrinks_and_nothing_else_grows(tmp_path):
-    save_file(copied(llama(vocabulary=300)), tmp_path / "w.safetensors")
-    told = refused(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
+    save_file(copy_state(llama(vocabulary=300)), tmp_path / "w.safetensors")
+    told = refusal_message(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
     assert "lm_head.weight ([300, 32] in the file, [257, 32] in the model)" in told
-    state = copied(llama()) | {"model.norm.weight": torch.ones(31)}
+    state = copy_state(llama()) | {"model.norm.weight": torch.ones(31)}
     save_file(state, tmp_path / "w.safetensors")
-    told = refused(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
+    told = refusal_message(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
     assert "model.norm.weight ([31] in the file, [32] in the model)" in told
-    save_file(copied(llama()) | {"lm_head.weight": torch.zeros(0, 32)}, tmp_path / "w.safetensors")
-    assert "[0, 32] in the file" in refused(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
-    save_file(copied(cnn()), tmp_path / "w.safetensors")
-    assert "has no get_input_embeddings()" in refused(cnn(), tmp_path, grow_vocabulary=True)
+    save_file(copy_state(llama()) | {"lm_head.weight": torch.zeros(0, 32)}, tmp_path / "w.safetensors")
+    assert "[0, 32] in the file" in refusal_message(llama(), tmp_path / "w.safetensors", grow_vocabulary=True)
+    save_file(copy_state(cnn()), tmp_path / "w.safetensors")
+    assert "has no get_input_embeddings()" in refusal_message(cnn(), tmp_path, grow_vocabulary=True)
 
 
 @pytest.mark.slow
@@ -271,7 +275,7 @@ def test_a_pretrained_model_grows_too(tmp_path, architecture, extra):
 @pytest.mark.slow
 def test_a_run_starts_from_them_and_one_that_goes_on_does_not_read_them(tmp_path):
     path, model = tmp_path / "w.safetensors", recipe()["model"]
-    expected = copied(llama(seed=3))
+    expected = copy_state(llama(seed=3))
     save_file(expected, path)
     config, resolved = resolve(recipe(model=model | {"weights": str(path)}), PLAIN, 1)
     assert_same(build_engine(config, resolved, ALONE, token_bundle()).module, expected)
@@ -283,5 +287,5 @@ def test_a_run_starts_from_them_and_one_that_goes_on_does_not_read_them(tmp_path
 
 def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    save_file(copied(cnn(seed=3)), tmp_path / "w.safetensors")
+    save_file(copy_state(cnn(seed=3)), tmp_path / "w.safetensors")
     assert_same(load(cnn(), "~/w.safetensors"), load_file(tmp_path / "w.safetensors"))

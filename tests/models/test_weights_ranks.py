@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity.measure import ALONE
 from safetensors.torch import save_file
-from support.exchange import SPLITS, Gathered, shards_now, whole_of
+from support.resume_across_splits import SPLITS, GatheredShards, assemble_tensors, copy_shards
 from support.tiny import VOCABULARY, make_engine, recipe, token_bundle
 
 from pipeline.config.model_schema import CausalLMConfig
@@ -39,7 +39,7 @@ def weights_after_start(job, model, split, folder=None, apart=False):
         os.chdir(here)
     try:
         engine = make_engine(job, recipe(model=model, objective={"kind": "causal_lm"}), split, token_bundle())
-        return shards_now(engine)
+        return copy_shards(engine)
     except ModelError as error:
         return str(error)
     finally:
@@ -47,7 +47,7 @@ def weights_after_start(job, model, split, folder=None, apart=False):
 
 
 def together(results):
-    return whole_of(Gathered({}, [shard for shards in results for shard in shards]))
+    return assemble_tensors(GatheredShards({}, [shard for shards in results for shard in shards]))
 
 
 @pytest.fixture(scope="module")

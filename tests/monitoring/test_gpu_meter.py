@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.clock import Clock
+from support.fake_clock import FakeClock
 
 from pipeline.monitoring.metrics import GpuMeter
 
@@ -57,7 +57,7 @@ def test_power_is_of_all_ranks_and_the_hottest_is_told(answers, other, row):
 
 
 def test_the_driver_is_asked_once_a_second():
-    driver, clock = Driver(80, 650_000, 61), Clock()
+    driver, clock = Driver(80, 650_000, 61), FakeClock()
     meter = GpuMeter(CUDA, driver.questions(), clock)
     assert meter.read() == [0.8, 650.0, 61.0]
     driver.answers[0] = 90

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from parity.splits import GPT2, LLAMA
-from support.exchange import SPLITS, Gathered, Run, run_on, shards_now, tree, whole_of
+from support.resume_across_splits import (
+    SPLITS,
+    GatheredShards,
+    Run,
+    assemble_tensors,
+    copy_shards,
+    make_recipe,
+    run_on_split,
+)
 
 from pipeline.distributed.process_group import Job
 from pipeline.monitoring.histograms import (
@@ -62,7 +70,7 @@ def look(job: Job, tree: dict[str, Any], split: dict[str, Any]):
             run.train(step, step + 1)
         told.append(meter.finish_step(step + 1))
     assert told[-1] is not None
-    return told[-1].read(), shards_now(run.engine), told[0]
+    return told[-1].read(), copy_shards(run.engine), told[0]
 
 
 @pytest.mark.slow
@@ -89,18 +97,18 @@ def test_a_tied_weight_counts_once(ranks, name):
 
 
 def check(ranks, name, model):
-    results = run_on(ranks, SPLITS[name], look, tree(model))
+    results = run_on_split(ranks, SPLITS[name], look, make_recipe(model))
     (told, _, before), *others = results
     assert before is None, "not a step of the interval"
     for other, *_ in others:
         assert all(np.array_equal(other.weights[key], told.weights[key]) for key in told.weights)
-    whole = whole_of(Gathered({}, [shard for _, shards, _ in results for shard in shards]))
+    whole = assemble_tensors(GatheredShards({}, [shard for _, shards, _ in results for shard in shards]))
     weights = {key: values for (key, kind), values in whole.items() if kind == "weight"}
     assert told.weights.keys() == told.gradients.keys() == weights.keys()
     for key, values in weights.items():
         assert told.weights[key].tolist() == of_numpy(values).tolist(), key
     # Gradients that are summed in another order, or rounded, fall across an edge now and then.
-    ((alone, _, _),) = run_on(ranks, SPLITS["plain"], look, tree(model))
+    ((alone, _, _),) = run_on_split(ranks, SPLITS["plain"], look, make_recipe(model))
     share, few = (0.1, 4) if "16" in name else (0.002, 3)
     for key, values in told.gradients.items():
         assert values.sum() == weights[key].size, key

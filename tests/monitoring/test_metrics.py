@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.clock import Clock
+from support.fake_clock import FakeClock
 
 from pipeline.distributed.phases import Phases
 from pipeline.distributed.process_group import Job
@@ -42,7 +42,7 @@ def meters(clock, unit="tokens"):
 
 
 def test_rates_leave_out_what_is_not_training():
-    clock = Clock()
+    clock = FakeClock()
     meter = meters(clock)
     for _ in range(3):
         with meter.phases.measure("data"):
@@ -64,7 +64,7 @@ def test_rates_leave_out_what_is_not_training():
 
 
 def test_what_is_recomputed_is_work_of_the_hardware_alone():
-    clock, again = Clock(), [0.0]
+    clock, again = FakeClock(), [0.0]
     work = replace(WORKLOAD, recomputed_flops=lambda: again[0])
     meter = Meters(work, ALONE, clock)
     for recomputed in (0.0, 2e9):
@@ -89,8 +89,8 @@ def test_what_a_rank_knows_of_its_gpu_rides_on_the_loss_s_collective():
             return tensor
 
     job = Second(Ranks(1, 1, 2, 2), torch.device("cpu"))
-    wall = WallTime(Phases(Clock(), job.device), Clock(), communicates=True)
-    meter = Meters(WORKLOAD, job, Clock(), wall=wall, gpu=Meter(job.device))
+    wall = WallTime(Phases(FakeClock(), job.device), FakeClock(), communicates=True)
+    meter = Meters(WORKLOAD, job, FakeClock(), wall=wall, gpu=Meter(job.device))
     meter.observe(step())
     row = meter.collect_row().read().row
     (vector,) = sums
@@ -101,7 +101,7 @@ def test_what_a_rank_knows_of_its_gpu_rides_on_the_loss_s_collective():
 
 
 def test_images_have_no_tokens():
-    clock = Clock()
+    clock = FakeClock()
     meter = meters(clock, unit="samples")
     clock.now = 1.0
     meter.observe(step())
@@ -109,7 +109,7 @@ def test_images_have_no_tokens():
 
 
 def test_skips_in_a_row_are_counted_until_a_good_step():
-    meter = meters(Clock())
+    meter = meters(FakeClock())
     for skipped in (1.0, 1.0, 0.0, 1.0, 1.0, 1.0):
         meter.observe(step(skipped=skipped))
     assert meter.collect_row().read().row["train/skipped_in_a_row"] == 3
@@ -120,7 +120,7 @@ def test_skips_in_a_row_are_counted_until_a_good_step():
 
 
 def test_a_row_comes_with_each_step_before_it():
-    clock = Clock()
+    clock = FakeClock()
     meter = meters(clock)
     for number in range(200):
         with meter.phases.measure("data"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.record import numbers
+from support.metrics_rows import read_reproducible_rows
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.distributed.process_group import Job
@@ -87,7 +87,7 @@ def run(folder: Path, behind: int = 1, tracker=None, changes=None, **engine):
                 pass
     finally:
         parts.loader.close()
-    return numbers(folder)
+    return read_reproducible_rows(folder)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_no_step_reads_its_own_row(tmp_path, unbroken):
     """But where its weights are evaluated or saved, which waits for them anyway."""
     watched = []
     run(tmp_path, tracker=lambda engine: watched.append(Watched(engine)) or watched[0])
-    assert numbers(tmp_path) == unbroken
+    assert read_reproducible_rows(tmp_path) == unbroken
     waited = {3, 6, STEPS} | {2, 4, 6, 8}
     assert watched[0].lag == [0 if step in waited else 1 for step in range(1, STEPS + 1)]
 
@@ -120,7 +120,9 @@ def test_a_signal_loses_no_row(tmp_path, unbroken, stops):
 def test_an_error_loses_no_row(tmp_path, unbroken, at):
     with pytest.raises(Broken):
         run(tmp_path, event=Broken(), at=at)
-    assert [row["step"] for row in numbers(tmp_path) if "train/loss" in row] == list(range(1, at))
+    assert [row["step"] for row in read_reproducible_rows(tmp_path) if "train/loss" in row] == list(
+        range(1, at)
+    )
     assert run(tmp_path) == unbroken
 
 
@@ -132,7 +134,7 @@ def test_a_kill_loses_one_row_at_the_most_and_it_comes_again(tmp_path, unbroken,
         patch.setattr(RowQueue, "write_what_arrives", lambda rows: None)
         with pytest.raises(Broken):
             run(tmp_path, event=Broken(), at=at)
-    written = [row["step"] for row in numbers(tmp_path) if "train/loss" in row]
+    written = [row["step"] for row in read_reproducible_rows(tmp_path) if "train/loss" in row]
     assert written in (list(range(1, at)), list(range(1, at - 1)))
     assert run(tmp_path) == unbroken
 
@@ -147,7 +149,7 @@ def test_steps_without_a_gradient_end_the_run_at_the_same_row(tmp_path, changes)
         folder.mkdir()
         with pytest.raises(NonFiniteLossError) as ended:
             run(folder, behind, changes=changes, skips=True)
-        told.append((str(ended.value), numbers(folder)))
+        told.append((str(ended.value), read_reproducible_rows(folder)))
     assert told[0] == told[1]
     assert len([row for row in told[0][1] if "train/loss" in row]) == min(9, STEPS - 1 if not changes else 9)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.clock import Clock
-from support.record import rows_of, time_of
+from support.fake_clock import FakeClock
+from support.metrics_rows import read_rows, read_time_events
 from support.tiny import MaskedTokens, recipe, resolve, token_bundle
 
 from pipeline.checkpoint.store import CheckpointStore
@@ -39,7 +39,7 @@ def spend(wall, clock, **seconds):
 
 
 def test_start_and_phases_are_the_process():
-    clock = Clock()
+    clock = FakeClock()
     clock.now = 100.0
     wall = walls(clock)
     wall.start_time = 93.0
@@ -63,7 +63,7 @@ def test_start_and_phases_are_the_process():
 
 
 def test_a_row_says_what_the_run_has_taken_so_far_and_cost():
-    clock = Clock()
+    clock = FakeClock()
     wall = walls(clock, price=7.2, devices=4)
     spend(wall, clock, forward=75.0, evaluation=25.0)
     assert wall.elapsed_columns() == {"perf/elapsed_seconds": 100.0, "perf/goodput": 0.75, "perf/cost": 0.8}
@@ -72,7 +72,7 @@ def test_a_row_says_what_the_run_has_taken_so_far_and_cost():
 
 
 def test_a_process_goes_on_where_its_run_was_and_what_was_lost_counts_as_lost():
-    clock = Clock()
+    clock = FakeClock()
     # The checkpoint has 60 of the 100 seconds that the dead process is known to have run.
     wall = walls(clock, earlier=PriorUsage(100.0, 60.0, cost=1.0), price=36.0)
     spend(wall, clock, forward=40.0)
@@ -110,7 +110,7 @@ def trained(folder, data=None, changed=lambda parts: None, **changes):
 
 
 def rows_by_step(folder):
-    return {row["step"]: row for row in rows_of(folder) if "train/loss" in row}
+    return {row["step"]: row for row in read_rows(folder) if "train/loss" in row}
 
 
 def column(rows, phase):
@@ -125,7 +125,7 @@ def test_rows_and_the_last_line_have_all_of_the_time(tmp_path):
     columns = [{key for key in row if key.startswith("time/")} for row in rows.values()]
     assert columns == [{f"time/{phase}_seconds" for phase in NAMES}] * len(rows)
     counted = sum(sum(column(rows, phase)) for phase in NAMES)
-    (end,) = time_of(tmp_path)
+    (end,) = read_time_events(tmp_path)
     assert end["step"] == 12
     elapsed = rows[12]["perf/elapsed_seconds"] - end["startup_seconds"]
     assert counted == pytest.approx(elapsed, rel=0.25)  # which is read a moment later
@@ -189,7 +189,7 @@ def test_a_slow_save_is_checkpoint(tmp_path, monkeypatch):
     seconds = column(rows, "checkpoint")
     assert seconds[3] >= SLOW
     assert [seconds[number] for number in (1, 2, 4)] == [0, 0, 0]  # the first has what saves are prepared by
-    (end,) = time_of(tmp_path)
+    (end,) = read_time_events(tmp_path)
     assert end["checkpoint_seconds"] >= 2 * SLOW  # the last one too
     lost = (1 - rows[5]["perf/goodput"]) * rows[5]["perf/elapsed_seconds"]
     assert lost >= SLOW
@@ -225,7 +225,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     with pytest.raises(Killed), parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     dead = rows_by_step(tmp_path)
-    assert not time_of(tmp_path)
+    assert not read_time_events(tmp_path)
     lost = dead[7]["perf/elapsed_seconds"] - dead[4]["perf/elapsed_seconds"]
     assert lost > 30 * SLOW
     rows = trained(tmp_path, **changes)
@@ -233,7 +233,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
     elapsed = [row["perf/elapsed_seconds"] for row in rows.values()]
     assert elapsed == sorted(elapsed)
     assert elapsed[4] > dead[7]["perf/elapsed_seconds"]
-    (end,) = time_of(tmp_path)
+    (end,) = read_time_events(tmp_path)
     # What counts is in the rows that have stayed.
     steps = [phase for phase in NAMES if phase not in NO_STEP]
     counted = sum(sum(column(rows, phase)) for phase in steps)
@@ -248,7 +248,7 @@ def test_steps_that_are_made_again_are_lost_and_all_else_goes_on(tmp_path):
 def test_a_stop_and_a_further_start_lose_nothing_but_the_start(tmp_path):
     for last in (3, 6):
         trained(tmp_path, max_steps=last)
-    first, second = time_of(tmp_path)
+    first, second = read_time_events(tmp_path)
     assert (first["step"], second["step"]) == (3, 6)
     own = second["startup_seconds"] + sum(second[f"{phase}_seconds"] for phase in NAMES)
     assert second["elapsed_seconds"] == pytest.approx(first["elapsed_seconds"] + own, rel=0.02)

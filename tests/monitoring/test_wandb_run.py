@@ -6,10 +6,19 @@ import json
 import sys
 
 import pytest
-from support.launch import DIGITS, ROOT, kill_once, launch, numbers, run_directories, run_python, write_recipe
-from support.ranks import free_port
-from support.wandb_rows import of_record, of_server
-from support.wandb_server import Server
+from support.launch import (
+    DIGITS,
+    ROOT,
+    kill_after_rows,
+    launch,
+    read_reproducible_rows,
+    run_directories,
+    run_python,
+    write_recipe,
+)
+from support.rank_pool import free_port
+from support.wandb_rows import extract_server_losses, read_recorded_losses
+from support.wandb_server import WandbServer
 
 pytestmark = pytest.mark.slow
 SPLIT = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
@@ -27,14 +36,14 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
     samples = ["sample.every_eval=true", "sample.max_new_tokens=4", "wandb.checkpoints=true"]
     samples += ["log.every=1", "wandb.histograms_every=4"]
     arguments = ["--config", str(recipe), *SPLIT]
-    with Server(tmp_path / "server") as server:
-        kill_once([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
+    with WandbServer(tmp_path / "server") as server:
+        kill_after_rows([*arguments, *samples], ranks, tmp_path, 8, **online(server.url))
         result = launch(*arguments, *samples, ranks=ranks, **online(server.url))
     assert result.returncode == 0, result.stderr
     assert KEY not in result.stdout + result.stderr
     (run_id,) = server.runs()
     (run,) = run_directories(tmp_path)
-    assert of_server(server.rows(run_id)) == of_record(run)
+    assert extract_server_losses(server.rows(run_id)) == read_recorded_losses(run)
     tables = [row["samples"]["nrows"] for row in server.rows(run_id) if "samples" in row]
     assert tables == [1, 2, 3, 4, 5], "steps 0, 4, 8, 12 and 14"
     drawn = [row["global_step"] for row in server.rows(run_id) if "gradients/lm_head.weight" in row]
@@ -48,7 +57,7 @@ def test_one_run_with_every_row_once_over_a_kill(tmp_path, ranks):
         silent = tmp_path / "silent"
         result = launch(*arguments, "wandb.mode=disabled", f"run_dir={silent}", ranks=ranks)
         assert result.returncode == 0, result.stderr
-        assert of_record(silent) == of_record(run), "writing changes no curve"
+        assert read_recorded_losses(silent) == read_recorded_losses(run), "writing changes no curve"
 
 
 @pytest.mark.nightly
@@ -58,7 +67,7 @@ def test_an_agent_of_a_sweep_runs_the_usual_command(tmp_path):
     command = [*script, "checkpoint.resume=never", "${args_no_hyphens}"]
     rates = [0.01, 0.003]
     trials = [{"optimizer.learning_rate": {"value": rate}} for rate in rates]
-    with Server(tmp_path / "server") as server:
+    with WandbServer(tmp_path / "server") as server:
         (server.folder / "sweep.json").write_text(
             json.dumps({"config": json.dumps({"command": command}), "trials": trials})
         )
@@ -88,12 +97,12 @@ def test_without_a_server_training_does_not_notice(tmp_path):
     assert result.stderr.count("W&B is offline") == 1
     assert "Traceback" not in result.stderr
     (run,) = run_directories(tmp_path)
-    assert numbers(run)[-1]["step"] == 10
+    assert read_reproducible_rows(run)[-1]["step"] == 10
     assert list((run / "wandb").glob("offline-run-*"))
 
 
 def test_a_crash_is_marked_with_its_last_lines(tmp_path):
-    with Server(tmp_path / "server") as server:
+    with WandbServer(tmp_path / "server") as server:
         recipe = write_recipe(
             tmp_path,
             model={"kind": "support.faults:faulty", "args": {"fault": "raise", "at": 3}},

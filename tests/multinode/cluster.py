@@ -280,7 +280,7 @@ class Cluster:
         names = {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}
         return [process for process in self.pythons(node, "train.py") if names & process.environ().keys()]
 
-    def left(self) -> dict[str, list[str]]:
+    def remaining_commands(self) -> dict[str, list[str]]:
         """Command lines of all that runs, by node; empty: nothing does."""
         found: dict[str, list[str]] = {}
         for node in self.hosts:
@@ -293,13 +293,13 @@ class Cluster:
     def wait_until_idle(self) -> None:
         """Wait up to a minute until nothing runs; Slurm's step daemons outlive srun by a moment."""
         with suppress(AssertionError):
-            wait_until(lambda: not self.left(), 60, "nothing runs")
-        assert self.left() == {}
+            wait_until(lambda: not self.remaining_commands(), 60, "nothing runs")
+        assert self.remaining_commands() == {}
 
     def kill(self, node: str, *words: str) -> None:
         """SIGKILL to each process of the node whose command line holds all of `words`; at least one."""
         processes = self.processes(node, *words)
-        assert processes, f"no process with {words} on {node}: {self.left()}"
+        assert processes, f"no process with {words} on {node}: {self.remaining_commands()}"
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()

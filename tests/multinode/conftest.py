@@ -8,7 +8,8 @@ cluster.shared, cluster.private               folders, new for each test: one on
                                               the same path), and one of one path on each node alone
 cluster.path("node2", "/etc/hosts")           a file of a node, from outside: read it, write it
 cluster.hostfile("node1", "node2", slots=1)   a hostfile in the shared folder
-cluster.processes("node2", "train.py")        psutil processes, without services; cluster.left(): all, by node
+cluster.processes("node2", "train.py")        psutil processes, without services
+cluster.remaining_commands()                  command lines of all processes without services, by node
 cluster.kill("node2", "train.py")             SIGKILL by words of the command line; cluster.ranks("node2")
 cluster.cut("node2"), cluster.heal()          the network; cluster.lose: power off; cluster.stop_sshd
 cluster.small_disk("node2", folder, "2m")     a context: a small file system on a folder

@@ -102,7 +102,7 @@ def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -
     rows = cluster.path("node1", run) / "metrics.jsonl"
 
     def trains() -> bool:
-        lines = str(cluster.left())
+        lines = str(cluster.remaining_commands())
         assert not [name for name, value in environment.items() if value in lines]
         for job in jobs:
             assert job.process.poll() is None, job.text
@@ -123,13 +123,13 @@ def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: st
     fault(cluster, jobs[0])
 
     def over() -> bool:
-        return all(job.process.poll() is not None for job in jobs) and not cluster.left()
+        return all(job.process.poll() is not None for job in jobs) and not cluster.remaining_commands()
 
     while not over() and time.monotonic() - began < PATIENCE:
         time.sleep(0.1)
     seconds = time.monotonic() - began
     text = "\n".join(job.text for job in jobs)
-    return Outcome(jobs[0].process.poll(), seconds, cluster.left(), text)
+    return Outcome(jobs[0].process.poll(), seconds, cluster.remaining_commands(), text)
 
 
 def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:

@@ -10,8 +10,8 @@ import pytest
 from multinode.cluster import Cluster, wait_until
 from multinode.elastic import STORIES, arguments, recipe, tell
 from multinode.launchers import HERE, LAUNCHERS
-from support.launch import launch, numbers
-from support.wandb_rows import of_record, of_server
+from support.launch import launch, read_reproducible_rows
+from support.wandb_rows import extract_server_losses, read_recorded_losses
 from support.wandb_server import STANDIN, read_lines
 
 pytestmark = pytest.mark.slow
@@ -26,11 +26,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     # With this variable it is no fork: nothing else here needs the server of forks, whose start takes longer.
     done = launch(*words, PYTHONPATH=str(HERE), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    return numbers(folder / "run")
+    return read_reproducible_rows(folder / "run")
 
 
 def finish(cluster: Cluster, run: Path, unbroken: list[dict[str, Any]]) -> None:
-    rows = numbers(run)
+    rows = read_reproducible_rows(run)
     assert [row["step"] for row in rows] == [row["step"] for row in unbroken]
     for row, expected in zip(rows, unbroken, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-6), row["step"]
@@ -67,4 +67,4 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
     server.command.kill()
     finish(cluster, run, unbroken)
     (history,) = folder.glob("history-*.jsonl")
-    assert of_server(read_lines(history)) == of_record(run)
+    assert extract_server_losses(read_lines(history)) == read_recorded_losses(run)

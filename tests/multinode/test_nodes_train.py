@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from multinode.launchers import LAUNCHERS
-from support.launch import ROOT, launch, numbers, write_recipe
+from support.launch import ROOT, launch, read_reproducible_rows, write_recipe
 
 # Each day test_nodes_fail.py has a job over ssh, test_nodes_return.py those of torchrun and sbatch.
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -30,7 +30,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def losses(run: Path) -> list[float]:
     """Losses of steps 1, 2, 3, ...: none is missing, none comes twice."""
-    rows = [row for row in numbers(run) if "train/loss" in row]
+    rows = [row for row in read_reproducible_rows(run) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["train/loss"] for row in rows]
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from parity.measure import ALONE
-from support.tiny import BANDS, recipe, resolve, token_bundle
+from support.tiny import TOLERANCES, recipe, resolve, token_bundle
 
 from pipeline import objectives
 from pipeline.data.batches import IGNORE_INDEX
@@ -171,4 +171,4 @@ def test_a_run_that_compiles_has_them_where_a_model_changes_its_logits(tmp_path,
     assert not graphs
     found = losses(True)
     assert len(graphs) == 2
-    assert found == pytest.approx(expected, rel=BANDS["fp32"][0])
+    assert found == pytest.approx(expected, rel=TOLERANCES["fp32"][0])

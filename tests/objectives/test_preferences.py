@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.preferences import ALONE, Answers, answers_bundle, tree_of
+from support.preferences import ALONE, PreferenceRows, make_recipe, preference_bundle
 from support.tiny import resolve
 
 from pipeline.data.batches import as_batch, collate_items
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.slow
 
 
 def objective_of(loss: str):
-    return build_objective(resolve(tree_of(loss), None, 1)[0])
+    return build_objective(resolve(make_recipe(loss), None, 1)[0])
 
 
 def batch_of(examples: bool = False):
-    rows = Answers(examples)
+    rows = PreferenceRows(examples)
     return as_batch(collate_items([rows[0], rows[1]]))
 
 
@@ -68,8 +68,8 @@ def test_a_reference_that_is_not_there_is_named():
 
 def test_places_without_a_pair_add_nothing_and_have_no_gradient():
 
-    config, resolved = resolve(tree_of("orpo"), None, 1)
-    engine = build_engine(config, resolved, ALONE, answers_bundle())
+    config, resolved = resolve(make_recipe("orpo"), None, 1)
+    engine = build_engine(config, resolved, ALONE, preference_bundle())
     batch, objective = batch_of(), build_objective(config)
     with torch.no_grad():
         plain = objective(engine.module, batch)
@@ -86,8 +86,8 @@ def test_places_without_a_pair_add_nothing_and_have_no_gradient():
 
 
 def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
-    config, resolved = resolve(tree_of("kto", 2), None, 1)
-    data = answers_bundle(examples=True)
+    config, resolved = resolve(make_recipe("kto", 2), None, 1)
+    data = preference_bundle(examples=True)
     engine, objective = build_engine(config, resolved, ALONE, data), build_objective(config)
     row = evaluate(engine, objective, build_eval_loader(config, resolved.batch_plan, data, engine), ALONE)
     held_out = data.eval["held out"]
@@ -102,14 +102,14 @@ def test_an_evaluation_with_kto_takes_the_baseline_of_all_held_out_answers():
 
 
 def test_routers_that_are_to_be_balanced_are_refused():
-    tree = tree_of("simpo")
+    tree = make_recipe("simpo")
     extra = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     tree["model"] = tree["model"] | {
         "architecture": "mixtral",
         "extra": extra | {"router_aux_loss_coef": 0.1},
     }
     config, resolved = resolve(tree, None, 1)
-    engine = build_engine(config, resolved, ALONE, answers_bundle())
+    engine = build_engine(config, resolved, ALONE, preference_bundle())
     with pytest.raises(
         ConfigError, match=r"output_router_logits: .* not part of objective simpo; set it to f"
     ):
@@ -125,7 +125,7 @@ def test_log1mexp_is_exact_where_a_plain_one_is_not():
 
 
 def test_smoothing_of_a_loss_that_knows_none_is_refused():
-    tree = tree_of("dpo hinge")
+    tree = make_recipe("dpo hinge")
     tree["objective"] = tree["objective"] | {"label_smoothing": 0.1}
     with pytest.raises(ConfigError, match=r"label_smoothing is 0\.1, and the loss hinge has none"):
         resolve(tree, None, 1)

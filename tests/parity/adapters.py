@@ -11,7 +11,7 @@ from datetime import date
 
 from parity.measure import differences, oracle, train
 from parity.splits import ALL, CPU, SEQUENCE_2, STEPS, TENSOR_2, TWO_STAGES, Split, cases, recomputed, zero
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 
 KINDS = ("lora", "rslora", "dora")
 SEVERAL = {  # ranks are needed

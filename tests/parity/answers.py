@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from parity.splits import zero
-from support.preferences import ALONE, LOSSES, train_answers, tree_of
-from support.ranks import RankPool
+from support.preferences import ALONE, LOSSES, make_recipe, train_preferences
+from support.rank_pool import RankPool
 
 LOSS = 1e-6  # relative, of the loss, its gradient's norm and the loss of an evaluation
 NAMES = ("train/loss", "train/grad_norm", "eval/loss")
@@ -30,7 +30,7 @@ CUTS = ((1, 1), (4, 1), (2, 2))  # micro-batch, pairs in a row
 @cache
 def oracle(loss: str) -> list[dict[str, float]]:
     """One process, a pair a row, all of them in one micro-batch."""
-    return train_answers(ALONE, tree_of(loss), None)
+    return train_preferences(ALONE, make_recipe(loss), None)
 
 
 def difference(rows: list[dict[str, float]], loss: str) -> float:
@@ -49,7 +49,9 @@ def answers_table() -> str:
             cells = []
             for split, json in SPLITS.items():
                 found = [
-                    difference(pool.run(train_answers, tree_of(loss, micro, in_row), json, in_row)[0], loss)
+                    difference(
+                        pool.run(train_preferences, make_recipe(loss, micro, in_row), json, in_row)[0], loss
+                    )
                     for micro, in_row in CUTS
                     if (loss, split) != REFUSED
                 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from parity.splits import STEPS, Case
-from support.memory import held_bytes
+from support.memory import reachable_tensor_bytes
 from support.tiny import resolve, token_bundle
 
 from pipeline.data.random_numbers import seed_step
@@ -81,7 +81,7 @@ def train(
 def held_now() -> int:
     """Half a second's work, for the table alone."""
     gc.collect()
-    return held_bytes()
+    return reachable_tensor_bytes()
 
 
 @cache

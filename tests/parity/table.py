@@ -19,7 +19,7 @@ from parity.adapters import adapters_table
 from parity.answers import answers_table
 from parity.measure import largest_difference, missing, oracle, train
 from parity.splits import STEPS, cases
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 
 from pipeline.config.split_conflicts import format_rules_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parity.answers import LOSS, NAMES, REFUSED, SPLITS, oracle
 from support.launch import ROOT
-from support.preferences import ALONE, LOSSES, train_answers, tree_of
+from support.preferences import ALONE, LOSSES, make_recipe, train_preferences
 
 # Of metrics: relative to log-probabilities of some -25, of which a margin is a small difference.
 METRIC = 2e-5
@@ -24,7 +24,7 @@ def hold(rows, loss: str) -> None:
 @pytest.mark.parametrize(("micro", "in_row"), [(1, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("loss", ["dpo of means, sft", "kto", "reward"])
 def test_however_it_is_cut(loss, micro, in_row):
-    hold(train_answers(ALONE, tree_of(loss, micro, in_row), None, in_row), loss)
+    hold(train_preferences(ALONE, make_recipe(loss, micro, in_row), None, in_row), loss)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_at_two_ranks_however_it_is_cut(ranks, loss, split, micro, in_row):
     is_shared = any(name in split for name in ("tensor", "sequence", "stages"))
     if micro * in_row * (1 if is_shared else 2) > 8:
         pytest.skip("more than a step takes")
-    rows = ranks(2).run(train_answers, tree_of(loss, micro, in_row), SPLITS[split], in_row)
+    rows = ranks(2).run(train_preferences, make_recipe(loss, micro, in_row), SPLITS[split], in_row)
     assert rows[0] == rows[1]
     hold(rows[0], loss)
 
@@ -52,7 +52,7 @@ def test_at_two_ranks_however_it_is_cut(ranks, loss, split, micro, in_row):
 @pytest.mark.parametrize("loss", ["dpo", "dpo of means, sft", "kto", "reward"])
 def test_at_four_ranks(ranks, loss, split):
     if (loss, split) != REFUSED:
-        hold(ranks(4).run(train_answers, tree_of(loss, 1), SPLITS[split])[0], loss)
+        hold(ranks(4).run(train_preferences, make_recipe(loss, 1), SPLITS[split])[0], loss)
 
 
 def test_the_document_shows_every_loss_within_its_band():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity.splits import cases
 from support.launch import ROOT
-from support.tiny import BANDS
+from support.tiny import TOLERANCES
 
 TEXT = (ROOT / "docs" / "splits.md").read_text()
 
@@ -13,8 +13,8 @@ def test_every_case_has_its_row_and_is_within_its_band():
     rows = {tuple(cells[1:4]): cells[4:] for line in TEXT.splitlines() if len(cells := split(line)) == 9}
     for case in cases():
         loss, norm, _, held, _ = rows[case.split.name, str(case.world_size), case.precision]
-        assert float(loss) < BANDS[case.precision][0]
-        assert float(norm) < BANDS[case.precision][1]
+        assert float(loss) < TOLERANCES[case.precision][0]
+        assert float(norm) < TOLERANCES[case.precision][1]
         if "NVMe" in case.split.name:
             assert held == "-"
         else:  # all ranks together hold Adam's two moments, and the parameters in fp32 and as they compute

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from support.launch import ROOT
-from support.memory import held_bytes
+from support.memory import reachable_tensor_bytes
 from support.tiny import CPU, deepspeed_json, make_engine, recipe, settings, token_bundle
 
 from pipeline.config.batch_plan import plan_batch
@@ -54,7 +54,7 @@ def start(job: Job, tree, deepspeed):
     """The bytes held before there is an engine, the engine, and its loader."""
     data = token_bundle()
     gc.collect()
-    before = held_bytes()
+    before = reachable_tensor_bytes()
     engine = make_engine(job, tree, deepspeed, data)
     config = settings(tree, deepspeed).config
     loader = build_loader(config, plan_batch(config.batch, engine.dp_world_size), data, engine)
@@ -74,7 +74,7 @@ def most_held(job: Job, tree, deepspeed, expected: float) -> float:
     def measure_first():
         gc.collect()
         deadline = time.monotonic() + 20
-        while (now := held_bytes() - before) > 1.05 * expected * engine.num_parameters:
+        while (now := reachable_tensor_bytes() - before) > 1.05 * expected * engine.num_parameters:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -103,7 +103,7 @@ def most_held_inside(job: Job, tree, deepspeed) -> float:
     held = [0]
 
     def look(*_):
-        held[0] = max(held[0], held_bytes() - before)
+        held[0] = max(held[0], reachable_tensor_bytes() - before)
 
     model = engine.module.model
     for module in [*model.layers, model.embed_tokens, engine.module.lm_head]:
@@ -127,9 +127,9 @@ def most_held_in_a_step(job: Job, tree, deepspeed) -> tuple[float, float]:
     within: list[int] = []
     engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
     gc.collect()
-    between = held_bytes() - before
+    between = reachable_tensor_bytes() - before
     for register in (engine._optimizer.register_step_pre_hook, engine._optimizer.register_step_post_hook):
-        register(lambda *_: within.append(held_bytes() - before))
+        register(lambda *_: within.append(reachable_tensor_bytes() - before))
     engine.train_step(loader.next_group(), CausalLM(), 1e-3, False)
     return between / engine.num_parameters, max(within) / engine.num_parameters
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from parity.measure import differences, missing, oracle, train
 from parity.splits import ALL, SHORT, STEPS, WORLDS, Case, cases, zero
-from support.tiny import BANDS
+from support.tiny import TOLERANCES
 
 QUICK = ("ZeRO_2-fp32-2", "ZeRO_3-fp32-2")
 DAILY = (
@@ -55,7 +55,7 @@ def band(ranks, case: Case, steps: int) -> list[float]:
     sums rounds otherwise. Within the precision's own rounding a gradient's norm is right,
     and a loss, which is a mean of hundreds of tokens', within a 16th of that.
     """
-    loss, norm = BANDS[case.precision]
+    loss, norm = TOLERANCES[case.precision]
     if case.precision == "fp32":
         return [loss, norm, loss]
     key = f"{case.precision} {case.split.model}"

@@ -6,7 +6,7 @@ import pytest
 from parity.adapters import CASES
 from parity.measure import differences, oracle, train
 from parity.splits import SHORT, STEPS
-from support.tiny import BANDS
+from support.tiny import TOLERANCES
 
 DAILY = ("lora, ZeRO 3", "lora, pipeline 2, ZeRO 1", "dora, ZeRO 2", "dora, tensor 2, ZeRO 1")
 BAND = 1e-6  # in fp32
@@ -24,6 +24,6 @@ def test_an_adapters_curve_is_the_oracles(ranks, case, pytestconfig):
     assert all(got.losses == results[0].losses for got in results), "ranks disagree about the loss"
     expected = oracle(case, steps)
     assert expected.losses[-1] < expected.losses[0], "nothing is trained"
-    loss, norm = (BAND, BAND) if case.precision == "fp32" else BANDS[case.precision]
+    loss, norm = (BAND, BAND) if case.precision == "fp32" else TOLERANCES[case.precision]
     for found, allowed in zip(differences(results[0], expected), (loss, norm, loss), strict=True):
         assert found < allowed

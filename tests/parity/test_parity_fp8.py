@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from parity.measure import differences, oracle, train
 from parity.splits import SEQUENCE_2, SHORT, TWO_STAGES, Case, Split, recomputed, zero
-from support.tiny import BANDS
+from support.tiny import TOLERANCES
 
 pytest.importorskip("torchao")
 
@@ -18,7 +18,7 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TO_FP32 = (2e-3, 3e-2)
 # To the same recipe of fp8 on one process, in fp32. One scale a row, the gradients' too, loses their smallest
 # values along other stretches of tokens.
-ACROSS_SPLITS = dict.fromkeys(RECIPES, BANDS["fp32"]) | {"rowwise": (2e-5, 2e-3)}
+ACROSS_SPLITS = dict.fromkeys(RECIPES, TOLERANCES["fp32"]) | {"rowwise": (2e-5, 2e-3)}
 
 ALONE = Split("one process", {"torch": {"parallel": "single"}})
 SPLITS = [
@@ -77,5 +77,5 @@ def cases():
 
 @pytest.mark.parametrize(("split", "precision", "recipe"), cases())
 def test_every_split_gives_one_curve(ranks, alone, split, precision, recipe):
-    band = BANDS["bf16"] if precision == "bf16" else ACROSS_SPLITS[recipe]
+    band = TOLERANCES["bf16"] if precision == "bf16" else ACROSS_SPLITS[recipe]
     assert within(differences(curve(ranks, split, precision, recipe, 2), alone(precision, recipe)), band)

@@ -14,7 +14,7 @@ from planner.live import WORDS, of_a_step
 from planner.test_memory_peak import GPT2, LLAMA, QWEN2, Run, counted, formula
 from planner.test_states import whole_of
 from support.fake_cuda import DEVICE, hopper
-from support.ranks import RankPool
+from support.rank_pool import RankPool
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.distributed.process_group import Job

@@ -10,7 +10,7 @@ import pytest
 import support.preferences
 import torch
 from planner.allocations import Allocations
-from support.preferences import ALONE, Answers, group_of, tree_of
+from support.preferences import ALONE, PreferenceRows, make_micro_batches, make_recipe
 from support.tiny import resolve
 from torch import Tensor
 
@@ -29,7 +29,7 @@ ROWS, LENGTH, PROMPT, WORDS = 4, 256, 20, 2048
 SIZES = {"num_layers": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "vocab_size": WORDS}
 
 
-class LongAnswers(Answers):
+class LongAnswers(PreferenceRows):
     """Answers of which two fill a row."""
 
     def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
@@ -40,7 +40,7 @@ class LongAnswers(Answers):
 
 
 def recipe_of(loss: str) -> dict[str, Any]:
-    tree = tree_of(loss)
+    tree = make_recipe(loss)
     tree["model"] |= {**SIZES, "max_sequence_length": LENGTH}
     return tree | {"batch": {"micro_batch_size": ROWS, "gradient_accumulation_steps": 1}}
 
@@ -68,8 +68,8 @@ def made_and_said(tree: dict[str, Any], split: dict[str, Any], examples: bool) -
     return before + made.most, max(compute_phase_peaks(work, model, states, beside).values())
 
 
-def group(rows: Answers, step: int, resolved: ResolvedSettings) -> Any:
-    return group_of(rows, step, resolved.batch_plan, 0, 1)
+def group(rows: PreferenceRows, step: int, resolved: ResolvedSettings) -> Any:
+    return make_micro_batches(rows, step, resolved.batch_plan, 0, 1)
 
 
 @pytest.mark.daily("dpo-fp32", "kto-fp32")

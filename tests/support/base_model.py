@@ -1,4 +1,4 @@
-"""A model folder as it comes from the hub, tiny and with random weights: config, weights, tokenizer."""
+"""Writes a tiny model folder with the files of the Hugging Face hub: config, random weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWERS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black"
 
 
 def conversations() -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Two hundred, of five questions."""
+    """Yield 200 conversations of one question and one answer, about five things."""
     for number in range(200):
         thing, colour = list(ANSWERS.items())[number % len(ANSWERS)]
         question = f"What colour is {thing}? ({number})"
@@ -25,7 +25,7 @@ def conversations() -> Iterator[dict[str, list[dict[str, str]]]]:
 
 
 def write_conversations(path: Path) -> Path:
-    """As JSONL."""
+    """Write the conversations as JSONL, and return the path."""
     path.write_text("".join(json.dumps(each) + "\n" for each in conversations()))
     return path
 
@@ -33,7 +33,10 @@ def write_conversations(path: Path) -> Path:
 def write_base_model(
     folder: Path, chat_template: str | None = BUILT_IN["chatml"], hidden_size: int = 32
 ) -> Path:
-    """A Llama (30,000 parameters at a width of 32) whose tokenizer knows the words of the conversations."""
+    """Write a Llama whose tokenizer was trained on the conversations, and return the folder.
+
+    The model has 30,000 parameters at a width of 32.
+    """
     texts = [turn["content"] for each in conversations() for turn in each["messages"]]
     tokenizer = train_tokenizer([*texts, "user assistant"], 400, SPECIAL_TOKENS["chatml"])
     tokenizer.chat_template = chat_template

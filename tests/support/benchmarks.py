@@ -1,4 +1,4 @@
-"""A module of benchmarks/, which is no package."""
+"""Imports modules of benchmarks/, which is not a package."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from support.launch import ROOT
 FOLDER = str(ROOT / "benchmarks")
 
 
-def imported(name: str) -> Any:
-    """It is in a test's process from then on, its folder is not on the path."""
+def import_benchmark(name: str) -> Any:
+    """Import a module of benchmarks/, and leave its folder off `sys.path` afterwards."""
     sys.path.insert(0, FOLDER)
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, damaged by hand, and with something planted in them."""
+"""Writes checkpoints without a store, damages them, and plants malicious pickles in them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ from pipeline.checkpoint.store import stream_shards
 from pipeline.errors import CheckpointError
 
 
-def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
-    """A checkpoint of these engines (plain_engine.PlainEngine) in the folder."""
-    files, shards = [], list[Shard]()
+def write_checkpoint(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
+    """Write a checkpoint of one file per engine (plain_engine.PlainEngine), and return its manifest.
+
+    Args:
+        changes: Fields of the manifest with other values.
+    """
+    files = []
+    shards: list[Shard] = []
     for engine in engines:
         layout = FileLayout.of(engine.shards())
         path = folder / f"rank-{engine.rank:05d}.safetensors"
@@ -54,7 +59,7 @@ def written(folder: Path, engines: Sequence[Any], **changes: Any) -> Manifest:
 
 
 def verify(folder: Path) -> list[Damage]:
-    """Return the damages of a checkpoint, of which every byte is read."""
+    """Read every byte of a checkpoint, and return the damages found."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -62,15 +67,15 @@ def verify(folder: Path) -> list[Damage]:
     return check_file_sizes(manifest) or check_content(manifest)
 
 
-def flip_a_bit(path: Path) -> None:
-    """The file's last: of a checkpoint's file, in its last tensor."""
+def flip_last_bit(path: Path) -> None:
+    """Flip the lowest bit of the file's last byte; in a checkpoint's file it belongs to the last tensor."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-class Hostile:
-    """Makes a file when it is unpickled."""
+class MaliciousPickle:
+    """Runs a shell command when it is unpickled: it creates the file `target`."""
 
     def __init__(self, target: Path):
         self.target = target

@@ -1,4 +1,4 @@
-"""The code that docs/extending.md shows, as a module: recipes of tests name it by import path."""
+"""Runs the Python code of docs/extending.md, so that recipes of tests can name it by import path."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class _Data(TorchFunctionMode):
 _sdpa = F.scaled_dot_product_attention
 
 
-def _attention(
+def _attend_like_hopper(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -244,7 +244,7 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     replaced += [(torch.cuda, name, _Stream) for name in ("Stream", "Event")]
     replaced += [(torch.cuda, name, nullcontext) for name in ("stream", "device")]
     replaced.append((torch.cuda, "synchronize", fake.wait))
-    replaced.append((F, "scaled_dot_product_attention", _attention))
+    replaced.append((F, "scaled_dot_product_attention", _attend_like_hopper))
     replaced.append((dist, "init_process_group", _join))
     # torch compiles nothing under a dispatch mode: functions and modules run as they are written.
     replaced.append((torch, "compile", lambda function, **_: function))

@@ -1,4 +1,4 @@
-"""Models and data that fail in one chosen way, brought into a run by import path."""
+"""Models and data that fail in a chosen way; recipes name them by import path."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-ASSERTED = """CUDA error: device-side assert triggered
+DEVICE_ASSERT = """CUDA error: device-side assert triggered
 CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 """
 
 
-# Of torch 2.11's allocator, on a card that this machine lacks.
+# Message of torch 2.11's allocator on an 80 GB GPU, shortened.
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.81 "
     "GiB is free. Of the allocated memory 70.12 GiB is allocated by PyTorch."
@@ -42,29 +42,40 @@ class Points(Dataset[Any]):
 
 
 def points(split: str) -> Points:
+    """Return the data of `data.kind: support.faults:points`: 64 samples to train on, 11 held out."""
     return Points(64 if split == "train" else 11)
 
 
 class Faulty(nn.Module):
-    """A linear classifier to which something happens in the given forward of the given rank, or, at 0, while
-    it is built; in an evaluation, what EVALUATION_FAULT says.
+    """Linear classifier that causes a fault on one rank.
+
+    Args:
+        fault: Kind of fault; see `_cause`. `nan` makes the logits NaN in every training forward from `at` on.
+        rank: Rank that fails.
+        at: Number of the training forward that fails, from 1; 0 fails while the model is built.
+        once_file: File that the first fault creates; where it exists, no fault follows. `None`: always fail.
+
+    The environment variable EVALUATION_FAULT names a fault for forwards of an evaluation, on every rank.
     """
 
     def __init__(self, fault: str, rank: int, at: int, once_file: str | None):
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.fault, self.rank, self.at, self.once_file = fault, rank, at, once_file
+        self.fault = fault
+        self.rank = rank
+        self.at = at
+        self.once_file = once_file
         self.calls = 0
         if at == 0 and int(os.environ.get("RANK", "0")) == rank:
-            _fail(fault)
+            _cause(fault)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
         if not self.training:
-            _fail(os.environ.get("EVALUATION_FAULT", ""))
-        mine = int(os.environ.get("RANK", "0")) == self.rank
-        if mine and self.training and self.calls == self.at and self._first_time():
-            _fail(self.fault)
+            _cause(os.environ.get("EVALUATION_FAULT", ""))
+        is_failing_rank = int(os.environ.get("RANK", "0")) == self.rank
+        if is_failing_rank and self.training and self.calls == self.at and self._first_time():
+            _cause(self.fault)
         logits: Tensor = self.linear(inputs)
         if self.fault == "nan" and self.training and self.calls >= self.at:
             logits = logits * float("nan")
@@ -80,7 +91,8 @@ class Faulty(nn.Module):
         return True
 
 
-def _fail(fault: str) -> None:
+def _cause(fault: str) -> None:
+    """Cause the named fault in this process; an unknown name does nothing."""
     if fault == "raise":
         raise ZeroDivisionError("a programmer's mistake")
     if fault == "kill":
@@ -92,39 +104,47 @@ def _fail(fault: str) -> None:
     if fault == "memory":
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
     if fault == "assert":
-        raise getattr(torch, "AcceleratorError", RuntimeError)(ASSERTED)
+        raise getattr(torch, "AcceleratorError", RuntimeError)(DEVICE_ASSERT)
     if fault == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Hungry(nn.Module):
-    """A linear classifier that keeps so many MiB a sample for its backward. With `most`, from here on its
-    process may take that many MiB more, as if a limit had been set; of a GPU, where there is one, in all.
+    """Linear classifier that keeps memory for its backward pass until a limit.
+
+    Args:
+        mib_per_sample: MiB that each sample of a training batch keeps until the backward pass.
+        limit_mib: On a CPU, MiB that the process may allocate beyond its present size, set by RLIMIT_DATA.
+            On a GPU, MiB that the process may allocate in all. `None`: no limit.
     """
 
-    def __init__(self, each: int, most: int | None):
+    def __init__(self, mib_per_sample: int, limit_mib: int | None):
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.each = each
-        if most is not None and os.environ.get("DS_ACCELERATOR") == "cuda":
+        self.mib_per_sample = mib_per_sample
+        if limit_mib is not None and os.environ.get("DS_ACCELERATOR") == "cuda":
             total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(most * 2**20 / total)
-        elif most is not None:
+            torch.cuda.set_per_process_memory_fraction(limit_mib * 2**20 / total)
+        elif limit_mib is not None:
             status = Path("/proc/self/status").read_text()
             now = int(status.partition("VmData:")[2].split()[0]) // 1024
-            resource.setrlimit(resource.RLIMIT_DATA, ((now + most) * 2**20,) * 2)
+            resource.setrlimit(resource.RLIMIT_DATA, ((now + limit_mib) * 2**20,) * 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.linear(inputs)
         for index in range(len(inputs) if self.training else 0):
-            kept = torch.ones(self.each * 2**18, device=inputs.device)
-            logits = logits + logits[index, 0] * kept[:1] * 0  # the product keeps all of it
+            kept = torch.ones(self.mib_per_sample * 2**18, device=inputs.device)
+            logits = (
+                logits + logits[index, 0] * kept[:1] * 0
+            )  # autograd saves the slice, and so the whole storage
         return logits
 
 
-def hungry(each: int, most: int | None = None) -> nn.Module:
-    return Hungry(each, most)
+def hungry(mib_per_sample: int, limit_mib: int | None = None) -> nn.Module:
+    """Return the model of `model.kind: support.faults:hungry`."""
+    return Hungry(mib_per_sample, limit_mib)
 
 
 def faulty(fault: str, rank: int = 0, at: int = 3, once_file: str | None = None) -> nn.Module:
+    """Return the model of `model.kind: support.faults:faulty`."""
     return Faulty(fault, rank, at, once_file)

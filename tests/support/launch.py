@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.forked import Program, is_same_in_fork
-from support.ranks import free_port
-from support.record import numbers as numbers
+from support.fork_server import ForkedProgram, is_same_in_fork
+from support.metrics_rows import read_reproducible_rows as read_reproducible_rows
+from support.rank_pool import free_port
 
 from pipeline.files import is_run_locked
 
@@ -31,14 +31,14 @@ PATIENCE = 900.0  # seconds, on a busy machine
 DIGITS = {"model": {"kind": "cnn"}, "data": {"kind": "digits"}, "objective": {"kind": "classification"}}
 
 
-def environment(**extra: str) -> dict[str, str]:
+def make_environment(**extra: str) -> dict[str, str]:
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")  # what a command run in this process has set
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", *launchers))}
     path = os.pathsep.join([str(BIN), inherited["PATH"]])
     return inherited | {"PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", **extra}
 
 
-def command(*arguments: str, ranks: int = 0) -> list[str]:
+def make_command(*arguments: str, ranks: int = 0) -> list[str]:
     """`python launch/train.py`, or through the deepspeed launcher on `ranks` ranks."""
     if not ranks:
         return [sys.executable, TRAIN, *arguments]
@@ -47,7 +47,7 @@ def command(*arguments: str, ranks: int = 0) -> list[str]:
 
 
 @dataclass
-class Launched:
+class CompletedCommand:
     """How a command ended."""
 
     returncode: int
@@ -56,7 +56,7 @@ class Launched:
     session: int
     """Of the processes that it started."""
 
-    def left(self) -> list[int]:
+    def remaining_processes(self) -> list[int]:
         """Processes of its session that are still there, a moment later."""
         time.sleep(0.5)
         return [pid for pid in psutil.pids() if _session_of(pid) == self.session]
@@ -70,17 +70,17 @@ def _session_of(pid: int) -> int | None:
 
 def start(
     *arguments: str, ranks: int = 0, cwd: Path = ROOT, output: Path, errors: Path | None = None, **extra: str
-) -> Program | subprocess.Popen[bytes]:
+) -> ForkedProgram | subprocess.Popen[bytes]:
     """The command, in a session of its own."""
-    return _start(command(*arguments, ranks=ranks), cwd, output, errors, extra)
+    return _start(make_command(*arguments, ranks=ranks), cwd, output, errors, extra)
 
 
-def launch(*arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str) -> Launched:
+def launch(*arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str) -> CompletedCommand:
     """The command, to its end."""
-    return run_python(*command(*arguments, ranks=ranks), cwd=cwd, **extra)
+    return run_python(*make_command(*arguments, ranks=ranks), cwd=cwd, **extra)
 
 
-def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> Launched:
+def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> CompletedCommand:
     """A script of Python with its arguments, with or without the interpreter, to its end."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
@@ -90,15 +90,15 @@ def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> Launched:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-        return Launched(code, output.read_text(), errors.read_text(), process.pid)
+        return CompletedCommand(code, output.read_text(), errors.read_text(), process.pid)
 
 
 def _start(
     words: list[str], cwd: Path, output: Path, errors: Path | None, extra: dict[str, str]
-) -> Program | subprocess.Popen[bytes]:
+) -> ForkedProgram | subprocess.Popen[bytes]:
     own = words[1:] if words[0] == sys.executable else words
     if is_same_in_fork(extra):
-        return Program(own, environment(**extra), output, errors, cwd)
+        return ForkedProgram(own, make_environment(**extra), output, errors, cwd)
     with output.open("w") as stdout, (errors or output).open("a") as stderr:
         return subprocess.Popen(
             [sys.executable, *own],
@@ -106,7 +106,7 @@ def _start(
             stdout=stdout,
             stderr=stderr,
             cwd=cwd,
-            env=environment(**extra),
+            env=make_environment(**extra),
             start_new_session=True,
         )
 
@@ -153,7 +153,7 @@ def run_directories(folder: Path) -> list[Path]:
     return sorted((folder / "runs").glob("tiny-*"))
 
 
-def kill_once(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
+def kill_after_rows(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
     """SIGKILL to the whole process group once `rows` rows are logged."""
     process = start(*arguments, ranks=ranks, output=Path(os.devnull), **extra)
     deadline = time.monotonic() + 240

@@ -11,7 +11,7 @@ from threading import Event, Thread
 import torch
 
 
-def held_bytes() -> int:
+def reachable_tensor_bytes() -> int:
     """Bytes of all distinct tensor storages that Python can reach, gradients included.
 
     For a difference: `gc.collect()` before the first of the two.
@@ -33,17 +33,17 @@ def held_bytes() -> int:
 def anonymous_bytes() -> int:
     """Of this process: what is resident and no file's, without what was freed and is kept for the next."""
     ctypes.CDLL(None).malloc_trim(0)
-    return _status("RssAnon:")
+    return _read_status_bytes("RssAnon:")
 
 
 @contextmanager
-def most_anonymous() -> Iterator[list[int]]:
+def track_peak_anonymous_bytes() -> Iterator[list[int]]:
     """[the most anonymous memory inside of it]: looked at a thousand times a second, so a lower bound."""
     most, done = [anonymous_bytes()], Event()
 
     def look() -> None:
         while not done.wait(0.001):
-            most[0] = max(most[0], _status("RssAnon:"))
+            most[0] = max(most[0], _read_status_bytes("RssAnon:"))
 
     thread = Thread(target=look)
     thread.start()
@@ -54,7 +54,7 @@ def most_anonymous() -> Iterator[list[int]]:
         thread.join()
 
 
-def _status(wanted: str) -> int:
+def _read_status_bytes(wanted: str) -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(wanted))
     return int(line.split()[1]) * 1024

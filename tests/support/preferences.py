@@ -40,7 +40,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Answers:
+class PreferenceRows:
     """Rows of pairs (or of a desirable or undesirable answer and a mismatched one), their lengths uneven.
 
     Args:
@@ -102,14 +102,14 @@ class Answers:
         return row
 
 
-def answers_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
-    held_out = {"held out": Answers(examples, 12, in_row, seed=1)}
+def preference_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
+    held_out = {"held out": PreferenceRows(examples, 12, in_row, seed=1)}
     return DataBundle(
-        Answers(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
+        PreferenceRows(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
     )
 
 
-def tree_of(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:
+def make_recipe(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:
     """A step takes 8 pairs (or examples), however many stand in a row."""
     tree = recipe(
         batch={"micro_batch_size": micro_batch_size, "global_batch_size": 8 // in_row},
@@ -120,7 +120,9 @@ def tree_of(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, 
     return tree
 
 
-def group_of(rows: Answers, step: int, plan: BatchPlan, dp_rank: int, dp_world_size: int) -> list[Batch]:
+def make_micro_batches(
+    rows: PreferenceRows, step: int, plan: BatchPlan, dp_rank: int, dp_world_size: int
+) -> list[Batch]:
     """A rank's micro-batches of a step: the same pairs at any number of them in a row."""
     micro = plan.micro_batch_size
     firsts = (
@@ -130,11 +132,11 @@ def group_of(rows: Answers, step: int, plan: BatchPlan, dp_rank: int, dp_world_s
     return [as_batch(collate_items([rows[first + at] for at in range(micro)])) for first in firsts]
 
 
-def train_answers(
+def train_preferences(
     job: Job, tree: dict[str, Any], split: dict[str, Any] | None, in_row: int = 1
 ) -> list[dict[str, float]]:
     """What a run logs of each step, and of an evaluation after them. Collective."""
-    data = answers_bundle(tree["objective"]["kind"] == "kto", in_row)
+    data = preference_bundle(tree["objective"]["kind"] == "kto", in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)
     objective = build_objective(settings(tree, split).config)
@@ -142,7 +144,9 @@ def train_answers(
     rows = []
     for step in range(STEPS):
         seed_step(config.seed, step, engine.seed_rank)
-        group = group_of(data.train, step, resolved.batch_plan, engine.dp_rank, engine.dp_world_size)
+        group = make_micro_batches(
+            data.train, step, resolved.batch_plan, engine.dp_rank, engine.dp_world_size
+        )
         result = engine.train_step(group, objective, 1e-3, 0)
         meters.observe(result)
         rows.append(

@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 
-def in_terminal(program: str, columns: int) -> str:
+def run_in_terminal(program: str, columns: int) -> str:
     """What the program writes to a terminal of that many columns."""
     ours, theirs = pty.openpty()
     kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}

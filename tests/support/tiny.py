@@ -30,7 +30,7 @@ VOCABULARY = 257
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
 # Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half
 # precision is held to the same bands.
-BANDS = {"fp32": (2e-6, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}
+TOLERANCES = {"fp32": (2e-6, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}
 CPU = Device("cpu", bf16=True, fp16=True)
 
 
@@ -41,7 +41,7 @@ class MaskedTokens(Dataset[Any]):
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, VOCABULARY, (num_samples, length + 1), generator=generator)
         self.valid = torch.randint(2, length + 1, (num_samples,), generator=generator)
-        self.positions = _positions(num_samples, length, generator) if packed else None
+        self.positions = _make_positions(num_samples, length, generator) if packed else None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,7 +60,7 @@ class MaskedTokens(Dataset[Any]):
         return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids.cpu()]
 
 
-def _positions(num_samples: int, length: int, generator: torch.Generator) -> Tensor:
+def _make_positions(num_samples: int, length: int, generator: torch.Generator) -> Tensor:
     """(num_samples, length), starting again at 0 where a document starts: about every sixth token."""
     starts = torch.rand(num_samples, length, generator=generator) < 1 / 6
     starts[:, 0] = True
@@ -129,10 +129,10 @@ def train_curve(
     job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, steps: int = 6
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step: the numbers a run would log."""
-    return curve_of(job, settings(tree, deepspeed), steps)
+    return train_curve_from_settings(job, settings(tree, deepspeed), steps)
 
 
-def curve_of(job: Job, chosen: Settings, steps: int) -> list[tuple[float, float]]:
+def train_curve_from_settings(job: Job, chosen: Settings, steps: int) -> list[tuple[float, float]]:
     """As `train_curve`, of settings as they were read."""
     data = token_bundle()
     config = chosen.config

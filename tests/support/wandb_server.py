@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from support.ranks import free_port
+from support.rank_pool import free_port
 
 STANDIN = Path(__file__).parent / "wandb_standin.py"
 KEY = {"WANDB_API_KEY": "k" * 40}
 
 
-class Server:
+class WandbServer:
     """The stand-in in a process of its own."""
 
     def __init__(self, folder: Path, port: int | None = None):
@@ -32,7 +32,7 @@ class Server:
         while socket.socket().connect_ex(("127.0.0.1", self.port)) and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> WandbServer:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -65,17 +65,17 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def environment(home: Path, url: str, **more: str) -> dict[str, str]:
+def make_environment(home: Path, url: str, **more: str) -> dict[str, str]:
     """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
 
 
-def run_id(folder: Path) -> str:
+def read_run_id(folder: Path) -> str:
     return (folder / "wandb_run_id").read_text().strip()
 
 
-def offline_rows(folder: Path) -> list[dict]:
+def read_offline_rows(folder: Path) -> list[dict]:
     """The rows of the offline files that `wandb sync` would send, read back with wandb's own reader."""
     found = []
     for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):

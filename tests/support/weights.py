@@ -48,9 +48,9 @@ def load(model, path, **keys):
     return model
 
 
-def refused(model, path, **keys):
+def refusal_message(model, path, **keys):
     """The one line with which it is refused; the model stays as it was."""
-    before = copied(model)
+    before = copy_state(model)
     with pytest.raises(ModelError) as caught:
         load(model, path, **keys)
     message = str(caught.value)
@@ -68,5 +68,5 @@ def assert_same(model, expected):
         assert torch.equal(state[name], value), name
 
 
-def copied(model):
+def copy_state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}

@@ -16,15 +16,15 @@ import pytest
 from support.launch import (
     ROOT,
     TORCHRUN,
-    Launched,
-    environment,
+    CompletedCommand,
     launch,
-    numbers,
+    make_environment,
+    read_reproducible_rows,
     run_directories,
     run_python,
     write_recipe,
 )
-from support.ranks import free_port
+from support.rank_pool import free_port
 
 import pipeline
 from pipeline.cli.train import main
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 SCRIPT, NOTEBOOK = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
 
 
-def run_script(folder: Path, text: str, ranks: int = 0) -> Launched:
+def run_script(folder: Path, text: str, ranks: int = 0) -> CompletedCommand:
     """Run it as `python my_script.py`, or through torchrun on `ranks`."""
     (folder / "my_script.py").write_text(text)
     launcher = [*TORCHRUN, "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
@@ -54,11 +54,11 @@ def test_the_documented_script_is_the_command(tmp_path, ranks):
     done = run_script(tmp_path, SCRIPT, ranks)
     assert done.returncode == 0, done.stderr
     (run,) = run_directories(tmp_path)
-    assert numbers(run) == numbers(commanded)
+    assert read_reproducible_rows(run) == read_reproducible_rows(commanded)
     assert json.loads((run / "summary.json").read_text())["global_step"] == 6
     assert (tmp_path / "exported" / "config.json").exists()
     told = re.findall(r"{'eval/loss': ([^,]*), ", done.stdout)  # two ranks may share a line
-    assert told == [str(numbers(run)[-1]["eval/loss"])] * max(1, ranks)
+    assert told == [str(read_reproducible_rows(run)[-1]["eval/loss"])] * max(1, ranks)
     assert done.stdout.count("def ") == max(1, ranks)
 
 
@@ -91,7 +91,7 @@ def test_one_deepspeed_run_after_the_other_in_a_process(tmp_path):
     (tmp_path / "ds_config.json").write_text((ROOT / "ds_configs" / "zero2.json").read_text())
     done = run_script(tmp_path, AFTER_ANOTHER)
     assert done.returncode == 0, done.stderr
-    assert numbers(tmp_path / "one") == numbers(tmp_path / "other")
+    assert read_reproducible_rows(tmp_path / "one") == read_reproducible_rows(tmp_path / "other")
 
 
 def test_importing_it_loads_nothing(tmp_path):
@@ -102,7 +102,12 @@ def test_importing_it_loads_nothing(tmp_path):
         "print([name for name in ('torch', 'deepspeed', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=make_environment(),
+        check=False,
     )
     assert done.stdout.splitlines() == ["3", "[]"], done.stderr
 
@@ -131,7 +136,7 @@ def commanded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("commanded")
     recipe = write_recipe(folder, max_steps=6)
     assert main(["--config", str(recipe), f"run_dir={folder / 'run'}"]) == 0
-    return recipe, numbers(folder / "run")
+    return recipe, read_reproducible_rows(folder / "run")
 
 
 def settings_of(commanded, folder: Path, *overrides: str):
@@ -163,7 +168,7 @@ def test_a_run_stepped_by_hand_goes_on_by_the_command(tmp_path, commanded, capsy
     assert main(["--config", str(recipe), f"run_dir={run.directory}"]) == 0
     assert "resuming" in capsys.readouterr().err
     own = {"step": 3} | between
-    assert [row for row in numbers(run.directory) if row != own] == rows
+    assert [row for row in read_reproducible_rows(run.directory) if row != own] == rows
 
 
 def test_what_the_command_began_goes_on_by_hand(tmp_path, commanded):
@@ -182,7 +187,7 @@ def test_what_the_command_began_goes_on_by_hand(tmp_path, commanded):
         run.train()
         assert (run.global_step, run.stopped_by) == (6, None)
         assert run.evaluate() == {key: value for key, value in rows[-1].items() if key != "step"}
-    assert numbers(run.directory) == rows
+    assert read_reproducible_rows(run.directory) == rows
     assert json.loads((run.directory / "summary.json").read_text())["global_step"] == 6
     run.close()  # once more does nothing
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.corrupted_data import train as train_corrupted
 from support.launch import run_directories, write_recipe
-from support.poisoned import train as train_poisoned
-from support.record import numbers, rows_of
+from support.metrics_rows import read_reproducible_rows, read_rows
 from support.tiny import deepspeed_json, recipe, resolve
 from training.test_training import ALONE, ended, saved
 
@@ -83,7 +83,7 @@ def events(run, name):
 
 
 def evaluated(run):
-    return [row["step"] for row in rows_of(run) if "eval/loss" in row]
+    return [row["step"] for row in read_rows(run) if "eval/loss" in row]
 
 
 EVERY = {"eval": {"every": 4}, "checkpoint": {"every": 4, "keep_last": 20}, "log": {"every": 2}}
@@ -108,11 +108,11 @@ def test_each_moment_is_given_the_step_the_counts_and_the_row_of_the_record(tmp_
     ]
     assert all(samples == 8 * step for _, step, samples, *_ in found)
     tokens = {
-        row["step"]: row["train/tokens_seen"] for row in rows_of(tmp_path / "run") if "train/loss" in row
+        row["step"]: row["train/tokens_seen"] for row in read_rows(tmp_path / "run") if "train/loss" in row
     }
     assert all(counted == ({0: 0.0} | tokens)[step] for _, step, _, counted, *_ in found)
     given = [{"step": step, **row} for moment, step, _, _, row, _ in found if row]
-    assert given == rows_of(tmp_path / "run")
+    assert given == read_rows(tmp_path / "run")
 
 
 ANSWERS = {
@@ -198,15 +198,15 @@ def test_early_stopping_counts_on_in_a_resumed_run(ranks, tmp_path):
 @pytest.mark.nightly
 def test_a_run_that_early_stopping_ended_goes_on_with_a_higher_patience_alone(tmp_path):
     assert ended(ALONE, tmp_path, NEVER_BETTER) == (4, None)
-    before = numbers(tmp_path)
+    before = read_reproducible_rows(tmp_path)
     assert ended(ALONE, tmp_path, NEVER_BETTER) == (4, None)
-    assert numbers(tmp_path) == before, "neither a step nor an evaluation"
+    assert read_reproducible_rows(tmp_path) == before, "neither a step nor an evaluation"
     patient = NEVER_BETTER | {"early_stopping": {"patience": 3, "min_delta": 100.0}}
     assert ended(ALONE, tmp_path, patient) == (6, None)
     assert evaluated(tmp_path) == [0, 2, 4, 6]
     unbroken = tmp_path / "unbroken"
     assert ended(ALONE, unbroken, patient) == (6, None)
-    assert numbers(tmp_path) == numbers(unbroken)
+    assert read_reproducible_rows(tmp_path) == read_reproducible_rows(unbroken)
     assert "stopped early  the run ends at step 6 of 8" in "\n".join(summary_lines(tmp_path))
 
 
@@ -243,13 +243,13 @@ def test_early_stopping_watches_the_metric_that_the_recipe_calls_best(tmp_path):
 
 @pytest.mark.nightly
 def test_a_rollback_brings_back_the_state_of_the_checkpoint(tmp_path):
-    """The poisoned step 41 goes back to step 30: the calls after that are counted once."""
+    """The corrupted step 41 goes back to step 30: the calls after that are counted once."""
     changes = {
         "checkpoint": {"every": 10, "keep_last": 9},
         "watch": {"on_spike": "rollback", "rollback_steps": 4},
         "callbacks": [scripted(tmp_path)],
     }
-    train_poisoned(ALONE, None, str(tmp_path / "run"), {40 * 8: 1e4}, **changes)
+    train_corrupted(ALONE, None, str(tmp_path / "run"), {40 * 8: 1e4}, **changes)
     at = {step: count for moment, step, *_, count in calls(tmp_path) if moment == "before_save"}
     after = [call for call in calls(tmp_path) if call[0] == "after_row" and call[1] == 31]
     assert [call[-1] for call in after] == [at[30] + 1] * 2

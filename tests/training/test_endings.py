@@ -11,9 +11,9 @@ import pytest
 from support.launch import (
     ROOT,
     TRAIN,
-    kill_once,
+    kill_after_rows,
     launch,
-    numbers,
+    read_reproducible_rows,
     run_directories,
     run_python,
     write_recipe,
@@ -74,7 +74,7 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
 
     recipe = write_recipe(broken, max_steps=24)
     arguments = ["--config", str(recipe), texts, *split]
-    kill_once(arguments, ranks, broken, rows)
+    kill_after_rows(arguments, ranks, broken, rows)
     (run,) = run_directories(broken)
     assert not (run / "summary.json").exists(), "killed after the run"
     assert run_command(["report", str(run)]) == 0
@@ -89,7 +89,7 @@ def test_killed_and_started_again_equals_never_killed(tmp_path, split, ranks, ro
     )
     assert reported(run, "finished")
     assert told["message"] in (run / "report.html").read_text()
-    assert numbers(run) == numbers(run_directories(whole)[0])
+    assert read_reproducible_rows(run) == read_reproducible_rows(run_directories(whole)[0])
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000021", "step-00000024"]
 
 
@@ -100,14 +100,14 @@ def test_killed_and_gone_on_with_under_another_split(tmp_path):
     arguments = ["--config", str(recipe), "ds.bf16.enabled=false", "ds.fp16.enabled=false"]
     alone = ["--config", str(recipe), f"run_dir={tmp_path / 'alone'}", "engine.precision=fp32"]
     assert launch(*alone).returncode == 0
-    kill_once([*arguments, "--deepspeed", str(CONFIGS / "zero2.json")], 2, tmp_path, 8)
+    kill_after_rows([*arguments, "--deepspeed", str(CONFIGS / "zero2.json")], 2, tmp_path, 8)
     (run,) = run_directories(tmp_path)
     assert not (run / "summary.json").exists(), "killed after the run"
     result = launch(*arguments, "--deepspeed", str(CONFIGS / "zero3.json"))
     assert result.returncode == 0, result.stderr
     assert f"resuming {run} from step-" in result.stderr
     assert run_directories(tmp_path) == [run]
-    rows, expected = numbers(run), numbers(tmp_path / "alone")
+    rows, expected = read_reproducible_rows(run), read_reproducible_rows(tmp_path / "alone")
     assert [(row["step"], set(row)) for row in rows] == [(row["step"], set(row)) for row in expected]
     for row, other in zip(rows, expected, strict=True):
         for key, value in other.items():
@@ -127,12 +127,12 @@ def test_sigterm_saves_leaves_and_goes_on(tmp_path, ranks):
     assert "Traceback" not in first.stdout + first.stderr
     (run,) = run_directories(tmp_path)
     assert reported(run, "stopped")
-    stopped_at = numbers(run)[-1]["step"]
+    stopped_at = read_reproducible_rows(run)[-1]["step"]
     assert 3 <= stopped_at < 10
     assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
     second = launch("--config", str(recipe), *split, ranks=ranks, **FAULTS)
     assert second.returncode == 0, second.stderr
-    assert [row["step"] for row in numbers(run) if "train/loss" in row] == list(range(1, 11))
+    assert [row["step"] for row in read_reproducible_rows(run) if "train/loss" in row] == list(range(1, 11))
     assert reported(run, "finished")
     assert f"report         {run / 'report.html'}" in second.stdout
 
@@ -235,7 +235,7 @@ def test_a_full_disk_does_not_stop_training_and_is_told(tmp_path):
     assert "File too large" in error
     assert "Traceback" not in result.stderr
     (run,) = run_directories(tmp_path)
-    assert numbers(run)[-1]["step"] == 6
+    assert read_reproducible_rows(run)[-1]["step"] == 6
     assert list((run / "checkpoints").iterdir()) == []
     assert launch("--config", str(recipe)).returncode == 0  # and it starts again once there is room
 
@@ -246,14 +246,14 @@ def test_more_steps_for_a_finished_run(tmp_path):
     assert launch("--config", str(recipe), fixed, "max_steps=4").returncode == 0
     more = launch("--config", str(recipe), fixed, "max_steps=6", "checkpoint.resume=required")
     assert more.returncode == 0, more.stderr
-    assert numbers(tmp_path / "fixed")[-1]["step"] == 6
+    assert read_reproducible_rows(tmp_path / "fixed")[-1]["step"] == 6
     assert json.loads((tmp_path / "fixed" / "summary.json").read_text())["global_step"] == 6
     rate = launch("--config", str(recipe), fixed, "max_steps=8", "optimizer.learning_rate=1e-3")
     assert rate.returncode == 0, rate.stderr
     changes = "max_steps was 6, is 8; optimizer.learning_rate was 0.01, is 0.001"
     assert f"from step-00000006 on: {changes}" in rate.stderr
     assert "max_steps: 6" in (tmp_path / "fixed" / "recipe-until-step-00000006.yaml").read_text()
-    rows = {row["step"]: row for row in numbers(tmp_path / "fixed") if "train/loss" in row}
+    rows = {row["step"]: row for row in read_reproducible_rows(tmp_path / "fixed") if "train/loss" in row}
     assert list(rows) == list(range(1, 9))
     assert rows[6]["train/learning_rate"] > rows[7]["train/learning_rate"]
     less = launch("--config", str(recipe), fixed, "max_steps=7")
@@ -275,9 +275,9 @@ def test_stopped_while_it_writes_its_sample_a_run_is_not_finished(tmp_path, monk
         patch.setattr("pipeline.training.api.sample_text", stopped)
         assert main(["--config", str(recipe)]) != 0
     (run,) = run_directories(tmp_path)
-    before = numbers(run)
+    before = read_reproducible_rows(run)
     assert [row["step"] for row in before if "eval/loss" in row] == [0, 4]
     assert not (run / "summary.json").exists()
     assert main(["--config", str(recipe), "checkpoint.resume=required"]) == 0
-    assert numbers(run) == before
+    assert read_reproducible_rows(run) == before
     assert json.loads((run / "summary.json").read_text())["sample"]

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from support.extending import easy_first
 from support.launch import write_recipe
-from support.record import numbers, rows_of
-from support.tiny import BANDS, deepspeed_json, token_bundle
+from support.metrics_rows import read_reproducible_rows, read_rows
+from support.tiny import TOLERANCES, deepspeed_json, token_bundle
 from training.test_training import ALONE, ended
 
 from pipeline.cli.train import main
@@ -55,9 +55,9 @@ def trained(job, split, folder, step=None):
 def record(run):
     """(rows of training, rows of evaluation, steps of the alerts)."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows_of(run) if "train/loss" in row]
+    rows = [row for row in read_rows(run) if "train/loss" in row]
     alerts = [line["step"] for line in lines if line.get("event") == "plateau"]
-    return rows, [row for row in rows_of(run) if "eval/loss" in row], alerts
+    return rows, [row for row in read_rows(run) if "eval/loss" in row], alerts
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_callback_and_curriculum_are_on_the_curve_of_one_process(ranks, tmp_path
     (rows, evaluations, alerts), (expected, judged, alerted) = record(tmp_path), alone
     assert len(rows) == len(expected) == STEPS
     for row, of_one in zip(rows, expected, strict=True):
-        assert row["train/loss"] == pytest.approx(of_one["train/loss"], rel=BANDS["fp32"][0])
+        assert row["train/loss"] == pytest.approx(of_one["train/loss"], rel=TOLERANCES["fp32"][0])
         for name in ("easy", "hard"):
             assert row[f"data/{name}_samples"] == of_one[f"data/{name}_samples"]
     assert alerts == alerted
@@ -84,7 +84,7 @@ def test_callback_and_curriculum_are_on_the_curve_of_one_process(ranks, tmp_path
     steps = {0, 5, 10, STEPS, *(step + 1 for step in alerted)}  # by the recipe, and asked for
     assert [row["step"] for row in evaluations] == [row["step"] for row in judged] == sorted(steps)
     for row, of_one in zip(evaluations, judged, strict=True):
-        assert row["eval/loss"] == pytest.approx(of_one["eval/loss"], rel=BANDS["fp32"][0])
+        assert row["eval/loss"] == pytest.approx(of_one["eval/loss"], rel=TOLERANCES["fp32"][0])
 
 
 def test_the_samples_of_each_source_follow_the_page(alone):
@@ -113,9 +113,19 @@ def test_weights_by_the_step_in_a_recipe_go_on_in_a_resumed_run(tmp_path, capfd)
     train("unbroken", 6)
     train("resumed", 3)
     train("resumed", 6)
-    after = [row for row in numbers(tmp_path / "resumed") if row["step"] > 3 and "train/loss" in row]
-    assert after == [row for row in numbers(tmp_path / "unbroken") if row["step"] > 3 and "train/loss" in row]
-    counts = [row["data/first_samples"] for row in numbers(tmp_path / "unbroken") if "train/loss" in row]
+    after = [
+        row for row in read_reproducible_rows(tmp_path / "resumed") if row["step"] > 3 and "train/loss" in row
+    ]
+    assert after == [
+        row
+        for row in read_reproducible_rows(tmp_path / "unbroken")
+        if row["step"] > 3 and "train/loss" in row
+    ]
+    counts = [
+        row["data/first_samples"]
+        for row in read_reproducible_rows(tmp_path / "unbroken")
+        if "train/loss" in row
+    ]
     assert counts == [8, 14, 18, 20, 20, 20]
     train_on = [f"run_dir={tmp_path / 'resumed'}", "max_steps=8", "data.sources.0.weight=0.5"]
     assert main(["--config", str(path), *train_on, "schedule.kind=constant"]) == 2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from support.cgroup import memory_limited
+from support.cgroup import limit_memory
 from support.tiny import VOCABULARY, MaskedTokens, deepspeed_json, recipe, resolve
 
 from pipeline.data.batches import collate_items
@@ -183,7 +183,7 @@ def test_a_run_keeps_to_the_limit_of_its_cgroup(tmp_path, world_size):
     }
     recipe_file.write_text(yaml.safe_dump(tree))
     command = [*TORCHRUN, f"--nproc_per_node={world_size}", "launch/train.py", "--config", str(recipe_file)]
-    with memory_limited(world_size * 1100) as members:
+    with limit_memory(world_size * 1100) as members:
         ended = subprocess.run(
             ["sh", "-c", f"echo $$ > {members}; exec {shlex.join(command)}"],
             cwd=DOCS.parent,

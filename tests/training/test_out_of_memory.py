@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from support.cgroup import memory_limited
-from support.launch import BIN, ROOT, TORCHRUN, TRAIN, environment, launch, write_recipe
-from support.ranks import free_port
+from support.cgroup import limit_memory
+from support.launch import BIN, ROOT, TORCHRUN, TRAIN, launch, make_environment, write_recipe
+from support.rank_pool import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def advice(text):
 
 
 def test_a_run_that_is_out_of_memory_trains_with_what_it_says(tmp_path):
-    arguments = ["--config", str(hungry(tmp_path, each=96, most=640))]
+    arguments = ["--config", str(hungry(tmp_path, mib_per_sample=96, limit_mib=640))]
     result = launch(*arguments, **FAULTS)
     assert result.returncode == 12, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -53,7 +53,8 @@ def test_a_run_that_is_out_of_memory_trains_with_what_it_says(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_so_does_one_on_a_gpu(tmp_path):
-    arguments, cuda = ["--config", str(hungry(tmp_path, each=96, most=640))], {"DS_ACCELERATOR": "cuda"}
+    arguments = ["--config", str(hungry(tmp_path, mib_per_sample=96, limit_mib=640))]
+    cuda = {"DS_ACCELERATOR": "cuda"}
     result = launch(*arguments, **FAULTS | cuda)
     assert result.returncode == 12, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -68,7 +69,7 @@ def test_so_does_one_on_a_gpu(tmp_path):
 
 def limited(mib, *words):
     """(exit code, output) of a command in a cgroup of so many MiB."""
-    with memory_limited(mib) as members:
+    with limit_memory(mib) as members:
         shell = f"echo $$ > {members}; exec {shlex.join(words)}"
         done = subprocess.run(
             ["sh", "-c", shell],
@@ -76,7 +77,7 @@ def limited(mib, *words):
             text=True,
             check=False,
             cwd=ROOT,
-            env=environment(**FAULTS),
+            env=make_environment(**FAULTS),
         )
     return done.returncode, done.stdout + done.stderr
 
@@ -94,7 +95,7 @@ def limited(mib, *words):
 def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, code):
     """The remaining rank names it, or our script; if none remains, the next start does."""
     words = [word.format(port=free_port()) for word in launcher]
-    arguments = ["--config", str(hungry(tmp_path, each=256))]
+    arguments = ["--config", str(hungry(tmp_path, mib_per_sample=256))]
     ended, text = limited(2560, *words, *arguments)
     assert ended != 0
     if "is gone" in text:  # else the kernel ended both at once, as it may
@@ -112,7 +113,7 @@ def test_a_rank_that_was_killed_for_memory_is_told_as_such(tmp_path, launcher, c
 
 @pytest.mark.nightly
 def test_a_run_that_was_killed_whole_is_told_of_by_its_next_start(tmp_path):
-    arguments = ["--config", str(hungry(tmp_path, each=256))]
+    arguments = ["--config", str(hungry(tmp_path, mib_per_sample=256))]
     ended, _ = limited(1800, sys.executable, TRAIN, *arguments)
     assert ended == -9
     ended, text = limited(1800, sys.executable, TRAIN, *arguments)

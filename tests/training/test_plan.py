@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.launch import launch, run_directories, write_recipe
-from support.terminal import in_terminal
+from support.terminal import run_in_terminal
 from support.tiny import deepspeed_json, recipe, resolve
 
 from pipeline.cli.train import build_parser
@@ -237,7 +237,7 @@ def test_no_color_takes_the_colours_from_a_terminal(told):
         os.environ["NO_COLOR"] = "1"
         {look}
     """
-    coloured, _, plain = in_terminal(program, 100).partition("\nthen\n")
+    coloured, _, plain = run_in_terminal(program, 100).partition("\nthen\n")
     colours = re.compile(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])[\d;]*m")
     assert "in the loss" in plain
     assert colours.search(plain) is None

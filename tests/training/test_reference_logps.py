@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from parity.splits import zero
-from support.preferences import ALONE, answers_bundle, tree_of
+from support.preferences import ALONE, make_recipe, preference_bundle
 from support.tiny import resolve
 
 from pipeline.data.batches import as_batch, collate_items
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.slow
 
 def computed(job: Job, split, folder: Path, in_row: int = 1, seed: int = 0, cache: Path | None = None):
     """(keys, log-probabilities) that a run of this split begins with. Collective."""
-    tree = tree_of("dpo", 2, in_row) | {"seed": seed}
-    data = answers_bundle(in_row=in_row)
+    tree = make_recipe("dpo", 2, in_row) | {"seed": seed}
+    data = preference_bundle(in_row=in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine, objective = build_engine(config, resolved, job, data), build_objective(config)
     rows = ReferenceRows(data, resolved.batch_plan.micro_batch_size, 0)
@@ -57,8 +57,8 @@ def whole(tmp_path_factory):
 
 
 def test_it_is_what_the_model_says_of_each_answer(whole, tmp_path):
-    data = answers_bundle()
-    config, resolved = resolve(tree_of("dpo"), None, 1)
+    data = preference_bundle()
+    config, resolved = resolve(make_recipe("dpo"), None, 1)
     engine = build_engine(config, resolved, ALONE, data)
     recorded = LogprobRecorder(build_objective(config))
     rows = [*range(len(data.train))]
@@ -119,14 +119,14 @@ def test_a_run_that_lost_it_says_so(tmp_path):
         CheckpointError,
         match=f"{REFERENCE_FILE} is missing or damaged, .*; restore the file, or start a new run",
     ):
-        restore_reference_logps(answers_bundle(), tmp_path, ALONE)
+        restore_reference_logps(preference_bundle(), tmp_path, ALONE)
     (tmp_path / REFERENCE_FILE).write_bytes(b"no table")
     with pytest.raises(CheckpointError, match="is missing or damaged"):
-        restore_reference_logps(answers_bundle(), tmp_path, ALONE)
+        restore_reference_logps(preference_bundle(), tmp_path, ALONE)
 
 
 def test_an_answer_that_was_not_there_is_an_error(whole):
-    data = answers_bundle()
+    data = preference_bundle()
     batch = as_batch(collate_items([data.train[0], data.train[1]]))
     few = ReferenceTable.from_answers(compute_answer_keys(batch).ravel(), np.zeros(4, np.float32))
     collate = ReferenceCollate(collate_items, few)

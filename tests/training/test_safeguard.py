@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.poisoned import ALONE, BATCH, SPLITS, STEPS, events, rows, train
+from support.corrupted_data import ALONE, BATCH, SPLITS, STEPS, read_events, read_loss_rows, train
 
 from pipeline.config.schema import WatchConfig
 from pipeline.distributed.process_group import Job
@@ -41,13 +41,15 @@ def test_a_run_that_skipped_equals_one_whose_data_never_held_it(ranks, split, tm
         assert both(ALONE, deepspeed, str(tmp_path))
     else:
         assert all(ranks(world_size).run(both, deepspeed, str(tmp_path), timeout=500))
-    assert rows(tmp_path / "skipped") == rows(tmp_path / "clean")
-    assert len(rows(tmp_path / "clean")) >= STEPS
-    skips = events(tmp_path / "skipped", "skip")
+    assert read_loss_rows(tmp_path / "skipped") == read_loss_rows(tmp_path / "clean")
+    assert len(read_loss_rows(tmp_path / "clean")) >= STEPS
+    skips = read_events(tmp_path / "skipped", "skip")
     assert [(each["step"], each["first_sample"]) for each in skips] == [(41, 320), (41, 328), (45, 368)]
-    told = events(tmp_path / "clean", "skip", "loss_spike", "non_finite")
+    told = read_events(tmp_path / "clean", "skip", "loss_spike", "non_finite")
     assert not [each for each in told if each["level"] != "info"]
-    searched = [row["train/skipped_steps"] for row in rows(tmp_path / "skipped") if "train/loss" in row][-1]
+    searched = [
+        row["train/skipped_steps"] for row in read_loss_rows(tmp_path / "skipped") if "train/loss" in row
+    ][-1]
     assert (searched > 0) == ("fp16" in split)  # steps that found the loss scale: they count
 
 
@@ -65,9 +67,9 @@ def test_a_run_that_goes_on_skips_what_it_skipped(tmp_path):
     for step in (48, 50):  # killed behind a batch that it skipped, it goes on from before it
         shutil.rmtree(tmp_path / f"killed/checkpoints/step-{step:08d}", ignore_errors=True)
     train(ALONE, None, str(tmp_path / "killed"), poison, **changes)
-    assert rows(tmp_path / "killed") == rows(tmp_path / "unbroken")
+    assert read_loss_rows(tmp_path / "killed") == read_loss_rows(tmp_path / "unbroken")
     for name in ("killed", "unbroken"):
-        assert [each["step"] for each in events(tmp_path / name, "skip")] == [41, 46]
+        assert [each["step"] for each in read_events(tmp_path / name, "skip")] == [41, 46]
 
 
 def gone_back(job: Job, split, folder: str):
@@ -92,8 +94,8 @@ def test_after_a_rollback_a_run_equals_one_whose_data_never_held_what_it_left_ou
     else:
         assert all(ranks(world_size).run(gone_back, deepspeed, str(tmp_path), timeout=500))
     back = tmp_path / "back"
-    assert rows(back) == rows(tmp_path / "clean")
-    (told,) = events(back, "rollback")
+    assert read_loss_rows(back) == read_loss_rows(tmp_path / "clean")
+    (told,) = read_events(back, "rollback")
     assert (told["step"], told["from_step"]) == (30, 41)
     assert (told["first_sample"], told["last_sample"]) == (37 * BATCH, 41 * BATCH - 1)
     assert "step 41" in told["message"]
@@ -112,15 +114,15 @@ def test_a_step_without_a_gradient_can_be_gone_back_from(tmp_path):
     leave_out = {"leave_out": [[40 * BATCH, 41 * BATCH]]}
     clean = train(ALONE, None, str(tmp_path / "clean"), {}, loader=leave_out, **changes)
     assert all(torch.equal(a, b) for a, b in zip(back[0], clean[0], strict=True))
-    assert rows(tmp_path / "back") == rows(tmp_path / "clean")
-    (told,) = events(tmp_path / "back", "rollback")
+    assert read_loss_rows(tmp_path / "back") == read_loss_rows(tmp_path / "clean")
+    (told,) = read_events(tmp_path / "back", "rollback")
     assert (told["step"], told["from_step"]) == (40, 41)
 
 
 @pytest.mark.slow
 def test_log_counts_a_step_without_a_gradient_as_before(tmp_path):
     train(ALONE, None, str(tmp_path), {40 * BATCH: math.nan})
-    last = [row for row in rows(tmp_path) if "train/loss" in row][-1]
+    last = [row for row in read_loss_rows(tmp_path) if "train/loss" in row][-1]
     assert last["step"] == STEPS
     assert last["train/skipped_steps"] == 1
     assert last["train/samples_seen"] == STEPS * BATCH
@@ -134,11 +136,11 @@ def test_what_was_left_out_stays_left_out_when_the_run_goes_on(tmp_path):
         "watch": {"on_spike": "rollback", "rollback_steps": 4},
     }
     train(ALONE, None, str(tmp_path / "run"), poison, **changes)
-    before = rows(tmp_path / "run")
+    before = read_loss_rows(tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000048")
     train(ALONE, None, str(tmp_path / "run"), poison, **changes)
-    assert rows(tmp_path / "run") == before
-    assert len(events(tmp_path / "run", "rollback")) == 1
+    assert read_loss_rows(tmp_path / "run") == before
+    assert len(read_events(tmp_path / "run", "rollback")) == 1
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.record import numbers, rows_of
+from support.metrics_rows import read_reproducible_rows, read_rows
 from support.tiny import recipe, resolve, token_bundle
 
 from pipeline.checkpoint.catalog import list_published_folders
@@ -96,7 +96,7 @@ def test_a_signal_saves_this_step_and_names_itself(tmp_path):
     number = signal.SIGTERM
     assert ended(ALONE, tmp_path, changes={"eval": {"every": 1}}, number=number, step=3) == (3, number)
     assert saved(tmp_path) == [3]
-    assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0, 1, 2]
+    assert [row["step"] for row in read_rows(tmp_path) if "eval/loss" in row] == [0, 1, 2]
     assert ended(ALONE, tmp_path) == (8, None)
 
 
@@ -108,7 +108,7 @@ BATCHES = 10  # of an evaluation: 19 samples
 @pytest.mark.slow
 def test_a_signal_ends_an_evaluation(tmp_path):
     assert ended(ALONE, tmp_path, changes=SMALL, evaluation=BATCHES + 3) == (2, signal.SIGUSR1)
-    assert [row["step"] for row in rows_of(tmp_path) if "eval/loss" in row] == [0]
+    assert [row["step"] for row in read_rows(tmp_path) if "eval/loss" in row] == [0]
 
 
 def record(folder: Path):
@@ -116,7 +116,7 @@ def record(folder: Path):
     losses = {}
     for step, path in list_published_folders(folder / "checkpoints").items():
         losses[step] = json.loads((path / "manifest.json").read_text())["manifest"]["state"]["eval_loss"]
-    return numbers(folder), losses
+    return read_reproducible_rows(folder), losses
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_killed_between_an_evaluation_that_was_owed_and_its_checkpoint(tmp_path,
         patch.setattr("pipeline.checkpoint.store.CheckpointStore.save", kill)
         with pytest.raises(Killed):
             ended(ALONE, tmp_path, SMALL)
-    assert [row["step"] for row in rows_of(tmp_path)][-2:] == [4, 4]
+    assert [row["step"] for row in read_rows(tmp_path)][-2:] == [4, 4]
     assert ended(ALONE, tmp_path, SMALL) == (8, None)
     assert record(tmp_path)[0] == unbroken[0]
 
@@ -210,7 +210,7 @@ def test_a_record_that_is_gone_or_damaged_is_told_in_one_line(tmp_path, unbroken
     changes = SMALL | {"max_steps": 8}
     assert ended(ALONE, tmp_path, changes, step=4) == (4, signal.SIGUSR1)
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps(row).encode() for row in rows_of(tmp_path)]
+    lines = [json.dumps(row).encode() for row in read_rows(tmp_path)]
     path.unlink()
     if spoil is not None:
         path.write_bytes(b"\n".join(spoil(lines)) + b"\n")

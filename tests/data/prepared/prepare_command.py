@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import yaml
-from support.forked import Program
-from support.launch import ROOT, environment
+from support.fork_server import ForkedProgram
+from support.launch import ROOT, make_environment
 
 from pipeline.data.prepared.part_files import CHECKED
 
@@ -66,9 +66,9 @@ class Command:
         self._said = Path(tempfile.mkdtemp(dir=recipe.parent)) / "said"
         # A shell starts background jobs with SIGINT ignored, and the command would inherit that.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.process = Program(
+        self.process = ForkedProgram(
             ["-m", "pipeline", "prepare", "--config", str(recipe), *arguments],
-            environment(),
+            make_environment(),
             Path(os.devnull),
             self._said,
             cwd=ROOT,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import DIGITS, ROOT, environment, write_recipe
+from support.launch import DIGITS, ROOT, make_environment, write_recipe
 
 MADE_HERE = (".git", ".venv", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", "wandb")
 
@@ -70,7 +70,7 @@ def test_a_wheel_plans_and_trains_by_names_from_an_empty_folder(installed, tmp_p
     """Its command and its files are all there is: no clone, no folder of the user's."""
     here = tmp_path / "empty"
     here.mkdir()
-    imported = environment(PYTHONPATH=str(installed))
+    imported = make_environment(PYTHONPATH=str(installed))
 
     def say(*words: str) -> str:
         done = subprocess.run(words, cwd=here, env=imported, capture_output=True, text=True, check=False)

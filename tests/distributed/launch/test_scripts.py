@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch import DIGITS, ROOT, environment, numbers, run_directories, write_recipe
+from support.launch import (
+    DIGITS,
+    ROOT,
+    make_environment,
+    read_reproducible_rows,
+    run_directories,
+    write_recipe,
+)
 
 from pipeline.config.settings import load_settings
 from pipeline.distributed.launch import multi_gpu, torchrun
@@ -32,7 +39,7 @@ def start(script, *arguments, cwd=ROOT, **variables):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=environment(**variables),
+        env=make_environment(**variables),
         stdin=subprocess.DEVNULL,
         timeout=300,
         check=False,
@@ -145,7 +152,7 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
     recipe = write_recipe(tmp_path, max_steps=5000, eval={"max_samples": 8}, **DIGITS)
     first = subprocess.Popen(
         [str(LAUNCH / "multi_gpu.sh"), "--num_gpus", "2", "--config", str(recipe)],
-        env=environment(),
+        env=make_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -161,14 +168,14 @@ def test_the_scripts_of_one_machine_train_alike(tmp_path):
     assert first.wait(300) == 138, said
     assert not [path for path in Path("/tmp").glob("pipeline-*") if str(path) in said]
     (run,) = run_directories(tmp_path)
-    rows = numbers(run)
+    rows = read_reproducible_rows(run)
     stopped = rows[-1]["step"]
     done = start(
         "torchrun.sh", "--nproc-per-node=2", "--config", recipe, f"run_dir={run}", f"max_steps={stopped + 2}"
     )
     assert done.returncode == 0, done.stderr
     assert f"resuming {run} from step-" in done.stderr
-    assert numbers(run)[-1]["step"] == stopped + 2
+    assert read_reproducible_rows(run)[-1]["step"] == stopped + 2
     assert json.loads((run / "summary.json").read_text())["global_step"] == stopped + 2
 
 

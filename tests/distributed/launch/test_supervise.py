@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.cgroup import memory_limited
+from support.cgroup import limit_memory
 
 from pipeline.distributed.launch.node_guard import Guard, _read_environment
 from pipeline.distributed.launch.ssh import encode_message, local_command
@@ -65,7 +65,7 @@ def test_a_launcher_that_ends_well_with_ranks_that_did_not(folder, capfd):
 def test_a_rank_that_is_killed_for_memory_is_told_as_such(folder, capfd):
     """A real kill, by a cgroup."""
     eats = f"{sys.executable} -c 'x = bytes(range(256)) * 2**20'"
-    with memory_limited(64) as members:
+    with limit_memory(64) as members:
         script = f"RANK=1 sh -c 'echo $$ > {members}; exec \"$@\"' - {eats} & say 0 0; wait $!; exit 1"
         assert supervise(folder, script) == 1
     said = capfd.readouterr().err

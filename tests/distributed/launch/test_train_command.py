@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import BIN, ROOT, TORCHRUN, Launched, environment, run_python
-from support.ranks import free_port
+from support.launch import BIN, ROOT, TORCHRUN, CompletedCommand, make_environment, run_python
+from support.rank_pool import free_port
 
 PORT = "{port}"
 STARTS = {
@@ -22,7 +22,7 @@ STARTS = {
 }
 
 
-def start(name: str, folder: Path, *words: str) -> Launched | subprocess.CompletedProcess[str]:
+def start(name: str, folder: Path, *words: str) -> CompletedCommand | subprocess.CompletedProcess[str]:
     """The command in this folder, to its end."""
     command = [word.replace(PORT, str(free_port())) for word in STARTS[name]]
     if name != "multi_gpu.sh":
@@ -30,7 +30,7 @@ def start(name: str, folder: Path, *words: str) -> Launched | subprocess.Complet
     return subprocess.run(
         [*command, *words],
         cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT)),
+        env=make_environment(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         check=False,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.poisoned import ALONE, events
-from support.spoilt import NOW, HeldOut, Samples, bundle
+from support.corrupted_data import ALONE, read_events
+from support.nonfinite_sample import FAULT, HeldOut, Samples, make_bundle
 from support.tiny import deepspeed_json, recipe, resolve
 from torch.utils.data import Subset
 
@@ -20,23 +20,23 @@ def evaluated(job, deepspeed, folder):
     """A run of four steps, with an evaluation and a checkpoint after each."""
     tree = recipe(
         max_steps=4,
-        model={"kind": "support.spoilt:Model"},
-        objective={"kind": "support.spoilt:loss", "reduction": "sum"},
+        model={"kind": "support.nonfinite_sample:Model"},
+        objective={"kind": "support.nonfinite_sample:loss", "reduction": "sum"},
         batch={"micro_batch_size": 4, "gradient_accumulation_steps": 1},
         eval={"every": 1},
         checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
     )
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
-    NOW.case, NOW.sample = "", -1
-    data = bundle({"good": Subset(Samples(), range(4)), "bad": HeldOut()})
+    FAULT.case, FAULT.sample = "", -1
+    data = make_bundle({"good": Subset(Samples(), range(4)), "bad": HeldOut()})
     parts = assemble(config, resolved, job, data, folder)
     with parts.trackers, TrainLoop(parts) as loop:
         for step in range(1, 5):
-            NOW.case = "held out" if step in SPOILT else ""
+            FAULT.case = "held out" if step in SPOILT else ""
             loop.step()
     parts.loader.close()
     parts.engine.close()
-    NOW.case = ""
+    FAULT.case = ""
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_an_evaluation_of_nan_is_told_once_and_is_never_the_best(ranks, tmp_path
         evaluated(ALONE, deepspeed, folder)
     else:
         ranks(world_size).run(evaluated, deepspeed, folder)
-    (told,) = events(folder, "non_finite_eval")
+    (told,) = read_events(folder, "non_finite_eval")
     assert (told["step"], told["level"]) == (2, "warning")
     assert told["message"] == "the evaluation after step 2 gave eval/bad/loss, eval/loss: infinite or NaN"
     _, best, manifest = find_checkpoint(folder, "best")

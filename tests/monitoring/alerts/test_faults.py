@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from support.heard import heard
+from support.captured_logs import capture_logs
 from support.tiny import deepspeed_json, recipe, resolve, token_bundle
 from torch.utils.data import Dataset
 
@@ -154,7 +154,7 @@ def trained(job, folder, split, steps, is_troubled, changes=None):
     alone_on_the_machine = patch("os.getloadavg", lambda: (0.5, 0.5, 0.5))
     with (
         alone_on_the_machine,
-        heard("pipeline.monitoring.trackers") as lines,
+        capture_logs("pipeline.monitoring.trackers") as lines,
         parts.trackers,
         TrainLoop(parts) as loop,
     ):

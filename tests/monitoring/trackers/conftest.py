@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.wandb_server import Server
+from support.wandb_server import WandbServer
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "server") as server:
+def server(tmp_path: Path) -> Iterator[WandbServer]:
+    with WandbServer(tmp_path / "server") as server:
         yield server

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from monitoring.trackers.test_trackers_composite import build, recipe
-from support.poisoned import ALONE, BATCH, train
+from support.corrupted_data import ALONE, BATCH, train
 
 from pipeline.config.schema import LogConfig
 from pipeline.monitoring.events import CORRUPTION, Event

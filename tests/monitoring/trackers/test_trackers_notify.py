@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from monitoring.trackers.test_trackers_composite import build, recipe
 from support.launch import ROOT, launch, run_directories, write_recipe
-from support.ranks import free_port
+from support.rank_pool import free_port
 
 from pipeline.config.schema import NotifyConfig
 from pipeline.errors import ConfigError

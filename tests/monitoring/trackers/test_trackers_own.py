@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from monitoring.trackers.test_trackers_composite import build, recipe
+from support.corrupted_data import ALONE, train
 from support.launch import DIGITS, ROOT, launch, run_directories, write_recipe
-from support.poisoned import ALONE, train
 from trackers_of_tests import ReadsTheRecord, Recorded
 
 from pipeline.config.schema import LogConfig, TrackerConfig

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from support.wandb_server import KEY, Server, environment, run_id
+from support.wandb_server import KEY, WandbServer, make_environment, read_run_id
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def run(folder: Path, env: dict[str, str], start: int, *words: list, kept: Path 
     return done.stdout
 
 
-def aliases(server: Server) -> list[tuple[int, list[str]]]:
+def aliases(server: WandbServer) -> list[tuple[int, list[str]]]:
     """Files of each version, oldest first."""
     return [(each["metadata"]["step"], sorted(each["aliases"])) for each in server.artifacts()]
 
@@ -81,7 +81,7 @@ EXPECTED = [
 ]
 
 
-def check_nothing_was_uploaded(server: Server, run: Path) -> None:
+def check_nothing_was_uploaded(server: WandbServer, run: Path) -> None:
     """Every entry is a reference to a file, by its name and size, and no file went over the wire."""
     for version in server.artifacts():
         folder = run / "checkpoints" / f"step-{version['metadata']['step']:08d}"
@@ -97,16 +97,16 @@ def check_nothing_was_uploaded(server: Server, run: Path) -> None:
         assert not any(path.read_bytes() in content for content in sent), path
 
 
-def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, server: Server):
+def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, server: WandbServer):
     folder = tmp_path / "trial-1"
     kept = server.folder / "artifacts.json"
     kept.write_text("[]")
     # The third save deletes the first one's files.
     words = [*SAVES[:2], ["wait", 2], *SAVES[2:]]
-    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *words, kept=kept)
+    said = run(folder, make_environment(tmp_path, server.url, **KEY), 0, *words, kept=kept)
     assert "dropped" not in said
     assert aliases(server) == EXPECTED
-    assert {each["name"] for each in server.artifacts()} == {f"checkpoint-{run_id(folder)}"}
+    assert {each["name"] for each in server.artifacts()} == {f"checkpoint-{read_run_id(folder)}"}
     assert [each["metadata"]["eval_loss"] for each in server.artifacts()] == [0.5, 0.4, 0.6, None]
     check_nothing_was_uploaded(server, folder)
     kept = {path.name for path in (folder / "checkpoints").glob("step-*")}
@@ -114,8 +114,8 @@ def test_each_checkpoint_is_a_version_that_says_where_it_lies(tmp_path: Path, se
 
 
 @pytest.mark.nightly
-def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server: Server):
-    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server: WandbServer):
+    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
     kept = server.folder / "artifacts.json"
     kept.write_text("[]")
     run(folder, env, 0, *SAVES[:2], ["wait", 2], ["distrust", 10], kept=kept)
@@ -131,24 +131,24 @@ def test_what_is_set_aside_or_given_up_is_not_the_latest(tmp_path: Path, server:
 
 
 @pytest.mark.nightly
-def test_offline_they_are_uploaded_with_the_rows(tmp_path: Path, server: Server):
+def test_offline_they_are_uploaded_with_the_rows(tmp_path: Path, server: WandbServer):
     folder = tmp_path / "runs" / "trial-1"
     folder.mkdir(parents=True)
-    run(folder, environment(tmp_path, server.url), 0, *SAVES[:2])
-    run(folder, environment(tmp_path, server.url), 20, *SAVES[2:])
+    run(folder, make_environment(tmp_path, server.url), 0, *SAVES[:2])
+    run(folder, make_environment(tmp_path, server.url), 20, *SAVES[2:])
     sync = [sys.executable, "-m", "wandb", "sync", *sorted(map(str, folder.glob("wandb/offline-run-*")))]
-    env = environment(tmp_path, server.url, **KEY)
+    env = make_environment(tmp_path, server.url, **KEY)
     subprocess.run(sync, env=env, capture_output=True, timeout=100, check=True)
     assert aliases(server) == EXPECTED
     check_nothing_was_uploaded(server, folder)
-    assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
+    assert [row["global_step"] for row in server.rows(read_run_id(folder))] == [10, 20, 30, 40]
 
 
 @pytest.mark.nightly
-def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: Server):
+def test_a_server_that_takes_no_artifact_costs_one_line(tmp_path: Path, server: WandbServer):
     (server.folder / "artifacts.json").write_text("no JSON")  # its every answer fails
     folder = tmp_path / "trial-1"
-    said = run(folder, environment(tmp_path, server.url, **KEY), 0, *SAVES)
+    said = run(folder, make_environment(tmp_path, server.url, **KEY), 0, *SAVES)
     # It fails sooner or later than the end of the run waits for it.
     assert said.count("W&B's list of checkpoints is dropped") == 1, said
-    assert [row["global_step"] for row in server.rows(run_id(folder))] == [10, 20, 30, 40]
+    assert [row["global_step"] for row in server.rows(read_run_id(folder))] == [10, 20, 30, 40]

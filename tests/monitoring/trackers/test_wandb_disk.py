@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from monitoring.trackers.wandb_program import run
-from support.wandb_server import KEY, Server, environment, offline_rows, run_id
+from support.wandb_server import KEY, WandbServer, make_environment, read_offline_rows, read_run_id
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,8 +46,8 @@ def told(said: str) -> list[str]:
 
 @pytest.mark.daily("online")
 @pytest.mark.parametrize("is_online", [True, False], ids=["online", "offline"])
-def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is_online: bool):
-    env = environment(tmp_path, server.url, **(KEY if is_online else {}))
+def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: WandbServer, is_online: bool):
+    env = make_environment(tmp_path, server.url, **(KEY if is_online else {}))
     (line,) = told(run(folder, env, 0, ["rows", 1, 10, 0], ["fill"], ["rows", 11, 400, 0]))
     found = re.search(r"W&B gets no more rows from step (\d+) on", line)
     assert found
@@ -56,17 +56,17 @@ def test_it_fills_up_in_the_run(tmp_path: Path, folder: Path, server: Server, is
     assert (folder / "metrics.jsonl").read_text().count("train/loss") == 400
     (folder / "wandb" / "filler").unlink()
     assert told(run(folder, env, 400, ["rows", 401, 410, 0])) == []
-    rows = server.rows(run_id(folder)) if is_online else offline_rows(folder)
+    rows = server.rows(read_run_id(folder)) if is_online else read_offline_rows(folder)
     assert losses(rows) == expected(410), "each row once, in order"
 
 
 @pytest.mark.nightly
-def test_it_is_full_from_the_start(tmp_path: Path, folder: Path, server: Server):
+def test_it_is_full_from_the_start(tmp_path: Path, folder: Path, server: WandbServer):
     (folder / "wandb" / "filler").write_bytes(bytes(12 * 2**20))
-    env = environment(tmp_path, server.url, **KEY)
+    env = make_environment(tmp_path, server.url, **KEY)
     (line,) = told(run(folder, env, 0, ["rows", 1, 10, 0]))
     assert "W&B is left out" in line
     assert (folder / "metrics.jsonl").read_text().count("train/loss") == 10
     (folder / "wandb" / "filler").unlink()
     run(folder, env, 10, ["rows", 11, 12, 0])
-    assert losses(server.rows(run_id(folder))) == expected(12)
+    assert losses(server.rows(read_run_id(folder))) == expected(12)

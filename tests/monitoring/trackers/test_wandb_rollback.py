@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from monitoring.trackers.wandb_program import run
-from support.wandb_server import KEY, Server, environment, run_id
+from support.wandb_server import KEY, WandbServer, make_environment, read_run_id
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +30,13 @@ WORDS = [["rows", 1, 12, 0], ["back", 8, 12], ["rows", 9, 15, 1], ["back", 6, 15
 EXPECTED = stretch(1, 12, 0, 0) + stretch(9, 15, 1, 1) + stretch(7, 16, 2, 2)
 
 
-def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Server):
-    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: WandbServer):
+    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
     run(folder, env, 0, *WORDS)
-    assert told(server.rows(run_id(folder))) == EXPECTED
+    assert told(server.rows(read_run_id(folder))) == EXPECTED
     run(folder, env, 16, ["rows", 17, 20, 2])
-    assert told(server.rows(run_id(folder))) == EXPECTED + stretch(17, 20, 2, 2)
-    kept = server.runs()[run_id(folder)]
+    assert told(server.rows(read_run_id(folder))) == EXPECTED + stretch(17, 20, 2, 2)
+    kept = server.runs()[read_run_id(folder)]
     defined = json.loads(kept["config"])["_wandb"]["value"]["m"]
     names = {each.get("1", each.get("2")): each for each in defined}
     assert defined[names["*"]["5"] - 1]["1"] == "global_step", "what curves are drawn over"
@@ -47,13 +47,13 @@ def test_what_a_rollback_gave_up_stays_and_is_marked(tmp_path: Path, server: Ser
 
 
 @pytest.mark.nightly
-def test_killed_before_the_next_checkpoint_goes_back_again(tmp_path: Path, server: Server):
+def test_killed_before_the_next_checkpoint_goes_back_again(tmp_path: Path, server: WandbServer):
     """The checkpoint does not know of the rollback: what came after it comes again and counts once."""
-    folder, env = tmp_path / "trial-1", environment(tmp_path, server.url, **KEY)
+    folder, env = tmp_path / "trial-1", make_environment(tmp_path, server.url, **KEY)
     again = [["rows", 9, 12, 0], ["back", 8, 12]]
     run(folder, env, 0, ["rows", 1, 8, 0])
-    kept = server.folder / f"history-{run_id(folder)}.jsonl"
+    kept = server.folder / f"history-{read_run_id(folder)}.jsonl"
     run(folder, env, 8, *again, ["rows", 9, 11, 1], ["wait", 14], ["kill"], kept=kept)
     run(folder, env, 8, *again, ["rows", 9, 14, 1], ["wait", 17], ["kill"], kept=kept)
     run(folder, env, 12, ["rows", 13, 16, 1])
-    assert told(server.rows(run_id(folder))) == stretch(1, 12, 0, 0) + stretch(9, 16, 1, 1)
+    assert told(server.rows(read_run_id(folder))) == stretch(1, 12, 0, 0) + stretch(9, 16, 1, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from monitoring.trackers.wandb_program import run
-from support.wandb_server import KEY, environment, offline_rows, run_id
+from support.wandb_server import KEY, make_environment, read_offline_rows, read_run_id
 
 from pipeline.config.schema import WandbConfig
 from pipeline.monitoring.trackers.weights_and_biases import build_run_arguments
@@ -88,11 +88,11 @@ def test_a_variable_stands_for_what_the_recipe_leaves_out(
 @pytest.mark.slow
 def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path, server):
     folder = tmp_path / "trial-1"
-    env = environment(tmp_path, server.url, **KEY, **ALL, WANDB_RUN_ID="my-id", WANDB_RESUME="never")
+    env = make_environment(tmp_path, server.url, **KEY, **ALL, WANDB_RUN_ID="my-id", WANDB_RESUME="never")
     (said,) = start(folder, env)
     assert said.startswith("LOG W&B run: ")
     ((name, kept),) = server.runs().items()
-    assert name == run_id(folder) == "my-id"
+    assert name == read_run_id(folder) == "my-id"
     assert (kept["project"], kept["displayName"], kept["groupName"]) == ("theirs", "a name", "ablation")
     assert kept["tags"] == ["one", "two"]
     other = env | {"WANDB_RUN_ID": "another"}
@@ -107,26 +107,26 @@ def test_the_server_has_what_the_variables_say_and_a_resume_its_own_id(tmp_path,
 def test_empty_variables_are_none(tmp_path):
     folder = tmp_path / "trial-1"
     names = (*ALL, "WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID")
-    (said,) = start(folder, environment(tmp_path, "http://127.0.0.1:9", **dict.fromkeys(names, "")))
+    (said,) = start(folder, make_environment(tmp_path, "http://127.0.0.1:9", **dict.fromkeys(names, "")))
     assert "W&B is offline (no API key" in said
-    assert len(offline_rows(folder)) == 3
-    assert len(run_id(folder)) == 8
+    assert len(read_offline_rows(folder)) == 3
+    assert len(read_run_id(folder)) == 8
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_files_lie_where_wandb_dir_says_and_a_resume_finds_them(tmp_path):
     folder, elsewhere = tmp_path / "trial-1", tmp_path / "large" / "disk"
-    env = environment(tmp_path, "http://127.0.0.1:9", WANDB_DIR=str(elsewhere), WANDB_MODE="offline")
+    env = make_environment(tmp_path, "http://127.0.0.1:9", WANDB_DIR=str(elsewhere), WANDB_MODE="offline")
     start(folder, env)
     start(tmp_path / "trial-2", env)  # another run's files beside them
     start(folder, env, 3)
-    own = run_id(folder)
+    own = read_run_id(folder)
     files = sorted(elsewhere.glob(f"wandb/offline-run-*-{own}"))
     assert len(files) == 2
     assert not any(path.is_symlink() for path in files)
     assert sorted(each.resolve() for each in folder.glob("wandb/offline-run-*")) == files
-    assert [row["_step"] for row in offline_rows(folder)] == [1, 2, 3, 4, 5, 6]
+    assert [row["_step"] for row in read_offline_rows(folder)] == [1, 2, 3, 4, 5, 6]
     start(folder, env)  # begins anew
     assert not list(elsewhere.glob(f"wandb/offline-run-*-{own}"))
     assert len(list(elsewhere.glob("wandb/offline-run-*"))) == 2

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from support.forked import context
+from support.fork_server import process_context
 
 if TYPE_CHECKING:
     from pipeline.engine.deepspeed_base import EngineProcessGroups
@@ -43,7 +43,7 @@ class RankPool:
     def __init__(self, world_size: int, on_gpu: bool = False):
         self.world_size = world_size
         device = {} if on_gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        processes = context(on_gpu)
+        processes = process_context(on_gpu)
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -59,7 +59,9 @@ class RankPool:
                 "PYTHONWARNINGS": "ignore",
             }
             process = processes.Process(
-                target=_serve, args=(theirs, {k: str(v) for k, v in environment.items()}), daemon=True
+                target=_serve_functions,
+                args=(theirs, {k: str(v) for k, v in environment.items()}),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -109,7 +111,7 @@ class RankPool:
         self.close()
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def _serve_functions(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     import cpuinfo
     import torch
@@ -118,7 +120,7 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     from pipeline.distributed.ranks import read_ranks
     from pipeline.engine.deepspeed_base import EngineProcessGroups, start_deepspeed
 
-    endings = _endings_of_engines()
+    endings = _collect_engine_endings()
     job = start_job(read_ranks(os.environ), distributed=True)
     torch.set_num_threads(1)
     start_deepspeed(job)
@@ -135,10 +137,10 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         else:
-            _close_engines(made, endings)
+            _close_open_engines(made, endings)
 
 
-def _endings_of_engines() -> list[ExitStack]:
+def _collect_engine_endings() -> list[ExitStack]:
     """What each engine of ours from here on does at its end: what it has registered elsewhere would hold
     DeepSpeed's engine, and with it groups of three threads each.
     """
@@ -154,7 +156,7 @@ def _endings_of_engines() -> list[ExitStack]:
     return endings
 
 
-def _close_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -> None:
+def _close_open_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -> None:
     """Those that a function left open: the threads of their groups wake a hundred times a second each."""
     from deepspeed import DeepSpeedEngine
 

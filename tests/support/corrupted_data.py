@@ -40,29 +40,31 @@ SPLITS: dict[str, tuple[int, Any]] = {
 }
 
 
-class PoisonedTokens(CausalLM):
+class CorruptedTokens(CausalLM):
     """The loss of some sequences is multiplied: as of data that is broken there."""
 
-    poison: dict[tuple[int, ...], float]
+    loss_factors: dict[tuple[int, ...], float]
 
     def __call__(self, model, batch) -> LossSum:
         loss = super().__call__(model, batch)
-        found = [self.poison.get(tuple(row), 1.0) for row in batch["input_ids"].tolist()]
+        found = [self.loss_factors.get(tuple(row), 1.0) for row in batch["input_ids"].tolist()]
         return LossSum(loss.loss_sum * math.prod(found), loss.count)
 
 
-def samples_at(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
+def read_samples(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
     order = MixtureOrder(data.sources, config.seed)
     indices = order.samples_at(np.arange(first, first + BATCH)).tolist()
     return [tuple(data.train[index]["input_ids"].tolist()) for index in indices]
 
 
-def train(job: Job, split, folder: str, poison: dict[int, float], objective=None, prepare=None, **changes):
+def train(
+    job: Job, split, folder: str, loss_factors: dict[int, float], objective=None, prepare=None, **changes
+):
     """The final state of a run, whose record is in the folder.
 
     Args:
-        poison: Position of a sample in the order -> what its loss is multiplied by.
-        objective: Made as PoisonedTokens; by default that.
+        loss_factors: Position of a sample in the order -> what its loss is multiplied by.
+        objective: Made as CorruptedTokens; by default that.
         prepare: Called with the run's parts and what is poisoned.
     """
     data = replace(token_bundle(), train=MaskedTokens(512))
@@ -72,11 +74,13 @@ def train(job: Job, split, folder: str, poison: dict[int, float], objective=None
     tree = recipe(max_steps=STEPS, batch=batch, schedule=schedule, optimizer=optimizer) | changes
     config, resolved = resolve(tree, split, job.ranks.world_size)
     parts = assemble(config, resolved, job, data, Path(folder))
-    objective = (objective or PoisonedTokens)()
-    objective.poison = {samples_at(data, config, at)[0]: factor for at, factor in poison.items()}
+    objective = (objective or CorruptedTokens)()
+    objective.loss_factors = {
+        read_samples(data, config, at)[0]: factor for at, factor in loss_factors.items()
+    }
     parts = replace(parts, objective=objective)
     if prepare is not None:
-        prepare(parts, objective.poison)
+        prepare(parts, objective.loss_factors)
     with parts.trackers, TrainLoop(parts) as loop:
         loop.train()
     kept = [shard.values.detach().clone() for shard in parts.engine.shards()], parts.engine.scalars()
@@ -86,7 +90,7 @@ def train(job: Job, split, folder: str, poison: dict[int, float], objective=None
     return kept
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
+def read_loss_rows(folder: Path) -> list[dict[str, float]]:
     """Without what is measured."""
     return [
         {key: value for key, value in row.items() if key.split("/")[0] in ("step", "train", "eval")}
@@ -94,5 +98,5 @@ def rows(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def events(folder: Path, *names: str) -> list[dict[str, Any]]:
+def read_events(folder: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in iterate_record(folder / "metrics.jsonl") if line.get("event") in names]

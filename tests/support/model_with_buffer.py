@@ -1,4 +1,4 @@
-"""A model of one's own with a buffer in its forward, as routers and normalisations have."""
+"""A custom model that reads a buffer in its forward pass, as routers and normalisations do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from pipeline.distributed.process_group import Job
 
 
-class Buffered(nn.Module):
+class ModelWithBuffer(nn.Module):
+    """Predicts tokens from embeddings to which it adds a buffer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 4)
@@ -20,10 +22,14 @@ class Buffered(nn.Module):
         return self.head(self.embed(input_ids) + self.bias)
 
 
-def buffer_and_curve(job: Job, stage: int) -> tuple[str, torch.dtype, list[float]]:
-    """(device and dtype of the buffer in the engine, losses of some steps)."""
+def measure_buffer_and_losses(job: Job, stage: int) -> tuple[str, torch.dtype, list[float]]:
+    """Train eight steps at a ZeRO stage in bf16.
+
+    Returns:
+        Device type and dtype of the buffer in the engine, and the loss of each step.
+    """
     tree = recipe(
-        model={"kind": "support.buffered:Buffered"},
+        model={"kind": "support.model_with_buffer:ModelWithBuffer"},
         objective={"kind": "causal_lm"},
         batch={"micro_batch_size": 16},
         optimizer={"learning_rate": 0.1},

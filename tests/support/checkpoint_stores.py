@@ -1,4 +1,4 @@
-"""Checkpoints of a test, in a folder."""
+"""Makes checkpoint stores for tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pipeline.checkpoint.store import CheckpointStore
 from pipeline.distributed.process_group import Job
 
 
-def store_in(folder: str | Path, job: Job) -> CheckpointStore:
-    """Collective."""
+def make_store(folder: str | Path, job: Job) -> CheckpointStore:
+    """Return a store that keeps the last two checkpoints in the folder. Collective."""
     return CheckpointStore(Path(folder), Retention(keep_last=2), job, "a test")

@@ -1,4 +1,4 @@
-"""A run under one split, its shards held in memory, and a run under another that goes on from them."""
+"""Trains under one split, gathers the shards in memory, and resumes from them under another split."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from pipeline.errors import CheckpointError
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_loader
 
-HALF, STEPS = 5, 10
-BAND = 2e-6  # relative, of a loss in fp32
+STEPS = 10
+HALF = 5  # the step whose shards are gathered
+LOSS_TOLERANCE = 2e-6  # relative difference of a loss in fp32
 
 
 @dataclass
-class Gathered:
-    """All ranks' shards in memory: a ShardSource."""
+class GatheredShards:
+    """Holds the shards of all ranks in memory: a `ShardSource` without files."""
 
     scalars: Mapping[str, Any]
     shards: list[tuple[str, str, Region, np.ndarray]]
@@ -39,29 +40,32 @@ class Gathered:
         return {(name, kind): region.shape for name, kind, region, _ in self.shards}
 
     def read(self, name: str, kind: str, region: Region, out: torch.Tensor) -> None:
-        read = 0
-        for other, of_kind, there, values in self.shards:
-            if (other, of_kind) == (name, kind):
-                runs = overlap(there, region)
+        num_read = 0
+        for shard_name, shard_kind, shard_region, values in self.shards:
+            if (shard_name, shard_kind) == (name, kind):
+                runs = overlap(shard_region, region)
                 copy_runs(torch.from_numpy(values), out, runs)
-                read += int(runs[:, 2].sum())
-        if read != region.length:
-            raise CheckpointError(f"{name}: {read} of {region.length} values of kind {kind}")
+                num_read += int(runs[:, 2].sum())
+        if num_read != region.length:
+            raise CheckpointError(
+                f"{name}: the gathered shards hold {num_read} of the {region.length} values of kind {kind}"
+            )
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a run is divided."""
+    """Divides a run over ranks."""
 
     json: dict[str, Any]
+    """DeepSpeed JSON; its section `torch` selects plain PyTorch."""
     world_size: int = 2
 
     def __str__(self) -> str:
         return next(name for name, split in SPLITS.items() if split is self)
 
 
-def tree(model: dict[str, Any], rate: float = 3e-3, **optimizer: Any) -> dict[str, Any]:
-    """16 samples a step in two micro-batches, whatever the ranks."""
+def make_recipe(model: dict[str, Any], rate: float = 3e-3, **optimizer: Any) -> dict[str, Any]:
+    """Return a recipe of 16 samples a step in two micro-batches, for any number of ranks."""
     return recipe(
         model=model,
         batch={"gradient_accumulation_steps": 2, "global_batch_size": 16},
@@ -72,17 +76,23 @@ def tree(model: dict[str, Any], rate: float = 3e-3, **optimizer: Any) -> dict[st
 
 
 class Run:
-    """An engine and its data, stepping."""
+    """Holds an engine, its loader and its objective, and trains any range of steps.
+
+    Args:
+        resumes: Whether `restore` follows before the first step.
+    """
 
     def __init__(self, job: Job, tree: dict[str, Any], split: dict[str, Any], resumes: bool = False):
         self.job = job
-        self.data = data = token_bundle()
+        data = token_bundle()
+        self.data = data
         self.config, self.resolved = resolve(tree, split, job.ranks.world_size)
         self.engine = build_engine(self.config, self.resolved, job, data, resumes=resumes)
         self.loader = build_loader(self.config, self.resolved.batch_plan, data, self.engine)
         self.objective = build_objective(self.config)
 
     def train(self, first: int, last: int) -> list[float]:
+        """Train steps `first` to `last`, without the last, and return their losses. Collective."""
         self.loader.seek(16 * first)
         losses = []
         for step in range(first, last):
@@ -96,107 +106,135 @@ class Run:
         return losses
 
 
-def shards_now(engine) -> list[tuple[str, str, Region, np.ndarray]]:
-    """A copy, for training goes on. All are asked for first: each must last until the next step."""
-    written = list(engine.shards())
-    return [(f.name, f.kind, f.region, f.values.float().cpu().numpy().copy()) for f in written]
+def copy_shards(engine) -> list[tuple[str, str, Region, np.ndarray]]:
+    """Return a copy of this rank's shards in fp32, which later steps do not change.
+
+    All shards are listed before the first is copied, which checks that each stays valid until the next step.
+    """
+    shards = list(engine.shards())
+    return [(s.name, s.kind, s.region, s.values.float().cpu().numpy().copy()) for s in shards]
 
 
-def unbroken(job: Job, tree: dict[str, Any], split: dict[str, Any]):
-    """(losses of all steps, this rank's shards after half of them, the scalars then)."""
+def train_uninterrupted(job: Job, tree: dict[str, Any], split: dict[str, Any]):
+    """Train all steps without an interruption. Collective.
+
+    Returns:
+        The losses of all steps, and this rank's shards and the scalars after half of them.
+    """
     run = Run(job, tree, split)
     losses = run.train(0, HALF)
-    written, scalars = shards_now(run.engine), run.engine.scalars()
-    return losses + run.train(HALF, STEPS), written, scalars
+    shards = copy_shards(run.engine)
+    scalars = run.engine.scalars()
+    return losses + run.train(HALF, STEPS), shards, scalars
 
 
-def gone_on(job: Job, tree: dict[str, Any], split: dict[str, Any], source: Gathered, before: int):
-    """(losses of the second half, this rank's shards and scalars as they came back)."""
+def train_resumed(job: Job, tree: dict[str, Any], split: dict[str, Any], source: GatheredShards, before: int):
+    """Train `before` steps, restore the gathered shards, and train the second half. Collective.
+
+    Returns:
+        The losses of the second half, and this rank's shards and the scalars right after the restore.
+    """
     run = Run(job, tree, split, resumes=before == 0)
     run.train(0, before)
     run.engine.restore(source)
-    written, scalars = shards_now(run.engine), run.engine.scalars()
-    return run.train(HALF, STEPS), written, scalars
+    shards = copy_shards(run.engine)
+    scalars = run.engine.scalars()
+    return run.train(HALF, STEPS), shards, scalars
 
 
-def gathered(results) -> Gathered:
+def gather_shards(results) -> GatheredShards:
+    """Join the results of all ranks, whose scalars must be equal."""
     assert all(scalars == results[0][2] for *_, scalars in results)
-    return Gathered(results[0][2], [shard for _, shards, _ in results for shard in shards])
+    return GatheredShards(results[0][2], [shard for _, shards, _ in results for shard in shards])
 
 
-def whole_of(source: Gathered) -> dict[tuple[str, str], np.ndarray]:
-    """Every tensor put together; each value must be there once."""
-    whole, times = {}, {}
+def assemble_tensors(source: GatheredShards) -> dict[tuple[str, str], np.ndarray]:
+    """Return every tensor whole, by (name, kind), and assert that the shards hold each value exactly once."""
+    tensors = {}
+    counts = {}
     for name, kind, region, values in source.shards:
         assert values.shape == (region.length,)
-        key, all_of_it = (name, kind), Region(region.shape, None, 0, int(np.prod(region.shape)))
-        tensor = whole.setdefault(key, torch.zeros(all_of_it.length))
-        count = times.setdefault(key, torch.zeros(all_of_it.length))
-        runs = overlap(region, all_of_it)
+        key = (name, kind)
+        whole_region = Region(region.shape, None, 0, int(np.prod(region.shape)))
+        tensor = tensors.setdefault(key, torch.zeros(whole_region.length))
+        count = counts.setdefault(key, torch.zeros(whole_region.length))
+        runs = overlap(region, whole_region)
         copy_runs(torch.from_numpy(values), tensor, runs)
         for _, start, length in runs.tolist():
             count[start : start + length] += 1
-    for key, count in times.items():
-        assert torch.equal(count, torch.ones_like(count)), f"{key} is not written once"
-    return {key: tensor.numpy() for key, tensor in whole.items()}
+    for key, count in counts.items():
+        assert torch.equal(count, torch.ones_like(count)), f"{key}: a value is missing or is in two shards"
+    return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
-def run_on(ranks, split: Split, function, *arguments):
+def run_on_split(ranks, split: Split, function, *arguments):
+    """Return `function(job, arguments[0], split.json, *arguments[1:])` of each rank.
+
+    Plain PyTorch in one process runs in the test's own process, without a pool.
+    """
     if split.world_size == 1 and "torch" in split.json:
         return [function(ALONE, arguments[0], split.json, *arguments[1:])]
     return ranks(split.world_size).run(function, arguments[0], split.json, *arguments[1:], timeout=900)
 
 
 @cache
-def _saved_run(ranks, split: str, tree: str) -> tuple[list[float], Gathered]:
-    results = run_on(ranks, SPLITS[split], unbroken, json.loads(tree))
-    return results[0][0], gathered(results)
+def _train_and_save(ranks, split: str, tree: str) -> tuple[list[float], GatheredShards]:
+    results = run_on_split(ranks, SPLITS[split], train_uninterrupted, json.loads(tree))
+    return results[0][0], gather_shards(results)
 
 
-def saved_run(
+def train_and_save(
     ranks, split: str, model: dict[str, Any], rate: float = 3e-3, **optimizer: Any
-) -> tuple[list[float], Gathered]:
-    """(losses of an unbroken run, its shards at half time), run once."""
-    return _saved_run(ranks, split, json.dumps(tree(model, rate, **optimizer), sort_keys=True))
+) -> tuple[list[float], GatheredShards]:
+    """Return the losses of an uninterrupted run and its shards after half of the steps.
+
+    Equal arguments train once per pool.
+    """
+    return _train_and_save(ranks, split, json.dumps(make_recipe(model, rate, **optimizer), sort_keys=True))
 
 
-def exchange(
+def check_resume(
     ranks,
     saved: Split,
     resumed: Split,
     model=LLAMA,
-    band: float = BAND,
+    band: float = LOSS_TOLERANCE,
     rate=3e-3,
     before: int = 0,
     **optimizer: Any,
 ) -> None:
-    """The resumed run's losses are the unbroken one's, and it holds what was saved.
+    """Assert that a resumed run restores what was saved, and that its losses are the uninterrupted run's.
+
+    Under the same split, the losses must be equal bit for bit.
 
     Args:
-        before: Steps that the resumed engine took before.
-        optimizer: Further keys of its section.
+        band: Relative difference allowed for the losses under another split.
+        before: Number of steps that the resumed engine takes before it restores.
+        optimizer: Further keys of the recipe's section `optimizer`.
     """
     if not has_async_io() and "nvme" in f"{saved.json}{resumed.json}":
         pytest.skip("no libaio to link with (apt-get install libaio-dev)")
-    losses, source = saved_run(ranks, str(saved), model, rate, **optimizer)
-    kept = whole_of(source)
-    after = run_on(ranks, resumed, gone_on, tree(model, rate, **optimizer), source, before)
-    again = gathered(after)
-    back = whole_of(again)
-    assert back.keys() == kept.keys()
-    for key, values in kept.items():
-        assert np.array_equal(back[key], values), key
-    assert again.scalars.get("optimizer/step") == source.scalars.get("optimizer/step")
-    for resumed_losses, *_ in after:
+    losses, source = train_and_save(ranks, str(saved), model, rate, **optimizer)
+    saved_tensors = assemble_tensors(source)
+    tree = make_recipe(model, rate, **optimizer)
+    results = run_on_split(ranks, resumed, train_resumed, tree, source, before)
+    restored = gather_shards(results)
+    restored_tensors = assemble_tensors(restored)
+    assert restored_tensors.keys() == saved_tensors.keys()
+    for key, values in saved_tensors.items():
+        assert np.array_equal(restored_tensors[key], values), key
+    assert restored.scalars.get("optimizer/step") == source.scalars.get("optimizer/step")
+    for resumed_losses, *_ in results:
         if saved == resumed:
-            assert again.scalars == source.scalars
+            assert restored.scalars == source.scalars
             assert resumed_losses == losses[HALF:], "not bit for bit"
         else:
             assert largest_difference(resumed_losses, losses[HALF:]) < band
 
 
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
-# A scale that is still searched for when the shards are taken.
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+# The loss scale starts so high that the scaler still halves it when the shards are gathered.
 SEARCH = {"fp16": {"enabled": True, "initial_scale_power": 21, "hysteresis": 1}}
 SPLITS = {
     "plain": Split({"torch": {"parallel": "single"}}, 1),
@@ -235,7 +273,7 @@ SPLITS |= {
     "nvme": Split(SWAPPED),
     "nvme-1": Split(SWAPPED, 1),
     "nvme-bf16": Split(SWAPPED | BF16),
-    # Two sub-groups that take turns in the same memory: below 1 MB one would stay.
+    # Two sub-groups take turns in the same memory; a sub-group below 1 MB would stay in memory.
     "nvme-2-groups": Split(
         zero(3, offload_optimizer=NVME, offload_param=BUFFERED, sub_group_size=265_000), 1
     ),

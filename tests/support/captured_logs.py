@@ -1,4 +1,4 @@
-"""What a piece of code says to the log, on a rank as well as in the test's own process."""
+"""Captures log messages, on a rank as well as in the test's own process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Lines(logging.Handler):
+class _MessageCollector(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -17,9 +17,10 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def heard(name: str = "pipeline") -> Iterator[list[str]]:
-    """The messages of INFO and above that this logger gets while the block runs."""
-    logger, handler = logging.getLogger(name), _Lines()
+def capture_logs(name: str = "pipeline") -> Iterator[list[str]]:
+    """Yield a list that receives the logger's messages of level INFO and above while the block runs."""
+    logger = logging.getLogger(name)
+    handler = _MessageCollector()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.distributed.accelerator import choose_accelerator
 
-# None of them may start a thread, which a fork would leave behind: tests/test_support_forked.py looks.
+# None of them may start a thread, which a fork would leave behind: tests/test_support_fork_server.py looks.
 PRELOAD = [
     "pipeline.training.run_rank",
     "torch",
@@ -56,7 +56,7 @@ NOT_IN_FORK = (
 )
 
 
-def context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
+def process_context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
     """Where processes come from. With a GPU about they are fresh: the accelerator is chosen at import."""
     if on_gpu or HAS_GPU:
         return multiprocessing.get_context("spawn")
@@ -70,7 +70,7 @@ def is_same_in_fork(extra: Mapping[str, str]) -> bool:
     return not HAS_GPU and not any(key.startswith(READ_AT_IMPORT) and key != "PYTHONPATH" for key in extra)
 
 
-class Program:
+class ForkedProgram:
     """`python *arguments` in a fork that leads a session of its own, with what subprocess.Popen has of it.
 
     What such a program starts with sys.executable, as launchers start ranks, is a fork too; each is its
@@ -89,8 +89,9 @@ class Program:
         cwd: Path = Path(),
     ):
         files = str(output), str(errors or output)
-        self._process = context().Process(
-            target=_lead, args=(list(arguments), dict(environment), _ignored(), str(cwd.absolute()), *files)
+        self._process = process_context().Process(
+            target=_run_as_session_leader,
+            args=(list(arguments), dict(environment), _ignored_signals(), str(cwd.absolute()), *files),
         )
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
@@ -139,18 +140,18 @@ def _execute_child(popen: Any, args: Any, *options: Any) -> None:
             if file != -1:
                 os.dup2(file, number)
         environment = dict(os.environ if values["env"] is None else values["env"])
-        _run(list(args[1:]), environment, _ignored())
+        _run_program(list(args[1:]), environment, _ignored_signals())
     popen._close_pipe_fds(
         *(values[name] for name in ["p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"])
     )
 
 
-def _ignored() -> list[int]:
+def _ignored_signals() -> list[int]:
     """Signals that a program started now ignores, as it inherits that through an exec."""
     return [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
 
 
-def _lead(
+def _run_as_session_leader(
     arguments: list[str], environment: dict[str, str], ignored: Sequence[int], cwd: str, *files: str
 ) -> None:
     os.setsid()
@@ -159,12 +160,12 @@ def _lead(
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
-    _run(arguments, environment, ignored)
+    _run_program(arguments, environment, ignored)
 
 
-def _run(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
+def _run_program(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
     """What an interpreter does from its start to its end. Never returns."""
-    _start_anew(environment, ignored)
+    _reset_process(environment, ignored)
     code: Any = 0
     interrupted = False
     try:
@@ -198,7 +199,7 @@ def _run(arguments: list[str], environment: dict[str, str], ignored: Sequence[in
     os._exit((code or 0) & 0xFF)
 
 
-def _start_anew(environment: dict[str, str], ignored: Sequence[int]) -> None:
+def _reset_process(environment: dict[str, str], ignored: Sequence[int]) -> None:
     """Undoes what a fork has of the process it came from, but for its imports."""
     gc.freeze()  # a collection would copy all that was imported
     handlers = dict.fromkeys(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}, signal.SIG_DFL)

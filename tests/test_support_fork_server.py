@@ -9,10 +9,10 @@ import sys
 import psutil
 import pytest
 from parity.splits import LLAMA, zero
-from support.exchange import Run, tree
-from support.forked import HAS_GPU, PRELOAD, Program
-from support.launch import environment
-from support.ranks import RankPool
+from support.fork_server import HAS_GPU, PRELOAD, ForkedProgram
+from support.launch import make_environment
+from support.rank_pool import RankPool
+from support.resume_across_splits import Run, make_recipe
 
 pytestmark = pytest.mark.slow
 PATIENCE = 200.0
@@ -31,7 +31,7 @@ def test_the_server_has_no_thread_that_a_fork_would_lose():
 
 
 def left_open(job):
-    Run(job, tree(LLAMA), zero(2)).train(0, 1)
+    Run(job, make_recipe(LLAMA), zero(2)).train(0, 1)
 
 
 def own_threads(_job):
@@ -76,11 +76,11 @@ def test_a_program_ends_as_in_a_fresh_interpreter(tmp_path, name):
     script, output, errors = (tmp_path / file for file in ("script.py", "output", "errors"))
     script.write_text(PROGRAMS[name])
     (tmp_path / "beside.py").touch()
-    words, variables = [str(script), "a", "b=c"], environment(ONE="two")
+    words, variables = [str(script), "a", "b=c"], make_environment(ONE="two")
     fresh = subprocess.run(
         [sys.executable, *words], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    forked = Program(words, variables, output, errors, tmp_path)
+    forked = ForkedProgram(words, variables, output, errors, tmp_path)
     assert forked.wait(PATIENCE) == fresh.returncode
     assert output.read_text() == fresh.stdout
     if "Traceback" not in fresh.stderr:
@@ -111,7 +111,7 @@ def test_what_a_program_starts_is_its_child_and_forked_too(tmp_path):
     for name, text in (("launcher", LAUNCHER), ("child", CHILD)):
         (tmp_path / f"{name}.py").write_text(text)
     words = [str(tmp_path / "launcher.py"), str(tmp_path / "child.py")]
-    assert Program(words, environment(), tmp_path / "output").wait(PATIENCE) == 0
+    assert ForkedProgram(words, make_environment(), tmp_path / "output").wait(PATIENCE) == 0
     shown = (tmp_path / "output").read_text().splitlines()
     killed = -signal.SIGKILL
     assert shown == ["7 True False True", f"{killed}", f"7 False True True {killed}", "False"]

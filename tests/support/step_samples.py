@@ -8,7 +8,7 @@ from pipeline.data.loader import iter_batch_indices
 from pipeline.data.sampler import SampleOrder
 
 
-def steps_of(
+def list_step_samples(
     order: SampleOrder, *, micro: int, accumulation: int, world: int, samples_seen: int, num_steps: int
 ) -> list[list[int]]:
     """The samples of each optimizer step, put together from the micro-batches of every rank."""
