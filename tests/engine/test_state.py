@@ -112,7 +112,7 @@ def test_another_split_goes_on_as_if_nothing_was(ranks, saved, resumed):
     ),
 )
 def test_masters_carry_over_between_precisions(ranks, saved, resumed):
-    check_resume(ranks, saved, resumed, band=5e-3)
+    check_resume(ranks, saved, resumed, tolerance=5e-3)
 
 
 @pytest.mark.daily("nvme-to-zero2")
@@ -183,13 +183,13 @@ def test_tied_fused_and_biased_weights(ranks, model, cut):
     ],
 )
 def test_frozen_parameters_and_statistics(ranks, saved, resumed):
-    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(), tolerance=1e-5)
 
 
 @pytest.mark.daily("ddp-plain")
 @pytest.mark.parametrize(("saved", "resumed"), [("plain", "plain"), ("ddp", "plain"), ("plain", "ddp")])
 def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
-    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(channels_last=True), tolerance=1e-5)
 
 
 @pytest.mark.nightly
@@ -198,7 +198,7 @@ def test_another_memory_format(ranks, saved, resumed):  # DeepSpeed takes none
     ("saved", "resumed"), [("nvme-1", "nvme-1"), ("nvme-1", "plain"), ("plain", "nvme-1")]
 )
 def test_a_frozen_parameter_on_a_disk(ranks, saved, resumed):
-    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(600), band=1e-5)
+    check_resume(ranks, SPLITS[saved], SPLITS[resumed], odd_model(600), tolerance=1e-5)
 
 
 def refusal(job: Job, tree: dict[str, Any], split: dict[str, Any], source: GatheredShards) -> str:

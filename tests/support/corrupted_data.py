@@ -1,4 +1,4 @@
-"""A tiny run whose data is broken at some places of its order, under any split."""
+"""Trains a tiny run in which the losses of chosen samples are multiplied, as if their data were corrupted."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from pipeline.objectives import CausalLM, LossSum
 from pipeline.training.assemble import assemble
 from pipeline.training.loop import TrainLoop
 
-STEPS, BATCH = 48, 8
-# Name -> ranks, DeepSpeed JSON (None: plain PyTorch).
-# A scale that goes up every fifth step, and so down again and again.
+STEPS = 48
+BATCH = 8
+# The loss scale doubles every fifth step, so it overflows and halves again and again.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "loss_scale_window": 5}}
+# Name -> (ranks, DeepSpeed JSON or `None` for plain PyTorch).
 SPLITS: dict[str, tuple[int, Any]] = {
     "single": (1, None),
     "ddp": (2, None),
@@ -41,17 +42,19 @@ SPLITS: dict[str, tuple[int, Any]] = {
 
 
 class CorruptedTokens(CausalLM):
-    """The loss of some sequences is multiplied: as of data that is broken there."""
+    """Multiplies the loss of a micro-batch that contains chosen sequences."""
 
     loss_factors: dict[tuple[int, ...], float]
+    """Tokens of a sequence -> factor of the loss."""
 
     def __call__(self, model, batch) -> LossSum:
         loss = super().__call__(model, batch)
-        found = [self.loss_factors.get(tuple(row), 1.0) for row in batch["input_ids"].tolist()]
-        return LossSum(loss.loss_sum * math.prod(found), loss.count)
+        factors = [self.loss_factors.get(tuple(row), 1.0) for row in batch["input_ids"].tolist()]
+        return LossSum(loss.loss_sum * math.prod(factors), loss.count)
 
 
 def read_samples(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
+    """Return the tokens of the `BATCH` samples from position `first` of the order."""
     order = MixtureOrder(data.sources, config.seed)
     indices = order.samples_at(np.arange(first, first + BATCH)).tolist()
     return [tuple(data.train[index]["input_ids"].tolist()) for index in indices]
@@ -60,12 +63,13 @@ def read_samples(data: DataBundle, config, first: int) -> list[tuple[int, ...]]:
 def train(
     job: Job, split, folder: str, loss_factors: dict[int, float], objective=None, prepare=None, **changes
 ):
-    """The final state of a run, whose record is in the folder.
+    """Train a run that writes metrics.jsonl to the folder, and return this rank's final shards and scalars.
 
     Args:
-        loss_factors: Position of a sample in the order -> what its loss is multiplied by.
-        objective: Made as CorruptedTokens; by default that.
-        prepare: Called with the run's parts and what is poisoned.
+        loss_factors: Position of a sample in the order -> factor of its loss.
+        objective: Class of the objective; `None`: `CorruptedTokens`.
+        prepare: Called with the run's components and the objective's `loss_factors` before the first step.
+        changes: Sections of the recipe with other values.
     """
     data = replace(token_bundle(), train=MaskedTokens(512))
     batch = {"micro_batch_size": 2, "global_batch_size": BATCH}
@@ -73,25 +77,26 @@ def train(
     optimizer = {"learning_rate": 1e-3, "max_grad_norm": 1.0}
     tree = recipe(max_steps=STEPS, batch=batch, schedule=schedule, optimizer=optimizer) | changes
     config, resolved = resolve(tree, split, job.ranks.world_size)
-    parts = assemble(config, resolved, job, data, Path(folder))
+    components = assemble(config, resolved, job, data, Path(folder))
     objective = (objective or CorruptedTokens)()
     objective.loss_factors = {
         read_samples(data, config, at)[0]: factor for at, factor in loss_factors.items()
     }
-    parts = replace(parts, objective=objective)
+    components = replace(components, objective=objective)
     if prepare is not None:
-        prepare(parts, objective.loss_factors)
-    with parts.trackers, TrainLoop(parts) as loop:
+        prepare(components, objective.loss_factors)
+    with components.trackers, TrainLoop(components) as loop:
         loop.train()
-    kept = [shard.values.detach().clone() for shard in parts.engine.shards()], parts.engine.scalars()
-    parts.loader.close()
-    parts.engine.close()
+    engine = components.engine
+    state = [shard.values.detach().clone() for shard in engine.shards()], engine.scalars()
+    components.loader.close()
+    engine.close()
     job.barrier()
-    return kept
+    return state
 
 
 def read_loss_rows(folder: Path) -> list[dict[str, float]]:
-    """Without what is measured."""
+    """Return the rows of metrics.jsonl without the columns of time, memory and other measurements."""
     return [
         {key: value for key, value in row.items() if key.split("/")[0] in ("step", "train", "eval")}
         for row in read_metrics(folder / "metrics.jsonl")
@@ -99,4 +104,5 @@ def read_loss_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def read_events(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Return the events of these names from metrics.jsonl."""
     return [line for line in iterate_record(folder / "metrics.jsonl") if line.get("event") in names]

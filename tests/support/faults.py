@@ -134,9 +134,7 @@ class Hungry(nn.Module):
         logits: Tensor = self.linear(inputs)
         for index in range(len(inputs) if self.training else 0):
             kept = torch.ones(self.mib_per_sample * 2**18, device=inputs.device)
-            logits = (
-                logits + logits[index, 0] * kept[:1] * 0
-            )  # autograd saves the slice, and so the whole storage
+            logits = logits + logits[index, 0] * kept[:1] * 0  # autograd saves the whole storage
         return logits
 
 

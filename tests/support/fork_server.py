@@ -1,6 +1,6 @@
-"""Processes that start with their imports done: forks of a server that has torch, DeepSpeed and transformers.
+"""Starts processes with their imports done, as forks of a server that has torch, DeepSpeed and transformers.
 
-A fresh interpreter spends six seconds of processor time on them, for every rank of a pool or of a launch.
+A fresh interpreter spends six seconds of processor time on these imports, for every rank of a pool or launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any
 
 from pipeline.distributed.accelerator import choose_accelerator
 
-# None of them may start a thread, which a fork would leave behind: tests/test_support_fork_server.py looks.
+# Modules that the server imports. None may start a thread, because a fork has only the thread that forked;
+# tests/test_support_fork_server.py checks it.
 PRELOAD = [
     "pipeline.training.run_rank",
     "torch",
@@ -38,10 +39,11 @@ PRELOAD = [
     "transformers.models.gpt2.modeling_gpt2",
 ]
 HAS_GPU = choose_accelerator() == "cuda"
-# Environment variables that only a module read at its import, in the server, would have heeded.
+# Prefixes of variables that modules read at their import. The server has imported them, so a fork ignores a
+# new value.
 READ_AT_IMPORT = ("OMP_", "MKL_", "HF_", "TRANSFORMERS_", "DS_", "CUDA_", "PYTHON", "TORCH_", "LD_")
 
-# Options of subprocess.Popen with which a program is not forked.
+# Options of subprocess.Popen that `_execute_child` does not imitate: with one of them it starts the program.
 NOT_IN_FORK = (
     "executable",
     "preexec_fn",
@@ -57,7 +59,10 @@ NOT_IN_FORK = (
 
 
 def process_context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
-    """Where processes come from. With a GPU about they are fresh: the accelerator is chosen at import."""
+    """Return the multiprocessing context of test processes: the fork server, or `spawn` on a machine with a GPU.
+
+    DeepSpeed chooses the accelerator at its import, so with a GPU each process imports for itself.
+    """
     if on_gpu or HAS_GPU:
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
@@ -66,18 +71,19 @@ def process_context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
 
 
 def is_same_in_fork(extra: Mapping[str, str]) -> bool:
-    """Whether a program with these further variables is the same in a fork as in a fresh interpreter."""
+    """Return whether a program with these extra variables behaves in a fork as in a fresh interpreter."""
     return not HAS_GPU and not any(key.startswith(READ_AT_IMPORT) and key != "PYTHONPATH" for key in extra)
 
 
 class ForkedProgram:
-    """`python *arguments` in a fork that leads a session of its own, with what subprocess.Popen has of it.
+    """Runs `python *arguments` in a fork that leads a new session; has the methods of subprocess.Popen in use.
 
-    What such a program starts with sys.executable, as launchers start ranks, is a fork too; each is its
-    parent's child as ever, with its own id, signals and exit code.
+    Programs that it starts with sys.executable, as launchers start ranks, are forks too. Each is a child of
+    the process that started it, with its own id, signals and exit code.
 
     Args:
-        output: A file that gets its stdout, and its stderr if there is no `errors`.
+        output: File for stdout, and for stderr if `errors` is `None`.
+        errors: File for stderr.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class ForkedProgram:
         errors: Path | None = None,
         cwd: Path = Path(),
     ):
-        files = str(output), str(errors or output)
+        files = [str(output), str(errors or output)]
         self._process = process_context().Process(
             target=_run_as_session_leader,
             args=(list(arguments), dict(environment), _ignored_signals(), str(cwd.absolute()), *files),
@@ -103,10 +109,10 @@ class ForkedProgram:
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code; -N: signal N ended it.
+        """Wait for the end and return the exit code; -N if signal N ended the program.
 
         Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds.
+            subprocess.TimeoutExpired: The program still runs after `timeout` seconds.
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -118,14 +124,17 @@ _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def _execute_child(popen: Any, args: Any, *options: Any) -> None:
-    """subprocess.Popen's: a script or module run by this interpreter, as launchers start ranks, is a fork."""
+    """Fork a script or module of this interpreter, and start any other program as subprocess.Popen does.
+
+    It replaces `subprocess.Popen._execute_child` in forks.
+    """
     values = dict(zip(list(inspect.signature(_execute).parameters)[2:], options, strict=True))
-    asked = {name for name in NOT_IN_FORK if values[name] not in (None, (), False, -1)}
+    unsupported = {name for name in NOT_IN_FORK if values[name] not in (None, (), False, -1)}
     if (
         isinstance(args, (str, bytes))
         or args[0] != sys.executable
         or list(args[1:2]) in ([], ["-c"])
-        or asked
+        or unsupported
     ):
         _execute(popen, args, *options)
         return
@@ -147,24 +156,25 @@ def _execute_child(popen: Any, args: Any, *options: Any) -> None:
 
 
 def _ignored_signals() -> list[int]:
-    """Signals that a program started now ignores, as it inherits that through an exec."""
+    """Return the signals that this process ignores: a program that it starts would inherit that."""
     return [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def _run_as_session_leader(
     arguments: list[str], environment: dict[str, str], ignored: Sequence[int], cwd: str, *files: str
 ) -> None:
+    """Start a session, redirect stdin, stdout and stderr, and run the program. Never returns."""
     os.setsid()
     os.chdir(cwd)
     for number, file in enumerate((os.devnull, *files)):
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.dup2(opened, number)
-        os.close(opened)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     _run_program(arguments, environment, ignored)
 
 
 def _run_program(arguments: list[str], environment: dict[str, str], ignored: Sequence[int]) -> None:
-    """What an interpreter does from its start to its end. Never returns."""
+    """Run a script or module as a fresh interpreter does, from its start to its exit. Never returns."""
     _reset_process(environment, ignored)
     code: Any = 0
     interrupted = False
@@ -188,7 +198,8 @@ def _run_program(arguments: list[str], environment: dict[str, str], ignored: Seq
             code = 1
     except BaseException as error:
         traceback.print_exc()
-        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        code = 1
+        interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -200,8 +211,8 @@ def _run_program(arguments: list[str], environment: dict[str, str], ignored: Seq
 
 
 def _reset_process(environment: dict[str, str], ignored: Sequence[int]) -> None:
-    """Undoes what a fork has of the process it came from, but for its imports."""
-    gc.freeze()  # a collection would copy all that was imported
+    """Undo everything that a fork inherits from its parent, except for the imports."""
+    gc.freeze()  # a collection would write to every imported object, and so copy its memory page
     handlers = dict.fromkeys(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}, signal.SIG_DFL)
     handlers |= {signal.SIGINT: signal.default_int_handler}
     handlers |= dict.fromkeys([*ignored, signal.SIGPIPE, signal.SIGXFSZ], signal.SIG_IGN)
@@ -212,8 +223,11 @@ def _reset_process(environment: dict[str, str], ignored: Sequence[int]) -> None:
     warnings.filterwarnings(environment.get("PYTHONWARNINGS", "default"), append=True)  # type: ignore[arg-type]
     installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
-    main: Any = multiprocessing.current_process()  # a server's child until now
-    main._identity, main._name, main._parent_pid, main._popen = (), "MainProcess", None, None
+    main: Any = multiprocessing.current_process()  # the fork server's child until now
+    main._identity = ()
+    main._name = "MainProcess"
+    main._parent_pid = None
+    main._popen = None
     main._config = {
         "authkey": multiprocessing.process.AuthenticationString(os.urandom(32)),
         "semprefix": "/mp",

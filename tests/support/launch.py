@@ -1,4 +1,4 @@
-"""Launches of launch/train.py as users start them; forked, imports done, where that is the same."""
+"""Launches launch/train.py as users do; forks with the imports done replace fresh interpreters where possible."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ TRAIN = str(ROOT / "launch" / "train.py")
 BIN = Path(sys.executable).parent
 TORCHRUN = ["-m", "torch.distributed.run"]
 
-PATIENCE = 900.0  # seconds, on a busy machine
-# Sections of a recipe that starts soonest: without text, and without transformers.
+PATIENCE = 900.0  # seconds until a command is killed; a busy machine needs minutes
+# Sections of the recipe that starts fastest: it reads no text and does not import transformers.
 DIGITS = {"model": {"kind": "cnn"}, "data": {"kind": "digits"}, "objective": {"kind": "classification"}}
 
 
 def make_environment(**extra: str) -> dict[str, str]:
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")  # what a command run in this process has set
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", *launchers))}
+    """Return this process's environment for a launch on the CPU, without variables of W&B and of launchers."""
+    # Commands that ran in this process have set these.
+    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", *of_launchers))}
     path = os.pathsep.join([str(BIN), inherited["PATH"]])
     return inherited | {"PATH": path, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", **extra}
 
 
 def make_command(*arguments: str, ranks: int = 0) -> list[str]:
-    """`python launch/train.py`, or through the deepspeed launcher on `ranks` ranks."""
+    """Return the words of `python launch/train.py`, or of the deepspeed launcher on `ranks` ranks."""
     if not ranks:
         return [sys.executable, TRAIN, *arguments]
     launcher = [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
@@ -48,21 +50,22 @@ def make_command(*arguments: str, ranks: int = 0) -> list[str]:
 
 @dataclass
 class CompletedCommand:
-    """How a command ended."""
+    """Exit code and output of a command that has ended."""
 
     returncode: int
     stdout: str
     stderr: str
-    session: int
-    """Of the processes that it started."""
+    session_id: int
+    """Id of the session in which the command and its processes ran."""
 
     def remaining_processes(self) -> list[int]:
-        """Processes of its session that are still there, a moment later."""
+        """Return the ids of processes of its session that still run after half a second."""
         time.sleep(0.5)
-        return [pid for pid in psutil.pids() if _session_of(pid) == self.session]
+        return [pid for pid in psutil.pids() if _find_session_id(pid) == self.session_id]
 
 
-def _session_of(pid: int) -> int | None:
+def _find_session_id(pid: int) -> int | None:
+    """Return a process's session id; `None` if the process has ended."""
     with suppress(OSError):
         return os.getsid(pid)
     return None
@@ -71,19 +74,20 @@ def _session_of(pid: int) -> int | None:
 def start(
     *arguments: str, ranks: int = 0, cwd: Path = ROOT, output: Path, errors: Path | None = None, **extra: str
 ) -> ForkedProgram | subprocess.Popen[bytes]:
-    """The command, in a session of its own."""
+    """Start `make_command(...)` in a new session, and return the running process."""
     return _start(make_command(*arguments, ranks=ranks), cwd, output, errors, extra)
 
 
 def launch(*arguments: str, ranks: int = 0, cwd: Path = ROOT, **extra: str) -> CompletedCommand:
-    """The command, to its end."""
+    """Run `make_command(...)` to its end."""
     return run_python(*make_command(*arguments, ranks=ranks), cwd=cwd, **extra)
 
 
 def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> CompletedCommand:
-    """A script of Python with its arguments, with or without the interpreter, to its end."""
+    """Run a Python script with its arguments to its end; the first word may be the interpreter."""
     with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        output = Path(folder) / "output"
+        errors = Path(folder) / "errors"
         process = _start(list(words), cwd, output, errors, extra)
         try:
             code = process.wait(PATIENCE)
@@ -96,12 +100,12 @@ def run_python(*words: str, cwd: Path = ROOT, **extra: str) -> CompletedCommand:
 def _start(
     words: list[str], cwd: Path, output: Path, errors: Path | None, extra: dict[str, str]
 ) -> ForkedProgram | subprocess.Popen[bytes]:
-    own = words[1:] if words[0] == sys.executable else words
+    arguments = words[1:] if words[0] == sys.executable else words
     if is_same_in_fork(extra):
-        return ForkedProgram(own, make_environment(**extra), output, errors, cwd)
+        return ForkedProgram(arguments, make_environment(**extra), output, errors, cwd)
     with output.open("w") as stdout, (errors or output).open("a") as stderr:
         return subprocess.Popen(
-            [sys.executable, *own],
+            [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -112,7 +116,11 @@ def _start(
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
-    """A run of seconds: a tiny Llama on a few kB of this project's own source."""
+    """Write the recipe of a run of seconds, a tiny Llama on a few kB of this project's source; return its path.
+
+    Args:
+        changes: Sections of the recipe with other values.
+    """
     texts = folder / "texts"
     texts.mkdir(exist_ok=True)
     for source in sorted((ROOT / "pipeline" / "config").glob("*.py")):
@@ -150,20 +158,21 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
 
 
 def run_directories(folder: Path) -> list[Path]:
+    """Return the run directories of the recipe that `write_recipe(folder)` wrote, oldest first."""
     return sorted((folder / "runs").glob("tiny-*"))
 
 
 def kill_after_rows(arguments: list[str], ranks: int, folder: Path, rows: int, **extra: str) -> None:
-    """SIGKILL to the whole process group once `rows` rows are logged."""
+    """Start a run, and send SIGKILL to its process group once metrics.jsonl has `rows` lines."""
     process = start(*arguments, ranks=ranks, output=Path(os.devnull), **extra)
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
-        written = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
-        if written and len(written[0].read_text().splitlines()) >= rows:
+        records = [p for run in run_directories(folder) for p in run.glob("metrics.jsonl")]
+        if records and len(records[0].read_text().splitlines()) >= rows:
             break
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    # A rank that waits for the disk in its save dies once that has answered, and holds the run until then.
+    # A rank that is killed inside of a write to the disk ends, and releases the run's lock, after that write.
     while time.monotonic() < deadline and any(is_run_locked(run) for run in run_directories(folder)):
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""metrics.jsonl without what differs from run to run by nature."""
+"""Reads metrics.jsonl without the values that differ from run to run by nature."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-CLOCKS = ("perf/", "memory/", "time/", "gpu/")
+MEASURED = ("perf/", "memory/", "time/", "gpu/")
+"""Prefixes of columns that clocks and allocators measure."""
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows, without the events: some depend on what else a machine does, or on how an attempt ended."""
+    """Return all rows without the events.
+
+    Some events depend on what else the machine does, or on how an earlier attempt ended.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "event" not in line]
 
 
 def read_reproducible_rows(folder: Path) -> list[dict[str, Any]]:
-    """The same without the columns of clocks and allocators, bit for bit."""
-    return [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in read_rows(folder)]
+    """Return all rows without measured columns: two equal runs write the same values, bit for bit."""
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_rows(folder)]
 
 
 def read_time_events(folder: Path) -> list[dict[str, Any]]:
-    """Where the time of each process went."""
+    """Return the events `time`, one per process, which divide its wall time into phases."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.get("event") == "time"]

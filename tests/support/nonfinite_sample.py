@@ -1,4 +1,4 @@
-"""A model, an objective and data in which one sample is spoilt, each time in another place."""
+"""A model, an objective and data in which one sample causes a value that is not finite, at a chosen place."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from pipeline.data.batches import collate_items
 from pipeline.data.bundle import DataBundle
 
 FAULT = SimpleNamespace(case="", sample=-1)
-"""What is wrong, and with which sample. Ranks are processes of their own."""
+"""Place of the fault (`case`) and index of the faulty sample; a test sets both on every rank."""
 
 
 class Samples(Dataset[Any]):
+    """64 samples of nested, named and unread entries; one is faulty if `FAULT` says so."""
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        is_spoilt = index == FAULT.sample
+        is_faulty = index == FAULT.sample
         x = torch.randn(4, generator=torch.Generator().manual_seed(index))
-        wrong = {"input": math.nan, "overflow": 1e5, "minus infinity": -math.inf}
-        if is_spoilt and FAULT.case in wrong:
-            x[1] = wrong[FAULT.case]
-        speed = torch.tensor([math.inf if is_spoilt and FAULT.case == "nested" else 0.5])
-        target = torch.tensor(math.nan if is_spoilt and FAULT.case == "target" else 1.0)
+        faulty_inputs = {"input": math.nan, "overflow": 1e5, "minus infinity": -math.inf}
+        if is_faulty and FAULT.case in faulty_inputs:
+            x[1] = faulty_inputs[FAULT.case]
+        speed = torch.tensor([math.inf if is_faulty and FAULT.case == "nested" else 0.5])
+        target = torch.tensor(math.nan if is_faulty and FAULT.case == "target" else 1.0)
         unread = torch.tensor(math.nan if FAULT.case in ("layer", "loss", "unread") else 1.0)
         mask = torch.tensor([0.0, -math.inf])
-        entries = {"x": x, "state": {"speed": speed}, "mark": torch.tensor([int(is_spoilt)])}
+        entries = {"x": x, "state": {"speed": speed}, "mark": torch.tensor([int(is_faulty)])}
         return entries | {"mask": mask, "targets": target, "unread": unread, "name": f"no {index}"}
 
 
 class NanWhereMarked(nn.Module):
-    """NaN where it is marked."""
+    """Replaces the values of the marked sample by NaN."""
 
     def forward(self, x: Tensor, mark: Tensor) -> Tensor:
         return torch.where(mark > 0, math.nan, x)
 
 
 class Model(nn.Module):
+    """Small regression model with a module that can output NaN, BatchNorm and dropout."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 8)
@@ -61,7 +65,7 @@ class Model(nn.Module):
 
 
 def loss(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-    """The sum of squares."""
+    """Return the sum of squared errors, after a check that names and marks belong to the same samples."""
     assert len(batch["name"]) == len(outputs)
     pairs = zip(batch["name"], batch["mark"], strict=True)
     assert all(name == f"no {FAULT.sample}" for name, is_marked in pairs if is_marked)
@@ -74,6 +78,8 @@ def loss(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 class HeldOut(Samples):
+    """Four held-out samples; all inputs are NaN in the case "held out"."""
+
     def __len__(self) -> int:
         return 4
 
@@ -83,4 +89,5 @@ class HeldOut(Samples):
 
 
 def make_bundle(held_out: dict[str, Dataset[Any]] | None = None) -> DataBundle:
+    """Return the data of a run that trains on `Samples`."""
     return DataBundle(Samples(), held_out or {}, collate_items, None, None, None, "toy")

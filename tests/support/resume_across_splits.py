@@ -198,7 +198,7 @@ def check_resume(
     saved: Split,
     resumed: Split,
     model=LLAMA,
-    band: float = LOSS_TOLERANCE,
+    tolerance: float = LOSS_TOLERANCE,
     rate=3e-3,
     before: int = 0,
     **optimizer: Any,
@@ -208,7 +208,7 @@ def check_resume(
     Under the same split, the losses must be equal bit for bit.
 
     Args:
-        band: Relative difference allowed for the losses under another split.
+        tolerance: Relative difference allowed for the losses under another split.
         before: Number of steps that the resumed engine takes before it restores.
         optimizer: Further keys of the recipe's section `optimizer`.
     """
@@ -229,7 +229,7 @@ def check_resume(
             assert restored.scalars == source.scalars
             assert resumed_losses == losses[HALF:], "not bit for bit"
         else:
-            assert largest_difference(resumed_losses, losses[HALF:]) < band
+            assert largest_difference(resumed_losses, losses[HALF:]) < tolerance
 
 
 BF16 = {"bf16": {"enabled": True}}
