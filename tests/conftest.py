@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    # Threads of two processes on the same cores wait for each other in every operator: several times slower.
+    # Threads of two processes on the same cores wait for each other in every operator, which is several times
+    # slower.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
-# Of each environment its own: another one's ops are built anew wherever the two take turns.
+# Each environment has its own folder: two environments with one folder would rebuild each other's ops.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 if shutil.which("g++"):
     os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
-os.environ["WANDB_MODE"] = "disabled"  # never a user's own account; the tests of the sink set their own
+os.environ["WANDB_MODE"] = (
+    "disabled"  # no test writes to a user's account; tests of the tracker override this
+)
 
 import pytest
 from support.rank_pool import RankPool
@@ -28,28 +31,30 @@ if TYPE_CHECKING:
 
 NODES = Path(__file__).parent / "multinode"
 
-if find_spec("hypothesis"):  # a machine with a GPU may have little besides torch
+if find_spec("hypothesis"):  # a machine with a GPU may lack most packages of the tests
     import hypothesis
 
-    hypothesis.settings.register_profile("busy machine", deadline=None)  # by default 200 ms an example
+    hypothesis.settings.register_profile("busy machine", deadline=None)  # the default is 200 ms per example
     hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("timeout"):
-        config.addinivalue_line("markers", "timeout(seconds): pytest-timeout's, which is not here")
+        config.addinivalue_line(
+            "markers", "timeout(seconds): marker of pytest-timeout, which is not installed"
+        )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip slow files before their import; they have three of ten tests that `make check` would collect."""
+    """Skip slow files before their import: three of ten tests that `make check` would collect are in them."""
     if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
-@pytest.hookimpl(tryfirst=True)  # before markers choose
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases that a test's marker `daily` does not name are nightly."""
+    """Mark cases `nightly` that the test's marker `daily` does not name, and put files with long tests first."""
     missing: dict[str, set[str]] = {}
     for item in items:
         if marker := item.get_closest_marker("daily"):
@@ -57,20 +62,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             missing.setdefault(test, set(marker.args)).discard(case)
             if case not in marker.args:
                 item.add_marker("nightly")
-    one_by_one = any("::" in argument for argument in config.args)
-    if not one_by_one and (wrong := {test: cases for test, cases in missing.items() if cases}):
-        raise pytest.UsageError(f"marker daily names cases that are not there: {wrong}")
-    # Files with long tests first, those of nodes before them: workers then end together.
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.parent != NODES, item.path not in long))
+    selects_single_tests = any("::" in argument for argument in config.args)
+    unknown = {test: cases for test, cases in missing.items() if cases}
+    if unknown and not selects_single_tests:
+        raise pytest.UsageError(
+            f"the marker `daily` names cases that do not exist: {unknown}; correct the ids in the marker"
+        )
+    # The tests of nodes and then the files with long tests start first, so that all workers end together.
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path.parent != NODES, item.path not in slow_files))
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Schedule tests by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        """Gives a file's tests to one worker, and all tests of nodes, of which there is one set, to one."""
+        """Gives all tests of a file to one worker, and all tests of nodes too, which share one set of nodes."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
@@ -80,13 +89,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 @pytest.fixture(autouse=True)
-def _process_as_it_was() -> Iterator[None]:
-    """A command run in this process sets up its console, its signals and, under ZeRO 3, DeepSpeed's F.linear.
+def _restore_process() -> Iterator[None]:
+    """Undo after each test what a command changes in its process.
 
-    The next test has none of that.
+    A command sets up a console and signal handlers, and under ZeRO 3 DeepSpeed replaces F.linear.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    _reset_console()  # a fixture of a whole module may have run a command, too
+    _reset_console()  # a fixture with the scope of a module may have run a command, too
     yield
     signal.signal(signal.SIGTERM, handler)
     _reset_console()
@@ -97,20 +106,21 @@ def _process_as_it_was() -> Iterator[None]:
 def _reset_console() -> None:
     logger = logging.getLogger("pipeline")
     logger.setLevel(logging.NOTSET)
-    logger.propagate, logger.handlers[:] = True, []
+    logger.propagate = True
+    logger.handlers.clear()
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(2)` is a living pool of two ranks; one that a failure ended starts anew."""
+    """Give `ranks(2)`, a pool of two ranks that lives across tests; after a failure a new pool starts."""
     pools: dict[int, RankPool] = {}
 
-    def pool(world_size: int) -> RankPool:
-        living = pools.get(world_size)
-        if living is None or not living.is_alive:
+    def get_pool(world_size: int) -> RankPool:
+        pool = pools.get(world_size)
+        if pool is None or not pool.is_alive:
             pools[world_size] = RankPool(world_size)
         return pools[world_size]
 
-    yield pool
-    for each in pools.values():
-        each.close()
+    yield get_pool
+    for pool in pools.values():
+        pool.close()

@@ -246,7 +246,7 @@ def generated(job: Job) -> tuple[int, list[str]]:
     """Number of tokens that a model on a GPU writes, and what is done to the GPU's random generator."""
     calls: list[str] = []
     with hopper() as card:
-        card.truth = True  # a row is at its end after one token
+        card.boolean_value = True  # a row is at its end after one token
         model = build_tiny().to(DEVICE)
         settings = GenerationSettings(max_new_tokens=4, temperature=0.8, seed=5)
         seed = patch.object(torch.cuda, "manual_seed", lambda seed: calls.append(f"seed {seed}"))
@@ -263,7 +263,7 @@ def test_generation_seeds_the_generator_of_the_gpu_and_restores_it(card):
 def generated_in_shards(job: Job) -> int:
     """Number of tokens that a model under ZeRO 3 writes on a GPU."""
     with hopper() as card:
-        card.truth = True  # a row is at its end after one token
+        card.boolean_value = True  # a row is at its end after one token
         engine = make_engine(replace(job, device=DEVICE), recipe(), deepspeed_json(3, "bf16"), token_bundle())
         (written,) = engine.generate([[1, 2]], GenerationSettings(max_new_tokens=4, temperature=0, seed=0))
         engine.close()

@@ -1,5 +1,5 @@
-// Lets torch's C++ take CUDA for a device that is there: autograd asks a guard for streams and CUDA's hooks for
-// contexts, and a build without CUDA has neither. Nothing here computes.
+// Makes torch's C++ code treat CUDA as present. Autograd gets streams from a device guard and contexts from CUDA's
+// hooks, and a build without CUDA has neither. Nothing here computes.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

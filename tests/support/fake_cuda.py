@@ -1,8 +1,8 @@
-"""A Hopper that is not there: CUDA tensors with shapes, types and devices, no values, in any build of torch.
+"""Fakes a Hopper GPU in any build of torch: its tensors have shapes, dtypes and devices, but no values.
 
-Operators run their checks and meta functions, those of the fused kernels too, forward and backward. Where
-`may_read` is False, a host read is an error. Use it in a process of its own: torch takes CUDA for available
-from then on.
+Operators run their checks and meta functions, forward and backward, including those of the fused kernels.
+While `may_read` is False, a host read is an error. Use it in a separate process: torch considers CUDA
+available from then on.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DEVICE = torch.device("cuda", 0)
 
 
 class HostWaitsError(AssertionError):
-    """The host waits for the device where it must not."""
+    """The host waited for the device while `may_read` was False."""
 
 
 class FakeCuda(TorchDispatchMode):
-    """What lies on CUDA is fake, the host's tensors are real."""
+    """Runs operators on CUDA tensors as fakes, and operators on host tensors for real."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fakes = FakeTensorMode()
         self.may_read = True
         """Whether the host may read a value and wait for the device; otherwise that is an error."""
-        self.truth = False
-        """Value of every boolean that the host reads; numbers are 1, and copies to the host's memory 0."""
+        self.boolean_value = False
+        """Value of every boolean that the host reads. Numbers are 1, and copies to host tensors write 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,16 +63,15 @@ class FakeCuda(TorchDispatchMode):
             return func(*args, **kwargs)
         if name == "record_stream":
             return None
-        if name == "copy_":  # also to the host, and from it
+        if name == "copy_":  # copies on the device, to the host and from the host
             assert torch.broadcast_shapes(args[0].shape, args[1].shape) == args[0].shape
             if isinstance(args[0], FakeTensor):
                 return args[0]
             if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
                 self.wait()
             return args[0].zero_()
-        if (
-            name == "_efficient_attention_backward"
-        ):  # of whose meta function torch 2.11 to 2.13 forgot arguments
+        if name == "_efficient_attention_backward":
+            # Its meta function in torch 2.11 to 2.13 lacks arguments.
             with self._fakes:
                 return *(torch.empty_like(each) for each in args[1:4]), torch.empty_like(args[1][:0])
         if name == "_to_copy" and torch.device(kwargs.get("device") or DEVICE).type == "cpu":
@@ -80,21 +79,28 @@ class FakeCuda(TorchDispatchMode):
                 self.wait()
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "_local_scalar_dense" and self.may_read:
-            return self.truth if args[0].dtype == torch.bool else 1.0
-        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 has it, but a wrong decomposition of it
+            return self.boolean_value if args[0].dtype == torch.bool else 1.0
+        if func is torch.ops.aten.addmm.dtype_out:  # its decomposition in torch 2.11 is wrong
             assert kwargs["out"].dtype == args[3]
             assert args[1].dtype == args[2].dtype
-            func, args, kwargs = torch.ops.aten.add_.Tensor, (kwargs["out"], args[1].float() @ args[2]), {}
+            func = torch.ops.aten.add_.Tensor
+            args = (kwargs["out"], args[1].float() @ args[2])
+            kwargs = {}
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         with self._fakes:
             return func(*fake_args, **fake_kwargs)
 
     def wait(self, *_: Any) -> None:
+        """Stand for a wait of the host; raise HostWaitsError where that is an error."""
         if not self.may_read:
             raise HostWaitsError
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Not by the mode's converter: its weak references would keep a parameter from becoming a fake."""
+        """Return a fake of a tensor.
+
+        The mode's own converter keeps weak references, with which torch refuses to turn a parameter into a
+        fake.
+        """
         if isinstance(tensor, FakeTensor):
             return tensor
         with self._fakes:
@@ -103,17 +109,17 @@ class FakeCuda(TorchDispatchMode):
             )
 
 
-class _Data(TorchFunctionMode):
-    """Let `parameter.data = tensor` make a real parameter fake, or a fake one real, in place."""
+class _DataSetter(TorchFunctionMode):
+    """Lets `parameter.data = tensor` turn a real parameter into a fake one, or the reverse, in place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             parameter, data = args
             are_fake = [isinstance(each, FakeTensor) for each in args]
             if are_fake[0] != are_fake[1] or (all(are_fake) and parameter.device != data.device):
-                own = dict(vars(parameter))
+                attributes = dict(vars(parameter))
                 _swap(parameter, torch.nn.Parameter(data, parameter.requires_grad))
-                vars(parameter).update(own)
+                vars(parameter).update(attributes)
                 return None
         return func(*args, **(kwargs or {}))
 
@@ -128,25 +134,25 @@ def _attend_like_hopper(
     attn_mask: torch.Tensor | None = None,
     *,
     enable_gqa: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """By the kernel that a Hopper's is, where none is asked for it."""
-    if not isinstance(query, FakeTensor) or not how.get("is_causal") or attn_mask is not None:
-        return _sdpa(query, key, value, attn_mask, enable_gqa=enable_gqa, **how)
+    """Run causal attention without a mask by the kernel that torch chooses on a Hopper."""
+    if not isinstance(query, FakeTensor) or not options.get("is_causal") or attn_mask is not None:
+        return _sdpa(query, key, value, attn_mask, enable_gqa=enable_gqa, **options)
     assert key.shape[1] == query.shape[1] or enable_gqa
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
-    given = (None, True, how.get("dropout_p", 0.0), True)
+    arguments = (None, True, options.get("dropout_p", 0.0), True)  # bias, log-sum-exp, dropout, is_causal
     if query.dtype == torch.float32:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(query, key, value, *given, scale=how.get("scale"))[0]
+        return kernel(query, key, value, *arguments, scale=options.get("scale"))[0]
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return kernel(query, key, value, *given, False, scale=how.get("scale"))[0]
+    return kernel(query, key, value, *arguments, False, scale=options.get("scale"))[0]
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """torch.utils.swap_tensors, without its refusal where somebody holds a weak reference."""
+    """Swap two tensors as torch.utils.swap_tensors does, also if there are weak references to them."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
@@ -156,13 +162,13 @@ _init_process_group = dist.init_process_group
 
 
 def _join(backend: str, *, device_id: torch.device | None = None, **how: Any) -> None:
-    """Join by gloo a group that is asked for as on a GPU; a CPU build of torch has no NCCL."""
+    """Start a process group of gloo in place of NCCL, which a CPU build of torch does not have."""
     assert (backend, device_id) == ("cpu:gloo,cuda:nccl", DEVICE)
     _init_process_group("gloo", **how)
 
 
 class _Stream:
-    """Of torch.cuda.Stream and Event what the trainer and DeepSpeed use."""
+    """Has the methods of torch.cuda.Stream and Event that the trainer and DeepSpeed use."""
 
     def __init__(self, *_: Any, **__: Any):
         self.device = DEVICE
@@ -188,24 +194,25 @@ class _Stream:
 
 @contextmanager
 def hopper() -> Iterator[FakeCuda]:
-    """Inside it there is one, `DEVICE`, for DeepSpeed too."""
-    _library().pretend()
-    fake, accelerator = FakeCuda(), get_accelerator()
-    lifted = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is one on the host first
+    """Fake one Hopper GPU, `DEVICE`, for torch and DeepSpeed inside of the block."""
+    _build_library().pretend()
+    fake = FakeCuda()
+    accelerator = get_accelerator()
+    only_lift_cpu = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes a host tensor first
     with ExitStack() as stack:
-        stack.callback(torch._C._set_only_lift_cpu_tensors, lifted)
-        for owner, name, value in _replaced(fake):
+        stack.callback(torch._C._set_only_lift_cpu_tensors, only_lift_cpu)
+        for owner, name, value in _list_replacements(fake):
             stack.enter_context(patch.object(owner, name, value))
         set_accelerator(CUDA_Accelerator())
         stack.callback(set_accelerator, accelerator)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(_Data())
+        stack.enter_context(_DataSetter())
         yield stack.enter_context(fake)
 
 
-def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
-    """What torch asks of a driver: (owner, name, answer)."""
+def _list_replacements(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
+    """Return (owner, attribute, replacement) of every function with which torch would reach a driver."""
     properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
@@ -246,15 +253,15 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     replaced.append((torch.cuda, "synchronize", fake.wait))
     replaced.append((F, "scaled_dot_product_attention", _attend_like_hopper))
     replaced.append((dist, "init_process_group", _join))
-    # torch compiles nothing under a dispatch mode: functions and modules run as they are written.
+    # torch does not compile under a dispatch mode, so functions and modules run eagerly.
     replaced.append((torch, "compile", lambda function, **_: function))
     replaced.append((torch.nn.Module, "compile", lambda *_, **__: None))
-    # Of one rank, whose lists are what all have.
+    # There is one rank, and this comparison between ranks would read values.
     replaced.append((partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None))
-    # module.to("cuda") keeps its parameters, as it does on a card, though these become fakes.
+    # module.to("cuda") keeps its parameter objects, as on a GPU, although they become fakes.
     replaced.append((torch.__future__, "_swap_module_params_on_conversion", True))
     replaced.append((torch.utils, "swap_tensors", _swap))
-    # An operator of a real stream; and what a CUDA build would do to the guard at each entry of a fake mode.
+    # record_stream needs a real stream. A CUDA build starts a CUDA context at each entry of a fake mode.
     replaced.append((torch.Tensor, "record_stream", lambda *_: None))
     replaced.append((fake_tensor, "init_gpu_context", lambda _: None))
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
@@ -262,17 +269,17 @@ def _replaced(fake: FakeCuda) -> list[tuple[Any, str, Any]]:
     return replaced
 
 
-def _library() -> ctypes.CDLL:
-    """Compiled once for an environment, in seconds."""
-    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", sys.prefix)) / f"fake_cuda-{torch.__version__}.so"
-    if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
-        built.parent.mkdir(parents=True, exist_ok=True)
-        own = built.with_suffix(f".{os.getpid()}")
+def _build_library() -> ctypes.CDLL:
+    """Load the library of fake_cuda.cpp; compile it first, in seconds, if this environment has none."""
+    library = Path(os.environ.get("TORCH_EXTENSIONS_DIR", sys.prefix)) / f"fake_cuda-{torch.__version__}.so"
+    if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        partial = library.with_suffix(f".{os.getpid()}")
         root = Path(torch.__file__).parent
-        how = ["-std=c++20", "-shared", "-fPIC", "-O0", f"-I{root / 'include'}"]
+        options = ["-std=c++20", "-shared", "-fPIC", "-O0", f"-I{root / 'include'}"]
         subprocess.run(
-            ["g++", *how, str(SOURCE), "-o", str(own), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
+            ["g++", *options, str(SOURCE), "-o", str(partial), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
             check=True,
         )
-        own.replace(built)
-    return ctypes.CDLL(str(built))
+        partial.replace(library)
+    return ctypes.CDLL(str(library))

@@ -59,7 +59,7 @@ NOT_IN_FORK = (
 
 
 def process_context(on_gpu: bool = HAS_GPU) -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context of test processes: the fork server, or `spawn` on a machine with a GPU.
+    """Return the context that starts test processes: the fork server, or `spawn` on a machine with a GPU.
 
     DeepSpeed chooses the accelerator at its import, so with a GPU each process imports for itself.
     """
@@ -76,7 +76,7 @@ def is_same_in_fork(extra: Mapping[str, str]) -> bool:
 
 
 class ForkedProgram:
-    """Runs `python *arguments` in a fork that leads a new session; has the methods of subprocess.Popen in use.
+    """Runs `python *arguments` in a fork that leads a new session; its methods are those of subprocess.Popen.
 
     Programs that it starts with sys.executable, as launchers start ranks, are forks too. Each is a child of
     the process that started it, with its own id, signals and exit code.

@@ -1,4 +1,4 @@
-"""Launches launch/train.py as users do; forks with the imports done replace fresh interpreters where possible."""
+"""Launches launch/train.py as users do, in forks with the imports done where these behave the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGITS = {"model": {"kind": "cnn"}, "data": {"kind": "digits"}, "objective": {"k
 
 
 def make_environment(**extra: str) -> dict[str, str]:
-    """Return this process's environment for a launch on the CPU, without variables of W&B and of launchers."""
+    """Return this process's environment for a launch on the CPU, without W&B's and launchers' variables."""
     # Commands that ran in this process have set these.
     of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", *of_launchers))}
@@ -116,7 +116,7 @@ def _start(
 
 
 def write_recipe(folder: Path, **changes: Any) -> Path:
-    """Write the recipe of a run of seconds, a tiny Llama on a few kB of this project's source; return its path.
+    """Write the recipe of a run of seconds, and return its path: a tiny Llama on a few kB of source code.
 
     Args:
         changes: Sections of the recipe with other values.

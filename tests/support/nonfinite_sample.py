@@ -90,4 +90,12 @@ class HeldOut(Samples):
 
 def make_bundle(held_out: dict[str, Dataset[Any]] | None = None) -> DataBundle:
     """Return the data of a run that trains on `Samples`."""
-    return DataBundle(Samples(), held_out or {}, collate_items, None, None, None, "toy")
+    return DataBundle(
+        train=Samples(),
+        eval=held_out or {},
+        collate=collate_items,
+        tokenizer=None,
+        vocab_size=None,
+        num_classes=None,
+        fingerprint="toy",
+    )

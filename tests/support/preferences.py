@@ -1,6 +1,4 @@
-"""Answers to compare, made by hand as `data.kind: preference` gives them, and the curve they train under any
-split.
-"""
+"""Makes preference data in the form of `data.kind: preference`, and trains on it under any split."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from pipeline.evaluation.held_out import evaluate
 from pipeline.objectives import build_objective
 from pipeline.training.assemble import build_engine, build_eval_loader, build_meters
 
-LENGTH = 24  # of a pair, at the most
+LENGTH = 24  # most tokens of a pair
 STEPS = 3
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"kind": "dpo"},
@@ -41,10 +39,12 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class PreferenceRows:
-    """Rows of pairs (or of a desirable or undesirable answer and a mismatched one), their lengths uneven.
+    """Rows of pairs of answers, with uneven lengths.
 
     Args:
-        in_row: Pairs in a row; rows of more are those of fewer, put together.
+        examples: Each pair is a desirable or undesirable answer and a mismatched one, as KTO reads them.
+        number: Number of pairs.
+        in_row: Number of pairs per row. The pairs are the same for every value.
     """
 
     examples: bool = False
@@ -57,60 +57,74 @@ class PreferenceRows:
         return self.number // self.in_row
 
     def pair(self, index: int) -> list[tuple[int, Tensor, Tensor, float]]:
-        """(kind, tokens, whether each is of the answer, reference) of both segments."""
+        """Return both segments of a pair.
+
+        Returns:
+            Kind, tokens, mask of the answer's tokens, and reference log-probability of each segment.
+        """
         generator = torch.Generator().manual_seed(1000 * self.seed + index)
 
-        def whole(low: int, high: int) -> int:
+        def draw_integer(low: int, high: int) -> int:
             return int(torch.randint(low, high, (), generator=generator))
 
-        def drawn(size: int) -> Tensor:
+        def draw_tokens(size: int) -> Tensor:
             return torch.randint(0, VOCABULARY, (size,), generator=generator)
 
-        prompt = drawn(whole(1, 6))
-        kinds = (1 + whole(0, 2), 3) if self.examples else (1, 2)
-        found = []
+        prompt = draw_tokens(draw_integer(1, 6))
+        kinds = (1 + draw_integer(0, 2), 3) if self.examples else (1, 2)
+        segments = []
         for kind in kinds:
-            answer = drawn(whole(2, 8))
+            answer = draw_tokens(draw_integer(2, 8))
             mask = torch.cat([torch.zeros(len(prompt)), torch.ones(len(answer))]).bool()
             reference = -5.5 * len(answer) + 2 * float(torch.rand((), generator=generator)) - 3 * (kind == 3)
-            found.append((kind, torch.cat([prompt, answer]), mask, reference))
-        return found
+            segments.append((kind, torch.cat([prompt, answer]), mask, reference))
+        return segments
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        places, length = 2 * self.in_row, LENGTH * self.in_row
+        num_segments = 2 * self.in_row
+        length = LENGTH * self.in_row
         row = {
             "input_ids": torch.zeros(length, dtype=torch.long),
             "shift_labels": torch.full((length,), -100),
             "position_ids": torch.arange(length),
             "segments": torch.full((length,), -1),
-            "segment_kinds": torch.zeros(places, dtype=torch.long),
-            "reference_logps": torch.zeros(places),
-            "margins": torch.zeros(places),
+            "segment_kinds": torch.zeros(num_segments, dtype=torch.long),
+            "reference_logps": torch.zeros(num_segments),
+            "margins": torch.zeros(num_segments),
         }
-        at = segment = 0
+        start = segment = 0
         for number in range(self.in_row):
             for kind, tokens, mask, reference in self.pair(index * self.in_row + number):
-                place = slice(at, at + len(tokens))
-                row["input_ids"][place] = tokens
-                row["shift_labels"][at : at + len(tokens) - 1] = torch.where(mask, tokens, -100)[1:]
-                row["position_ids"][place] = torch.arange(len(tokens))
-                row["segments"][place] = segment
-                row["segment_kinds"][segment], row["reference_logps"][segment] = kind, reference
+                end = start + len(tokens)
+                row["input_ids"][start:end] = tokens
+                row["shift_labels"][start : end - 1] = torch.where(mask, tokens, -100)[1:]
+                row["position_ids"][start:end] = torch.arange(len(tokens))
+                row["segments"][start:end] = segment
+                row["segment_kinds"][segment] = kind
+                row["reference_logps"][segment] = reference
                 row["margins"][segment] = (kind == 1) * len(tokens) / 10
-                at, segment = at + len(tokens), segment + 1
-        row["position_ids"][at:] = torch.arange(length - at)
+                start = end
+                segment += 1
+        row["position_ids"][start:] = torch.arange(length - start)
         return row
 
 
 def preference_bundle(examples: bool = False, in_row: int = 1) -> DataBundle:
+    """Return 24 pairs to train on and 12 held-out ones."""
     held_out = {"held out": PreferenceRows(examples, 12, in_row, seed=1)}
     return DataBundle(
-        PreferenceRows(examples, 24, in_row), held_out, collate_items, None, VOCABULARY, None, "answers"
+        train=PreferenceRows(examples, 24, in_row),
+        eval=held_out,
+        collate=collate_items,
+        tokenizer=None,
+        vocab_size=VOCABULARY,
+        num_classes=None,
+        fingerprint="answers",
     )
 
 
 def make_recipe(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[str, Any]:
-    """A step takes 8 pairs (or examples), however many stand in a row."""
+    """Return a recipe whose step takes 8 pairs (or examples), for any number of pairs per row."""
     tree = recipe(
         batch={"micro_batch_size": micro_batch_size, "global_batch_size": 8 // in_row},
         objective=LOSSES[loss],
@@ -123,19 +137,19 @@ def make_recipe(loss: str, micro_batch_size: int = 8, in_row: int = 1) -> dict[s
 def make_micro_batches(
     rows: PreferenceRows, step: int, plan: BatchPlan, dp_rank: int, dp_world_size: int
 ) -> list[Batch]:
-    """A rank's micro-batches of a step: the same pairs at any number of them in a row."""
-    micro = plan.micro_batch_size
-    firsts = (
-        step * plan.global_batch_size + (number * dp_world_size + dp_rank) * micro
+    """Return a rank's micro-batches of a step; they hold the same pairs for any number of pairs per row."""
+    size = plan.micro_batch_size
+    starts = (
+        step * plan.global_batch_size + (number * dp_world_size + dp_rank) * size
         for number in range(plan.gradient_accumulation_steps)
     )
-    return [as_batch(collate_items([rows[first + at] for at in range(micro)])) for first in firsts]
+    return [as_batch(collate_items([rows[start + offset] for offset in range(size)])) for start in starts]
 
 
 def train_preferences(
     job: Job, tree: dict[str, Any], split: dict[str, Any] | None, in_row: int = 1
 ) -> list[dict[str, float]]:
-    """What a run logs of each step, and of an evaluation after them. Collective."""
+    """Return the `train/` columns of each step, and then the results of an evaluation. Collective."""
     data = preference_bundle(tree["objective"]["kind"] == "kto", in_row)
     config, resolved = resolve(tree, split, job.ranks.world_size)
     engine = build_engine(config, resolved, job, data)

@@ -1,7 +1,7 @@
-"""Pools of real gloo ranks that stay alive across tests.
+"""Keeps pools of real gloo ranks alive across tests.
 
 with RankPool(2) as pool:
-    losses = pool.run(function, argument)   # function(job, argument) on every rank; one result a rank
+    losses = pool.run(function, argument)   # function(job, argument) on every rank; one result per rank
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def free_port() -> int:
-    """Below those of outgoing connections, one of which might take it before it is used."""
+    """Return a free port of this machine, for a server that starts soon.
+
+    It lies below the ports of outgoing connections, one of which could take it before the server does.
+    """
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -34,11 +37,16 @@ def free_port() -> int:
 
 
 class RankFailedError(AssertionError):
-    """A rank raised; the message holds its traceback."""
+    """Ranks raised, died or did not answer; the message has the traceback of each that raised."""
 
 
 class RankPool:
-    """`world_size` processes in one process group, with DeepSpeed started, waiting for functions."""
+    """Runs functions on processes that form one process group, with DeepSpeed initialized.
+
+    Args:
+        world_size: Number of processes.
+        on_gpu: Whether ranks may use the GPU; otherwise they do not see it.
+    """
 
     def __init__(self, world_size: int, on_gpu: bool = False):
         self.world_size = world_size
@@ -48,7 +56,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = processes.Pipe()
+            own_end, rank_end = processes.Pipe()
             environment = device | {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
@@ -60,12 +68,12 @@ class RankPool:
             }
             process = processes.Process(
                 target=_serve_functions,
-                args=(theirs, {k: str(v) for k, v in environment.items()}),
+                args=(rank_end, {k: str(v) for k, v in environment.items()}),
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            rank_end.close()
+            self._pipes.append(own_end)
             self._processes.append(process)
 
     @property
@@ -73,13 +81,21 @@ class RankPool:
         return all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
-        """`function(job, *arguments)` on every rank; the results in rank order."""
+        """Call `function(job, *arguments)` on every rank, and return the results in rank order.
+
+        Args:
+            timeout: Seconds to wait for each rank.
+
+        Raises:
+            RankFailedError: A rank failed. The pool is closed then.
+        """
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        results, failures = [], []
+        results = []
+        failures = []
         for rank, pipe in enumerate(self._pipes):
             try:
-                # The others may wait for a rank that has failed.
+                # After a failure the other ranks may wait for the failed one, so they get a minute at most.
                 if not pipe.poll(min(timeout, 60.0) if failures else timeout):
                     failures.append(f"rank {rank} did not answer within {timeout} s")
                     continue
@@ -92,7 +108,7 @@ class RankPool:
             else:
                 failures.append(f"rank {rank} raised:\n{value}")
         if failures:
-            self.close()  # the ranks may be out of step with each other
+            self.close()  # some ranks may still be in a collective, so the pool cannot be used again
             raise RankFailedError("\n".join(failures))
         return results
 
@@ -112,6 +128,7 @@ class RankPool:
 
 
 def _serve_functions(pipe: Connection, environment: dict[str, str]) -> None:
+    """Join the process group, and call the functions that arrive through the pipe, until it closes."""
     os.environ.update(environment)
     import cpuinfo
     import torch
@@ -124,40 +141,46 @@ def _serve_functions(pipe: Connection, environment: dict[str, str]) -> None:
     job = start_job(read_ranks(os.environ), distributed=True)
     torch.set_num_threads(1)
     start_deepspeed(job)
-    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # a second, at each start of DeepSpeed's CPU Adam
-    gc.freeze()  # what is imported; DeepSpeed collects garbage at each start of ZeRO 3
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # takes a second at each start of DeepSpeed's CPU Adam
+    gc.freeze()  # DeepSpeed collects garbage at each start of ZeRO 3, and need not look at imported objects
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        made = EngineProcessGroups()
+        groups = EngineProcessGroups()
         try:
             pipe.send((True, function(job, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         else:
-            _close_open_engines(made, endings)
+            _close_open_engines(groups, endings)
 
 
 def _collect_engine_endings() -> list[ExitStack]:
-    """What each engine of ours from here on does at its end: what it has registered elsewhere would hold
-    DeepSpeed's engine, and with it groups of three threads each.
+    """Return a list that receives the `closing` stack of each engine that is built from now on.
+
+    An engine that is not closed leaves callbacks registered. They keep DeepSpeed's engine alive, and with it
+    process groups of three threads each.
     """
     from pipeline.engine.deepspeed_base import DeepSpeedBase
 
-    made, endings = DeepSpeedBase.__init__, []
+    build = DeepSpeedBase.__init__
+    endings: list[ExitStack] = []
 
-    def make(self: Any, *arguments: Any, **named: Any) -> None:
-        made(self, *arguments, **named)
+    def build_and_record(self: Any, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **named)
         endings.append(self.closing)
 
-    DeepSpeedBase.__init__ = make  # type: ignore[method-assign]
+    DeepSpeedBase.__init__ = build_and_record  # type: ignore[method-assign]
     return endings
 
 
 def _close_open_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -> None:
-    """Those that a function left open: the threads of their groups wake a hundred times a second each."""
+    """Close the engines that a function left open.
+
+    Each thread of their process groups would wake up a hundred times a second.
+    """
     from deepspeed import DeepSpeedEngine
 
     from pipeline.engine.deepspeed_base import EngineProcessGroups
@@ -174,4 +197,4 @@ def _close_open_engines(groups: EngineProcessGroups, endings: list[ExitStack]) -
     groups.record()
     groups.destroy()
     gc.collect()
-    gc.freeze()  # what stays, as imports do: collections look at what a function makes alone
+    gc.freeze()  # the next collections look only at objects of the next function

@@ -1,4 +1,4 @@
-"""What all ranks together take in an optimizer step."""
+"""Lists the samples that all ranks together read in an optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from pipeline.data.sampler import SampleOrder
 def list_step_samples(
     order: SampleOrder, *, micro: int, accumulation: int, world: int, samples_seen: int, num_steps: int
 ) -> list[list[int]]:
-    """The samples of each optimizer step, put together from the micro-batches of every rank."""
+    """Return the samples of each optimizer step, joined from the micro-batches of every rank.
+
+    Args:
+        micro: Samples per micro-batch.
+        accumulation: Micro-batches per step.
+        world: Number of data-parallel ranks.
+    """
     ranks = []
     for rank in range(world):
         draws = iter_batch_indices(

@@ -1,4 +1,4 @@
-"""Programs in a terminal of their own."""
+"""Runs programs in a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import textwrap
 
 
 def run_in_terminal(program: str, columns: int) -> str:
-    """What the program writes to a terminal of that many columns."""
-    ours, theirs = pty.openpty()
-    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}
+    """Run a Python program in a terminal of so many columns, and return its output."""
+    own_end, program_end = pty.openpty()
+    inherited = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "CI", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=kept | {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"},
+        stdin=program_end,
+        stdout=program_end,
+        stderr=program_end,
+        env=inherited | {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"},
     )
-    os.close(theirs)
+    os.close(program_end)
     output = b""
     try:
-        while chunk := os.read(ours, 65536):
+        while chunk := os.read(own_end, 65536):
             output += chunk
     except OSError:
-        pass  # Linux ends a pty with EIO
+        pass  # Linux reports EIO at the end of a terminal's output
     finally:
-        os.close(ours)
+        os.close(own_end)
     assert process.wait() == 0, output.decode()
     return output.decode().replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""A tiny language model on data with uneven masks, and the curve it trains on under any split."""
+"""Trains a tiny language model on data with uneven loss masks, under any split, and returns its curve."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ from pipeline.training.assemble import build_engine, build_loader
 
 VOCABULARY = 257
 ALONE = Job(Ranks(0, 0, 1, 1), torch.device("cpu"))
-# Relative difference allowed a step against the fp32 oracle: loss, gradient norm. One process in half
-# precision is held to the same bands.
+# Precision -> relative difference of a step's loss and gradient norm from the fp32 reference. One process in
+# half precision has the same tolerances.
 TOLERANCES = {"fp32": (2e-6, 1e-5), "bf16": (1e-3, 2e-2), "fp16": (1e-3, 1e-2)}
 CPU = Device("cpu", bf16=True, fp16=True)
 
 
 class MaskedTokens(Dataset[Any]):
-    """Sequences whose number of valid labels runs from a few to all; `packed`: of several documents each."""
+    """Random sequences whose number of valid labels varies from one or two to all.
+
+    Args:
+        packed: Whether a sequence holds several documents, with positions that restart at each.
+    """
 
     def __init__(self, num_samples: int = 64, length: int = 24, seed: int = 0, packed: bool = False):
         generator = torch.Generator().manual_seed(seed)
@@ -51,29 +55,39 @@ class MaskedTokens(Dataset[Any]):
         labels[self.valid[index] :] = -100
         sample = {"input_ids": self.tokens[index, :-1], "shift_labels": labels}
         if self.positions is not None:
-            labels[:-1][self.positions[index, 1:] == 0] = -100  # the last token of a document
+            labels[:-1][self.positions[index, 1:] == 0] = -100  # a document's last token has no next token
             sample["position_ids"] = self.positions[index]
         return sample
 
     def find(self, input_ids: Tensor) -> list[int]:
-        """The index of each row (B, T), wherever it lies."""
+        """Return the index of each row of `input_ids` (B, T), which may be on any device."""
         return [int((self.tokens[:, :-1] == row).all(dim=1).nonzero()) for row in input_ids.cpu()]
 
 
 def _make_positions(num_samples: int, length: int, generator: torch.Generator) -> Tensor:
-    """(num_samples, length), starting again at 0 where a document starts: about every sixth token."""
+    """Return positions (num_samples, length) that restart at 0 about every sixth token."""
     starts = torch.rand(num_samples, length, generator=generator) < 1 / 6
     starts[:, 0] = True
-    places = torch.arange(length).expand(num_samples, -1)
-    return places - torch.where(starts, places, 0).cummax(dim=1).values
+    offsets = torch.arange(length).expand(num_samples, -1)
+    return offsets - torch.where(starts, offsets, 0).cummax(dim=1).values
 
 
 def token_bundle(packed: bool = False) -> DataBundle:
+    """Return 64 sequences to train on and 19 held-out ones."""
     held_out = {"tiny": MaskedTokens(19, seed=1, packed=packed)}
-    return DataBundle(MaskedTokens(packed=packed), held_out, collate_items, None, VOCABULARY, None, "tiny")
+    return DataBundle(
+        train=MaskedTokens(packed=packed),
+        eval=held_out,
+        collate=collate_items,
+        tokenizer=None,
+        vocab_size=VOCABULARY,
+        num_classes=None,
+        fingerprint="tiny",
+    )
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
+    """Return a recipe for a Llama of two layers; `changes` replaces whole sections."""
     tree: dict[str, Any] = {
         "max_steps": 8,
         "model": {
@@ -95,9 +109,10 @@ def recipe(**changes: Any) -> dict[str, Any]:
 
 
 def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str, Any]:
+    """Return a DeepSpeed JSON for a ZeRO stage; `zero` adds keys of `zero_optimization`."""
     tree: dict[str, Any] = {"zero_optimization": {"stage": stage, **zero}}
     if precision == "fp16":
-        # A scale that needs no search: skipped steps would shift the curve against the oracle's.
+        # This scale does not overflow. A search for the scale would skip steps and shift the curve.
         tree["fp16"] = {"enabled": True, "initial_scale_power": 8}
     if precision == "bf16":
         tree["bf16"] = {"enabled": True}
@@ -105,6 +120,7 @@ def deepspeed_json(stage: int, precision: str = "fp32", **zero: Any) -> dict[str
 
 
 def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings:
+    """Validate a recipe and a DeepSpeed JSON as if they were read from files; `None`: plain PyTorch."""
     source = ConfigFile(Path("tiny.yaml"), dict(tree))
     split = None if deepspeed is None else ConfigFile(Path("tiny.json"), deepspeed)
     if split is not None and "torch" in split.tree:
@@ -115,12 +131,13 @@ def settings(tree: dict[str, Any], deepspeed: dict[str, Any] | None) -> Settings
 def resolve(
     tree: dict[str, Any], split: dict[str, Any] | None, world_size: int
 ) -> tuple[RunConfig, ResolvedSettings]:
-    """What a run on this many ranks would be given."""
-    chosen = settings(tree, split)
-    return chosen.config, chosen.resolve(world_size, CPU)
+    """Return the configuration and the resolved settings of a run on `world_size` CPU ranks."""
+    given = settings(tree, split)
+    return given.config, given.resolve(world_size, CPU)
 
 
 def make_engine(job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, data: DataBundle) -> Engine:
+    """Build the engine of a recipe and a DeepSpeed JSON on this rank. Collective."""
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
     return build_engine(config, resolved, job, data)
 
@@ -128,15 +145,15 @@ def make_engine(job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None
 def train_curve(
     job: Job, tree: dict[str, Any], deepspeed: dict[str, Any] | None, steps: int = 6
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step: the numbers a run would log."""
+    """Train some steps and return (loss, gradient norm) of each, as a run would log them. Collective."""
     return train_curve_from_settings(job, settings(tree, deepspeed), steps)
 
 
-def train_curve_from_settings(job: Job, chosen: Settings, steps: int) -> list[tuple[float, float]]:
-    """As `train_curve`, of settings as they were read."""
+def train_curve_from_settings(job: Job, given: Settings, steps: int) -> list[tuple[float, float]]:
+    """Train as `train_curve` does, with validated settings. Collective."""
     data = token_bundle()
-    config = chosen.config
-    engine = build_engine(config, chosen.resolve(job.ranks.world_size, CPU), job, data)
+    config = given.config
+    engine = build_engine(config, given.resolve(job.ranks.world_size, CPU), job, data)
     plan = plan_batch(config.batch, engine.dp_world_size)
     loader = build_loader(config, plan, data, engine)
     objective = build_objective(config)
@@ -146,10 +163,9 @@ def train_curve_from_settings(job: Job, chosen: Settings, steps: int) -> list[tu
         rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, steps)
         result = engine.train_step(loader.next_group(), objective, rate, False)
         total = job.all_reduce_sum(result.loss_sum.to(torch.float64))
-        norm = result.grad_norm
-        curve.append(
-            (float(mean_loss(total, result.global_count)), float("nan") if norm is None else float(norm))
-        )
+        loss = float(mean_loss(total, result.global_count))
+        grad_norm = float("nan") if result.grad_norm is None else float(result.grad_norm)
+        curve.append((loss, grad_norm))
     loader.close()
     engine.close()
     return curve

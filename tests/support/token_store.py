@@ -1,4 +1,4 @@
-"""Tokens in memory, in the form that prepared ones have on disk."""
+"""Holds tokens in memory, in the form of prepared tokens on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class Part:
-    """Documents one behind the other; see pipeline.data.prepared.part_files.TokenPart."""
+    """Documents, one after the other; has the fields of pipeline.data.prepared.part_files.TokenPart."""
 
     tokens: NDArray[Any]
     ends: NDArray[Any]
@@ -23,4 +23,6 @@ class Part:
 
 @dataclass
 class Store:
+    """Parts of one source; has the field of pipeline.data.prepared.part_files.TokenStore."""
+
     parts: list[Part]

@@ -1,4 +1,4 @@
-"""The stand-in for the W&B backend, in a process of its own on a free loopback port."""
+"""Starts the stand-in for the W&B backend, and reads what a client sent to it or wrote offline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ KEY = {"WANDB_API_KEY": "k" * 40}
 
 
 class WandbServer:
-    """The stand-in in a process of its own."""
+    """Runs the stand-in in a separate process, on a free loopback port.
+
+    Args:
+        folder: Folder in which the stand-in stores all that it receives.
+        port: Port; `None`: a free one.
+    """
 
     def __init__(self, folder: Path, port: int | None = None):
         self.folder = folder
@@ -25,7 +30,7 @@ class WandbServer:
         self.start()
 
     def start(self) -> None:
-        """Also again, with what it has kept."""
+        """Start the server; after a kill, it goes on with the data in its folder."""
         folder = self.folder
         self.process = subprocess.Popen([sys.executable, str(STANDIN), str(self.port), str(folder)])
         deadline = time.monotonic() + 200
@@ -44,20 +49,23 @@ class WandbServer:
         return f"http://127.0.0.1:{self.port}"
 
     def runs(self) -> dict:
+        """Return configuration, summary, exit code and alerts of each run, by run id."""
         return json.loads((self.folder / "runs.json").read_text())
 
     def rows(self, run_id: str) -> list[dict]:
+        """Return the history rows of a run."""
         return read_lines(self.folder / f"history-{run_id}.jsonl")
 
     def artifacts(self) -> list[dict]:
-        """Versions, oldest first, each with its manifest."""
-        kept = json.loads((self.folder / "artifacts.json").read_text())
-        for number, each in enumerate(kept):
+        """Return the versions of all artifacts, oldest first, each with its manifest."""
+        versions = json.loads((self.folder / "artifacts.json").read_text())
+        for number, version in enumerate(versions):
             path = self.folder / "files" / "artifacts" / str(number) / "wandb_manifest.json"
-            each["manifest"] = json.loads(path.read_text())["contents"]
-        return kept
+            version["manifest"] = json.loads(path.read_text())["contents"]
+        return versions
 
     def calls(self) -> list[dict]:
+        """Return all requests, oldest first."""
         return read_lines(self.folder / "requests.jsonl")
 
 
@@ -66,9 +74,12 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def make_environment(home: Path, url: str, **more: str) -> dict[str, str]:
-    """This process's, without anything of the user's own W&B: no key, no netrc, no settings."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
-    return kept | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
+    """Return this process's environment for a client of the stand-in.
+
+    It has no W&B variables of the user, and the home folder has no key, netrc or settings.
+    """
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    return inherited | {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_BASE_URL": url} | more
 
 
 def read_run_id(folder: Path) -> str:
@@ -76,12 +87,12 @@ def read_run_id(folder: Path) -> str:
 
 
 def read_offline_rows(folder: Path) -> list[dict]:
-    """The rows of the offline files that `wandb sync` would send, read back with wandb's own reader."""
-    found = []
+    """Return the rows of offline files, as `wandb sync` would send them; wandb's own reader reads them."""
+    rows = []
     for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
         wandb = Path(sys.executable).with_name("wandb")
         command = [str(wandb), "leet", "inspect", "--json", str(path)]
         records = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         items = [json.loads(line) for line in records]
-        found += [item["history"]["item"] for item in items if item["type"] == "history"]
-    return found
+        rows += [item["history"]["item"] for item in items if item["type"] == "history"]
+    return rows

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A loopback stand-in for the W&B backend: enough for a real wandb 0.31 client's whole run, resume included.
+"""Stands in for the W&B backend on the loopback device: a real wandb 0.31 client can run and resume with it.
 
     python wandb_standin.py PORT DIR
     WANDB_BASE_URL=http://127.0.0.1:PORT WANDB_API_KEY=<40 characters> python your_run.py
 
-DIR receives history-<run>.jsonl (the rows, as W&B would keep them), runs.json (config, summary, exit code),
-artifacts.json (versions of artifacts, with their aliases), files/ (uploads) and requests.jsonl (every call; a
-gap in the stream is marked GAP, an unknown path UNKNOWN).
+DIR receives history-<run>.jsonl (rows as W&B would store them), runs.json (config, summary, exit code),
+artifacts.json (versions of artifacts, with their aliases), files/ (uploads) and requests.jsonl. The last has
+every request; a gap in the stream is marked GAP, an unknown path UNKNOWN, and a wrong key REFUSED.
 """
 
 import base64
@@ -24,7 +24,7 @@ WRONG_KEY = b"api:" + b"wrong" * 8
 
 
 class Store:
-    """What the backend keeps, on disk, so that a stand-in that was stopped can be started again."""
+    """Stores the backend's data on disk, so that the stand-in can be stopped and started again."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -43,11 +43,15 @@ class Store:
         return path.read_text().splitlines() if path.exists() else []
 
     def append_history(self, run: str, offset: int, lines: list[str]) -> tuple[int, int] | None:
-        """Append what is new; returns (rows held, offset sent) where the stream left a gap."""
-        held = len(self.history(run))
+        """Append the new rows.
+
+        Returns:
+            (number of stored rows, offset of the request) if rows between them are missing; otherwise `None`.
+        """
+        num_stored = len(self.history(run))
         with (self.folder / f"history-{run}.jsonl").open("a") as file:
-            file.writelines(line + "\n" for i, line in enumerate(lines) if offset + i >= held)
-        return (held, offset) if offset > held else None
+            file.writelines(line + "\n" for i, line in enumerate(lines) if offset + i >= num_stored)
+        return (num_stored, offset) if offset > num_stored else None
 
     def note(self, record: dict) -> None:
         with (self.folder / "requests.jsonl").open("a") as file:
@@ -63,8 +67,9 @@ def project(run: dict) -> dict:
 
 
 def bucket_of(store: Store, name: str) -> dict:
-    """A run, as the client asks for it at its start."""
-    run, rows = store.runs[name], store.history(name)
+    """Return a run in the form that the client requests at its start."""
+    run = store.runs[name]
+    rows = store.history(name)
     return {
         "id": base64.b64encode(f"Run:{name}".encode()).decode(),
         "name": name,
@@ -74,7 +79,7 @@ def bucket_of(store: Store, name: str) -> dict:
         "sweepName": None,
         "project": project(run),
         "tags": [],
-        "wandbConfig": json.dumps({"t": {}}),  # without "t" the client holds the run to be never started
+        "wandbConfig": json.dumps({"t": {}}),  # without "t" the client concludes that the run never started
         "summaryMetrics": run.get("summary") or "{}",
         "logLineCount": 0,
         "historyLineCount": len(rows),
@@ -102,7 +107,11 @@ def resume_status(store: Store, v: dict) -> dict:
 
 
 def answer_agent(store: Store, operation: str, v: dict) -> dict:
-    """Of a sweep: sweep.json has its `config`, as text, and `trials`: the values that are handed out."""
+    """Answer the agent of a sweep.
+
+    The file sweep.json has the sweep's `config` as text, and `trials`, a list of values. The agent gets one
+    trial at a time, and the command to exit after the last.
+    """
     path = store.folder / "sweep.json"
     sweep = json.loads(path.read_text())
     if operation == "SweepWithRuns":
@@ -113,7 +122,7 @@ def answer_agent(store: Store, operation: str, v: dict) -> dict:
         return {"createAgent": {"agent": {"id": "QWdlbnQ6MQ=="}}}
     commands = [{"type": "exit"}]
     if any(json.loads(v["runState"]).values()):
-        commands = []  # one trial at a time
+        commands = []  # a trial still runs
     elif sweep["trials"]:
         values = sweep["trials"].pop(0)
         commands = [
@@ -124,34 +133,39 @@ def answer_agent(store: Store, operation: str, v: dict) -> dict:
 
 
 def answer_artifact(store: Store, operation: str, v: dict, host: str) -> dict:
-    """Of one name the same digest is the same version, and an alias is of one version."""
+    """Answer a request about artifacts.
+
+    An artifact with the name and digest of a stored one is the same version. An alias belongs to one version.
+    """
     path = store.folder / "artifacts.json"
-    kept = json.loads(path.read_text()) if path.exists() else []
+    versions = json.loads(path.read_text()) if path.exists() else []
     if operation == "ArtifactType":
         return {"project": {"artifact": None}}
     if operation == "CreateArtifact":
         given = v["input"]
-        name, digest = given["artifactCollectionName"], given["digest"]
+        name = given["artifactCollectionName"]
+        digest = given["digest"]
         aliases = [each["alias"] for each in given["aliases"]]
-        for each in kept:
-            if each["name"] == name:
-                each["aliases"] = [alias for alias in each["aliases"] if alias not in aliases]
-        same = [each for each in kept if (each["name"], each["digest"]) == (name, digest)]
-        found = same[0] if same else {"name": name, "digest": digest, "aliases": [], "state": "PENDING"}
-        found |= {"type": given["artifactTypeName"], "metadata": json.loads(given["metadata"] or "{}")}
-        found["aliases"] += aliases
-        kept += [] if same else [found]
-        answer = {"id": str(kept.index(found)), "state": found["state"], "artifactSequence": {"id": "x"}}
-        answer = {"createArtifact": {"artifact": answer}}
+        for version in versions:
+            if version["name"] == name:
+                version["aliases"] = [alias for alias in version["aliases"] if alias not in aliases]
+        same = [version for version in versions if (version["name"], version["digest"]) == (name, digest)]
+        version = same[0] if same else {"name": name, "digest": digest, "aliases": [], "state": "PENDING"}
+        version |= {"type": given["artifactTypeName"], "metadata": json.loads(given["metadata"] or "{}")}
+        version["aliases"] += aliases
+        versions += [] if same else [version]
+        artifact_id = str(versions.index(version))
+        artifact = {"id": artifact_id, "state": version["state"], "artifactSequence": {"id": "x"}}
+        answer = {"createArtifact": {"artifact": artifact}}
     elif operation == "CreateArtifactManifest":
         url = f"http://{host}/upload/artifacts/{v['artifactID']}/{v['name']}"
         file = {"id": "x", "name": v["name"], "displayName": v["name"]}
         file |= {"uploadUrl": url, "uploadHeaders": []}
         answer = {"createArtifactManifest": {"artifactManifest": {"id": v["artifactID"], "file": file}}}
     else:
-        kept[int(v["artifactID"])]["state"] = "COMMITTED"
+        versions[int(v["artifactID"])]["state"] = "COMMITTED"
         answer = {"commitArtifact": {"artifact": {"id": v["artifactID"], "digest": "x"}}}
-    path.write_text(json.dumps(kept, indent=1))
+    path.write_text(json.dumps(versions, indent=1))
     return answer
 
 
@@ -244,10 +258,13 @@ def make_handler(store: Store) -> type[BaseHTTPRequestHandler]:
         def handle_call(self) -> None:
             body = self.read_body()
             record = {"time": time.time(), "method": self.command, "path": self.path, "bytes": len(body)}
-            status, answer = 200, {}
+            status = 200
+            answer = {}
             with store.lock:
                 if base64.b64encode(WRONG_KEY).decode() in self.headers.get("Authorization", ""):
-                    record["REFUSED"], status, answer = True, 401, {"error": "no such key"}
+                    record["REFUSED"] = True
+                    status = 401
+                    answer = {"error": "no such key"}
                 elif self.path == "/graphql":
                     call = json.loads(body)
                     named = re.search(r"(?:query|mutation) (\w+)", call["query"])
@@ -264,7 +281,9 @@ def make_handler(store: Store) -> type[BaseHTTPRequestHandler]:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(body)
                 else:
-                    record["UNKNOWN"], status, answer = True, 404, {"error": "not in the stand-in"}
+                    record["UNKNOWN"] = True
+                    status = 404
+                    answer = {"error": "not in the stand-in"}
                 store.note(record)
             data = json.dumps(answer).encode()
             self.send_response(status)

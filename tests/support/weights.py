@@ -1,4 +1,4 @@
-"""Small models of every kind, and loading weights into them."""
+"""Builds small models of every kind, and loads weights into them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ SIZES = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size"
 
 
 def llama(seed=0, vocabulary=VOCABULARY, **changes):
+    """Build a Llama of two layers; `changes` sets further keys of `model`."""
     request = ModelRequest(NoSharding(), vocab_size=vocabulary, sequence_length=24)
     return build_model(CausalLMConfig(architecture="llama", **SIZES, **changes), request, seed)
 
 
 def cnn(seed=0):
+    """Build a convolutional network for ten classes."""
     return build_model(CNNConfig(kind="cnn", channels=4), ModelRequest(NoSharding(), num_classes=10), seed)
 
 
 class Small(nn.Module):
-    """Of everything a little: a parameter, a buffer, BatchNorm's statistics, a submodule called `module`."""
+    """Model with a parameter, a buffer, BatchNorm statistics, and a submodule that is named `module`."""
 
     def __init__(self):
         super().__init__()
@@ -39,17 +41,19 @@ class Small(nn.Module):
 
 
 def small(seed=0):
+    """Build a `Small` whose values follow from the seed."""
     torch.manual_seed(seed)
     return Small()
 
 
 def load(model, path, **keys):
+    """Load `model.weights: path` into the model, and return the model."""
     load_weights(model, ModelSection(weights=str(path), **keys), NoSharding(), ALONE, open_checkpoint)
     return model
 
 
 def refusal_message(model, path, **keys):
-    """The one line with which it is refused; the model stays as it was."""
+    """Return the message with which the weights are refused, and assert that the model has not changed."""
     before = copy_state(model)
     with pytest.raises(ModelError) as caught:
         load(model, path, **keys)
@@ -62,6 +66,7 @@ def refusal_message(model, path, **keys):
 
 
 def assert_same(model, expected):
+    """Assert that the model's state equals `expected`, bit for bit."""
     state = model.state_dict()
     assert state.keys() == expected.keys()
     for name, value in expected.items():
@@ -69,4 +74,5 @@ def assert_same(model, expected):
 
 
 def copy_state(model):
+    """Return a copy of the model's state dict."""
     return {name: value.clone() for name, value in model.state_dict().items()}

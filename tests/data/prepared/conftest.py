@@ -1,4 +1,4 @@
-"""A small corpus of several parts, a tokenizer for it, and how to look at a cache."""
+"""Fixtures: a small corpus of several parts, a tokenizer for it, and a data section that reads it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 def stdlib_texts(pattern: str, characters: int) -> list[str]:
-    """Pieces of modules, 200 to 2,000 characters each."""
+    """Return pieces of the standard library's modules, 200 to 2,000 characters each.
+
+    Args:
+        pattern: Glob of the modules' file names.
+        characters: About so many characters in all.
+    """
     texts = []
     for path in sorted(STDLIB.glob(pattern)):
         text = path.read_text("utf-8")
         while text and characters > 0:
             size = 200 + 137 * len(texts) % 1800
             texts.append(text[:size])
-            text, characters = text[size:], characters - size
+            text = text[size:]
+            characters -= size
     return texts
 
 
 @pytest.fixture(scope="session")
 def cut_stdlib():
-    """`stdlib_texts`, for tests in other files."""
+    """Give the function `stdlib_texts` to tests in other files."""
     return stdlib_texts
 
 
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory):
-    """A BPE of 500 entries, as a file."""
+    """Write a BPE tokenizer of 500 entries, and give its file."""
     path = tmp_path_factory.mktemp("tokenizer") / "bpe.json"
     path.write_text(train_tokenizer(stdlib_texts("a*.py", 200_000), 500).backend_tokenizer.to_str())
     return path
@@ -42,7 +48,7 @@ def tokenizer_json(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_corpus():
-    """Writes JSONL files of about `characters` each, of different texts: each is a part of its own."""
+    """Give a function that writes JSONL files of about `characters` characters; each file becomes a part."""
 
     def make(folder: Path, files: int, characters: int) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +65,7 @@ def make_corpus():
 
 @pytest.fixture(scope="session")
 def make_config(tokenizer_json):
-    """A data section with one source for each file."""
+    """Give a function that makes a data section with one source per file."""
 
     def make(paths, cache_dir, **changes) -> TextDataConfig:
         settings = {
@@ -77,5 +83,5 @@ def make_config(tokenizer_json):
 
 @pytest.fixture
 def corpus(make_corpus, tmp_path):
-    """Four files of 20,000 characters."""
+    """Write four files of 20,000 characters, and give their paths."""
     return make_corpus(tmp_path / "corpus", 4, 20_000)

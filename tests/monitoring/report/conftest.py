@@ -1,4 +1,4 @@
-"""Run directories, without a run."""
+"""Fixture that writes run directories without training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from monitoring.report.recorded import write_run
 
 @pytest.fixture
 def make_run(tmp_path):
-    """`make_run(name, lines, ...)` -> a directory; see write_run."""
+    """Give `make_run(name, lines, ...)`, which writes a run directory and returns it; see `write_run`."""
 
-    def make(name: str = "small-1", *lines, **how) -> Path:
-        return write_run(tmp_path / name, *lines, **how)
+    def make(name: str = "small-1", *lines, **options) -> Path:
+        return write_run(tmp_path / name, *lines, **options)
 
     return make

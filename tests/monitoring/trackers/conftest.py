@@ -1,4 +1,4 @@
-"""The stand-in for W&B's server."""
+"""Fixture that starts the stand-in for W&B's server."""
 
 from __future__ import annotations
 
