@@ -18,9 +18,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 if shutil.which("g++"):
     os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "compiler" / "g++"))
-os.environ["WANDB_MODE"] = (
-    "disabled"  # no test writes to a user's account; tests of the tracker override this
-)
+os.environ["WANDB_MODE"] = "disabled"  # no test writes to a user's account
 
 import pytest
 from support.rank_pool import RankPool
@@ -40,9 +38,7 @@ if find_spec("hypothesis"):  # a machine with a GPU may lack most packages of th
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin("timeout"):
-        config.addinivalue_line(
-            "markers", "timeout(seconds): marker of pytest-timeout, which is not installed"
-        )
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,7 +50,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark cases `nightly` that the test's marker `daily` does not name, and put files with long tests first."""
+    """Mark cases that a `daily` marker does not name as nightly, and put files with long tests first."""
     missing: dict[str, set[str]] = {}
     for item in items:
         if marker := item.get_closest_marker("daily"):
@@ -79,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        """Gives all tests of a file to one worker, and all tests of nodes too, which share one set of nodes."""
+        """Gives the tests of a file to one worker, and all tests of nodes to one, as they share the nodes."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]

@@ -1,6 +1,7 @@
-"""Nodes on one machine: each with its own network, mounts, processes, host name, shared memory and sshd.
+"""Simulates nodes on one machine, each with its own network, mounts, processes, host name, /dev/shm and sshd.
 
-All of it hangs on pipes that this process holds: however it ends, the kernel takes the nodes away.
+Each node ends when its standard input closes. This process holds the other ends of these pipes, so the kernel
+removes the nodes however the process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROGRAMS = (
     *("ip", "nft", "sshd", "ssh-keygen", "nsenter", "unshare"),
     *("pdsh", "mpirun", "srun", "slurmctld", "slurmd", "munged"),
 )
-SPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork")
+NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork")
 PROBE = """
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/{upper,work,root}
@@ -35,24 +36,24 @@ ip link add v0 type veth peer name v1
 tc qdisc add dev v0 root tbf rate 200mbit burst 256kbit latency 100ms
 nft add table ip t
 """
-"""System calls that nodes, and the tests on them, need."""
+"""Shell commands that succeed where nodes, and the tests on them, are possible."""
 SERVICES = ("sshd", "munged", "slurmctld", "slurmscriptd", "slurmd")
 
 
-def what_is_missing() -> str | None:
-    """Reason why there can be no nodes here; None if there can."""
+def find_missing_requirement() -> str | None:
+    """Return the reason why this machine cannot have nodes; `None` if it can."""
     if os.geteuid() != 0:
-        return "nodes need root"
+        return "nodes need root: run the tests as root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
     if missing:
-        return f"nodes need {', '.join(missing)}: tests/multinode/install.sh installs them"
+        return f"nodes need {', '.join(missing)}: run tests/multinode/install.sh"
     probe = subprocess.run(
-        ["unshare", *SPACES, "bash", "-ec", PROBE], capture_output=True, text=True, check=False
+        ["unshare", *NAMESPACES, "bash", "-ec", PROBE], capture_output=True, text=True, check=False
     )
     if probe.returncode:
         return f"nodes need namespaces, overlays and virtual networks: {probe.stderr.strip()}"
     try:
-        group = _cgroups() / f"nodes-{os.getpid()}"
+        group = _find_cpu_cgroups() / f"nodes-{os.getpid()}"
         group.mkdir()
         group.rmdir()
     except OSError as error:
@@ -60,23 +61,27 @@ def what_is_missing() -> str | None:
     return None
 
 
-def _cgroups() -> Path:
-    """Folder of the control group for processor shares: version 1 has a folder for each controller."""
-    first = Path("/sys/fs/cgroup/cpu")
-    return first if first.is_dir() else first.parent
+def _find_cpu_cgroups() -> Path:
+    """Return the folder of control groups for CPU limits; version 1 has a folder per controller."""
+    version_1 = Path("/sys/fs/cgroup/cpu")
+    return version_1 if version_1.is_dir() else version_1.parent
 
 
 def wait_until(done: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until `done()`; raise an AssertionError with `what` when the time is over."""
+    """Poll until `done()` is true.
+
+    Raises:
+        AssertionError: It is still false after so many seconds; the message names `what` was awaited.
+    """
     deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"still waiting after {seconds} s for: {what}"
         time.sleep(0.05)
 
 
 @dataclass
-class Launched:
-    """A command that runs on a node; both its streams go to a file."""
+class NodeCommand:
+    """Command that runs on a node; both its streams go to a file."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -87,47 +92,56 @@ class Launched:
 
     @property
     def command(self) -> psutil.Process:
-        """The command's own process: what was started here is nsenter, which waits for it."""
+        """Process of the command. `process` is nsenter, which waits for it."""
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
     def wait(self, seconds: float) -> int:
-        """Its exit code; -n: killed by signal n."""
+        """Wait for the end and return the exit code; -n if signal n ended the command."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.text}") from None
 
     def wait_for(self, pattern: str, seconds: float = 400) -> str:
-        """Wait until its output matches a regular expression, and return the match."""
+        """Wait until the output matches a regular expression, and return the match."""
 
-        def said() -> bool:
+        def has_matched() -> bool:
             found = re.search(pattern, self.text) is not None
             assert found or self.process.poll() is None, f"ended ({self.process.returncode}):\n{self.text}"
             return found
 
-        wait_until(said, seconds, f"{pattern!r} in {self.log}")
+        wait_until(has_matched, seconds, f"{pattern!r} in {self.log}")
         match = re.search(pattern, self.text)
         assert match is not None
         return match[0]
 
 
 class Node:
-    """One of the machines: from outside its files lie under `root`, its processes are in `processes()`."""
+    """Simulated machine. Outside of it, `root` is the path of its files.
+
+    Args:
+        name: Host name.
+        address: IP address.
+        folder: Folder for logs and for the file system of the node.
+        hosts: File that becomes /etc/hosts.
+        shared: Folder that all nodes share.
+    """
 
     def __init__(self, name: str, address: str, folder: Path, hosts: Path, shared: Path):
-        self.name, self.address = name, address
+        self.name = name
+        self.address = address
         self.log = folder / f"{name}.log"
         script = [Path(__file__).with_name("node.sh"), folder, name, hosts, shared]
         with self.log.open("wb") as log:
             self.holder = subprocess.Popen(
-                ["unshare", *SPACES, "--kill-child", "--propagation", "private", *map(str, script)],
+                ["unshare", *NAMESPACES, "--kill-child", "--propagation", "private", *map(str, script)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8"},
             )
-        wait_until(self._children, 100, f"{name} starts")
+        wait_until(self._children, 100, f"the start of {name}")
         (self.pid,) = self._children()
 
     def _children(self) -> list[int]:
@@ -136,45 +150,49 @@ class Node:
 
     @property
     def root(self) -> Path:
-        """Its root directory as seen from outside."""
+        """Path of the node's root directory outside of the node."""
         return Path(f"/proc/{self.pid}/root")
 
     @property
-    def _listens(self) -> Path:
-        """sshd's process id: written once it listens, and left where it is killed."""
+    def _sshd_pid_file(self) -> Path:
+        """File that sshd writes once it listens; a killed sshd leaves it behind."""
         return self.root / "run/node_sshd.pid"
 
     def wait_for_ssh(self) -> None:
-        def serves() -> bool:
-            assert self.holder.poll() is None, self.log.read_text()
-            return self._listens.exists()
+        """Wait until sshd listens."""
 
-        wait_until(serves, 200, f"sshd on {self.name}; {self.log}")
+        def is_listening() -> bool:
+            assert self.holder.poll() is None, self.log.read_text()
+            return self._sshd_pid_file.exists()
+
+        wait_until(is_listening, 200, f"sshd on {self.name}; {self.log}")
 
     def stop_sshd(self) -> None:
         """End sshd and its connections, and wait until the port is free."""
 
-        def is_gone() -> bool:
-            left = self._running(lambda name: name == "sshd")
-            for process in left:
+        def has_stopped() -> bool:
+            processes = self._find_processes(lambda name: name == "sshd")
+            for process in processes:
                 with suppress(psutil.Error):
                     process.kill()
-            return not left
+            return not processes
 
-        wait_until(is_gone, 200, f"no sshd on {self.name}")
-        self._listens.unlink(missing_ok=True)
+        wait_until(has_stopped, 200, f"the end of sshd on {self.name}")
+        self._sshd_pid_file.unlink(missing_ok=True)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Return processes other than the services whose command line holds all of `words`."""
-        return self._running(lambda name: name not in SERVICES, *words)
+        """Return the node's processes without services whose command line contains all of `words`."""
+        return self._find_processes(lambda name: name not in SERVICES, *words)
 
-    def _running(self, is_meant: Callable[[str], bool], *words: str) -> list[psutil.Process]:
-        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+    def _find_processes(self, accepts: Callable[[str], bool], *words: str) -> list[psutil.Process]:
+        """Return running processes of this node with an accepted name and all of `words`."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                mine = os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.pid != self.pid
-                if mine and is_meant(process.name()) and process.status() != psutil.STATUS_ZOMBIE:
+                if os.readlink(f"/proc/{process.pid}/ns/pid") != namespace or process.pid == self.pid:
+                    continue
+                if accepts(process.name()) and process.status() != psutil.STATUS_ZOMBIE:
                     line = " ".join(process.cmdline())
                     if all(word in line for word in words):
                         found.append(process)
@@ -182,28 +200,33 @@ class Node:
 
 
 class Cluster:
-    """`count` nodes, node1 to nodeN, on one bridge with no way out. A context manager."""
+    """Nodes node1 to nodeN on one network bridge with no way out. Context manager.
+
+    Args:
+        count: Number of nodes, at most 9.
+        folder: Folder for logs, keys, the shared folder and the nodes' file systems.
+    """
 
     def __init__(self, count: int, folder: Path):
         self.folder = folder
         self.shared = self.common = folder / "shared"
         self.private = Path("/private")
         self.common.mkdir()
-        self._launched: list[Launched] = []
+        self._commands: list[NodeCommand] = []
         self._groups: list[Path] = []
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
         addresses = {f"node{i}": f"{NETWORK}.1{i}" for i in range(1, count + 1)}
         hosts = folder / "hosts"
         lines = [f"{address} {name}" for name, address in addresses.items()]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        hold = [
+        bridge = [
             "unshare",
             "--net",
             "bash",
             "-c",
             "ip link add br0 type bridge && ip link set br0 up; echo; read",
         ]
-        self._switch = subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._switch = subprocess.Popen(bridge, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._nodes: dict[str, Node] = {}
         try:
             assert self._switch.stdout is not None
@@ -232,7 +255,7 @@ class Cluster:
         return list(self._nodes)
 
     def path(self, node: str, inside: str | Path) -> Path:
-        """Return the path of a node's file, as seen from outside."""
+        """Return the path of a node's file outside of the node."""
         return self._nodes[node].root / str(inside).lstrip("/")
 
     def hostfile(self, *hosts: str, slots: int = 1) -> Path:
@@ -241,8 +264,12 @@ class Cluster:
         path.write_text("".join(f"{host} slots={slots}\n" for host in hosts))
         return path
 
-    def start(self, node: str, *command: str | Path, cwd: Path = ROOT, **environment: str) -> Launched:
-        """Start a command on the node, with a log-in's environment, the venv first, and `environment`."""
+    def start(self, node: str, *command: str | Path, cwd: Path = ROOT, **environment: str) -> NodeCommand:
+        """Start a command on the node.
+
+        Args:
+            environment: Variables beyond those of a login; PATH begins with the virtual environment.
+        """
         inside = ["nsenter", "-t", str(self._nodes[node].pid), "-n", "-m", "-p", "-u", "-i", "-r", "-w"]
         log = self.folder / f"output-{len(list(self.folder.glob('output-*')))}.log"
         base = {"PATH": f"{BIN}:{SYSTEM_PATH}", "HOME": "/root", "USER": "root", "LANG": "C.UTF-8"}
@@ -256,78 +283,85 @@ class Cluster:
                 env=base | environment,
                 start_new_session=True,
             )
-        self._launched.append(Launched(process, log))
-        return self._launched[-1]
+        self._commands.append(NodeCommand(process, log))
+        return self._commands[-1]
 
     def run(
         self, node: str, *command: str | Path, cwd: Path = ROOT, timeout: float = 300, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; stdout is both its streams."""
-        launched = self.start(node, *command, cwd=cwd, **environment)
-        code = launched.wait(timeout)
-        return subprocess.CompletedProcess(command, code, launched.text, "")
+        """Run a command to its end; stdout of the result has both streams."""
+        running = self.start(node, *command, cwd=cwd, **environment)
+        code = running.wait(timeout)
+        return subprocess.CompletedProcess(command, code, running.text, "")
 
     def processes(self, node: str, *words: str) -> list[psutil.Process]:
-        """Return the node's processes, without its services, by words of the command line."""
+        """Return the node's processes without services whose command line contains all of `words`."""
         return self._nodes[node].processes(*words)
 
     def pythons(self, node: str, *words: str) -> list[psutil.Process]:
-        """Return only Python processes: not the shells above them, which have the same words."""
+        """Return the node's Python processes whose command line contains all of `words`.
+
+        The shells that started them have the same words, and are left out.
+        """
         return [process for process in self.processes(node, *words) if process.name().startswith("python")]
 
     def ranks(self, node: str) -> list[psutil.Process]:
-        """Return the training processes of a node, by the variables that each launcher sets."""
+        """Return the training processes of a node, which have a launcher's variable for the rank."""
         names = {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}
         return [process for process in self.pythons(node, "train.py") if names & process.environ().keys()]
 
     def remaining_commands(self) -> dict[str, list[str]]:
-        """Command lines of all that runs, by node; empty: nothing does."""
+        """Return the command lines of all running processes without services, by node."""
         found: dict[str, list[str]] = {}
         for node in self.hosts:
             for process in self.processes(node):
-                with suppress(psutil.Error):  # one that has ended meanwhile
+                with suppress(psutil.Error):  # the process may have ended meanwhile
                     command = " ".join(process.cmdline())
                     found.setdefault(node, []).append(command)
         return found
 
     def wait_until_idle(self) -> None:
-        """Wait up to a minute until nothing runs; Slurm's step daemons outlive srun by a moment."""
+        """Wait up to a minute until nothing runs; Slurm's step daemons end a moment after srun."""
         with suppress(AssertionError):
-            wait_until(lambda: not self.remaining_commands(), 60, "nothing runs")
+            wait_until(lambda: not self.remaining_commands(), 60, "the end of all processes")
         assert self.remaining_commands() == {}
 
     def kill(self, node: str, *words: str) -> None:
-        """SIGKILL to each process of the node whose command line holds all of `words`; at least one."""
+        """Send SIGKILL to each process of the node whose command line contains all of `words`.
+
+        Raises:
+            AssertionError: There is no such process.
+        """
         processes = self.processes(node, *words)
         assert processes, f"no process with {words} on {node}: {self.remaining_commands()}"
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()
 
-    def lose(self, node: str) -> None:
-        """Cut the node's power: its link and its processes end together. Its files stay."""
-        self.cut(node)
+    def power_off(self, node: str) -> None:
+        """End the node's link and its processes together; its files stay."""
+        self.disconnect(node)
         self.kill(node)
 
-    def cut(self, node: str) -> None:
+    def disconnect(self, node: str) -> None:
         """Take the node off the network."""
-        self._link(node, "down")
+        self._set_link(node, "down")
 
-    def heal(self) -> None:
-        """Every node is on the network again."""
+    def reconnect_all(self) -> None:
+        """Connect every node to the network again."""
         for node in self.hosts:
-            self._link(node, "up")
+            self._set_link(node, "up")
 
-    def _link(self, node: str, state: str) -> None:
+    def _set_link(self, node: str, state: str) -> None:
         command = ["nsenter", "-t", str(self._switch.pid), "-n", "ip", "link", "set", node, state]
         subprocess.run(command, check=True)
 
     def stop_sshd(self, node: str) -> None:
-        """No new connection is served, and those there are end."""
+        """End sshd on the node with all its connections."""
         self._nodes[node].stop_sshd()
 
-    def begin(self) -> None:
-        """Make new, empty folders."""
+    def make_folders(self) -> None:
+        """Make new, empty folders `shared` and `private`."""
         name = f"{len(list(self.common.iterdir()))}"
         self.shared = self.common / name
         self.shared.mkdir()
@@ -336,10 +370,10 @@ class Cluster:
             self.path(host, self.private).mkdir(parents=True)
 
     def limit_cpu(self, node: str, share: float) -> None:
-        """Limit the node's current processes to this share of one core, together; `restore` lifts it."""
+        """Limit the node's current processes together to a share of one core, until `restore`."""
         period = 100_000
         quota = int(share * period)
-        group = _cgroups() / f"nodes-{os.getpid()}-{node}"
+        group = _find_cpu_cgroups() / f"nodes-{os.getpid()}-{node}"
         group.mkdir()
         self._groups.append(group)
         if group.parent.name == "cpu":
@@ -351,12 +385,12 @@ class Cluster:
             (group / "cgroup.procs").write_text(str(process.pid))
 
     def restore(self) -> None:
-        """Restore the first state, but for written files: nothing runs, links are up, sshd serves."""
-        self.heal()
-        for launched in self._launched:
-            launched.process.kill()
-            launched.process.wait()
-        self._launched.clear()
+        """Restore the first state except for files: end all processes, connect all nodes, restart sshd."""
+        self.reconnect_all()
+        for command in self._commands:
+            command.process.kill()
+            command.process.wait()
+        self._commands.clear()
         for node in self.hosts:
             for process in self.processes(node):
                 with suppress(psutil.Error):
@@ -368,10 +402,11 @@ class Cluster:
         self._groups.clear()
         for node in self.hosts:
             self.run(node, "/usr/sbin/sshd", "-f", "/etc/ssh/sshd_node", cwd=Path("/"))
-            self._nodes[node].wait_for_ssh()  # it listens a moment after its start comes back
-        self._launched.clear()
+            self._nodes[node].wait_for_ssh()  # sshd listens a moment after its start command returns
+        self._commands.clear()
 
     def close(self) -> None:
+        """End all nodes and the network."""
         holders = [*(node.holder for node in self._nodes.values()), self._switch]
         for holder in holders:
             assert holder.stdin is not None
@@ -393,7 +428,7 @@ class Cluster:
 
     @contextmanager
     def small_disk(self, node: str, folder: Path, size: str) -> Iterator[None]:
-        """Mount a file system of so many bytes (`2m`) on the folder of this node."""
+        """Mount a file system of a size such as `2m` on the node's folder while the block runs."""
         self.run(node, "mkdir", "-p", folder)
         assert self.run(node, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder).returncode == 0
         try:

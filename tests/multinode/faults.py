@@ -1,4 +1,4 @@
-"""Real faults of the second of two nodes, and the outcome of the job."""
+"""Causes real faults on the second of two nodes, and returns the outcome of the job."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from multinode.cluster import Cluster, Launched, wait_until
+from multinode.cluster import Cluster, NodeCommand, wait_until
 from multinode.launchers import Launcher
 from support.launch import ROOT, write_recipe
 
 HANG_SECONDS = 10
 PATIENCE = 60
-"""Seconds until a job that does not end is given up."""
+"""Seconds to wait for the job to end."""
 VICTIM = "node2"
 
 
-def kill_rank(cluster: Cluster, job: Launched) -> None:
-    _the(cluster.ranks(VICTIM)).kill()
+def kill_rank(cluster: Cluster, job: NodeCommand) -> None:
+    _single(cluster.ranks(VICTIM)).kill()
 
 
-def freeze_rank(cluster: Cluster, job: Launched) -> None:
-    _the(cluster.ranks(VICTIM)).send_signal(signal.SIGSTOP)
+def freeze_rank(cluster: Cluster, job: NodeCommand) -> None:
+    _single(cluster.ranks(VICTIM)).send_signal(signal.SIGSTOP)
 
 
-def sleep_in_a_step(cluster: Cluster, job: Launched) -> None:
+def sleep_in_step(cluster: Cluster, job: NodeCommand) -> None:
     cluster.path(VICTIM, cluster.private / "asleep").touch()
 
 
-def kill_agent(cluster: Cluster, job: Launched) -> None:
-    _the(cluster.pythons(VICTIM, "deepspeed.launcher.launch")).kill()
+def kill_agent(cluster: Cluster, job: NodeCommand) -> None:
+    _single(cluster.pythons(VICTIM, "deepspeed.launcher.launch")).kill()
 
 
-def kill_launcher(cluster: Cluster, job: Launched) -> None:
+def kill_launcher(cluster: Cluster, job: NodeCommand) -> None:
     job.command.kill()
 
 
-def cut_link(cluster: Cluster, job: Launched) -> None:
-    cluster.cut(VICTIM)
+def cut_link(cluster: Cluster, job: NodeCommand) -> None:
+    cluster.disconnect(VICTIM)
 
 
-def lose_node(cluster: Cluster, job: Launched) -> None:
-    cluster.lose(VICTIM)
+def lose_node(cluster: Cluster, job: NodeCommand) -> None:
+    cluster.power_off(VICTIM)
 
 
-def stop_sshd(cluster: Cluster, job: Launched) -> None:
+def stop_sshd(cluster: Cluster, job: NodeCommand) -> None:
     cluster.stop_sshd(VICTIM)
 
 
-Fault = Callable[[Cluster, Launched], None]
+Fault = Callable[[Cluster, NodeCommand], None]
 FAULTS: dict[str, Fault] = {
     "kill -9 of a rank": kill_rank,
     "kill -9 of launch.py": kill_agent,
     "kill -9 of the launcher": kill_launcher,
-    "a rank asleep in a step": sleep_in_a_step,
+    "a rank asleep in a step": sleep_in_step,
     "a rank stopped (SIGSTOP)": freeze_rank,
     "link cut": cut_link,
     "power off": lose_node,
@@ -69,21 +69,27 @@ class Outcome:
     """Outcome of a fault."""
 
     code: int | None
-    """Exit code of the launcher; None: it was still there when patience ended."""
+    """Exit code of the launcher; `None` if it still ran after PATIENCE seconds."""
     seconds: float
     """Seconds from the fault to the end of the job's last process on any node."""
-    left: dict[str, list[str]]
-    """Processes that still ran when the time was over, by node."""
+    remaining_commands: dict[str, list[str]]
+    """Command lines of processes that still ran after PATIENCE seconds, by node."""
     text: str
+    """Output of the launcher."""
 
 
-def _the(processes: Sequence[psutil.Process]) -> psutil.Process:
+def _single(processes: Sequence[psutil.Process]) -> psutil.Process:
     (process,) = processes
     return process
 
 
-def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -> list[Launched]:
-    """Start a job of hours on two nodes, and return while it trains. `run` is shared or private."""
+def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -> list[NodeCommand]:
+    """Start a job of hours on two nodes, and return once it has logged ten steps.
+
+    Args:
+        run: Run directory, in the shared or in the private folder.
+        environment: Variables of the launch; none of their values may be on a node's command line.
+    """
     recipe = write_recipe(
         cluster.shared,
         max_steps=100_000,
@@ -96,55 +102,59 @@ def start(cluster: Cluster, launcher: Launcher, run: Path, **environment: str) -
         wandb={"mode": "offline"},
     )
     split = ["--deepspeed", str(ROOT / "ds_configs" / "zero2.json")]
-    jobs = launcher(
-        cluster, cluster.hosts[:2], "--config", str(recipe), *split, f"run_dir={run}", **environment
-    )
-    rows = cluster.path("node1", run) / "metrics.jsonl"
+    words = ["--config", str(recipe), *split, f"run_dir={run}"]
+    jobs = launcher(cluster, cluster.hosts[:2], *words, **environment)
+    record = cluster.path("node1", run) / "metrics.jsonl"
 
-    def trains() -> bool:
-        lines = str(cluster.remaining_commands())
-        assert not [name for name, value in environment.items() if value in lines]
+    def is_training() -> bool:
+        command_lines = str(cluster.remaining_commands())
+        assert not [name for name, value in environment.items() if value in command_lines]
         for job in jobs:
             assert job.process.poll() is None, job.text
-        return rows.exists() and rows.read_text().count("\n") > 10
+        return record.exists() and record.read_text().count("\n") > 10
 
-    wait_until(trains, 300, "ten steps")
+    wait_until(is_training, 300, "ten steps")
     return jobs
 
 
-def suffer(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: str) -> Outcome:
+def run_with_fault(cluster: Cluster, launcher: Launcher, fault: Fault, **environment: str) -> Outcome:
     """Train on two nodes, cause the fault, and wait for the end.
 
-    Values of the launch's `environment` must show on no command line of any node.
+    Args:
+        environment: Variables of the launch; none of their values may be on a node's command line.
     """
     run = cluster.shared / "run"
     jobs = start(cluster, launcher, run, **environment)
-    began = time.monotonic()
+    start_time = time.monotonic()
     fault(cluster, jobs[0])
 
-    def over() -> bool:
+    def has_ended() -> bool:
         return all(job.process.poll() is not None for job in jobs) and not cluster.remaining_commands()
 
-    while not over() and time.monotonic() - began < PATIENCE:
+    while not has_ended() and time.monotonic() - start_time < PATIENCE:
         time.sleep(0.1)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     text = "\n".join(job.text for job in jobs)
     return Outcome(jobs[0].process.poll(), seconds, cluster.remaining_commands(), text)
 
 
-def endure(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
-    """Return the console's lines about faults of the second node that a job survives."""
+def collect_survived_faults(cluster: Cluster, launcher: Launcher) -> dict[str, str]:
+    """Cause faults that a job survives on the second node.
+
+    Returns:
+        Fault -> line of the console about it.
+    """
     run = cluster.private / "run"
-    said = {}
+    lines = {}
     with cluster.small_disk(VICTIM, run, "1m"):
         (job,) = start(cluster, launcher, run)
         filling = run / "filling"
         cluster.run(VICTIM, "dd", "if=/dev/zero", f"of={filling}", "bs=4k")
-        said["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 KiB free.*")
+        lines["disk full"] = job.wait_for(f"step .* is not saved: .* on {VICTIM} has 0 KiB free.*")
         cluster.path(VICTIM, filling).unlink()
-        already = job.text.count("saved ")
-        wait_until(lambda: job.text.count("saved ") > already, 60, "a checkpoint once there is room")
+        num_saved = job.text.count("saved ")
+        wait_until(lambda: job.text.count("saved ") > num_saved, 60, "a checkpoint after space was freed")
         cluster.limit_cpu(VICTIM, 0.05)
-        said["5 % of a core"] = job.wait_for(rf"rank 1 on {VICTIM} \(pid \d+\) is slow: .*")
+        lines["5 % of a core"] = job.wait_for(rf"rank 1 on {VICTIM} \(pid \d+\) is slow: .*")
         cluster.kill("node1")
-    return said
+    return lines

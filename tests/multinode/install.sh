@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what tests/multinode runs its nodes with: Debian's packages, as root. Does nothing where they are there.
+# Installs the Debian packages that the nodes of tests/multinode need. Run it as root. It does nothing if they are there.
 set -euo pipefail
 packages=(openssh-server iproute2 procps pdsh openmpi-bin slurm-wlm munge nftables)
 missing=()
@@ -7,7 +7,7 @@ for package in "${packages[@]}"; do
     dpkg-query -W -f '${db:Status-Status}' "$package" 2> /dev/null | grep -qx installed || missing+=("$package")
 done
 [ ${#missing[@]} -gt 0 ] || exit 0
-# Their services belong into the nodes: none may start on this machine.
+# Services of these packages run only in the nodes, so this policy keeps apt from starting them on the machine itself.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' > $policy

@@ -1,60 +1,64 @@
-"""The ways to start a job on nodes, as a user types them."""
+"""Starts a job on nodes by each launcher, with the commands that a user types."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from multinode.cluster import Cluster, Launched
+from multinode.cluster import Cluster, NodeCommand
 from support.launch import BIN, ROOT, TRAIN
 
-HERE = ROOT / "tests"
-"""Folder where jobs are started: the modules of the tests are found from there."""
+START_FOLDER = ROOT / "tests"
+"""Working directory of jobs, from which they can import the modules of the tests."""
 PYTHON = str(BIN / "python")
 PORT = "29511"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 class Launcher(Protocol):
-    """Starts launch/train.py with these arguments on these hosts, one rank on each: the commands it takes."""
+    """Starts launch/train.py with one rank on each host, and returns the commands that it started."""
 
     def __call__(
         self, cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
-    ) -> list[Launched]: ...
+    ) -> list[NodeCommand]: ...
 
 
-def deepspeed(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+def deepspeed(
+    cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
+) -> list[NodeCommand]:
     """Start DeepSpeed's own launcher, unchanged, over pdsh."""
     command = ["deepspeed", "--hostfile", str(cluster.hostfile(*hosts)), "--force_multi", TRAIN]
-    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=START_FOLDER, **environment)]
 
 
-def multi_node(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+def multi_node(
+    cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
+) -> list[NodeCommand]:
     command = [str(ROOT / "launch" / "multi_node.sh"), str(cluster.hostfile(*hosts))]
-    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **environment)]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=START_FOLDER, **environment)]
 
 
 def multi_node_openmpi(
     cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
-) -> list[Launched]:
-    """mpirun in pdsh's place."""
+) -> list[NodeCommand]:
+    """Start launch/multi_node.sh with mpirun instead of pdsh."""
     environment = AS_ROOT | environment
     return multi_node(cluster, hosts, "--launcher", "openmpi", *arguments, **environment)
 
 
-def openmpi(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+def openmpi(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[NodeCommand]:
     command = ["mpirun", "--hostfile", str(cluster.hostfile(*hosts)), "-n", str(len(hosts))]
     command += ["--bind-to", "none", "--mca", "oob_tcp_if_include", "eth0", PYTHON, TRAIN]
-    return [cluster.start(hosts[0], *command, *arguments, cwd=HERE, **AS_ROOT, **environment)]
+    return [cluster.start(hosts[0], *command, *arguments, cwd=START_FOLDER, **AS_ROOT, **environment)]
 
 
-def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
+def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[NodeCommand]:
     command = ["srun", "--nodelist", ",".join(hosts), "--nodes", str(len(hosts)), "--ntasks-per-node", "1"]
-    return [cluster.start(hosts[0], *command, PYTHON, TRAIN, *arguments, cwd=HERE, **environment)]
+    return [cluster.start(hosts[0], *command, PYTHON, TRAIN, *arguments, cwd=START_FOLDER, **environment)]
 
 
-def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[Launched]:
-    """Submit a job with sbatch and wait for it; it gives the job's exit code and output."""
+def sbatch(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[NodeCommand]:
+    """Submit a job with sbatch; the command waits for the job, and has its exit code and output."""
     output = cluster.shared / "slurm.out"
     command = ["sbatch", "--wait", "--output", str(output), "--nodelist", ",".join(hosts)]
     command += ["--nodes", str(len(hosts)), "--ntasks-per-node", "1", "launch/slurm.sbatch"]
@@ -70,15 +74,20 @@ def torchrun(
     nodes: str | None = None,
     endpoint: str | None = None,
     **environment: str,
-) -> list[Launched]:
-    """`nodes`: MIN:MAX, where they are not all; `endpoint`: the host where they meet, else the first.
+) -> list[NodeCommand]:
+    """Start launch/torchrun.sh on each host.
 
-    Where all others are lost, torchrun's half a minute for them is cut short.
+    Args:
+        nodes: MIN:MAX for an elastic job; `None`: the number of hosts.
+        endpoint: Host of the rendezvous; `None`: the first host.
     """
-    where = f"{endpoint or hosts[0]}:{PORT}"
+    address = f"{endpoint or hosts[0]}:{PORT}"
     command = [str(ROOT / "launch" / "torchrun.sh"), "--nnodes", nodes or str(len(hosts))]
-    command += ["--rdzv-endpoint", where, *(["--rdzv-conf=last_call_timeout=10"] if nodes == "1:2" else [])]
-    return [cluster.start(host, *command, *arguments, cwd=HERE, **environment) for host in hosts]
+    command += ["--rdzv-endpoint", address]
+    if nodes == "1:2":
+        # After the loss of one host, torchrun would wait half a minute for it to return.
+        command.append("--rdzv-conf=last_call_timeout=10")
+    return [cluster.start(host, *command, *arguments, cwd=START_FOLDER, **environment) for host in hosts]
 
 
 LAUNCHERS: dict[str, Launcher] = {

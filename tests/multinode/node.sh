@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# PID 1 of one node: makes its root, serves ssh, and ends, with all that runs in it, when its standard input does.
+# Runs as PID 1 of a node: makes the node's root, starts sshd, and ends when its standard input closes. The kernel then
+# ends all processes of the node.
 #
 #   unshare --net --mount --pid --uts --ipc --fork --kill-child --propagation private node.sh FOLDER NAME HOSTS SHARED
 #
-# Its root is an overlay on this machine's: what is written stays private. SHARED is the same folder on every node.
-# A file changed outside meanwhile may not be seen inside.
+# The root is an overlay on this machine's root, so files that the node writes are private. SHARED is the same folder on
+# every node. The node may not see a file that is changed outside while it runs.
 set -euo pipefail
 folder=$1 name=$2 hosts=$3 shared=$4
 home=$folder/$name
@@ -44,5 +45,5 @@ cat >"$root/etc/ssh/sshd_node" <<-CONF
 	SetEnv OMP_NUM_THREADS=1
 	CONF
 ip link set lo up
-# bash reaps what is orphaned while it waits here.
+# bash reaps orphaned processes while it waits here.
 exec chroot "$root" /bin/bash -c 'cd /; trap : INT TERM; /usr/sbin/sshd -f /etc/ssh/sshd_node; read -r || true'

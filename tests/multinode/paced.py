@@ -1,4 +1,4 @@
-"""A model whose steps last as long as it is told, and which sleeps in one where a file says so."""
+"""A model with a chosen time per forward pass, which stops in a training step while a file exists."""
 
 from __future__ import annotations
 

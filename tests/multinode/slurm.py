@@ -1,4 +1,4 @@
-"""A real Slurm on the nodes: munge and slurmd on each, slurmctld on the first."""
+"""Starts a real Slurm on the nodes: munge and slurmd on each, slurmctld on the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multinode.cluster import Cluster, wait_until
 
-# A job that goes into the queue again waits there until its credentials expire: two minutes by default.
+# A requeued job waits until its credentials expire, which takes two minutes by default.
 CONFIG = """\
 ClusterName=nodes
 SlurmctldHost={first}
@@ -34,7 +34,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def start_slurm(cluster: Cluster) -> None:
-    """Start Slurm, and return when all nodes wait for work. Its services stay until the nodes go."""
+    """Start Slurm, and return when all nodes are idle. Its services run until the nodes end."""
     key = os.urandom(128)
     config = CONFIG.format(first=cluster.hosts[0], hosts=",".join(cluster.hosts), cores=os.cpu_count())
     for node in cluster.hosts:
@@ -46,19 +46,19 @@ def start_slurm(cluster: Cluster) -> None:
         for name in (path, *folders):
             shutil.chown(name, "munge", "munge")
         cluster.path(node, "/etc/slurm/slurm.conf").write_text(config)
-        _serve(cluster, node, "runuser", "-u", "munge", "--", "munged")
-    _serve(cluster, cluster.hosts[0], "slurmctld")
+        _start_service(cluster, node, "runuser", "-u", "munge", "--", "munged")
+    _start_service(cluster, cluster.hosts[0], "slurmctld")
     for node in cluster.hosts:
-        _serve(cluster, node, "slurmd")
+        _start_service(cluster, node, "slurmd")
 
-    def idle() -> bool:
-        answer = cluster.run(cluster.hosts[0], "sinfo", "--noheader", "--Node", "--format=%t").stdout
-        return answer.split() == ["idle"] * len(cluster.hosts)
+    def are_idle() -> bool:
+        states = cluster.run(cluster.hosts[0], "sinfo", "--noheader", "--Node", "--format=%t").stdout
+        return states.split() == ["idle"] * len(cluster.hosts)
 
-    wait_until(idle, 300, "every node idle in sinfo")
+    wait_until(are_idle, 300, "every node idle in sinfo")
 
 
-def _serve(cluster: Cluster, node: str, *command: str) -> None:
-    """Start a service that goes to the background by itself."""
-    done = cluster.run(node, *command, cwd=Path("/"))
-    assert done.returncode == 0, f"{command} on {node}: {done.stdout}"
+def _start_service(cluster: Cluster, node: str, *command: str) -> None:
+    """Start a service that moves itself to the background."""
+    result = cluster.run(node, *command, cwd=Path("/"))
+    assert result.returncode == 0, f"{command} on {node}: {result.stdout}"

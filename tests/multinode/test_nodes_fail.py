@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from multinode.faults import FAULTS, endure, suffer
+from multinode.faults import FAULTS, collect_survived_faults, run_with_fault
 from multinode.launchers import LAUNCHERS
 
 pytestmark = pytest.mark.slow
@@ -39,8 +39,8 @@ SECRETS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.replace(" ", "-"))
 def test_the_job_ends_and_says_where(cluster, fault):
     """Secrets of the launch's environment show on no command line of any node, in no output and no file."""
-    outcome = suffer(cluster, LAUNCHERS["multi_node"], FAULTS[fault], **SECRETS)
-    assert outcome.left == {}
+    outcome = run_with_fault(cluster, LAUNCHERS["multi_node"], FAULTS[fault], **SECRETS)
+    assert outcome.remaining_commands == {}
     written = [path.read_bytes() for path in cluster.shared.rglob("*") if path.is_file()]
     assert list(cluster.shared.rglob("*.wandb"))
     for content in [outcome.text.encode(), *written]:
@@ -52,4 +52,4 @@ def test_the_job_ends_and_says_where(cluster, fault):
 
 @pytest.mark.nightly
 def test_a_full_disk_and_a_slow_node_are_named_and_survived(cluster):
-    assert len(endure(cluster, LAUNCHERS["multi_node"])) == 2
+    assert len(collect_survived_faults(cluster, LAUNCHERS["multi_node"])) == 2

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from multinode.cluster import Cluster, wait_until
-from multinode.elastic import STORIES, arguments, recipe, tell
-from multinode.launchers import HERE, LAUNCHERS
+from multinode.elastic import SCENARIOS, arguments, recipe, run_scenario
+from multinode.launchers import LAUNCHERS, START_FOLDER
 from support.launch import launch, read_reproducible_rows
 from support.wandb_rows import extract_server_losses, read_recorded_losses
 from support.wandb_server import STANDIN, read_lines
@@ -24,7 +24,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
     words = ["--config", str(recipe(folder, 0.0)), f"run_dir={folder / 'run'}"]
     # With this variable it is no fork: nothing else here needs the server of forks, whose start takes longer.
-    done = launch(*words, PYTHONPATH=str(HERE), OMP_NUM_THREADS="1")
+    done = launch(*words, PYTHONPATH=str(START_FOLDER), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return read_reproducible_rows(folder / "run")
 
@@ -38,9 +38,9 @@ def finish(cluster: Cluster, run: Path, unbroken: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.daily("lose-all-but-one")
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.replace(" ", "-"))
-def test_the_run_is_the_unbroken_one(cluster, unbroken, story):
-    finish(cluster, tell(cluster, story), unbroken)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.replace(" ", "-"))
+def test_the_run_is_the_unbroken_one(cluster, unbroken, scenario):
+    finish(cluster, run_scenario(cluster, scenario), unbroken)
 
 
 def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
@@ -54,7 +54,7 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
     inside = cluster.private / "run"
     run = cluster.path("node1", inside)
     words = [*arguments(cluster, 0.05), f"run_dir={inside}", "wandb.mode=online"]
-    (job,) = LAUNCHERS["sbatch"](cluster, cluster.hosts[:2], *words, PYTHONPATH=str(HERE), **online)
+    (job,) = LAUNCHERS["sbatch"](cluster, cluster.hosts[:2], *words, PYTHONPATH=str(START_FOLDER), **online)
 
     def trains() -> bool:
         assert job.process.poll() is None, job.text
@@ -66,5 +66,5 @@ def test_a_preempted_job_goes_on_by_itself(cluster, slurm, unbroken):
     assert f"resuming {inside} from step-" in job.text
     server.command.kill()
     finish(cluster, run, unbroken)
-    (history,) = folder.glob("history-*.jsonl")
-    assert extract_server_losses(read_lines(history)) == read_recorded_losses(run)
+    (hiscenario,) = folder.glob("hiscenario-*.jsonl")
+    assert extract_server_losses(read_lines(hiscenario)) == read_recorded_losses(run)
