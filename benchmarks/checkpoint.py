@@ -1,8 +1,9 @@
 """Compares the cost of checkpoints, side by side: `python benchmarks/checkpoint.py [--quick]`.
 
-The pipeline's store against torch.save, DeepSpeed's save_checkpoint and the Hugging Face Trainer: same model,
-same steps, one save half-way through each burst, in turn, so that drift hits all. Peers have their files
-forced to the disk after each save, on a clock of its own.
+The participants are the pipeline's store, torch.save, DeepSpeed's save_checkpoint and the Hugging Face
+Trainer. They train the same model for the same steps, with one save half-way through each burst. They take
+turns, so that drift of the machine affects all. After each save of a peer, its files are forced to the disk,
+which is timed separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from workload import JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
 from pipeline.distributed.accelerator import choose_accelerator
 
-PLAIN, DEEPSPEED = ["ours", "torch.save", "trainer"], ["ours", "deepspeed", "trainer"]
+PLAIN = ["ours", "torch.save", "trainer"]
+DEEPSPEED = ["ours", "deepspeed", "trainer"]
 COLUMNS = [
     *("participant", "ranks", "stall  (min-max)", "first stall", "until it counts", "on the disk"),
     *("training lost", "GB"),
@@ -38,22 +40,22 @@ COLUMNS = [
 
 @dataclass
 class Save:
-    """One save as one rank saw it. Seconds."""
+    """Durations of one save in seconds, measured by one rank."""
 
     step: int
-    """Steps that were done before it."""
+    """Number of steps before the save."""
     stall: float
     """Seconds in which training stood still."""
     total: float = 0.0
-    """Seconds until the checkpoint counts: it is published, or the call has returned."""
+    """Seconds until the checkpoint is published, or for a peer until the call returns."""
     durable: float = 0.0
-    """Seconds until it is on the disk."""
+    """Seconds until the checkpoint is on the disk."""
     num_bytes: int = 0
     """Bytes of the whole checkpoint; 0 on other ranks than the first."""
 
 
 class SavingGate(Gate):
-    """A gate that saves half-way through each burst, and notes what steps and saves take."""
+    """Saves half-way through each burst, and records the durations of steps and saves."""
 
     def __init__(self, gate: Gate, task: Task):
         self.steps: list[float] = []
@@ -63,75 +65,77 @@ class SavingGate(Gate):
         self._folder = task.folder
         self._is_first_rank = os.environ.get("RANK", "0") == "0"
         self._in_burst = 0
-        self._began: float | None = None
-        self._ended: list[Any] = []
+        self._step_start: float | None = None
+        self._outcomes: list[Any] = []
 
     def offer_save(self, save: Callable[[Path, int], object], store: Any = None) -> None:
-        self._call, self._store = save, store
+        self._save_to = save
+        self._store = store
         if store is not None:
             poll = store.poll
 
-            def noted_poll() -> list[Any]:
+            def poll_and_record() -> list[Any]:
                 outcomes = poll()
-                self._ended.extend(outcomes)
+                self._outcomes.extend(outcomes)
                 return outcomes
 
-            store.poll = noted_poll
+            store.poll = poll_and_record
 
     def __call__(self) -> None:
         wait_for_device()
-        if self._began is not None:
-            self.steps.append(time.perf_counter() - self._began)
+        if self._step_start is not None:
+            self.steps.append(time.perf_counter() - self._step_start)
         if self._gate.ends_burst:
             self._in_burst = 0
-            self._end_background()
+            self._finish_background_save()
         self._gate()
         if self._in_burst == self._half:
             self._save()
         self._in_burst += 1
-        self._began = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def _save(self) -> None:
         step = len(self.steps)
         folder = self._folder / f"checkpoint-{step}"
-        save = Save(step, self._seconds(lambda: self._call(folder, step)))
+        save = Save(step, self._time(lambda: self._save_to(folder, step)))
         self.saves.append(save)
         if self._store is not None:
             return
         save.total = save.stall
-        save.durable = save.total + self._seconds(lambda: force_to_disk(folder, self._is_first_rank))
+        save.durable = save.total + self._time(lambda: force_to_disk(folder, self._is_first_rank))
         if self._is_first_rank:
             save.num_bytes = tree_bytes(folder)
             for other in self._folder.glob("checkpoint-*"):
                 if other != folder:
                     shutil.rmtree(other)
-        meet()
+        wait_for_ranks()
 
-    def _end_background(self) -> None:
-        """Wait for a save that goes on beside training, and note how long it took."""
+    def _finish_background_save(self) -> None:
+        """Wait for the save that the store writes in the background, and record how long it took."""
         if self._store is None:
             return
         self._store.wait()
         self._store.poll()
-        save, outcome = self.saves[-1], self._ended[-1]
+        save = self.saves[-1]
+        outcome = self._outcomes[-1]
         if outcome.problem is not None:
             raise RuntimeError(outcome.problem)
         save.total = save.durable = save.stall + outcome.write_seconds
         if self._is_first_rank:
             save.num_bytes = tree_bytes(max(self._store.folder.glob("step-*[0-9]")))
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        """Return what a call takes, the ranks having met and the device idle."""
+    def _time(self, call: Callable[[], object]) -> float:
+        """Return the seconds of a call that starts on all ranks together, with the device idle."""
         wait_for_device()
-        meet()
+        wait_for_ranks()
         start = time.perf_counter()
         call()
         wait_for_device()
         return time.perf_counter() - start
 
 
-def meet() -> None:
-    """Wait for all ranks."""
+def wait_for_ranks() -> None:
+    """Wait until all ranks are here. Collective."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -148,11 +152,11 @@ def force_to_disk(folder: Path, is_first_rank: bool) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-    meet()
+    wait_for_ranks()
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
-    """Train and save until the gate has enough."""
+    """Train and save until the gate ends the loop, and return the durations of steps and saves."""
     import loops
 
     saving = SavingGate(gate, task)
@@ -162,18 +166,18 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Saver:
-    """One participant: of each save the slowest rank's seconds. The first save of the process is apart."""
+    """Durations of one participant's saves: the slowest rank's seconds of each, without the first save."""
 
     name: str
     split: str
     ranks: int
     first_stall: float
-    """Seconds of the first save, which makes buffers and loads libraries."""
+    """Seconds of the first save of the process, which makes buffers and loads libraries."""
     stall: list[float]
     total: list[float]
     durable: list[float]
     lost: list[float]
-    """The stall, and by how much the steps after the save are slower than those before."""
+    """Seconds of training lost: the stall, and the extra time of the steps after the save."""
     num_bytes: int
 
     @staticmethod
@@ -183,11 +187,13 @@ class Saver:
         stall, total, durable = (
             [max(save[key] for save in saves) for saves in by_save] for key in ("stall", "total", "durable")
         )
-        half, steps, lost = task.warmup // 2, reports[0]["steps"], []
-        for stood_still, saves in zip(stall, by_save, strict=True):
-            at = saves[0]["step"]
-            after = steps[at : at + half]
-            lost.append(stood_still + sum(after) - len(after) * median(steps[at - half : at]))
+        half = task.warmup // 2
+        steps = reports[0]["steps"]
+        lost = []
+        for stall_seconds, saves in zip(stall, by_save, strict=True):
+            step = saves[0]["step"]
+            after = steps[step : step + half]
+            lost.append(stall_seconds + sum(after) - len(after) * median(steps[step - half : step]))
         return Saver(
             name=task.name,
             split=task.split,
@@ -203,20 +209,21 @@ class Saver:
 
 def main() -> int:
     arguments = parse_arguments()
-    console, about = new_console(), machine()
+    console = new_console()
+    about = machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     savers: list[Saver] = []
     failures: list[str] = []
     for group in arguments.groups:
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.folder) as folder:
             try:
-                part = measure_group(arguments, group, Path(folder))
+                measured = measure_group(arguments, group, Path(folder))
             except ParticipantError as error:
                 failures.append(str(error))
                 continue
-        savers += part
+        savers += measured
         title = f"one save of {arguments.model}, {arguments.precision}: medians, seconds"
-        print_table(console, title, COLUMNS, [table_line(saver) for saver in part])
+        print_table(console, title, COLUMNS, [table_line(saver) for saver in measured])
     results = {"machine": about, "command": sys.argv[1:], "failures": failures}
     results |= {"savers": [asdict(each) for each in savers]}
     write_json(arguments.output, results)
@@ -226,19 +233,19 @@ def main() -> int:
 
 
 def measure_group(arguments: argparse.Namespace, group: str, folder: Path) -> list[Saver]:
-    """Return all participants of a split and number of ranks, which take turns.
+    """Measure the participants of a split and number of ranks, which take turns.
 
     Raises:
-        ParticipantError: one of them failed.
+        ParticipantError: A participant failed.
     """
     split, _, ranks = group.rpartition("-")
     file = None if split == "plain" else REPOSITORY / "ds_configs" / JSON_FILES[split]
-    alive: list[Participant] = []
+    participants: list[Participant] = []
     with ExitStack() as stack:
         for peer in PLAIN if file is None else DEEPSPEED:
             recipe = folder / f"{peer}.yaml"
             write_recipe(recipe, Workload.of(arguments.model), arguments.precision, plain=file is None)
-            # The warm-up is a burst, too: its save is the first one.
+            # The warm-up is a burst too, with the first save.
             task = Task(
                 peer=peer,
                 split=split,
@@ -250,12 +257,12 @@ def measure_group(arguments: argparse.Namespace, group: str, folder: Path) -> li
                 json=file,
                 module="checkpoint",
             )
-            alive.append(stack.enter_context(Participant(task)))
-            alive[-1].warm_up()
+            participants.append(stack.enter_context(Participant(task)))
+            participants[-1].warm_up()
         for turn in range(arguments.rounds):
-            for each in alive[:: 1 if turn % 2 == 0 else -1]:
-                each.burst(arguments.steps)
-        return [Saver.of(each.task, each.finish()) for each in alive]
+            for participant in participants[:: 1 if turn % 2 == 0 else -1]:
+                participant.burst(arguments.steps)
+        return [Saver.of(participant.task, participant.finish()) for participant in participants]
 
 
 def table_line(saver: Saver) -> list[str]:
@@ -276,17 +283,26 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-70m")
-    add("--groups", nargs="+", default=["plain-1", "2-1", "2-2"], help="split-ranks: `plain` or a ZeRO stage")
-    in_bf16 = choose_accelerator() == "cuda"  # many CPUs have no instructions for it
+    add(
+        "--groups",
+        nargs="+",
+        default=["plain-1", "2-1", "2-2"],
+        help="SPLIT-RANKS: `plain` or a ZeRO stage, and a number of ranks",
+    )
+    in_bf16 = choose_accelerator() == "cuda"  # many CPUs have no instructions for bf16
     add("--precision", choices=["fp32", "bf16"], default="bf16" if in_bf16 else "fp32")
-    add("--steps", type=int, default=16, help="a burst, with one save half-way; even")
-    add("--rounds", type=int, default=5, help="bursts of each participant")
-    add("--quick", action="store_true", help="a tiny model, few rounds: that it runs, not what it takes")
-    add("--folder", type=Path, help="where checkpoints are written; default: the system's temporary folder")
-    add("--output", type=Path, help="JSON file of all numbers")
+    add("--steps", type=int, default=16, help="steps of a burst, an even number; one save half-way")
+    add("--rounds", type=int, default=5, help="number of bursts of each participant")
+    add(
+        "--quick",
+        action="store_true",
+        help="check that the benchmark runs: a tiny model and two short rounds",
+    )
+    add("--folder", type=Path, help="folder for checkpoints; default: the system's temporary folder")
+    add("--output", type=Path, help="JSON file for all numbers")
     arguments = parser.parse_args()
     if arguments.steps < 2 or arguments.steps % 2:
-        parser.error("--steps: even, and at least 2")
+        parser.error(f"--steps {arguments.steps}: expected an even number of at least 2")
     if arguments.quick:
         arguments.model, arguments.steps, arguments.rounds = "tiny", 2, 2
     return arguments

@@ -1,7 +1,7 @@
-"""Data and first weights of gpu_curve.py: the same numbers on every machine and under every torch.
+"""Data and first weights of gpu_curve.py, equal on every machine and in every version of torch.
 
-They come from the raw words of numpy's PCG64, which numpy keeps the same across its versions (NEP 19), by
-integer arithmetic and one multiplication in fp32.
+They are computed from raw words of numpy's PCG64 by integer arithmetic and one multiplication in fp32. NEP 19
+guarantees that PCG64 returns the same words in every version of numpy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ IGNORED = -100  # label of a token without a loss
 LARGEST_WEIGHT = 0.035  # bound of a uniform distribution with a standard deviation of 0.02
 # Input embeddings that the output layer does not share are larger. After small ones the first normalisation
 # multiplies gradients by 35: the gradient norm of GPT-2 jumps to 30 and rounding differences grow 50 times.
-INPUT_EMBEDDINGS, EMBEDDING_SCALE = ("wpe.", "embed_tokens."), 8
+INPUT_EMBEDDINGS = ("wpe.", "embed_tokens.")
+EMBEDDING_SCALE = 8
 
 FREQUENT_WORDS = 64
-TOPICS, WORDS_OF_TOPIC = 8, 16
-SHORTEST_DOCUMENT, LENGTH_CHOICES = 12, 64
+TOPICS = 8
+WORDS_OF_TOPIC = 16
+SHORTEST_DOCUMENT = 12
+LENGTH_CHOICES = 64
 
 
 def raw_words(name: str, count: int) -> NDArray[np.uint64]:
@@ -47,7 +50,7 @@ def rows(
 
 
 class CurveRows(Dataset[dict[str, Tensor]]):
-    """Rows of documents that a model learns something of within 20 steps.
+    """Rows of documents from which a model learns within 20 steps.
 
     Five of eight words follow from the word before, two belong to the document's topic, and one is any word.
     A packed row holds several documents: the last token of each has no label, and in every second document
@@ -57,7 +60,7 @@ class CurveRows(Dataset[dict[str, Tensor]]):
         num_samples: Number of rows.
         length: Tokens of a row.
         packed: Whether a row holds several documents, with positions that start again at each.
-        separate: False: packed rows come without positions, so that documents see each other.
+        separate: Whether packed rows have positions; without them documents attend to each other.
     """
 
     is_deterministic = True
@@ -91,7 +94,7 @@ class CurveRows(Dataset[dict[str, Tensor]]):
 
 
 def _document_ends(num_tokens: int, tokens_per_row: int, packed: bool) -> NDArray[np.int64]:
-    """Return where documents end. A document ends at the latest where its row does."""
+    """Return the index after each document's last token; the end of a row also ends its document."""
     row_ends = np.arange(tokens_per_row, num_tokens + 1, tokens_per_row)
     if not packed:
         return row_ends
@@ -102,7 +105,7 @@ def _document_ends(num_tokens: int, tokens_per_row: int, packed: bool) -> NDArra
 
 
 def _tokens(ends: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    """Return the tokens of documents that end there."""
+    """Return the tokens of documents with these ends."""
     num_tokens = int(ends[-1])
     follower = random_integers("followers", vocab_size, FREQUENT_WORDS)
     words_of_topic = random_integers("topics", TOPICS * WORDS_OF_TOPIC, vocab_size).reshape(TOPICS, -1)
@@ -119,13 +122,13 @@ def _tokens(ends: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """Write first weights for each of the model's parameters, by their names and shapes alone."""
+    """Write the first weights of a model, which depend only on the names and shapes of its parameters."""
     tensors = {name: first_values(name, p.shape) for name, p in model.named_parameters()}
     save_file(tensors, path)
 
 
 def first_values(name: str, shape: torch.Size) -> Tensor:
-    """Return a parameter's first values: uniform around 0, around 1 for the scale of a normalisation."""
+    """Return a parameter's first values, uniform around 0, or around 1 for the scale of a normalisation."""
     steps = (raw_words(name, shape.numel()) >> np.uint64(40)).astype(np.int64) - 2**23
     scale = EMBEDDING_SCALE if any(each in name for each in INPUT_EMBEDDINGS) else 1
     values = steps.astype(np.float32) * np.float32(scale * LARGEST_WEIGHT / 2**23)
@@ -135,9 +138,9 @@ def first_values(name: str, shape: torch.Size) -> Tensor:
 
 
 def checksum(data: CurveRows, weights: Path) -> str:
-    """Return one checksum of all rows and first weights."""
+    """Return a checksum of all rows and first weights."""
     values = [tensor for _, tensor in sorted(load_file(weights).items())]
-    found = 0
+    crc = 0
     for tensor in (data.tokens, data.labels, data.positions, *values):
-        found = zlib.crc32(tensor.numpy().tobytes(), found)
-    return f"{found:08x}"
+        crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+    return f"{crc:08x}"

@@ -1,12 +1,14 @@
 """Compares tokenizing text and loading tokens, side by side: `python benchmarks/data.py`.
 
-First preparing against the bare tokeniser with all texts in memory. Then data_loader.py: the loader against
-nanoGPT's and `datasets` with torch's; and what the default run waits for data. About ten minutes on two
-cores.
+It takes about ten minutes on two cores, and measures in this order:
 
-The texts are every Python file of this interpreter and its packages, each once: nothing is repeated that a
-tokeniser's cache could know from before. Preparing starts from files and an empty cache: it finds, hashes,
-reads, tokenises, checks, writes and syncs.
+1. preparing data against the bare tokeniser with all texts in memory;
+2. the loader against nanoGPT's, and against `datasets` with torch's DataLoader (data_loader.py);
+3. the time for which the default run waits for data.
+
+The texts are every Python file of this interpreter and its packages, each once, so that the tokeniser's cache
+cannot profit from repeated text. Preparing starts from files and an empty cache: it finds, hashes, reads,
+tokenises, checks, writes and syncs.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from report import machine, new_console, print_table, write_json
 from workload import REPOSITORY
 
 VOCAB_SIZE = 32_000
-TRAINING_CHARACTERS = 30_000_000  # of text for the tokenizer; about 10 s
+TRAINING_CHARACTERS = 30_000_000  # most characters to train the tokenizer on, which takes about 10 s
 RAW = "tokenizers, texts in memory"
 PREPARATIONS = ["prepare, jsonl", "prepare, text"]
-WAIT_STEPS = 20  # of the default run
+WAIT_STEPS = 20  # steps of the default run
 
 
 def python_texts() -> Iterator[str]:
-    """Yield the text of Python files, in a shuffled order that is the same each time; equal ones once."""
+    """Yield the text of each different Python file, in a shuffled order that is always the same."""
     roots = sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib")})
     paths = sorted({path for root in roots for path in Path(root).rglob("*.py")})
     random.Random(0).shuffle(paths)
@@ -57,14 +59,15 @@ def python_texts() -> Iterator[str]:
 
 
 def first_texts(texts: Iterable[str], megabytes: float) -> list[str]:
-    """Return the first texts, until they are so large."""
-    taken, size = [], 0
+    """Return the first texts that together have at least so many megabytes."""
+    first = []
+    size = 0
     for text in texts:
-        taken.append(text)
+        first.append(text)
         size += len(text.encode())
         if size >= megabytes * 1e6:
             break
-    return taken
+    return first
 
 
 def megabytes_of(texts: list[str]) -> float:
@@ -79,17 +82,20 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def raw_seconds(tokenizer: Path, texts: list[str]) -> float:
-    """Return the time of one call for all texts; a new tokenizer has an empty cache, as in a preparation."""
+    """Return the seconds in which the bare tokeniser encodes all texts in one call.
+
+    A new tokenizer has an empty cache, as in a preparation.
+    """
     from tokenizers import Tokenizer
 
     core = Tokenizer.from_file(str(tokenizer))
-    begin = time.perf_counter()
+    start = time.perf_counter()
     core.encode_batch_fast(texts, add_special_tokens=False)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def prepare_seconds(source: Path, tokenizer: Path, cache: Path) -> tuple[float, int]:
-    """Return seconds of a preparation with nothing in the cache before, and the number of tokens."""
+    """Return the seconds of a preparation with an empty cache, and the number of tokens."""
     from pipeline.config.data_schema import TextDataConfig
     from pipeline.data.prepared import prepare_documents
 
@@ -99,18 +105,18 @@ def prepare_seconds(source: Path, tokenizer: Path, cache: Path) -> tuple[float, 
         tokenizer={"pretrained": str(tokenizer)},  # type: ignore[arg-type]
         cache_dir=str(cache),
     )
-    begin = time.perf_counter()
+    start = time.perf_counter()
     (prepared,) = prepare_documents(config).sources
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     tokens = prepared.train.num_tokens + prepared.eval.num_tokens
     shutil.rmtree(cache)
     return seconds, tokens
 
 
 def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return MB of text a second of each participant, a number a round.
+    """Return MB of text per second of each participant, one number per round.
 
-    The bare tokeniser goes first and last: a machine that slows down meanwhile slows both.
+    The bare tokeniser runs first and last in each round, so that a machine that slows down slows it too.
     """
     from pipeline.data.tokenizer import train_tokenizer
 
@@ -119,13 +125,15 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
     files = folder / "files"
     files.mkdir()
     for number, text in enumerate(texts):
-        (files / f"{number:06}.py").write_bytes(text.encode())  # no line ends are translated
-    lengths = accumulate(len(text) for text in texts)
-    learned = [text for text, end in zip(texts, lengths, strict=True) if end <= TRAINING_CHARACTERS]
-    tokenizer, cache = folder / "bpe.json", folder / "cache"
-    tokenizer.write_text(train_tokenizer(learned, VOCAB_SIZE).backend_tokenizer.to_str(), "utf-8")
-    prepare_seconds(jsonl, tokenizer, cache)  # imports, and files into the page cache
-    found: dict[str, list[float]] = {name: [] for name in (RAW, *PREPARATIONS)}
+        (files / f"{number:06}.py").write_bytes(text.encode())  # bytes, so that line ends are not translated
+    ends = accumulate(len(text) for text in texts)
+    training_texts = [text for text, end in zip(texts, ends, strict=True) if end <= TRAINING_CHARACTERS]
+    tokenizer = folder / "bpe.json"
+    cache = folder / "cache"
+    tokenizer.write_text(train_tokenizer(training_texts, VOCAB_SIZE).backend_tokenizer.to_str(), "utf-8")
+    # A warm-up imports the modules and reads the files into the page cache.
+    prepare_seconds(jsonl, tokenizer, cache)
+    speeds: dict[str, list[float]] = {name: [] for name in (RAW, *PREPARATIONS)}
     for turn in range(arguments.prepare_rounds):
         first = raw_seconds(tokenizer, texts)
         counts = set()
@@ -133,24 +141,24 @@ def measure_prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, li
             source = jsonl if name.endswith("jsonl") else files
             seconds, tokens = prepare_seconds(source, tokenizer, cache)
             counts.add(tokens)
-            found[name].append(megabytes_of(texts) / seconds)
-        assert len(counts) == 1, f"not the same tokens from every format: {counts}"
-        found[RAW].append(2 * megabytes_of(texts) / (first + raw_seconds(tokenizer, texts)))
-    return found
+            speeds[name].append(megabytes_of(texts) / seconds)
+        assert len(counts) == 1, f"the formats gave different numbers of tokens: {counts}"
+        speeds[RAW].append(2 * megabytes_of(texts) / (first + raw_seconds(tokenizer, texts)))
+    return speeds
 
 
 def measure_wait(folder: Path) -> dict[str, float]:
-    """Return seconds of a step of the default run and of its wait for data: medians but for the first row.
+    """Return median seconds of a step of the default run, and of its wait for data, without the first row.
 
     Raises:
-        RuntimeError: the run failed.
+        RuntimeError: The run failed.
     """
     words = [f"runs_dir={folder}", "name=wait", f"max_steps={WAIT_STEPS}", "log.every=5"]
     words += ["eval.max_samples=8", "wandb.mode=disabled", "sample.max_new_tokens=0"]
     command = [sys.executable, "launch/train.py", "--deepspeed", "ds_configs/zero2.json", *words]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: code {done.returncode}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}\n{done.stderr}")
     (metrics,) = folder.glob("wait-*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [row for row in rows if "perf/step_time_seconds" in row][1:]
@@ -162,7 +170,8 @@ def measure_wait(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     arguments = parse_arguments()
-    console, about = new_console(), machine()
+    console = new_console()
+    about = machine()
     logging.getLogger("pipeline").setLevel(logging.WARNING)
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     results: dict[str, Any] = {"machine": about, "command": sys.argv[1:]}
@@ -177,7 +186,7 @@ def main() -> None:
         title = f"text into tokens: {arguments.megabytes:g} MB of Python"
         print_table(console, title, ["participant", "MB/s", f"over {RAW}"], lines)
     if arguments.loader_rounds:
-        # After the rest: this needs torch, which the processes that tokenise would import along with it.
+        # Imported only now: data_loader needs torch, which the tokenising processes would import too.
         import data_loader
 
         with tempfile.TemporaryDirectory(prefix="data-loader-", dir=arguments.folder) as folder:
@@ -186,22 +195,28 @@ def main() -> None:
         data_loader.print_rates(console, rates)
     if arguments.wait:
         with tempfile.TemporaryDirectory(prefix="data-wait-", dir=arguments.folder) as folder:
-            results["default_run"] = found = measure_wait(Path(folder))
-        share = found["wait_seconds"] / found["step_seconds"]
-        print(f"a step of the default run waits for data {share:.2%} of its time")
+            medians = measure_wait(Path(folder))
+        results["default_run"] = medians
+        share = medians["wait_seconds"] / medians["step_seconds"]
+        print(f"the default run waits for data {share:.2%} of a step's time")
     write_json(arguments.output, results)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--megabytes", type=float, default=66, help="of text")
-    add("--prepare-rounds", type=int, default=2, help="0: leave out")
-    add("--loader-rounds", type=int, default=7, help="0: leave out")
-    add("--loader-megabytes", type=int, default=200, help="of tokens that are read")
-    add("--wait", action=argparse.BooleanOptionalAction, default=True, help="of the default run for data")
-    add("--folder", type=Path, help="where the files are made; default: the system's temporary folder")
-    add("--output", type=Path, help="JSON file of all numbers")
+    add("--megabytes", type=float, default=66, help="size of the text to prepare, in MB")
+    add("--prepare-rounds", type=int, default=2, help="rounds of preparing; 0 skips it")
+    add("--loader-rounds", type=int, default=7, help="rounds of loading; 0 skips it")
+    add("--loader-megabytes", type=int, default=200, help="size of the tokens to load, in MB")
+    add(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure for how long the default run waits for data",
+    )
+    add("--folder", type=Path, help="folder for texts and caches; default: the system's temporary folder")
+    add("--output", type=Path, help="JSON file for all numbers")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""Tokens per second into a training loop, side by side; part of benchmarks/data.py.
+"""Compares how many tokens per second loaders deliver to a training loop; part of benchmarks/data.py.
 
-The pipeline's loader (shuffled, packed), nanoGPT's get_batch, and `datasets` with torch's DataLoader, in one
-process without workers: same tokens, sequence length and batch; batches of int64 inputs and labels. They
-read in turn, in short bursts.
+The participants are the pipeline's loader (shuffled, packed), nanoGPT's get_batch, and `datasets` with a
+torch DataLoader, in one process without workers. They read the same tokens with the same sequence length and
+batch size, as batches of int64 inputs and labels. They take turns in short bursts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from pipeline.data.packing import ConcatenatedRows, join_datasets
 from pipeline.data.sampler import MixtureOrder, SourceShare
 
 Read = Callable[[], Any]
-LENGTH, BATCH = 1024, 32
-DOCUMENT, END = 1000, 50_000  # tokens of a document, end included; id of its last one
+LENGTH = 1024
+BATCH = 32
+DOCUMENT = 1000  # tokens of a document, including its last one
+END = 50_000  # id of each document's last token
 BURST_SECONDS = 0.5
-OURS, APART = "ours", "ours, documents apart"
+OURS = "ours"
+APART = "ours, documents apart"
 
 
 def write_tokens(path: Path, num_tokens: int) -> Path:
@@ -40,7 +43,7 @@ def write_tokens(path: Path, num_tokens: int) -> Path:
 
 
 def ours(path: Path, *, separate: bool) -> Read:
-    """Return the pipeline's loader over the file."""
+    """Return the pipeline's loader over the file; `separate` keeps the documents of a row apart."""
     tokens = np.memmap(path, np.uint16, mode="r")
     ends = np.arange(DOCUMENT, len(tokens) + 1, DOCUMENT)
     part = SimpleNamespace(tokens=tokens, ends=ends, loss_mask=None, num_tokens=len(tokens))
@@ -61,10 +64,10 @@ def ours(path: Path, *, separate: bool) -> Read:
 
 
 def nano_gpt(path: Path) -> Read:
-    """Return get_batch of nanoGPT's train.py: random windows, so that an epoch is no epoch."""
+    """Return get_batch of nanoGPT's train.py, which reads random windows and has no epochs."""
 
     def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
-        data = np.memmap(path, dtype=np.uint16, mode="r")  # anew each time, as there, against a memory leak
+        data = np.memmap(path, dtype=np.uint16, mode="r")  # reopened for each batch, as nanoGPT does
         ix = torch.randint(len(data) - LENGTH, (BATCH,))
         x = torch.stack([torch.from_numpy((data[i : i + LENGTH]).astype(np.int64)) for i in ix])
         y = torch.stack([torch.from_numpy((data[i + 1 : i + 1 + LENGTH]).astype(np.int64)) for i in ix])
@@ -88,18 +91,18 @@ def hugging_face(path: Path, folder: Path) -> Read:
         inputs = torch.stack([item["input_ids"] for item in items])
         return {"input_ids": inputs, "labels": inputs.clone()}
 
-    def without_end() -> Iterator[dict[str, torch.Tensor]]:
+    def repeat_batches() -> Iterator[dict[str, torch.Tensor]]:
         while True:
             yield from torch.utils.data.DataLoader(
                 dataset, batch_size=BATCH, shuffle=True, drop_last=True, collate_fn=collate
             )
 
-    return without_end().__next__
+    return repeat_batches().__next__
 
 
 def measure(folder: Path, megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return tokens per second of each participant, a number a round."""
-    torch.set_num_threads(1)  # one process; threads that wait for work would spin on the other cores
+    """Return tokens per second of each participant, one number per round."""
+    torch.set_num_threads(1)  # idle threads would spin on the other cores
     path = write_tokens(folder / "tokens", megabytes * 10**6 // 2)
     participants: dict[str, Read] = {
         OURS: ours(path, separate=False),
@@ -107,30 +110,31 @@ def measure(folder: Path, megabytes: int, rounds: int) -> dict[str, list[float]]
         "nanoGPT": nano_gpt(path),
         "datasets + DataLoader": hugging_face(path, folder / "rows"),
     }
-    found: dict[str, list[float]] = {name: [] for name in participants}
+    rates: dict[str, list[float]] = {name: [] for name in participants}
     for read in participants.values():
         seconds_of(read, 20)
     for turn in range(rounds):
         for name in [*participants][:: 1 if turn % 2 == 0 else -1]:
             read = participants[name]
             batches = max(3, min(1000, int(BURST_SECONDS / seconds_of(read, 3) * 3)))
-            found[name].append(batches * BATCH * LENGTH / seconds_of(read, batches))
-    return found
+            rates[name].append(batches * BATCH * LENGTH / seconds_of(read, batches))
+    return rates
 
 
 def seconds_of(read: Read, times: int) -> float:
-    begin = time.perf_counter()
+    """Return the seconds of so many reads."""
+    start = time.perf_counter()
     for _ in range(times):
         read()
-    return time.perf_counter() - begin
+    return time.perf_counter() - start
 
 
 def print_rates(console: Console, rates: dict[str, list[float]]) -> None:
-    """Print the rates, and of each participant what the pipeline's is over it."""
+    """Print each participant's rate, and the ratio of the pipeline's rate to it."""
     lines = []
     for name, rounds in rates.items():
-        each = [own / theirs for own, theirs in zip(rates[APART], rounds, strict=True)]
-        ratio = "" if name == APART else f"{median(each):.2f}  ({min(each):.2f}-{max(each):.2f})"
+        ratios = [ours / theirs for ours, theirs in zip(rates[APART], rounds, strict=True)]
+        ratio = "" if name == APART else f"{median(ratios):.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
         lines.append([name, f"{median(rounds) / 1e6:,.1f}", ratio])
     columns = ["participant", "million tokens/s", f"{APART} / it  (min-max)"]
     print_table(console, "one process, no workers", columns, lines)

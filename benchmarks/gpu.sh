@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# What needs a CUDA machine. One part a call, each under ten minutes: bash benchmarks/gpu.sh first
-#   first   550 s: versions and ceilings, loss curves, the tests marked gpu, and tokens/s of GPT-2 124M and of a
-#           1.2B Llama beside compiled PyTorch, the Trainer and fp8. Call `second` within 30 s of its end.
+# Runs the measurements that need a GPU, one part per call, each under ten minutes: bash benchmarks/gpu.sh first
+#   first   550 s: versions and limits of the GPU, loss curves, the tests marked gpu, and tokens/s of GPT-2 124M and
+#           a 1.2B Llama against compiled PyTorch, the Trainer and fp8. Call `second` within 30 s of its end.
 #   second  110 s: kernels and host waits of a step of each engine
-#   gpt2 | 1b | 8b   tokens/s, MFU, memory: ours, packed and not, beside its peers; 8b needs 130 GB
-#   8b-lora  the same of an adapter on all linear layers, without recomputation, beside peft's
-#   ckpt    what a save costs the training that goes on
-# Results go to $OUT, else to benchmarks/results/, a line after every participant: a kill loses nothing.
-# Without a GPU (or with TINY=1) it goes through the same motions with a tiny model.
+#   gpt2 | 1b | 8b   tokens/s, MFU and memory with and without packing, against the peers; 8b needs 130 GB
+#   8b-lora  the same for an adapter on all linear layers, without recomputation, against peft
+#   ckpt    cost of a save for the training that continues
+# Results go to $OUT, or to benchmarks/results/. Each participant's line is written at once, so a kill loses no line.
+# Without a GPU (or with TINY=1) every part runs with a tiny model.
 #
-# A machine without network needs the wheels in .whl/, which git ignores; made on one that has it by
+# A machine without network needs wheels in .whl/, which git ignores. Make them on a machine with network:
 #   pip wheel --no-deps --no-build-isolation "deepspeed==0.19.8" hjson -w .whl
 #   there="--only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d .whl"
 #   pip download $there pydantic xxhash && pip download $there --no-deps liger-kernel "transformers>=5.23"
 #   pip download $there --platform manylinux_2_28_x86_64 --no-deps "torchao>=0.18,<0.19"
-# which are 20 MB beside the torch, accelerate, peft, rich, psutil and numpy of that machine.
+# They have 20 MB. The machine without network must have torch, accelerate, peft, rich, psutil and numpy.
 set -u
 cd "$(dirname "$0")/.."
 parts="first|second|gpt2|1b|8b|8b-lora|ckpt"
 if [[ "|$parts|" != *"|${1:-none}|"* ]]; then
-  echo "bash benchmarks/gpu.sh $parts: which one? Given: ${1:-nothing}" >&2
+  echo "gpu.sh: got ${1:-no part}, expected one of $parts, such as: bash benchmarks/gpu.sh first" >&2
   exit 2
 fi
 results=${OUT:-benchmarks/results} python=${PYTHON:-python3} minutes=${MINUTES:-8}
@@ -33,13 +33,13 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 tiny=${TINY:-$("$python" -c "import torch; print(int(not torch.cuda.is_available()))")} || exit 1
 failed=0
 seconds=$((60 * minutes))
-# A part that takes longer is interrupted, so that it sums up what it has, and the next one has its turn.
+# A program that takes longer is interrupted, so that it summarizes its results and the next program can run.
 run() {
-  local planned=$((seconds * (tiny ? 10 : 1))) begun=$SECONDS # processors are busier and slower than planned for
+  local planned=$((seconds * (tiny ? 10 : 1))) begun=$SECONDS # CPUs are slower, so they get ten times as long
   timeout -s INT -k 15 "$planned" "$python" "$@" || failed=1
   echo "== $1 $2: $((SECONDS - begun)) s of $planned"
 }
-measure() { # model, further options: a tiny one in its place, and nothing compiled, where there is no GPU
+measure() { # MODEL OPTIONS...; without a GPU a tiny model, and without the compiled peers
   local small=() model=$1 file=$results/${name:-$1}
   [ "$tiny" = 1 ] && model=tiny && small=(--micro-batch-size 2 --precision fp32 --warmup 2 --steps 2 --rounds 1 --peers trainer)
   run benchmarks/throughput.py --model "$model" --precision bf16 --ranks 1 --append "$file.jsonl" \
@@ -52,7 +52,7 @@ little=() census=(--model gpt2-124m)
 case $1 in
 first)
   seconds=25 run benchmarks/gpu_facts.py ${little[@]+"${little[@]}"} --output "$results/facts.jsonl"
-  # Nothing of these is timed: curves and tests share the machine.
+  # Curves and tests run together, because neither is timed.
   (seconds=${CURVE_SECONDS:-210} run benchmarks/gpu_curve.py ${little[@]+"${little[@]}"} --output "$results/curve.jsonl" &&
     exit $failed) &
   if "$python" -c "import pytest, xdist" 2>/dev/null; then
@@ -81,7 +81,7 @@ gpt2)
   ;;
 8b)
   if [ "$tiny" = 0 ] && ! "$python" -c "import sys, torch; sys.exit(torch.cuda.mem_get_info()[1] < 130e9)"; then
-    echo "8b: training 8 billion weights takes 16 bytes each, 130 GB; this GPU has less. Run 8b-lora." >&2
+    echo "8b: training 8 billion weights takes 16 bytes for each, 130 GB; this GPU has less. Run: bash benchmarks/gpu.sh 8b-lora" >&2
     exit 2
   fi
   # shellcheck disable=SC2086

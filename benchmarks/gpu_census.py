@@ -1,9 +1,10 @@
-"""Counts what a step costs besides arithmetic.
+"""Counts the kernels and host waits of a step, engine by engine.
 
     python benchmarks/gpu_census.py --engines plain 2 3 --output FILE
 
-For each engine, after a few steps: how often the host waits for the device, and where; kernels, the device's
-busy share, the longest kernels, gaps and memory. On a CPU operators are counted in place of kernels.
+After a few steps of each engine, it records how often and where the host waits for the device. Then it
+profiles two steps: kernels, the device's busy share, the longest kernels, gaps and memory. On a CPU it counts
+operators instead of kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from throughput import Group, group_tasks
 from torch.profiler import ProfilerActivity, profile
 from workload import JSON_FILES, MODELS, Workload
 
-WARM, COUNTED = 5, 2  # steps before anything is counted, and steps of each count
+WARM = 5  # steps before the first count
+COUNTED = 2  # steps of each count
 GAP_MICROSECONDS = 100
 SYNC = "synchronizing CUDA operation"
 
@@ -39,14 +41,14 @@ class HostWaits:
 
     def __init__(self) -> None:
         self.stacks: Counter[str] = Counter()
-        """Innermost frames outside torch -> number of waits there."""
+        """Innermost frames outside of torch -> number of waits there."""
         self._cleanup = ExitStack()
 
     def __enter__(self) -> HostWaits:
         with ExitStack() as entered:
             entered.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
-            warnings.showwarning = self._note  # type: ignore[assignment]
+            warnings.showwarning = self._count  # type: ignore[assignment]
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("warn")
                 entered.callback(torch.cuda.set_sync_debug_mode, "default")
@@ -56,15 +58,15 @@ class HostWaits:
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def _note(self, message: Warning | str, *_: Any, **__: Any) -> None:
+    def _count(self, message: Warning | str, *_: Any, **__: Any) -> None:
         if SYNC in str(message):
             frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
-            shown = [f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in frames[-3:]]
-            self.stacks[" < ".join(reversed(shown))] += 1
+            innermost = [f"{'/'.join(Path(f.filename).parts[-2:])}:{f.lineno} {f.name}" for f in frames[-3:]]
+            self.stacks[" < ".join(reversed(innermost))] += 1
 
 
 class Census(Gate):
-    """A gate that counts the waits of two steps, then profiles two steps, then ends the loop."""
+    """Counts the host waits of two steps, profiles two more steps, and ends the loop."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -81,7 +83,7 @@ class Census(Gate):
             self._waits.__enter__()
         elif self._step == WARM + COUNTED:
             self._waits.__exit__()
-            self._note_waits()
+            self._record_waits()
             on_gpu = torch.cuda.is_available()
             self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
             self._profiler.__enter__()
@@ -93,7 +95,8 @@ class Census(Gate):
             self.found |= summary(self._profiler.events(), seconds)
             raise FinishedError
 
-    def _note_waits(self) -> None:
+    def _record_waits(self) -> None:
+        """Record host waits and memory per step; on a CPU there are none."""
         if not torch.cuda.is_available():
             self.found["host_waits"] = None
             return
@@ -107,25 +110,28 @@ class Census(Gate):
 
 
 def summary(events: Any, seconds: float) -> dict[str, Any]:
-    """Return a profile of COUNTED steps in numbers a step.
+    """Summarize a profile of COUNTED steps as numbers per step.
 
     Args:
-        events: torch.profiler's.
-        seconds: That they took.
+        events: Events of torch.profiler.
+        seconds: Wall time of these steps.
     """
     on_device = sorted(filter(is_kernel, events), key=lambda each: each.time_range.start)
     operators = [event for event in events if event.name.startswith("aten::")]
     spent: Counter[str] = Counter()
     for event in on_device or operators:
         spent[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
-    busy, gaps, end = 0.0, 0, None
+    busy = 0.0  # microseconds
+    gaps = 0
+    busy_until = None
     for event in on_device:
-        begin, until = event.time_range.start, event.time_range.end
-        if end is not None:
-            gaps += begin - end > GAP_MICROSECONDS
-            begin = max(begin, end)
-        busy += max(0.0, until - begin)
-        end = until if end is None else max(until, end)
+        start = event.time_range.start
+        end = event.time_range.end
+        if busy_until is not None:
+            gaps += start - busy_until > GAP_MICROSECONDS
+            start = max(start, busy_until)
+        busy += max(0.0, end - start)
+        busy_until = end if busy_until is None else max(end, busy_until)
     return {
         "operators": len(operators) / COUNTED,
         "host_reads": sum(event.name == "aten::_local_scalar_dense" for event in operators) / COUNTED,
@@ -138,7 +144,7 @@ def summary(events: Any, seconds: float) -> dict[str, Any]:
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
-    """Run the participant's loop behind a Census; `gate` is not used."""
+    """Run the participant's loop with a `Census` as its gate; `gate` is not used."""
     import loops
 
     census = Census()
@@ -151,7 +157,11 @@ def main() -> int:
     add("--model", choices=MODELS, default="gpt2-124m")
     add("--engines", nargs="+", choices=["plain", *JSON_FILES], default=["plain", *JSON_FILES])
     add("--precision", choices=["fp32", "bf16"], default="bf16")
-    add("--output", type=Path, help="JSON lines, one an engine, as soon as it is there")
+    add(
+        "--output",
+        type=Path,
+        help="file of JSON lines; each engine is appended at once",
+    )
     arguments = parser.parse_args()
     failed = False
     for engine in arguments.engines:

@@ -1,7 +1,7 @@
 """Compares loss curves of this device with fp32 on a CPU: `python benchmarks/gpu_curve.py --output FILE`.
 
-Trains small models for 20 steps the way a run does by default on this device (on a GPU: compiled blocks,
-attention by document, the fused loss), under plain PyTorch, ZeRO 2 and ZeRO 3. Loss and gradient norm of each
+It trains small models for 20 steps with the defaults of this device, under plain PyTorch, ZeRO 2 and ZeRO 3.
+On a GPU these are compiled blocks, attention by document and the fused loss. Loss and gradient norm of each
 step must stay close to curve_reference.json, which --write-reference computes in fp32 on a CPU.
 """
 
@@ -47,9 +47,10 @@ from pipeline.training.assemble import build_engine, build_loader
 
 REFERENCE = Path(__file__).with_name("curve_reference.json")
 STEPS = 20
-# Largest relative difference to the reference in any step: loss, gradient norm. In bf16 about 2.5 times what
-# a CPU showed. Under ZeRO the loss differs more: parameters are bf16, while autocast keeps fp32 ones.
-BANDS = {
+# Largest relative difference of loss and gradient norm from the reference in any step. The values for bf16
+# are about 2.5 times the differences on a CPU. Under ZeRO the loss differs more, because parameters are bf16;
+# autocast keeps them in fp32.
+TOLERANCES = {
     ("fp32", "plain"): (1e-5, 1e-4),
     ("fp32", "zero"): (1e-5, 1e-4),
     ("bf16", "plain"): (5e-4, 8e-3),
@@ -57,7 +58,7 @@ BANDS = {
 }
 SPLITS = {"plain": None, **{stage: JSON_FILES[stage] for stage in ("2", "3")}}
 SIZES: dict[str, dict[str, int]] = {
-    # No multiple of 64: on a GPU the loss fills the vocabulary up to one.
+    # The vocabulary is not a multiple of 64, so that the loss on a GPU has to pad it.
     "full": {"hidden_size": 256, "length": 256, "vocab_size": 1003, "micro_batch_size": 2},
     "tiny": {"hidden_size": 64, "length": 64, "vocab_size": 203, "micro_batch_size": 4},
 }
@@ -69,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A model with its rows, which has a reference."""
+    """Model and rows of a loss curve that has a reference."""
 
     architecture: str
     packed: bool = False
@@ -93,20 +94,23 @@ CURVES = {
 
 
 @dataclass
-class Trained:
-    """The curve of one case, and how it was computed."""
+class TrainedCurve:
+    """Losses and gradient norms of one case, and the way they were computed."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     inputs: str = ""
     """Checksum of the rows and the first weights."""
     facts: dict[str, Any] = field(default_factory=dict)
+    """Number of compiled blocks and graphs, and the pipeline's log lines about compilation and attention."""
 
 
 @contextmanager
-def noted() -> Iterator[list[str]]:
-    """Collect the pipeline's lines of compilation and attention."""
-    log, handler, lines = logging.getLogger("pipeline"), logging.Handler(), list[str]()
+def capture_notes() -> Iterator[list[str]]:
+    """Collect the pipeline's log lines about compilation and attention."""
+    log = logging.getLogger("pipeline")
+    handler = logging.Handler()
+    lines: list[str] = []
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     handler.addFilter(lambda record: record.getMessage().startswith(("compile:", "attention:")))
     log.setLevel(logging.INFO)
@@ -156,23 +160,24 @@ def train(
     steps: int = STEPS,
     compiled: str = "auto",
     overrides: Sequence[str] = (),
-) -> Trained:
+) -> TrainedCurve:
     """Train one case as a run does, and return its curve.
 
     Args:
-        job: With a process group, which plain PyTorch does not use.
+        job: Job with a process group, which plain PyTorch does not use.
         curve: Model and data.
         split: Key of SPLITS.
         precision: `fp32` or `bf16`.
         size: Key of SIZES.
-        steps: Number of steps, at most STEPS. The schedule is that of STEPS.
-        compiled: Whether blocks are compiled: `auto`, `true` or `false`.
-        overrides: Further `key=value` for the recipe.
+        steps: Number of steps, at most STEPS. The schedule always spans STEPS.
+        compiled: Value of the setting that compiles blocks: `auto`, `true` or `false`.
+        overrides: Further overrides `key=value` of the recipe.
     """
     with ExitStack() as cleanup:
         cleanup.callback(_release)
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="curve-")))
-        weights, path = folder / "model.safetensors", folder / "recipe.yaml"
+        weights = folder / "model.safetensors"
+        path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe(curve, SIZES[size], weights)))
         file = SPLITS[split]
         words = [f"engine.precision={precision}", f"engine.compile={compiled}"]
@@ -183,13 +188,14 @@ def train(
             job = Job(job.ranks, job.device)
         json_path = None if file is None else REPOSITORY / "ds_configs" / file
         settings = load_settings(path, json_path, [*words, *overrides])
-        config, data = settings.config, prepare_data(settings.config.data)
+        config = settings.config
+        data = prepare_data(config.data)
         skeleton = build_model(
             config.model, build_model_request(config, data, NoSharding(), draws=False), config.seed
         )
         curve_inputs.write_weights(skeleton, weights)
         resolved = settings.resolve(job.ranks.world_size, describe_device(job.device))
-        notes = cleanup.enter_context(noted())
+        notes = cleanup.enter_context(capture_notes())
         engine = build_engine(config, resolved, job, data)
         cleanup.callback(engine.close)
         objective = build_objective(config, resolved.compile)
@@ -201,8 +207,8 @@ def train(
             assert config.optimizer.learning_rate is not None
             rate = config.optimizer.learning_rate * learning_rate_multiplier(config.schedule, step, STEPS)
             results.append(engine.train_step(loader.next_group(), objective, rate, 0))
-        trained = Trained(inputs=curve_inputs.checksum(data.train, weights))
-        for result in results:  # read at the end: each read waits for the device
+        trained = TrainedCurve(inputs=curve_inputs.checksum(data.train, weights))
+        for result in results:  # read after the last step, because each read waits for the device
             trained.losses.append(float(mean_loss(result.loss_sum, result.global_count)))
             trained.norms.append(math.nan if result.grad_norm is None else float(result.grad_norm))
         trained.facts = {
@@ -214,7 +220,7 @@ def train(
 
 
 def _release() -> None:
-    """Free what the case before left, and forget what was compiled for it."""
+    """Free the memory of the finished case, and discard its compiled code."""
     gc.collect()
     torch._dynamo.reset()
     counters.clear()
@@ -223,7 +229,7 @@ def _release() -> None:
 
 
 def compiled_blocks(model: nn.Module) -> int:
-    """Return how many blocks compute by a compiled function; 0 after a compilation failed."""
+    """Return the number of blocks that run a compiled function; 0 after a failed compilation."""
     shared = [
         getattr(getattr(vars(module).get("forward"), "__func__", None), "of_blocks", None)
         for module in model.modules()
@@ -232,35 +238,35 @@ def compiled_blocks(model: nn.Module) -> int:
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float | None:
-    """Return the largest relative difference of all steps; None if no value is finite."""
+    """Return the largest relative difference of all steps; `None` if no value is finite."""
     pairs = zip(found, expected[: len(found)], strict=True)
     return max((abs(a - b) / abs(b) for a, b in pairs if math.isfinite(a)), default=None)
 
 
 def reference_of(curve: Curve, size: str) -> dict[str, Any]:
-    """Return losses, norms and the checksum of the inputs as --write-reference found them."""
-    found: dict[str, Any] = json.loads(REFERENCE.read_text())["curves"][size][curve.name]
-    return found
+    """Return losses, norms and the checksum of the inputs from the reference file."""
+    reference: dict[str, Any] = json.loads(REFERENCE.read_text())["curves"][size][curve.name]
+    return reference
 
 
-def judge(trained: Trained, reference: dict[str, Any], precision: str, split: str) -> dict[str, Any]:
+def judge(trained: TrainedCurve, reference: dict[str, Any], precision: str, split: str) -> dict[str, Any]:
     """Compare a curve with its reference.
 
     Raises:
-        ValueError: the reference was computed from other rows or first weights.
+        ValueError: The reference was computed from other rows or first weights.
     """
     if trained.inputs != reference["inputs"]:
         raise ValueError(
             f"rows and first weights have checksum {trained.inputs}, expected {reference['inputs']} as in "
-            f"{REFERENCE.name}: write it again with --write-reference"
+            f"{REFERENCE.name}; if that is intended, run with --write-reference"
         )
     nonfinite = sum(not math.isfinite(value) for value in (*trained.losses, *trained.norms))
     differences = (
         largest_difference(trained.losses, reference["losses"]),
         largest_difference(trained.norms, reference["norms"]),
     )
-    allowed = BANDS[precision, "plain" if split == "plain" else "zero"]
-    within = [d is not None and d <= most for d, most in zip(differences, allowed, strict=True)]
+    allowed = TOLERANCES[precision, "plain" if split == "plain" else "zero"]
+    within = [d is not None and d <= limit for d, limit in zip(differences, allowed, strict=True)]
     return {
         "largest_loss_difference": differences[0],
         "largest_norm_difference": differences[1],
@@ -271,7 +277,7 @@ def judge(trained: Trained, reference: dict[str, Any], precision: str, split: st
 
 
 def run_case(job: Job, curve: Curve, split: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train one case and return its record, also where it fails."""
+    """Train one case and return its record; a case that fails has a record too."""
     size = "tiny" if arguments.tiny else "full"
     record: dict[str, Any] = {
         "curve": curve.name,
@@ -285,7 +291,7 @@ def run_case(job: Job, curve: Curve, split: str, arguments: argparse.Namespace) 
         trained = train(job, curve, split, arguments.precision, size=size)
         record |= judge(trained, reference_of(curve, size), arguments.precision, split)
         record |= {**trained.facts, "losses": trained.losses, "norms": trained.norms}
-    except Exception as error:  # the other cases still tell something
+    except Exception as error:  # a failed case must not stop the others
         traceback.print_exc()
         lines = str(error).splitlines() or [""]
         record |= {"holds": False, "failed": f"{type(error).__name__}: {lines[0]}"}
@@ -297,9 +303,9 @@ def write_reference(job: Job) -> None:
     curves: dict[str, dict[str, Any]] = {}
     for size in SIZES:
         for name, curve in CURVES.items():
-            found = train(job, curve, "plain", "fp32", size=size, compiled="false")
-            print(f"{size} {name}: loss {found.losses[0]:.4f} to {found.losses[-1]:.4f}", flush=True)
-            values = {"inputs": found.inputs, "losses": found.losses, "norms": found.norms}
+            trained = train(job, curve, "plain", "fp32", size=size, compiled="false")
+            print(f"{size} {name}: loss {trained.losses[0]:.4f} to {trained.losses[-1]:.4f}", flush=True)
+            values = {"inputs": trained.inputs, "losses": trained.losses, "norms": trained.norms}
             curves.setdefault(size, {})[name] = values
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     REFERENCE.write_text(json.dumps({**versions, "curves": curves}, indent=1) + "\n")
@@ -310,8 +316,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, help="append each case's record to this file of JSON lines as soon as it ends")
     add("--precision", choices=["fp32", "bf16"], default="bf16")
-    add("--cases", nargs="+", choices=list(CURVES), default=list(CURVES), metavar="NAME", help="of these")
-    add("--tiny", action="store_true", help="smaller models, with a reference of their own")
+    names = f"curves to train, by default all: {', '.join(map(repr, CURVES))}"
+    add("--cases", nargs="+", choices=list(CURVES), default=list(CURVES), metavar="NAME", help=names)
+    add("--tiny", action="store_true", help="train smaller models, which have a separate reference")
     add("--write-reference", action="store_true", help=f"compute {REFERENCE.name} on this CPU")
     return parser.parse_args(words)
 
@@ -327,7 +334,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 return 2
             write_reference(job)
             return 0
-        for split in SPLITS:  # plain first: where time is short, each model has had its turn
+        for split in SPLITS:  # plain first, so that a run that is interrupted has trained every model
             for name in arguments.cases:
                 record = run_case(job, CURVES[name], split, arguments)
                 append_line(arguments.output, record)
@@ -337,10 +344,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print("interrupted: the cases that follow were not trained", file=sys.stderr)
     finally:
         job.close()
-    held = sum(record["holds"] for record in records)
-    wanted = len(arguments.cases) * len(SPLITS)
-    print(f"{held} of {wanted} curves hold")
-    return 0 if held == wanted else 1
+    num_holding = sum(record["holds"] for record in records)
+    num_cases = len(arguments.cases) * len(SPLITS)
+    print(f"{num_holding} of {num_cases} curves hold")
+    return 0 if num_holding == num_cases else 1
 
 
 def summary_line(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The training loops that are compared, each as its users write it. All start from the pipeline's weights."""
+"""Training loops of all participants, each as its users write it. All start from the pipeline's weights."""
 
 from __future__ import annotations
 
@@ -38,31 +38,34 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model at the end of its loop."""
+class TrainedModel:
+    """Model at the end of its loop."""
 
     model: nn.Module
     probe: Batch
+    """Fixed batch on which the trained models are compared."""
     loss_of: Callable[[Batch], Tensor]
-    """Collective: the mean loss of a batch, dropout off."""
+    """Function that returns the mean loss of a batch without dropout. Collective."""
 
 
 def take_part(task: Task, gate: Gate) -> dict[str, Any]:
-    """Train until the gate has enough; return the loss on one fixed batch, and what the run took."""
-    logging.basicConfig(format="%(message)s", level=logging.INFO)  # what is compiled, what computes attention
+    """Train until the gate ends the loop; return the loss on a fixed batch, FLOPs and peak memory."""
+    # The log has the lines about compilation and attention.
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     trained = train(task, gate)
     with torch.no_grad():
         loss = float(trained.loss_of(trained.probe))
     if task.peer.startswith("trainer"):
-        # At ZeRO 3 it leaves that on for every model that is made afterwards, also one to count the FLOPs of.
+        # At ZeRO 3 the Trainer leaves this set, which would shard every later model, also one to count FLOPs.
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated() / 2**30
-        if (rows := task.folder / "run" / "metrics.jsonl").exists():  # ours: each row's peak is its own
-            of_rows = (json.loads(line) for line in rows.read_text().splitlines())
-            memory = max([memory, *(row.get("memory/peak_allocated_gib", 0.0) for row in of_rows)])
+        record = task.folder / "run" / "metrics.jsonl"
+        if record.exists():  # the pipeline resets the peak with every row that it writes
+            rows = [json.loads(line) for line in record.read_text().splitlines()]
+            memory = max([memory, *(row.get("memory/peak_allocated_gib", 0.0) for row in rows)])
     else:
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     frozen = read_settings(task).config.adapter is not None
@@ -70,7 +73,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
     return {"loss": loss, "flops_per_token": flops, "peak_memory_gib": memory}
 
 
-def train(task: Task, gate: Gate) -> Trained:
+def train(task: Task, gate: Gate) -> TrainedModel:
     """Run the participant's loop until the gate ends it."""
     if os.environ.get(DRAW_ON_DEVICE):
         huggingface.initialise_weights = draw_on_device
@@ -78,7 +81,7 @@ def train(task: Task, gate: Gate) -> Trained:
 
 
 def read_settings(task: Task, overrides: tuple[str, ...] = ()) -> Settings:
-    """Read the participant's recipe and JSON, in its precision."""
+    """Load the participant's recipe and JSON, with overrides for its precision and run directory."""
     words = [f"run_dir={task.folder / 'run'}", *overrides]
     if task.json is not None:
         words += [f"ds.bf16.enabled={str(task.precision == 'bf16').lower()}", "ds.fp16.enabled=false"]
@@ -87,27 +90,28 @@ def read_settings(task: Task, overrides: tuple[str, ...] = ()) -> Settings:
 
 @torch.no_grad()
 def draw_on_device(model: Any, sharding: Sharding, draws: bool) -> None:
-    """Draw first weights on the GPU, in seconds where a core takes a minute for 8 billion.
+    """Draw first weights on the GPU, which takes seconds for 8 billion; a CPU core takes over a minute.
 
-    Every participant has the same ones; they are not those of a run, which are the same on any device.
+    All participants get the same weights. They differ from those of a run, which are equal on every device.
     """
-    initialise_weights(model, sharding, draws=False)  # what modules with buffers need
+    initialise_weights(model, sharding, draws=False)  # fills buffers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         with sharding.gather([parameter]):
             if parameter.dim() > 1:
-                drawn = torch.empty(parameter.shape, device=device)
-                parameter.copy_(drawn.normal_(std=0.02, generator=generator))
+                values = torch.empty(parameter.shape, device=device)
+                parameter.copy_(values.normal_(std=0.02, generator=generator))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     model.tie_weights()
 
 
-def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
-    """Train the pipeline's own run, with everything but evaluation and checkpoints."""
+def ours(task: Task, settings: Settings, gate: Gate) -> TrainedModel:
+    """Train a run of the pipeline, without evaluation and checkpoints."""
     run = pipeline.Run(settings)
-    engine, store = run._parts.engine, run._parts.checkpoints
+    engine = run._parts.engine
+    store = run._parts.checkpoints
     gate.offer_save(lambda folder, step: store.save(engine, {"global_step": step}), store)
     with suppress(FinishedError):
         while True:
@@ -118,12 +122,12 @@ def ours(task: Task, settings: Settings, gate: Gate) -> Trained:
         loss = engine.eval_step(batch, CausalLM())
         return loss.loss_sum / loss.count
 
-    return Trained(run.model, Script(settings).probe(), loss_of)
+    return TrainedModel(run.model, Script(settings).probe(), loss_of)
 
 
 @dataclass(frozen=True)
 class Script:
-    """The parts of a peer's script besides its loop: settings, data, device, model, optimizer."""
+    """Makes what a peer's script needs besides its loop: data, device, model, optimizer and batches."""
 
     settings: Settings
 
@@ -140,28 +144,29 @@ class Script:
         return PeerDataset(samples, ShuffledOrder(len(samples), self.settings.config.seed))
 
     def model(self) -> nn.Module:
-        """Return the model with the pipeline's weights, on the CPU, under an adapter if one is asked for."""
+        """Return the model with the pipeline's weights on the CPU, with an adapter if the recipe has one."""
         config = self.settings.config
         model = build_model(config.model, build_model_request(config, self.data, NoSharding()), config.seed)
         if getattr(config.model, "activation_checkpointing", "none") != "none":
-            model.gradient_checkpointing_enable()  # all blocks, as transformers offers it
+            model.gradient_checkpointing_enable()  # transformers can recompute only all blocks
         return model if config.adapter is None else self._with_adapter(model)
 
     def _with_adapter(self, model: nn.Module) -> nn.Module:
-        """Wrap all linear layers but the output layer by peft, with the first values that ours has."""
+        """Wrap all linear layers except the output layer by peft, with the first values of our adapter."""
         from peft import LoraConfig, get_peft_model
 
-        config, adapter = self.settings.config, self.settings.config.adapter
+        config = self.settings.config
+        adapter = config.adapter
         assert adapter is not None
         if self.settings.deepspeed is None and config.engine.precision == "bf16":
-            model = model.to(torch.bfloat16)  # as ours holds the base
-        how = LoraConfig(
+            model = model.to(torch.bfloat16)  # the pipeline keeps the base in bf16, too
+        lora = LoraConfig(
             r=adapter.rank or DEFAULT_ADAPTER_RANK,
             lora_alpha=adapter.alpha or DEFAULT_ADAPTER_ALPHA,
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        wrapped = get_peft_model(model, how)
+        wrapped = get_peft_model(model, lora)
         with torch.no_grad():
             for name, parameter in wrapped.get_base_model().named_parameters():
                 if ".lora_" in name:
@@ -169,9 +174,11 @@ class Script:
         return wrapped
 
     def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        """Return fused AdamW with the recipe's numbers; vectors have no weight decay."""
         numbers = self.settings.config.optimizer
         trained = [p for p in model.parameters() if p.requires_grad]
-        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        matrices = [p for p in trained if p.dim() >= 2]
+        vectors = [p for p in trained if p.dim() < 2]
         groups = [
             {"params": matrices, "weight_decay": numbers.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -185,7 +192,7 @@ class Script:
         )
 
     def batches(self) -> Iterator[Batch]:
-        """Yield batches on the device, without end."""
+        """Yield batches on the device, epoch after epoch."""
         dataset = self.dataset()
         loader = DataLoader(
             dataset,
@@ -199,22 +206,25 @@ class Script:
                 yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def probe(self) -> Batch:
-        """Return one fixed batch to compare the trained models on; every rank has the same."""
+        """Return the fixed batch on which the trained models are compared; it is the same on every rank."""
         dataset = self.dataset()
         items = [dataset[i] for i in range(self.settings.config.batch.micro_batch_size or 1)]
         return {key: torch.stack([item[key] for item in items]).to(self.device) for key in items[0]}
 
 
 def mean_loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Return transformers' own loss, or the pipeline's for peers named `...+our-loss`."""
+    """Return the loss of transformers, or for peers named `...+our-loss` the pipeline's."""
     if not task.peer.endswith("+our-loss"):
         return model(**batch).loss
     loss = CausalLM()(model, batch)
     return loss.loss_sum / loss.count
 
 
-def bare_pytorch(task: Task, settings: Settings, gate: Gate) -> Trained:
-    """PyTorch alone: DDP at several ranks, torch.compile or fully_shard where the peer's name says so."""
+def bare_pytorch(task: Task, settings: Settings, gate: Gate) -> TrainedModel:
+    """Train with PyTorch alone.
+
+    Several ranks use DDP. `pytorch-compiled` compiles the model, and `fsdp2-compiled` shards compiled blocks.
+    """
     script = Script(settings)
     if task.world_size > 1:
         dist.init_process_group("nccl" if script.device.type == "cuda" else "gloo")
@@ -223,7 +233,7 @@ def bare_pytorch(task: Task, settings: Settings, gate: Gate) -> Trained:
         module.compile()  # the whole model, as torch's documentation shows
     model = module
     if task.peer == "fsdp2-compiled":
-        model = fully_sharded(module, task.precision)
+        model = compile_and_shard(module, task.precision)
     elif task.world_size > 1:
         model = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = script.optimizer(model)
@@ -250,11 +260,11 @@ def bare_pytorch(task: Task, settings: Settings, gate: Gate) -> Trained:
             if step % LOG_EVERY == 0:
                 print(f"step {step} loss {loss.item():.4f} norm {float(norm):.4f}", flush=True)
     model.eval()
-    return Trained(module, script.probe(), loss_of)
+    return TrainedModel(module, script.probe(), loss_of)
 
 
-def fully_sharded(module: nn.Module, precision: str) -> nn.Module:
-    """Compile and shard every block, as torchtitan does: fp32 shards, computed in bf16."""
+def compile_and_shard(module: nn.Module, precision: str) -> nn.Module:
+    """Compile and shard every block as torchtitan does; shards are fp32 and compute in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not dist.is_initialized():
@@ -269,11 +279,11 @@ def fully_sharded(module: nn.Module, precision: str) -> nn.Module:
     return fully_shard(module, mp_policy=policy)
 
 
-def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> Trained:
-    """deepspeed.initialize with the same JSON, its "auto"s filled by the pipeline."""
+def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> TrainedModel:
+    """Train with deepspeed.initialize and the same JSON, in which the pipeline has replaced each "auto"."""
     import deepspeed
 
-    build_nothing()
+    avoid_op_build()
     deepspeed.init_distributed()
     script = Script(settings)
     config = settings.resolve(task.world_size, describe_device(script.device)).deepspeed
@@ -289,11 +299,11 @@ def bare_deepspeed(task: Task, settings: Settings, gate: Gate) -> Trained:
             if step % LOG_EVERY == 0:
                 print(f"step {step} loss {loss.item():.4f} {engine.get_global_grad_norm()}", flush=True)
     engine.eval()
-    return Trained(engine.module, script.probe(), lambda batch: mean_loss(task, engine, batch))
+    return TrainedModel(engine.module, script.probe(), lambda batch: mean_loss(task, engine, batch))
 
 
-def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
-    """transformers.Trainer, with the same JSON where there is one, and Liger's kernels for trainer-liger."""
+def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> TrainedModel:
+    """Train with transformers.Trainer and the same JSON, and for `trainer-liger` with Liger's kernels."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class GateCallback(TrainerCallback):
@@ -301,7 +311,7 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
             gate()
 
     if task.json is not None:
-        build_nothing()
+        avoid_op_build()
     script = Script(settings)
     numbers = settings.config.optimizer
     arguments = TrainingArguments(
@@ -333,18 +343,18 @@ def hugging_face_trainer(task: Task, settings: Settings, gate: Gate) -> Trained:
     with suppress(FinishedError):
         trainer.train()
     trainer.model_wrapped.eval()
-    return Trained(model, script.probe(), lambda batch: trainer.model_wrapped(**batch).loss)
+    return TrainedModel(model, script.probe(), lambda batch: trainer.model_wrapped(**batch).loss)
 
 
-def build_nothing() -> None:
-    """Keep DeepSpeed from compiling a shared-memory all-reduce for a minute, as it does on a CPU."""
+def avoid_op_build() -> None:
+    """Keep DeepSpeed on a CPU from compiling a shared-memory all-reduce, which takes a minute."""
     import deepspeed
 
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-LOOPS: dict[str, Callable[[Task, Settings, Gate], Trained]] = {
+LOOPS: dict[str, Callable[[Task, Settings, Gate], TrainedModel]] = {
     "ours": ours,
     FULL: ours,
     FP8: ours,

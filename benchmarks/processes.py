@@ -1,6 +1,6 @@
-"""A participant: one process a rank, alive through all rounds, that steps only when it is asked to.
+"""Runs a participant as one process per rank, which lives through all rounds and steps only on request.
 
-So all participants meet the same drift of the machine: a burst of one, a burst of the next, and around again.
+The participants take turns in short bursts, so that drift of the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-SILENCE_SECONDS = 300.0  # 8 billion random weights take a core over a minute
-GPU_SETTLE = 2  # untimed steps at the head of a burst: the GPU's memory was given back before it
+SILENCE_SECONDS = 300.0  # most seconds to wait for a rank; a core draws 8 billion weights in over a minute
+GPU_SETTLE = 2  # untimed steps at the start of a burst, which allocate the GPU's memory again
 
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a participant."""
+    """Describes what a participant trains, and how."""
 
     peer: str
     """Key of LOOPS in loops.py."""
@@ -50,7 +50,7 @@ class Task:
 
 
 class FinishedError(Exception):
-    """Raised by a gate to end a training loop."""
+    """A gate ends the training loop."""
 
 
 class ParticipantError(Exception):
@@ -58,9 +58,9 @@ class ParticipantError(Exception):
 
 
 class Gate:
-    """Called by a training loop before every step: blocks between bursts and times them.
+    """Times bursts of steps, and blocks between them. A training loop calls it before every step.
 
-    A burst goes from the gate that opens it to the gate after its last step, the device idle at both.
+    A burst lasts from the call that opens it to the call after its last step. The device is idle at both.
     """
 
     def __init__(self, pipe: Connection, task: Task, spawned_at: float):
@@ -68,7 +68,8 @@ class Gate:
         self._spawned_at = spawned_at
         self._first_step_seconds: float | None = None
         self._steps = 0
-        self._timed = self._remaining = task.warmup
+        self._timed = task.warmup
+        self._remaining = task.warmup
         self._start = 0.0
 
     @property
@@ -85,7 +86,7 @@ class Gate:
             wait_for_device()
             self._pipe.send((time.monotonic() - self._start, self._first_step_seconds))
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # the next participant has the GPU's memory
+                torch.cuda.empty_cache()  # frees the GPU's memory for the next participant
             self._timed = self._pipe.recv()
             if self._timed == 0:
                 raise FinishedError
@@ -96,11 +97,11 @@ class Gate:
         self._remaining -= 1
 
     def offer_save(self, save: Callable[[Path, int], object], store: Any = None) -> None:
-        """Take a loop's way to save; checkpoint.py calls it between steps, other benchmarks never do.
+        """Receive the loop's function that saves. checkpoint.py calls it between steps; others ignore it.
 
         Args:
             save: Called with `<task.folder>/checkpoint-<step>` and the step.
-            store: The pipeline's, which goes on in the background; None: the call ends with the save.
+            store: Store of the pipeline, which writes in the background; `None` if the call ends the save.
         """
 
 
@@ -111,10 +112,10 @@ def wait_for_device() -> None:
 
 
 class Participant:
-    """The parent's side: starts the ranks, opens their gates, collects their reports.
+    """Starts a participant's ranks, opens their gates and collects their reports.
 
     Args:
-        logs: File that the ranks' logs are appended to at the end; None: they go with the folder.
+        logs: File to which the ranks' logs are appended at the end; `None`: they stay in the task's folder.
     """
 
     def __init__(self, task: Task, logs: Path | None = None):
@@ -127,17 +128,18 @@ class Participant:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._pipes, self._processes = [], []
-        # cores / ranks for everybody: a peer left alone would start one thread a core in every rank.
+        self._pipes = []
+        self._processes = []
+        # All participants get cores / ranks threads; peers would start one thread per core in each rank.
         threads = max(1, len(os.sched_getaffinity(0)) // task.world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # the ranks inherit it before they import torch
         for rank in range(task.world_size):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, task, rank, port, time.monotonic())
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            own_end, rank_end = context.Pipe()
+            arguments = (rank_end, task, rank, port, time.monotonic())
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            rank_end.close()
+            self._pipes.append(own_end)
             self._processes.append(process)
 
     def __enter__(self) -> Participant:
@@ -165,7 +167,7 @@ class Participant:
         return reports
 
     def close(self) -> None:
-        """End the processes; politely if they are done."""
+        """End the processes, with SIGKILL those that do not end within 5 s, and collect their logs."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -179,12 +181,18 @@ class Participant:
             self._logs = None
 
     def _receive(self) -> list[Any]:
+        """Return each rank's answer.
+
+        Raises:
+            ParticipantError: A rank raised, died or did not answer.
+        """
         answers = []
         for rank, pipe in enumerate(self._pipes):
             try:
-                answer = pipe.recv() if pipe.poll(SILENCE_SECONDS) else f"silent for {SILENCE_SECONDS:g} s"
+                has_answered = pipe.poll(SILENCE_SECONDS)
+                answer = pipe.recv() if has_answered else f"no answer within {SILENCE_SECONDS:g} s"
             except (EOFError, OSError):
-                answer = "died"
+                answer = "the process died"
             if isinstance(answer, str):
                 self.close()
                 log = self.task.folder / f"rank{rank}.log"
@@ -194,12 +202,13 @@ class Participant:
         return answers
 
 
-def _serve(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float) -> None:
+def _run_rank(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float) -> None:
+    """Run the task's module in this process, and send its report or a traceback. Never returns."""
     environment: dict[str, Any] = {}
-    if task.world_size > 1 or task.json is not None:  # accelerate takes LOCAL_RANK for a wish for DDP
+    if task.world_size > 1 or task.json is not None:  # accelerate uses DDP wherever LOCAL_RANK is set
         environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": task.world_size}
         environment |= {"LOCAL_WORLD_SIZE": task.world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment["LOCAL_SIZE"] = task.world_size  # the deepspeed launcher's
+        environment["LOCAL_SIZE"] = task.world_size  # the deepspeed launcher sets it
     os.environ.update({key: str(value) for key, value in environment.items()})
     output = os.open(task.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -209,9 +218,9 @@ def _serve(pipe: Connection, task: Task, rank: int, port: int, spawned_at: float
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         pipe.send(importlib.import_module(task.module).take_part(task, Gate(pipe, task, spawned_at)))
-        pipe.recv()  # until the parent has heard every rank
+        pipe.recv()  # waits until the parent has received every rank's report
     except EOFError:
         pass
     except BaseException:
         pipe.send(traceback.format_exc())
-    os._exit(0)  # past the destructors of process groups and engines
+    os._exit(0)  # skips the destructors of process groups and engines

@@ -1,4 +1,4 @@
-"""Results as ratios round by round, tables, and the machine they were measured on."""
+"""Computes ratios round by round, prints tables, writes results, and describes the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workload import FULL
 
 @dataclass(frozen=True)
 class Row:
-    """One participant."""
+    """Results of one participant."""
 
     name: str
     peer: str
@@ -33,16 +33,16 @@ class Row:
     sequence_length: int
     micro_batch_size: int
     round_tokens_per_second: list[float]
-    """Tokens a second of the whole job, one number a round."""
+    """Tokens per second of the whole job, one number per round."""
     first_step_seconds: float
     """Seconds from the start of the process to the end of the first optimizer step."""
     loss: float
     """Loss of the trained model on one fixed batch."""
     flops_per_token: float | None
     peak_memory_gib: float
-    """Largest of any rank: allocated on a GPU, resident on a CPU."""
+    """Largest peak of any rank: allocated memory on a GPU, resident memory on a CPU."""
     adapter: bool = False
-    """Whether the participants of its group train an adapter, all but `ours-full`."""
+    """Whether the participants of the group train an adapter; `ours-full` trains all weights nevertheless."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the dense peak of one GPU a rank; None on a device without a known peak."""
+        """Model FLOPs over the dense peak of one GPU per rank; `None` if the device's peak is not known."""
         import torch
 
         from pipeline.planner.hardware import peak_flops
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Rows of one group ran in turn: they are comparable round by round."""
+        """Key of the group. Its participants took turns, so they can be compared round by round."""
         work = self.precision, self.ranks, self.sequence_length, self.adapter
         return self.model, self.rows, self.split, *work
 
@@ -71,7 +71,7 @@ class Row:
 
 
 def append_line(path: Path | None, record: dict[str, Any]) -> None:
-    """Append a line of JSON that is on the disk when this returns: a kill afterwards loses nothing of it."""
+    """Append a line of JSON, and return once it is on the disk, where a later kill cannot lose it."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,21 +82,21 @@ def append_line(path: Path | None, record: dict[str, Any]) -> None:
 
 
 def write_json(path: Path | None, results: dict[str, Any]) -> None:
-    """Write all results to a file, if one is asked for."""
+    """Write all results to a file; `None` writes nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def compare(row: Row, base: Row) -> dict[str, float]:
-    """Return `row` over `base`, round by round."""
+    """Return median, minimum and maximum of `row` over `base`, round by round."""
     pairs = zip(row.round_tokens_per_second, base.round_tokens_per_second, strict=True)
-    each = [ours / theirs for ours, theirs in pairs]
-    return {"median": median(each), "min": min(each), "max": max(each)}
+    by_round = [ours / theirs for ours, theirs in pairs]
+    return {"median": median(by_round), "min": min(by_round), "max": max(by_round)}
 
 
 def ratios(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return every `ours` over every peer of its group."""
+    """Return the ratio of every `ours` to every peer of its group."""
     return [
         {"ours": ours.name, "peer": peer.name, "precision": ours.precision, "ranks": ours.ranks}
         | {"model": ours.model, "rows": ours.rows, "adapter": ours.adapter}
@@ -108,9 +108,9 @@ def ratios(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def disagreement(rows: list[Row]) -> float:
-    """Return the largest relative difference between final losses of those that train the same.
+    """Return the largest relative difference between the final losses of participants that train the same.
 
-    It is infinite if one of them is not a number.
+    It is infinite if a loss is NaN.
     """
     losses = [row.loss for row in rows if row.peer != FULL]
     if not losses or any(loss != loss for loss in losses):
@@ -119,7 +119,7 @@ def disagreement(rows: list[Row]) -> float:
 
 
 def new_console() -> Console:
-    """Return a console that is wide enough for the tables where the output is no terminal."""
+    """Return a console; without a terminal it is wide enough for the tables."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
@@ -135,11 +135,11 @@ def print_table(console: Console, title: str, columns: list[str], lines: list[li
 
 
 def print_rows(console: Console, rows: list[Row], title: str) -> None:
-    """Print the participants with their ratios."""
-    over = {(pair["peer"], pair["rows"]): pair for pair in reversed(ratios(rows))}
+    """Print a table of the participants, with the pipeline's ratio to each peer."""
+    by_peer = {(pair["peer"], pair["rows"]): pair for pair in reversed(ratios(rows))}
     lines = []
     for row in rows:
-        pair = over.get((row.name, row.rows))
+        pair = by_peer.get((row.name, row.rows))
         lines.append(
             [
                 row.name + ", packed" * (row.rows == "packed"),
@@ -156,7 +156,7 @@ def print_rows(console: Console, rows: list[Row], title: str) -> None:
 
 
 def device_name() -> str:
-    """Return the GPU's name, or the processor's."""
+    """Return the name of the GPU, or of the processor if there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -168,13 +168,13 @@ def device_name() -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return the device, cores and versions."""
+    """Return the device, the number of cores, versions and the date."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     about = {"device": device_name(), "cores": f"{cores} (threads a rank: cores / ranks, for all)"}
     about["python"] = platform.python_version()
     for name in ("torch", "deepspeed", "transformers"):
         try:
             about[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # on PYTHONPATH without its metadata
+        except metadata.PackageNotFoundError:  # a package on PYTHONPATH may lack metadata
             about[name] = "unknown"
     return about | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}

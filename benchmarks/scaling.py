@@ -1,6 +1,7 @@
-"""Measures how collectives and the engines scale here: `python benchmarks/scaling.py [--ranks 1 2 4]`.
+"""Measures how collectives and engines scale on this machine: `python benchmarks/scaling.py [--ranks 1 2 4]`.
 
-Measures all-reduces and all-gathers of several sizes, then steps of the engines, at a few numbers of ranks.
+It measures all-reduces and all-gathers of several sizes, and then steps of the engines, at a few numbers of
+ranks.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ def take_part(task: Task, gate: Gate) -> list[Timing]:
     ranks = dist.get_world_size()
     timings: list[Timing] = []
     for size in SIZES:
-        whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // ranks)
+        whole = torch.zeros(size // 4)
+        part = torch.zeros(size // 4 // ranks)
         gathered = whole[: part.numel() * ranks]
         calls = {
             "all_reduce": lambda whole=whole: dist.all_reduce(whole),
             "all_gather": lambda to=gathered, part=part: dist.all_gather_into_tensor(to, part),
         }
         for name, call in calls.items():
-            taken = []
+            seconds = []
             for _ in range(REPEATS):
                 dist.barrier()
                 start = time.perf_counter()
                 call()
-                taken.append(time.perf_counter() - start)
-            timings.append((name, ranks, size, median(taken)))
+                seconds.append(time.perf_counter() - start)
+            timings.append((name, ranks, size, median(seconds)))
     return timings
 
 
@@ -58,18 +60,28 @@ def measure_collectives(ranks: list[int], folder: Path) -> list[Timing]:
     timings: list[Timing] = []
     for count in (each for each in ranks if each > 1):
         home = folder / f"collectives-{count}"
-        task = Task("", "plain", "fp32", count, 0, home, home, None, module="scaling")
+        task = Task(
+            peer="",
+            split="plain",
+            precision="fp32",
+            world_size=count,
+            warmup=0,
+            folder=home,
+            recipe=home,
+            json=None,
+            module="scaling",
+        )
         with Participant(task) as participant:
             reports = participant.finish()
         timings += [
-            (*by_rank[0][:3], max(one[3] for one in by_rank)) for by_rank in zip(*reports, strict=True)
+            (*by_rank[0][:3], max(timing[3] for timing in by_rank)) for by_rank in zip(*reports, strict=True)
         ]
     return timings
 
 
 def measure_engines(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return seconds of a step at each number of ranks and stage: the median burst."""
-    found = []
+    """Return the seconds of a step at each number of ranks and stage, from the median burst."""
+    steps = []
     for ranks in arguments.ranks:
         for split in arguments.stages:
             home = folder / f"{split}-{ranks}"
@@ -82,20 +94,21 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> list[dict[st
                 participant.finish()
             seconds = median(participant.round_seconds) / arguments.steps
             step = {"engine": participant.task.name, "split": split, "ranks": ranks, "seconds": seconds}
-            print(f"{step['engine']:24} {ranks} ranks: {seconds * 1e3:8.1f} ms a step", flush=True)
-            found.append(step)
-    return found
+            print(f"{step['engine']:24} {ranks} ranks: {seconds * 1e3:8.1f} ms per step", flush=True)
+            steps.append(step)
+    return steps
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    add("--stages", nargs="+", choices=["plain", "1", "2", "3"], default=["plain", "1", "2", "3"])
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to measure")
+    stages = ["plain", "1", "2", "3"]
+    add("--stages", nargs="+", choices=stages, default=stages, help="plain PyTorch or ZeRO stages")
     add("--model", choices=MODELS, default="llama-50k")
-    add("--steps", type=int, default=4, help="optimizer steps a burst")
-    add("--rounds", type=int, default=3)
-    add("--output", type=Path, help="JSON file of all numbers")
+    add("--steps", type=int, default=4, help="optimizer steps of a burst")
+    add("--rounds", type=int, default=3, help="number of bursts")
+    add("--output", type=Path, help="JSON file for all numbers")
     arguments = parser.parse_args()
     about = machine()
     print(" · ".join(f"{key} {value}" for key, value in about.items()))

@@ -1,8 +1,10 @@
 """Compares tokens per second of whole loops: `python benchmarks/throughput.py --ranks 1 2 --stages plain 2`.
 
-The pipeline's loop, bare PyTorch and DeepSpeed loops (as they come, given our loss, compiled) and the Hugging
-Face Trainer, as their users write them: same model, tokens, order, batch, numbers, precision, threads, JSON;
-with --adapter all train LoRA, the peers by peft. All step in turn, in short bursts: drift hits all.
+The participants are the pipeline, the Hugging Face Trainer, and bare PyTorch and DeepSpeed loops: with the
+loss of transformers, with our loss, or compiled. Each loop is written as its users write it. All train the
+same model on the same tokens in the same order, with equal batch, hyperparameters, precision, threads and
+JSON. With --adapter all train LoRA, the peers by peft. They take turns in short bursts, so that drift of the
+machine affects all.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from report import (
 )
 from workload import DRAW_ON_DEVICE, FP8, FULL, JSON_FILES, MODELS, REPOSITORY, Workload, write_recipe
 
-# (plain PyTorch or not, with an adapter or not) -> peers by default. peft's wrapper would have to make logits
-# for our loss.
+# (is plain PyTorch, has an adapter) -> default peers. Adapters have no peer with our loss, because peft's
+# wrapper would have to compute logits for it.
 DEFAULT = {
     (True, False): ["pytorch", "pytorch+our-loss", "trainer"],
     (False, False): ["deepspeed", "deepspeed+our-loss", "trainer"],
@@ -43,15 +45,16 @@ DEFAULT = {
 }
 ON_REQUEST = {False: ["pytorch-compiled", "fsdp2-compiled", "trainer-liger", FP8], True: ["trainer-liger"]}
 NEEDS = {"trainer-liger": "liger_kernel", FP8: "torchao"}
-# Largest relative difference of the final losses among participants. With real text or packed rows the peers
-# leave out the last target of each row (transformers shifts labels inside): not quite the same problem.
-LOSS_BANDS = {("random", "unpacked", "fp32"): 1e-4, ("random", "unpacked", "bf16"): 1e-2}
-LOSS_BAND = 2e-2
+# (data, rows, precision) -> largest relative difference of the final losses of participants. With real text
+# or packed rows the problem of the peers is slightly different: transformers shifts the labels, and so leaves
+# out the last target of each row.
+LOSS_TOLERANCES = {("random", "unpacked", "fp32"): 1e-4, ("random", "unpacked", "bf16"): 1e-2}
+DEFAULT_LOSS_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
 class Group:
-    """Participants that step in turn."""
+    """Participants that take turns."""
 
     precision: str
     ranks: int
@@ -66,79 +69,87 @@ class Group:
 
 @dataclass
 class Entrant:
-    """A participant with what it trains."""
+    """Participant with its workload."""
 
     participant: Participant
     work: Workload
 
     def tokens_per_second(self, steps: int) -> list[float]:
-        """Return the rate of each burst of so many steps."""
-        each = self.participant
-        size = self.work.sequence_length * self.work.micro_batch_size
-        return [size * each.task.world_size * steps / seconds for seconds in each.round_seconds]
+        """Return the tokens per second of each burst of `steps` steps."""
+        tokens = self.work.sequence_length * self.work.micro_batch_size
+        tokens *= self.participant.task.world_size * steps
+        return [tokens / seconds for seconds in self.participant.round_seconds]
 
 
 class Benchmark:
-    """Measures groups as the command line says. A participant that fails is reported and left out."""
+    """Measures groups of participants. A participant that fails is reported and left out.
+
+    Args:
+        arguments: Result of `parse_arguments`.
+    """
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         self.failures: list[str] = []
 
-    def fail(self, name: str, why: str) -> None:
-        """Record that `name` failed, on the disk too: a kill afterwards loses nothing of it."""
-        self.failures.append(why)
-        print(why, file=sys.stderr, flush=True)
-        append_line(self.arguments.append, {"failed": name, "why": why})
+    def fail(self, name: str, reason: str) -> None:
+        """Record that `name` failed, and append the record to the file at once."""
+        self.failures.append(reason)
+        print(reason, file=sys.stderr, flush=True)
+        append_line(self.arguments.append, {"failed": name, "why": reason})
 
     def measure_all(self, work: Workload, precision: str, ranks: int) -> list[Row]:
-        """Return the rows of every split and kind of rows. In each group all must agree in the loss."""
+        """Measure every split and kind of rows, and check that the losses of each group agree."""
         rows = []
         for split, kind in itertools.product(self.arguments.stages, self.arguments.rows):
             group = Group(precision, ranks, split, replace(work, rows=kind))
             measured = self.measure(group)
             if len({row.micro_batch_size for row in measured}) == 1:
-                spread, band = disagreement(measured), loss_band(group)
-                line = f"{group}: losses of all participants agree within {spread:.1e} (allowed {band:.0e})"
-                print(line, flush=True)
-                if not spread <= band:
-                    self.fail(str(group), f"not so: {line}")
+                spread = disagreement(measured)
+                tolerance = loss_tolerance(group)
+                if spread <= tolerance:
+                    line = f"losses of all participants agree within {spread:.1e} (allowed {tolerance:.0e})"
+                    print(f"{group}: {line}", flush=True)
+                else:
+                    line = f"losses of participants differ by {spread:.1e} (allowed {tolerance:.0e})"
+                    self.fail(str(group), f"{group}: {line}")
             rows += measured
         return rows
 
     def measure(self, group: Group) -> list[Row]:
-        """Return the rows of all participants of a group, which step in turn or, if asked for, alone."""
+        """Measure the participants of a group, which take turns, or run alone with --one-at-a-time."""
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             tasks = list(group_tasks(group, self.arguments.peers, self.arguments.warmup, Path(folder)))
-            turns = [[task] for task in tasks] if self.arguments.one_at_a_time else [tasks]
-            return [row for together in turns for row in self._measure(group.work, together)]
+            parts = [[task] for task in tasks] if self.arguments.one_at_a_time else [tasks]
+            return [row for part in parts for row in self._measure_together(group.work, part)]
 
-    def _measure(self, work: Workload, tasks: list[Task]) -> list[Row]:
-        asked = self.arguments
+    def _measure_together(self, work: Workload, tasks: list[Task]) -> list[Row]:
+        """Measure participants that live together and take turns."""
+        arguments = self.arguments
         alive: list[Entrant] = []
         rows = []
         try:
             for task in tasks:
-                alive.append(Entrant(Participant(task, asked.logs), work))
-                if not asked.start_together:
+                alive.append(Entrant(Participant(task, arguments.logs), work))
+                if not arguments.start_together:
                     self._warm_up(alive, alive[-1])
-            for entrant in list(alive) if asked.start_together else []:
+            for entrant in list(alive) if arguments.start_together else []:
                 self._warm_up(alive, entrant)
-            for turn in range(asked.rounds):
+            for turn in range(arguments.rounds):
                 for entrant in alive[:: 1 if turn % 2 == 0 else -1]:
                     task = entrant.participant.task
                     try:
-                        entrant.participant.burst(asked.steps)
+                        entrant.participant.burst(arguments.steps)
                     except ParticipantError as error:
                         self.fail(task.name, str(error))
                         alive.remove(entrant)
                         continue
-                    rate = entrant.tokens_per_second(asked.steps)[-1]
+                    rate = entrant.tokens_per_second(arguments.steps)[-1]
                     record = {"burst": task.name, "precision": task.precision, "ranks": task.world_size}
-                    append_line(asked.append, record | vars(entrant.work) | {"tokens_per_second": rate})
+                    append_line(arguments.append, record | vars(entrant.work) | {"tokens_per_second": rate})
             for entrant in alive:
                 try:
-                    rows.append(self._finished(entrant))
+                    rows.append(self._finish(entrant))
                 except ParticipantError as error:
                     self.fail(entrant.participant.task.name, str(error))
             return rows
@@ -147,7 +158,7 @@ class Benchmark:
                 entrant.participant.close()
 
     def _warm_up(self, alive: list[Entrant], entrant: Entrant) -> None:
-        """Wait for the first burst; where memory is short, start again with half the micro-batch."""
+        """Wait for the warm-up; after out of memory, start again with half the micro-batch."""
         while True:
             task = entrant.participant.task
             try:
@@ -163,9 +174,11 @@ class Benchmark:
             write_recipe(task.recipe, work, task.precision, plain=task.json is None)
             entrant.participant = Participant(replace(task, folder=folder), self.arguments.logs)
 
-    def _finished(self, entrant: Entrant) -> Row:
-        each, task = entrant.participant, entrant.participant.task
-        reports = each.finish()
+    def _finish(self, entrant: Entrant) -> Row:
+        """End the participant's loop, and return and record its row."""
+        participant = entrant.participant
+        task = participant.task
+        reports = participant.finish()
         work = {key: value for key, value in vars(entrant.work).items() if key not in ("data", "fp8")}
         row = Row(
             name=task.name,
@@ -174,7 +187,7 @@ class Benchmark:
             precision=task.precision,
             ranks=task.world_size,
             round_tokens_per_second=entrant.tokens_per_second(self.arguments.steps),
-            first_step_seconds=each.first_step_seconds,
+            first_step_seconds=participant.first_step_seconds,
             **work,
             **reports[0] | {"peak_memory_gib": max(report["peak_memory_gib"] for report in reports)},
         )
@@ -185,7 +198,8 @@ class Benchmark:
 
 def main() -> int:
     arguments = parse_arguments()
-    console, about = new_console(), machine()
+    console = new_console()
+    about = machine()
     console.print(" · ".join(f"{key} {value}" for key, value in about.items()))
     append_line(arguments.append, {"machine": about, "command": sys.argv[1:]})
     read_libraries()
@@ -195,12 +209,12 @@ def main() -> int:
     rows: list[Row] = []
     try:
         for precision, ranks in itertools.product(arguments.precision, arguments.ranks):
-            part = benchmark.measure_all(work, precision, ranks)
+            measured = benchmark.measure_all(work, precision, ranks)
             kind = f"{arguments.model}{', adapter' * arguments.adapter}, {precision}"
-            print_rows(console, part, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
-            rows += part
+            print_rows(console, measured, f"{kind}, {ranks} rank{'s' * (ranks > 1)}")
+            rows += measured
     except KeyboardInterrupt:
-        benchmark.fail("interrupted", "interrupted: what follows was not measured")
+        benchmark.fail("interrupted", "interrupted: the participants that follow were not measured")
     results = {"machine": about, "command": sys.argv[1:], "failures": benchmark.failures}
     results |= {"participants": [row.as_dict() for row in rows], "ratios": ratios(rows)}
     write_json(arguments.output, results)
@@ -208,32 +222,35 @@ def main() -> int:
 
 
 def read_libraries() -> None:
-    """Bring the libraries' files into the system's cache: the first participant would pay for all."""
+    """Read the libraries' files into the page cache, or the first participant would pay for it."""
     imports = "import deepspeed, pipeline.training.api; from transformers import Trainer"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run([sys.executable, "-c", imports], cwd=REPOSITORY, check=True, **quiet)
 
 
-def loss_band(group: Group) -> float:
-    """Return how far the participants' final losses may differ."""
-    return LOSS_BANDS.get((group.work.data, group.work.rows, group.precision), LOSS_BAND)
+def loss_tolerance(group: Group) -> float:
+    """Return the largest relative difference that the final losses of a group may have."""
+    key = (group.work.data, group.work.rows, group.precision)
+    return LOSS_TOLERANCES.get(key, DEFAULT_LOSS_TOLERANCE)
 
 
 def work_of(peer: str, work: Workload) -> Workload:
-    """Return what this participant trains of the group's work."""
+    """Return the workload of one participant: `ours-full` has no adapter, and only `ours-fp8` uses fp8."""
     return replace(work, adapter=work.adapter and peer != FULL, fp8=peer == FP8)
 
 
 def files_of(peers: Sequence[str] | None, group: Group) -> dict[str, list[str | None]]:
-    """Return participant -> files of ds_configs/ that it runs with, None: without one. Ours is first.
+    """Return the files of ds_configs/ with which each participant runs, `None` for no file; ours is first.
 
-    Plain ours at several ranks is DDP twice, PyTorch's and DeepSpeed's stage 0. `peers` is None for the
-    default ones; those that the split does not know are left out.
+    With plain PyTorch on several ranks, ours runs twice: with PyTorch's DDP and with DeepSpeed's stage 0.
+
+    Args:
+        peers: Names of peers, `None` for the default ones. Peers that do not support the split are left out.
     """
-    is_plain, adapter = group.split == "plain", group.work.adapter
-    asked = DEFAULT[is_plain, adapter] if peers is None else peers
-    others = ("deepspeed",) if is_plain else ("pytorch", "fsdp2")
-    names = ["ours", *(peer for peer in asked if not peer.startswith(others))]
+    is_plain = group.split == "plain"
+    requested = DEFAULT[is_plain, group.work.adapter] if peers is None else peers
+    unsupported = ("deepspeed",) if is_plain else ("pytorch", "fsdp2")
+    names = ["ours", *(peer for peer in requested if not peer.startswith(unsupported))]
     file = None if is_plain else JSON_FILES.get(group.split, group.split)
     files: dict[str, list[str | None]] = {name: [file] for name in names}
     if is_plain and group.ranks > 1:
@@ -244,7 +261,7 @@ def files_of(peers: Sequence[str] | None, group: Group) -> dict[str, list[str | 
 
 
 def group_tasks(group: Group, peers: Sequence[str] | None, warmup: int, folder: Path) -> Iterator[Task]:
-    """Yield the participants of a group, ours first; their recipes are written to the folder."""
+    """Write the recipes of a group's participants to the folder, and yield their tasks, ours first."""
     for peer, names in files_of(peers, group).items():
         for name in names:
             recipe = folder / f"{peer}-{name}.yaml"
@@ -270,37 +287,44 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="default")
-    add("--data", choices=["stdlib", "random"], help="default: stdlib for the default model")
+    add("--data", choices=["stdlib", "random"], help="default: stdlib for the default model, else random")
     add("--rows", choices=["unpacked", "packed"], nargs="+", default=["unpacked"])
     add("--sequence-length", type=int, help="default: the model's own")
-    add("--micro-batch-size", type=int, help="default: the model's own; halved where memory is short")
-    add("--ranks", type=int, nargs="+", default=[1, 2])
+    micro_batch_size = "default: the model's own; halved for a participant that runs out of memory"
+    add("--micro-batch-size", type=int, help=micro_batch_size)
+    add("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     add("--stages", nargs="+", default=["plain", "2"], help="plain, a ZeRO stage, or a file of ds_configs/")
     add("--precision", choices=["fp32", "bf16"], nargs="+", default=["bf16"])
-    add("--adapter", action="store_true", help="LoRA of rank 32 on all linear layers; the peers by peft")
-    add("--peers", choices=choices[False] | choices[True], nargs="*", help="beside ours")
-    add("--steps", type=int, default=5, help="timed optimizer steps a burst")
-    add("--rounds", type=int, default=5, help="bursts of each participant")
+    add("--adapter", action="store_true", help="train LoRA of rank 32 on all linear layers; peers use peft")
+    add("--peers", choices=choices[False] | choices[True], nargs="*", help="participants besides ours")
+    add("--steps", type=int, default=5, help="timed optimizer steps of a burst")
+    add("--rounds", type=int, default=5, help="number of bursts of each participant")
     add("--warmup", type=int, default=5, help="untimed steps before the first burst, at least 2")
-    add("--start-together", action="store_true", help="faster on many cores; blurs `first step`")
-    add("--one-at-a-time", action="store_true", help="where memory does not hold all participants of a group")
-    add("--output", type=Path, help="JSON file of all numbers, once all are there")
-    add("--append", type=Path, help="JSON lines: each burst and each participant as soon as it is there")
-    add("--draw-on-device", action="store_true", help="first weights of all participants; not those of a run")
-    add("--logs", type=Path, help="file that every participant's log is appended to")
+    start_together = "start all participants at once: faster on many cores, but `first step` is less exact"
+    add("--start-together", action="store_true", help=start_together)
+    one_at_a_time = "run one participant after the other, if memory cannot hold all of a group"
+    add("--one-at-a-time", action="store_true", help=one_at_a_time)
+    add("--output", type=Path, help="JSON file for all numbers, written at the end")
+    append = "file of JSON lines; each burst and each participant is appended at once"
+    add("--append", type=Path, help=append)
+    draw_on_device = "draw first weights on the GPU, which is fast but gives other weights than a run has"
+    add("--draw-on-device", action="store_true", help=draw_on_device)
+    add("--logs", type=Path, help="file to which the log of every participant is appended")
     arguments = parser.parse_args()
     if arguments.draw_on_device:
         os.environ[DRAW_ON_DEVICE] = "1"  # the participants inherit it
     if arguments.warmup < 2:
-        parser.error("--warmup: at least 2")
+        parser.error(f"--warmup {arguments.warmup}: expected at least 2")
     for split in arguments.stages:
         if split not in {"plain", *JSON_FILES} and not (REPOSITORY / "ds_configs" / split).is_file():
-            parser.error(f"--stages {split}: plain, {', '.join(JSON_FILES)} or a file of ds_configs/")
+            expected = f"plain, {', '.join(JSON_FILES)} or the name of a file in ds_configs/"
+            parser.error(f"--stages {split}: expected {expected}")
     for peer in list(arguments.peers or []):
         if peer not in choices[arguments.adapter]:
-            parser.error(f"--peers {peer}: not {'with' if arguments.adapter else 'without'} --adapter")
+            option = "without" if arguments.adapter else "with"
+            parser.error(f"--peers {peer}: runs only {option} --adapter")
         if peer in NEEDS and find_spec(NEEDS[peer]) is None:
-            print(f"left out: {peer}, which needs the package {NEEDS[peer]}", file=sys.stderr)
+            print(f"skipping {peer}: it needs the package {NEEDS[peer]}", file=sys.stderr)
             arguments.peers.remove(peer)
     if arguments.data is None:
         arguments.data = "stdlib" if arguments.model == "default" else "random"

@@ -1,6 +1,6 @@
-"""Model, tokens and numbers that every participant trains, as one recipe; and the peers' data set.
+"""Writes the recipe that every participant trains, and makes the data set of the peers.
 
-All is the default recipe's but for what MODELS changes, and a constant learning rate.
+The recipe is the default one with a constant learning rate and the changes of MODELS.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPE = REPOSITORY / "launch" / "recipes" / "python_stdlib.yaml"
 JSON_FILES = {"0": "ddp.json", "1": "zero1.json", "2": "zero2.json", "3": "zero3.json"}
-FULL = "ours-full"  # beside participants that train an adapter: ours with all weights
-FP8 = "ours-fp8"  # ours, whose linear layers multiply in fp8
+FULL = "ours-full"  # the pipeline training all weights, in a group that trains an adapter
+FP8 = "ours-fp8"  # the pipeline with linear layers that multiply in fp8
 DRAW_ON_DEVICE = "BENCHMARK_DRAW_ON_DEVICE"  # environment variable of participants
 LOG_EVERY = 10  # optimizer steps between two rows of the log, for every participant
-MEAN_DOCUMENT = 512  # tokens of a document in a packed row of random ones
+MEAN_DOCUMENT = 512  # mean tokens of a document in packed rows of random tokens
 SAMPLES = 512
 
 LLAMA: dict[str, Any] = {"architecture": "llama"}
-# Per model: sequence length, micro batch, and the recipe's model section (None: the recipe's own).
+# Model -> sequence length, micro-batch, vocabulary, and the section `model` (`None`: that of the recipe).
 MODELS: dict[str, dict[str, Any]] = {
     "default": {"sequence_length": 256, "micro_batch_size": 8, "vocab_size": 8192, "model": None},
     "tiny": {
@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 300,
         "model": LLAMA | {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 64},
     },
-    # The default recipe's model, rows and micro-batch with the vocabulary of GPT-2.
+    # Model, rows and micro-batch of the default recipe, with the vocabulary of GPT-2.
     "llama-50k": {
         "sequence_length": 256,
         "micro_batch_size": 8,
@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"architecture": "gpt2", "num_layers": 12, "num_heads": 12, "hidden_size": 768}
         | {"extra": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}},
     },
-    "llama-1b": {  # the sizes of Llama 3.2 1B: 1.24 billion parameters
+    "llama-1b": {  # sizes of Llama 3.2 1B, 1.24 billion parameters
         "sequence_length": 4096,
         "micro_batch_size": 2,
         "vocab_size": 128256,
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"num_layers": 16, "num_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
         | {"intermediate_size": 8192, "extra": {"tie_word_embeddings": True}},
     },
-    "llama-8b": {  # the sizes of Llama 3 8B: 8.03 billion parameters; kept and recomputed as in llama_8b.yaml
+    "llama-8b": {  # sizes of Llama 3 8B, 8.03 billion parameters; recomputes activations like llama_8b.yaml
         "sequence_length": 4096,
         "micro_batch_size": 1,
         "vocab_size": 128256,
@@ -73,13 +73,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with the rows it is given.
+    """Model with the rows that it trains on.
 
     Attributes:
         model: Key of MODELS.
-        data: `stdlib` (the default recipe's text) or `random`.
-        rows: `packed` (documents of a row do not see each other) or `unpacked` (they do).
-        adapter: Whether a LoRA adapter is trained in place of the weights, without recomputation.
+        data: `stdlib` (the text of the default recipe) or `random`.
+        rows: `packed` (documents of a row do not attend to each other) or `unpacked` (they do).
+        adapter: Whether a LoRA adapter is trained instead of the weights, without recomputation.
         fp8: Whether linear layers of the blocks multiply in fp8.
     """
 
@@ -99,7 +99,11 @@ class Workload:
 
 
 def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> None:
-    """Write a participant's recipe; `plain`: it has no DeepSpeed JSON, so the recipe has the precision."""
+    """Write a participant's recipe.
+
+    Args:
+        plain: Whether the participant has no DeepSpeed JSON, so that the recipe has to set the precision.
+    """
     tree = yaml.safe_load(RECIPE.read_text())
     size = MODELS[work.model]
     if size["model"] is not None:
@@ -124,7 +128,7 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> 
     tree["wandb"] = {"mode": "disabled"}
     tree["eval"] = {"every": 0}
     tree["checkpoint"] = {"every": 0, "resume": "never"}
-    # Between its bursts a participant makes no step for as long as the others take: that is no hang.
+    # Between its bursts a participant waits for the others, which the watchdog must not report as a hang.
     tree["distributed"] = {"hang_seconds": 1e6, "timeout_seconds": 1e6}
     if plain:
         tree["engine"] = {"precision": precision}
@@ -132,7 +136,7 @@ def write_recipe(path: Path, work: Workload, precision: str, *, plain: bool) -> 
 
 
 def random_tokens(split: str, num_samples: int, sequence_length: int, vocab_size: int) -> RandomTokens | None:
-    """Return the rows of `data.kind: workload:random_tokens`; there are no held-out ones."""
+    """Return the rows of `data.kind: workload:random_tokens`; there are no held-out rows."""
     return RandomTokens(num_samples, sequence_length, vocab_size) if split == "train" else None
 
 
@@ -156,7 +160,7 @@ def packed_tokens(split: str, num_samples: int, sequence_length: int, vocab_size
 
 
 class RandomTokens:
-    """Map-style data set of `input_ids` (T,) and equal `labels` (T,), which transformers shifts."""
+    """Map-style data set of `input_ids` (T,) and equal `labels` (T,); transformers shifts the labels."""
 
     def __init__(self, num_samples: int, sequence_length: int, vocab_size: int):
         import torch
@@ -173,9 +177,10 @@ class RandomTokens:
 
 
 class PeerDataset:
-    """The pipeline's prepared tokens as a user of the peers writes them: one dict a sample, labels = inputs.
+    """Map-style data set of the pipeline's prepared tokens, as users of the peers write it.
 
-    Packed rows keep their positions. Sample i is the i-th in the pipeline's own order.
+    A sample is a dict in which the labels equal the inputs. Packed rows keep their positions. Sample i is the
+    i-th sample in the pipeline's order.
     """
 
     def __init__(self, samples: Any, order: Any):

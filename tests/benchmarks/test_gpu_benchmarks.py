@@ -72,7 +72,8 @@ def test_a_subcommand_that_is_none_is_told(tmp_path):
     done = gpu_sh("everything", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "bash benchmarks/gpu.sh first|second|gpt2|1b|8b|8b-lora|ckpt: which one? Given: everything"
+        "gpu.sh: got everything, expected one of first|second|gpt2|1b|8b|8b-lora|ckpt, such as: "
+        "bash benchmarks/gpu.sh first"
     ]
 
 

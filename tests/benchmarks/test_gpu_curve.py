@@ -83,7 +83,7 @@ def test_compiled_blocks_are_told_of(ranks):
 
 def test_values_that_are_not_finite_do_not_hold():
     reference = {"inputs": "0", "losses": [1.0, 1.0], "norms": [1.0, 1.0]}
-    trained = gpu_curve.Trained([1.0, float("nan")], [1.0, 1.0], "0")
+    trained = gpu_curve.TrainedCurve([1.0, float("nan")], [1.0, 1.0], "0")
     verdict = gpu_curve.judge(trained, reference, "fp32", "plain")
     assert verdict["nan"] == 1
     assert not verdict["holds"]
@@ -93,13 +93,13 @@ def test_values_that_are_not_finite_do_not_hold():
 def test_other_inputs_than_the_references_are_refused():
     reference = {"inputs": "0", "losses": [1.0], "norms": [1.0]}
     with pytest.raises(ValueError, match="checksum 1, expected 0"):
-        gpu_curve.judge(gpu_curve.Trained([1.0], [1.0], "1"), reference, "fp32", "plain")
+        gpu_curve.judge(gpu_curve.TrainedCurve([1.0], [1.0], "1"), reference, "fp32", "plain")
 
 
 def test_a_case_that_fails_has_its_line_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
     curve = gpu_curve.CURVES["llama packed"]
     reference = gpu_curve.reference_of(curve, "full")
-    right = gpu_curve.Trained(reference["losses"], reference["norms"], reference["inputs"])
+    right = gpu_curve.TrainedCurve(reference["losses"], reference["norms"], reference["inputs"])
     right.facts = dict.fromkeys(("compiled", "compilations", "notes"))
 
     def train(job, curve, split, *_, **__):
