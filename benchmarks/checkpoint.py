@@ -304,7 +304,9 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.steps < 2 or arguments.steps % 2:
         parser.error(f"--steps {arguments.steps}: expected an even number of at least 2")
     if arguments.quick:
-        arguments.model, arguments.steps, arguments.rounds = "tiny", 2, 2
+        arguments.model = "tiny"
+        arguments.steps = 2
+        arguments.rounds = 2
     return arguments
 
 

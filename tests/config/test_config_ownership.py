@@ -1,4 +1,4 @@
-"""Who owns which number: the recipe the training, the JSON the split; two different answers are an error."""
+"""The recipe owns the numbers of training, the JSON those of the split; two different values are an error."""
 
 from __future__ import annotations
 
