@@ -69,6 +69,7 @@ class SavingGate(Gate):
         self._outcomes: list[Any] = []
 
     def offer_save(self, save: Callable[[Path, int], object], store: Any = None) -> None:
+        """Keep the loop's function that saves, and collect the outcomes of a store in the background."""
         self._save_to = save
         self._store = store
         if store is not None:
@@ -208,6 +209,7 @@ class Saver:
 
 
 def main() -> int:
+    """Measure all groups, print their tables, and return the exit code."""
     arguments = parse_arguments()
     console = new_console()
     about = machine()
@@ -280,6 +282,7 @@ def table_line(saver: Saver) -> list[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-70m")

@@ -71,6 +71,7 @@ def first_texts(texts: Iterable[str], megabytes: float) -> list[str]:
 
 
 def megabytes_of(texts: list[str]) -> float:
+    """Return the size of the texts in UTF-8, in MB."""
     return sum(len(text.encode()) for text in texts) / 1e6
 
 
@@ -169,6 +170,7 @@ def measure_wait(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the chosen measurements, and print and write their results."""
     arguments = parse_arguments()
     console = new_console()
     about = machine()
@@ -203,6 +205,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--megabytes", type=float, default=66, help="size of the text to prepare, in MB")

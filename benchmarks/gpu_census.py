@@ -152,6 +152,7 @@ def take_part(task: Task, gate: Gate) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Measure each engine in a separate process, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", choices=MODELS, default="gpt2-124m")

@@ -78,6 +78,7 @@ class Curve:
 
     @property
     def name(self) -> str:
+        """Name of the curve, also its key in the reference."""
         return f"{self.architecture}{' packed' * self.packed}{', lora' * self.lora}"
 
 
@@ -312,6 +313,7 @@ def write_reference(job: Job) -> None:
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or `words` in its place."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--output", type=Path, help="append each case's record to this file of JSON lines as soon as it ends")
@@ -324,6 +326,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Train the chosen curves, or write the reference, and return the exit code."""
     arguments = parse_arguments(words)
     records: list[dict[str, Any]] = []
     job = start_job(read_ranks(os.environ), distributed=True)

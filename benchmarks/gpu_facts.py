@@ -152,6 +152,7 @@ def sdpa_kernels(length: int, is_dense: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print and append the record of each measurement."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, help="JSON lines; each measurement is appended at once")
     parser.add_argument("--tiny", action="store_true", help="use small sizes and few repeats")

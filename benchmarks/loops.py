@@ -133,13 +133,16 @@ class Script:
 
     @cached_property
     def data(self) -> DataBundle:
+        """Data that the pipeline has prepared."""
         return prepare_data(self.settings.config.data)
 
     @property
     def device(self) -> torch.device:
+        """First GPU, or the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def dataset(self) -> PeerDataset:
+        """Return the training samples in the pipeline's order."""
         samples = self.data.train
         return PeerDataset(samples, ShuffledOrder(len(samples), self.settings.config.seed))
 

@@ -45,6 +45,7 @@ class Task:
 
     @property
     def name(self) -> str:
+        """Name of the participant in results."""
         stage = "" if self.split == "plain" else f" stage {self.split}"
         return self.peer + stage + (f" ({self.label})" if self.label else "")
 

@@ -46,6 +46,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
+        """Median of all rounds."""
         return median(self.round_tokens_per_second)
 
     @property
@@ -67,6 +68,7 @@ class Row:
         return self.model, self.rows, self.split, *work
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the row as it is written to results."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
 

@@ -100,6 +100,7 @@ def measure_engines(arguments: argparse.Namespace, folder: Path) -> list[dict[st
 
 
 def main() -> int:
+    """Measure collectives and engines, and print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks to measure")

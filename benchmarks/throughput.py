@@ -197,6 +197,7 @@ class Benchmark:
 
 
 def main() -> int:
+    """Measure all groups, print and write the results, and return the exit code."""
     arguments = parse_arguments()
     console = new_console()
     about = machine()
@@ -280,6 +281,7 @@ def group_tasks(group: Group, peers: Sequence[str] | None, warmup: int, folder: 
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line, and fill in the defaults of the model."""
     choices = {
         adapter: dict.fromkeys([*DEFAULT[True, adapter], *DEFAULT[False, adapter], *ON_REQUEST[adapter]])
         for adapter in (False, True)

@@ -1,3 +1,5 @@
+"""Hooks and fixtures of all tests."""
+
 from __future__ import annotations
 
 import logging
@@ -37,6 +39,7 @@ if find_spec("hypothesis"):  # a machine with a GPU may lack most packages of th
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker `timeout` where pytest-timeout is missing."""
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
 

@@ -88,6 +88,7 @@ class NodeCommand:
 
     @property
     def text(self) -> str:
+        """Output so far."""
         return self.log.read_text(errors="replace")
 
     @property
@@ -252,6 +253,7 @@ class Cluster:
 
     @property
     def hosts(self) -> list[str]:
+        """Names of all nodes."""
         return list(self._nodes)
 
     def path(self, node: str, inside: str | Path) -> Path:

@@ -61,6 +61,7 @@ class ElasticJob:
 
     @property
     def run(self) -> Path:
+        """Run directory, on all nodes."""
         return self.cluster.shared / "run"
 
     def start(self, *hosts: str) -> None:
@@ -126,12 +127,14 @@ class ElasticJob:
 
 
 def lose_all_but_one(job: ElasticJob) -> None:
+    """Power off one of two hosts."""
     job.wait_until_training(2)
     job.lose("node2")
     job.wait_until_training(1)
 
 
 def lose_one(job: ElasticJob) -> None:
+    """Power off one of three hosts."""
     job.wait_until_training(3)
     job.lose("node3")
     job.wait_until_training(2)
@@ -145,12 +148,14 @@ def lose_rank_0(job: ElasticJob) -> None:
 
 
 def lose_two_after_each_other(job: ElasticJob) -> None:
+    """Power off two of three hosts, the second after the job has trained without the first."""
     lose_one(job)
     job.lose("node2")
     job.wait_until_training(1)
 
 
 def lose_one_while_restarting(job: ElasticJob) -> None:
+    """Power off a second host while the job restarts without the first."""
     job.wait_until_training(4)
     job.lose("node4")
     job.wait_for(GONE)
@@ -159,24 +164,28 @@ def lose_one_while_restarting(job: ElasticJob) -> None:
 
 
 def lose_two_at_once(job: ElasticJob) -> None:
+    """Power off two of four hosts together."""
     job.wait_until_training(4)
     job.lose("node3", "node4")
     job.wait_until_training(2)
 
 
 def come_back(job: ElasticJob) -> None:
+    """Power off a host, and connect it again after the job has trained without it."""
     lose_one(job)
     job.come_back("node3")
     job.wait_until_training(3)
 
 
 def come_back_as_rank_0(job: ElasticJob) -> None:
+    """Power off the host of rank 0, and connect it again."""
     lose_rank_0(job)
     job.come_back("node1")
     job.wait_until_training(3)
 
 
 def come_back_while_restarting(job: ElasticJob) -> None:
+    """Connect a host again while the job restarts without it."""
     job.wait_until_training(3)
     job.lose("node3")
     job.wait_for(GONE)

@@ -20,34 +20,42 @@ VICTIM = "node2"
 
 
 def kill_rank(cluster: Cluster, job: NodeCommand) -> None:
+    """Kill the rank of the second node."""
     _single(cluster.ranks(VICTIM)).kill()
 
 
 def freeze_rank(cluster: Cluster, job: NodeCommand) -> None:
+    """Stop the rank of the second node with SIGSTOP."""
     _single(cluster.ranks(VICTIM)).send_signal(signal.SIGSTOP)
 
 
 def sleep_in_step(cluster: Cluster, job: NodeCommand) -> None:
+    """Let the model of the second node sleep in a step."""
     cluster.path(VICTIM, cluster.private / "asleep").touch()
 
 
 def kill_agent(cluster: Cluster, job: NodeCommand) -> None:
+    """Kill DeepSpeed's launch.py on the second node."""
     _single(cluster.pythons(VICTIM, "deepspeed.launcher.launch")).kill()
 
 
 def kill_launcher(cluster: Cluster, job: NodeCommand) -> None:
+    """Kill the launcher on the first node."""
     job.command.kill()
 
 
 def cut_link(cluster: Cluster, job: NodeCommand) -> None:
+    """Take the second node off the network."""
     cluster.disconnect(VICTIM)
 
 
 def lose_node(cluster: Cluster, job: NodeCommand) -> None:
+    """Power off the second node."""
     cluster.power_off(VICTIM)
 
 
 def stop_sshd(cluster: Cluster, job: NodeCommand) -> None:
+    """End sshd on the second node."""
     cluster.stop_sshd(VICTIM)
 
 

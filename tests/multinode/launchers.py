@@ -34,6 +34,7 @@ def deepspeed(
 def multi_node(
     cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str
 ) -> list[NodeCommand]:
+    """Start launch/multi_node.sh, which uses pdsh."""
     command = [str(ROOT / "launch" / "multi_node.sh"), str(cluster.hostfile(*hosts))]
     return [cluster.start(hosts[0], *command, *arguments, cwd=START_FOLDER, **environment)]
 
@@ -47,12 +48,14 @@ def multi_node_openmpi(
 
 
 def openmpi(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[NodeCommand]:
+    """Start launch/train.py with mpirun."""
     command = ["mpirun", "--hostfile", str(cluster.hostfile(*hosts)), "-n", str(len(hosts))]
     command += ["--bind-to", "none", "--mca", "oob_tcp_if_include", "eth0", PYTHON, TRAIN]
     return [cluster.start(hosts[0], *command, *arguments, cwd=START_FOLDER, **AS_ROOT, **environment)]
 
 
 def srun(cluster: Cluster, hosts: Sequence[str], *arguments: str, **environment: str) -> list[NodeCommand]:
+    """Start launch/train.py with srun."""
     command = ["srun", "--nodelist", ",".join(hosts), "--nodes", str(len(hosts)), "--ntasks-per-node", "1"]
     return [cluster.start(hosts[0], *command, PYTHON, TRAIN, *arguments, cwd=START_FOLDER, **environment)]
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 
 class Paced(nn.Module):
+    """Linear classifier that sleeps `seconds` in each forward pass, and on while the file `asleep` exists."""
+
     def __init__(self, seconds: float, folder: str):
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -24,4 +26,5 @@ class Paced(nn.Module):
 
 
 def paced(seconds: float, folder: str) -> nn.Module:
+    """Return the model of `model.kind: multinode.paced:paced`."""
     return Paced(seconds, folder)

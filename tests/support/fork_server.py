@@ -103,9 +103,11 @@ class ForkedProgram:
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
     def poll(self) -> int | None:
+        """Return the exit code; `None` while the program runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
+        """Send SIGKILL to the program."""
         self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:

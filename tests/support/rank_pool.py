@@ -78,6 +78,7 @@ class RankPool:
 
     @property
     def is_alive(self) -> bool:
+        """Whether all ranks run."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
@@ -113,6 +114,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
+        """Kill all ranks."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

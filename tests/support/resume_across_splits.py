@@ -37,9 +37,11 @@ class GatheredShards:
     shards: list[tuple[str, str, Region, np.ndarray]]
 
     def names(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shape of each tensor by (name, kind)."""
         return {(name, kind): region.shape for name, kind, region, _ in self.shards}
 
     def read(self, name: str, kind: str, region: Region, out: torch.Tensor) -> None:
+        """Copy a region of a tensor to `out`; its values may come from several shards."""
         num_read = 0
         for shard_name, shard_kind, shard_region, values in self.shards:
             if (shard_name, shard_kind) == (name, kind):

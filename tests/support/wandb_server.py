@@ -46,6 +46,7 @@ class WandbServer:
 
     @property
     def url(self) -> str:
+        """Address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def runs(self) -> dict:
@@ -70,6 +71,7 @@ class WandbServer:
 
 
 def read_lines(path: Path) -> list[dict]:
+    """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -83,6 +85,7 @@ def make_environment(home: Path, url: str, **more: str) -> dict[str, str]:
 
 
 def read_run_id(folder: Path) -> str:
+    """Return the W&B id of the run in this directory."""
     return (folder / "wandb_run_id").read_text().strip()
 
 

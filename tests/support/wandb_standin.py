@@ -34,11 +34,13 @@ class Store:
         self.runs = json.loads(self.runs_file.read_text()) if self.runs_file.exists() else {}
 
     def save(self) -> None:
+        """Write runs.json."""
         partial = self.runs_file.with_suffix(".tmp")
         partial.write_text(json.dumps(self.runs, indent=1))
         partial.replace(self.runs_file)
 
     def history(self, run: str) -> list[str]:
+        """Return the stored rows of a run, as lines of JSON."""
         path = self.folder / f"history-{run}.jsonl"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -54,11 +56,13 @@ class Store:
         return (num_stored, offset) if offset > num_stored else None
 
     def note(self, record: dict) -> None:
+        """Append a request to requests.jsonl."""
         with (self.folder / "requests.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
 
 def project(run: dict) -> dict:
+    """Return a run's project as GraphQL names it."""
     return {
         "id": "UHJvamVjdDox",
         "name": run["project"],
@@ -89,24 +93,31 @@ def bucket_of(store: Store, name: str) -> dict:
     }
 
 
-def upsert_run(store: Store, v: dict) -> dict:
-    name = v.get("name") or base64.b64decode(v["id"]).decode().split(":")[1]
+def upsert_run(store: Store, variables: dict) -> dict:
+    """Create or update a run."""
+    name = variables.get("name") or base64.b64decode(variables["id"]).decode().split(":")[1]
     inserted = name not in store.runs
-    given = {"project": v.get("project") or "uncategorized", "entity": v.get("entity") or "local"}
+    given = {
+        "project": variables.get("project") or "uncategorized",
+        "entity": variables.get("entity") or "local",
+    }
     run = store.runs.setdefault(name, given | {"displayName": name})
-    run.update({key: value for key, value in v.items() if value is not None})
+    run.update({key: value for key, value in variables.items() if value is not None})
     store.save()
     return {"upsertBucket": {"bucket": bucket_of(store, name), "inserted": inserted}}
 
 
-def resume_status(store: Store, v: dict) -> dict:
-    run = store.runs.get(v.get("name"))
+def resume_status(store: Store, variables: dict) -> dict:
+    """Answer the question whether a run exists."""
+    run = store.runs.get(variables.get("name"))
     if run is None:
-        return {"model": {**project({"project": v.get("project"), "entity": "local"}), "bucket": None}}
-    return {"model": {**project(run), "bucket": bucket_of(store, v["name"])}}
+        return {
+            "model": {**project({"project": variables.get("project"), "entity": "local"}), "bucket": None}
+        }
+    return {"model": {**project(run), "bucket": bucket_of(store, variables["name"])}}
 
 
-def answer_agent(store: Store, operation: str, v: dict) -> dict:
+def answer_agent(store: Store, operation: str, variables: dict) -> dict:
     """Answer the agent of a sweep.
 
     The file sweep.json has the sweep's `config` as text, and `trials`, a list of values. The agent gets one
@@ -121,7 +132,7 @@ def answer_agent(store: Store, operation: str, v: dict) -> dict:
     if operation == "CreateAgent":
         return {"createAgent": {"agent": {"id": "QWdlbnQ6MQ=="}}}
     commands = [{"type": "exit"}]
-    if any(json.loads(v["runState"]).values()):
+    if any(json.loads(variables["runState"]).values()):
         commands = []  # a trial still runs
     elif sweep["trials"]:
         values = sweep["trials"].pop(0)
@@ -132,7 +143,7 @@ def answer_agent(store: Store, operation: str, v: dict) -> dict:
     return {"agentHeartbeat": {"agent": {"id": "QWdlbnQ6MQ=="}, "commands": json.dumps(commands)}}
 
 
-def answer_artifact(store: Store, operation: str, v: dict, host: str) -> dict:
+def answer_artifact(store: Store, operation: str, variables: dict, host: str) -> dict:
     """Answer a request about artifacts.
 
     An artifact with the name and digest of a stored one is the same version. An alias belongs to one version.
@@ -142,7 +153,7 @@ def answer_artifact(store: Store, operation: str, v: dict, host: str) -> dict:
     if operation == "ArtifactType":
         return {"project": {"artifact": None}}
     if operation == "CreateArtifact":
-        given = v["input"]
+        given = variables["input"]
         name = given["artifactCollectionName"]
         digest = given["digest"]
         aliases = [each["alias"] for each in given["aliases"]]
@@ -158,18 +169,21 @@ def answer_artifact(store: Store, operation: str, v: dict, host: str) -> dict:
         artifact = {"id": artifact_id, "state": version["state"], "artifactSequence": {"id": "x"}}
         answer = {"createArtifact": {"artifact": artifact}}
     elif operation == "CreateArtifactManifest":
-        url = f"http://{host}/upload/artifacts/{v['artifactID']}/{v['name']}"
-        file = {"id": "x", "name": v["name"], "displayName": v["name"]}
+        url = f"http://{host}/upload/artifacts/{variables['artifactID']}/{variables['name']}"
+        file = {"id": "x", "name": variables["name"], "displayName": variables["name"]}
         file |= {"uploadUrl": url, "uploadHeaders": []}
-        answer = {"createArtifactManifest": {"artifactManifest": {"id": v["artifactID"], "file": file}}}
+        answer = {
+            "createArtifactManifest": {"artifactManifest": {"id": variables["artifactID"], "file": file}}
+        }
     else:
-        versions[int(v["artifactID"])]["state"] = "COMMITTED"
-        answer = {"commitArtifact": {"artifact": {"id": v["artifactID"], "digest": "x"}}}
+        versions[int(variables["artifactID"])]["state"] = "COMMITTED"
+        answer = {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": "x"}}}
     path.write_text(json.dumps(versions, indent=1))
     return answer
 
 
-def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str) -> dict:
+def answer_graphql(store: Store, operation: str, query: str, variables: dict, host: str) -> dict:
+    """Answer a GraphQL request by its operation or its text."""
     if operation == "Viewer" or "viewer" in query:
         return {
             "viewer": {
@@ -191,22 +205,25 @@ def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str)
             }
         }
     if "upsertBucket" in query:
-        return upsert_run(store, v)
+        return upsert_run(store, variables)
     if "RunResumeStatus" in query:
-        return resume_status(store, v)
+        return resume_status(store, variables)
     if operation == "CreateRunFiles":
         urls = [
-            {"name": f, "uploadUrl": f"http://{host}/upload/{v.get('run')}/{f}"} for f in v.get("files", [])
+            {"name": f, "uploadUrl": f"http://{host}/upload/{variables.get('run')}/{f}"}
+            for f in variables.get("files", [])
         ]
         return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": urls}}
     if operation == "MarkRunFilesUploaded":
         return {"markRunFilesUploaded": {"success": True}}
     if operation in ("ArtifactType", "CreateArtifact", "CreateArtifactManifest", "CommitArtifact"):
-        return answer_artifact(store, operation, v, host)
+        return answer_artifact(store, operation, variables, host)
     if operation in ("SweepWithRuns", "CreateAgent", "Heartbeat"):
-        return answer_agent(store, operation, v)
+        return answer_agent(store, operation, variables)
     if "Alert" in operation:
-        store.runs[v["runName"]].setdefault("alerts", []).append([v["title"], v["text"], v["severity"]])
+        store.runs[variables["runName"]].setdefault("alerts", []).append(
+            [variables["title"], variables["text"], variables["severity"]]
+        )
         store.save()
         return {"notifyScriptableRunAlert": {"success": True}}
     if "RunStoppedStatus" in query or operation == "RunState":
@@ -217,6 +234,7 @@ def answer_graphql(store: Store, operation: str, query: str, v: dict, host: str)
 
 
 def take_stream(store: Store, run: str, message: dict, record: dict) -> dict:
+    """Store the rows, summary and exit code that a client streams."""
     entry = store.runs.setdefault(run, {"project": "uncategorized", "entity": "local", "displayName": run})
     for name, part in (message.get("files") or {}).items():
         if name == "wandb-history.jsonl":
@@ -234,6 +252,8 @@ def take_stream(store: Store, run: str, message: dict, record: dict) -> dict:
 
 
 def make_handler(store: Store) -> type[BaseHTTPRequestHandler]:
+    """Return a request handler that reads and writes the store."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
