@@ -28,7 +28,7 @@ CASES = {
     "minus infinity": r"input `x` of sample {0}, on {1}",
     "nested": r"input `state` of sample {0}, on {1}",
     "target": r"input `targets` of sample {0}, on {1}",
-    "layer": r"the output of root \(Root\), in forward, on {1}; samples: {0}",
+    "layer": r"the output of root \(NanWhereMarked\), in forward, on {1}; samples: {0}",
     "between": r"the input of norm \(\w*BatchNorm\w*\), in forward, on {1}; samples: {0}",
     "loss": r"the loss of sample {0}, on {1}",
     "gradient": r"the gradient of head\.\w+, in backward, on {1}; samples: {0}",
@@ -44,10 +44,8 @@ def kept(engine):
 
 def searched(job, deepspeed, spoilt_rank, cases):
     """The cause found in each case, its sample, and whether the searches leave the run unchanged."""
-    model, objective = (
-        {"kind": "support.nonfinite_sample:Model"},
-        {"kind": "support.nonfinite_sample:loss", "reduction": "sum"},
-    )
+    model = {"kind": "support.nonfinite_sample:Model"}
+    objective = {"kind": "support.nonfinite_sample:loss", "reduction": "sum"}
     batch = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
     tree = recipe(model=model, objective=objective, batch=batch)
     config, resolved = resolve(tree, deepspeed, job.ranks.world_size)
@@ -55,10 +53,8 @@ def searched(job, deepspeed, spoilt_rank, cases):
     def run(with_searches):
         FAULT.case, found = "", {}
         engine = build_engine(config, resolved, job, make_bundle())
-        loader, objective = (
-            build_loader(config, resolved.batch_plan, make_bundle(), engine),
-            build_objective(config),
-        )
+        loader = build_loader(config, resolved.batch_plan, make_bundle(), engine)
+        objective = build_objective(config)
 
         def step(number):
             seed_step(0, number, engine.seed_rank)

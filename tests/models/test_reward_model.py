@@ -119,10 +119,8 @@ def test_its_first_weights_are_the_same_under_every_split(ranks, base, split):
     expected = None
     for model in ({"pretrained": str(base)}, new | {"weights": str(base)}):
         tree = make_recipe("reward", 2) | {"model": {"kind": "causal_lm"} | model}
-        alone, found = (
-            train_preferences(ALONE, tree, None),
-            ranks(2).run(train_preferences, tree, SPLITS[split])[0],
-        )
+        alone = train_preferences(ALONE, tree, None)
+        found = ranks(2).run(train_preferences, tree, SPLITS[split])[0]
         expected = expected or alone
         for rows in (alone, found):
             losses = [row["train/loss"] for row in rows if "train/loss" in row]
