@@ -31,9 +31,9 @@ from pipeline.files import format_bytes
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
-LONG = 2e9  # bytes from which on verification is announced, as it takes some seconds
-VALUES_AT_ONCE = 1 << 22
-LINK_PROBLEM = "a link, and what lies outside the run is not read"
+LOGGED_BYTES = 2_000_000_000  # from this size on, the start of a verification is logged: it takes seconds
+COMPARED_VALUES = 1 << 22  # number of values that are compared at a time: 32 MiB in fp64
+LINK_PROBLEM = "a symbolic link, and links are not followed: they may lead out of the run directory"
 log = logging.getLogger(__name__)
 
 
@@ -44,22 +44,26 @@ class SavedCheckpoint:
     step: int
     folder: Path
     eval_loss: float | None
-    """Finite evaluation loss of these weights; `None` if it was not measured."""
-    rank: float | None
-    """Sort key by `eval.best_metric`; the lowest is the best. `None` if it was not measured."""
+    """Evaluation loss of these weights; `None` if it was not measured or is not finite."""
+    sort_key: float | None
+    """Value of `eval.best_metric`, with its sign changed if the highest is the best.
+
+    So the lowest key is the best. `None` if the metric was not measured or is not finite.
+    """
 
 
 @dataclass(frozen=True)
 class SavedCheckpoints:
-    """All checkpoints of a run that count, oldest first."""
+    """All checkpoints of a run that count: those that are complete and not known to be damaged."""
 
     saved: tuple[SavedCheckpoint, ...]
+    """Checkpoints, oldest first."""
 
     @property
     def best(self) -> SavedCheckpoint | None:
-        """Checkpoint with the lowest `rank`, the newest among equals; `None` if none has a rank."""
-        known = [each for each in self.saved if each.rank is not None]
-        return min(known, key=lambda each: (each.rank, -each.step), default=None)
+        """Checkpoint with the lowest `sort_key`, the newest among equals; `None` if none has a key."""
+        evaluated = [each for each in self.saved if each.sort_key is not None]
+        return min(evaluated, key=lambda each: (each.sort_key, -each.step), default=None)
 
 
 def folder_name(step: int) -> str:
@@ -68,13 +72,16 @@ def folder_name(step: int) -> str:
 
 
 def list_step_folders(folder: Path) -> dict[int, Path]:
-    """Return all paths with a checkpoint's name, complete or not, by step, newest first."""
-    found = {}
+    """Return all paths with a checkpoint's name, by step, newest first.
+
+    Some of them may be incomplete checkpoints, links or plain files.
+    """
+    folders = {}
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d{8,12})", path.name)
         if match is not None and path.name == folder_name(int(match[1])):
-            found[int(match[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def list_published_folders(folder: Path) -> dict[int, Path]:
@@ -90,7 +97,8 @@ def read_complete_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after checking the sizes of its files. Contents are not read.
 
     Raises:
-        CheckpointError: The checkpoint is incomplete; the message names a file and the node that wrote it.
+        CheckpointError: There is no valid manifest of this step, or a file is missing or has another size. The
+            message names one file, and the node that wrote it if that is known.
     """
     manifest = read_named_manifest(path)
     damages = check_file_sizes(manifest)
@@ -110,7 +118,8 @@ def read_named_manifest(path: Path) -> Manifest:
     manifest = read_manifest(path)
     if folder_name(manifest.global_step) != path.name:
         raise CheckpointError(
-            f"{path} holds step {manifest.global_step}; rename it to {folder_name(manifest.global_step)}"
+            f"{path} contains the checkpoint of step {manifest.global_step}; rename the folder to "
+            f"{folder_name(manifest.global_step)}"
         )
     return manifest
 
@@ -121,19 +130,25 @@ def find_newest_complete(folder: Path) -> tuple[Manifest | None, list[str]]:
     Only manifests and sizes are read. Contents are verified before they are loaded.
 
     Returns:
-        The manifest is `None` if no checkpoint is complete.
+        The manifest is `None` if no checkpoint is complete. If there is not even a folder with a manifest,
+        there are no lines either.
     """
-    passed_over = list[str]()
+    skipped = list[str]()
     for path in list_step_folders(folder).values():
         try:
-            return read_complete_manifest(path), passed_over
+            return read_complete_manifest(path), skipped
         except CheckpointError as error:
-            passed_over.append(f"{path.name} is passed over: {error}")
-    return None, passed_over if list_published_folders(folder) else []
+            skipped.append(f"{path.name} is skipped: {error}")
+    if not list_published_folders(folder):
+        return None, []
+    return None, skipped
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. If a kill interrupts this, it no longer counts, and the next save removes it."""
+    """Remove a checkpoint.
+
+    If the process is killed meanwhile, the checkpoint no longer counts, and the next save removes the rest.
+    """
     aside = path.with_name(f"{path.name}.removed{PARTIAL}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -145,7 +160,10 @@ def mark_suspect(path: Path) -> None:
 
 
 def discard_later(folder: Path, step: int, discard: Callable[[Path], None]) -> None:
-    """Call `discard` with each checkpoint of a later step. Only call this while no save is running."""
+    """Call `discard` with the path of each checkpoint of a later step. Links are excluded.
+
+    Only call this while no save is running.
+    """
     for later, path in list_step_folders(folder).items():
         if later > step and not path.is_symlink():
             discard(path)
@@ -163,7 +181,10 @@ def restore_replaced(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the partial checkpoints of killed saves. Only call this while no save is running."""
+    """Remove what killed processes left: partial checkpoints, and marker files of `find_peers`.
+
+    Only call this while no save is running.
+    """
     for path in folder.glob(f"step-*{PARTIAL}"):
         if path.is_symlink():  # rmtree would leave the link, which blocks every save of this step
             path.unlink(missing_ok=True)
@@ -186,61 +207,66 @@ class Retention:
     def steps_to_keep(self, checkpoints: SavedCheckpoints) -> set[int]:
         """Return the steps of the checkpoints that stay."""
         steps = [each.step for each in checkpoints.saved]
-        stays = set(steps[-max(1, self.keep_last) :])
+        steps_to_keep = set(steps[-max(1, self.keep_last) :])
         if self.keep_every > 0:
-            stays |= {step for step in steps if step % self.keep_every == 0}
+            steps_to_keep |= {step for step in steps if step % self.keep_every == 0}
         if self.keep_best and checkpoints.best is not None:
-            stays.add(checkpoints.best.step)
-        return stays
+            steps_to_keep.add(checkpoints.best.step)
+        return steps_to_keep
 
 
 def _summarize(manifest: Manifest) -> SavedCheckpoint:
     best_by = manifest.best_by
-    rank = None if best_by is None else best_by.rank
-    return SavedCheckpoint(manifest.global_step, manifest.folder, manifest.eval_loss, rank)
+    sort_key = None if best_by is None else best_by.sort_key
+    return SavedCheckpoint(manifest.global_step, manifest.folder, manifest.eval_loss, sort_key)
 
 
 class Pruner:
-    """Removes checkpoints that the retention rule does not keep, once their successor is complete.
+    """Removes checkpoints that the retention rule does not keep, once a newer one is complete.
 
     An incomplete checkpoint, or one of another format, neither counts nor is removed: it may be all that is
-    left of a run. The same holds for checkpoints of later steps than the newest save, which remain if a run
+    left of a run. Checkpoints of later steps than the newest save are not removed either. They exist if a run
     resumed from an earlier step.
     """
 
     def __init__(self, folder: Path, retention: Retention):
         self._folder = folder
         self._retention = retention
-        self.bad: set[int] = set()
-        """Steps known to be damaged."""
-        self._known: dict[int, SavedCheckpoint] = {}  # cached, since a manifest of many files is slow to read
+        self.damaged_steps: set[int] = set()
+        """Steps whose checkpoints are known to be damaged. They do not count until they are saved again."""
+        self._summaries: dict[int, SavedCheckpoint] = {}  # by step; a manifest of many files is slow to read
 
     def prune(self, manifest: Manifest) -> None:
-        """Remove checkpoints that the rule does not keep; `manifest` belongs to the one just saved."""
+        """Remove checkpoints that the rule does not keep. Failures are logged.
+
+        Args:
+            manifest: Manifest of the checkpoint that was just saved.
+        """
         newest = manifest.global_step
-        self.bad.discard(newest)
+        self.damaged_steps.discard(newest)
         try:
             if not (manifest.folder / MANIFEST).is_file() or check_file_sizes(manifest):
                 raise CheckpointError(f"{manifest.folder.name} is not complete")
-            self._known[newest] = _summarize(manifest)
-            saved = self.saved(newest)
-            for step in {each.step for each in saved.saved} - self._retention.steps_to_keep(saved):
+            self._summaries[newest] = _summarize(manifest)
+            checkpoints = self.list_saved(newest)
+            steps = {each.step for each in checkpoints.saved}
+            for step in steps - self._retention.steps_to_keep(checkpoints):
                 remove_checkpoint(self._folder / folder_name(step))
         except (CheckpointError, OSError) as error:
-            log.warning("old checkpoints stay: %s", error)
+            log.warning("old checkpoints are not removed: %s", error)
 
-    def saved(self, until: float = math.inf) -> SavedCheckpoints:
-        """Return the checkpoints that count, up to a step."""
+    def list_saved(self, until: float = math.inf) -> SavedCheckpoints:
+        """Return the checkpoints that count, up to and including the step `until`."""
         counted = []
         for step, path in reversed(list_published_folders(self._folder).items()):
-            if step > until or step in self.bad:
+            if step > until or step in self.damaged_steps:
                 continue
             try:
-                if step not in self._known:
-                    self._known[step] = _summarize(read_complete_manifest(path))
-                counted.append(self._known[step])
+                if step not in self._summaries:
+                    self._summaries[step] = _summarize(read_complete_manifest(path))
+                counted.append(self._summaries[step])
             except CheckpointError as error:
-                log.info("%s stays and does not count: %s", path.name, error)
+                log.info("%s is ignored and not removed: %s", path.name, error)
         return SavedCheckpoints(tuple(counted))
 
 
@@ -249,7 +275,8 @@ def find_newest_verified(
 ) -> tuple[Manifest | None, set[int]]:
     """Return the newest checkpoint that is verified on all machines, and the skipped steps. Collective.
 
-    Each skipped checkpoint is logged with the reason.
+    Each skipped checkpoint is logged with the reason. A checkpoint whose replacement was killed gets its name
+    back first.
 
     Args:
         folder: Folder of the checkpoints.
@@ -257,71 +284,75 @@ def find_newest_verified(
         until: Last step to consider; `None` for all.
 
     Returns:
-        The manifest is `None` if there is no checkpoint; there may be a link or a folder without a manifest.
+        `None` and no steps if there is no checkpoint, or with `until` no intact one. A link or a folder
+        without a manifest is no checkpoint.
 
     Raises:
-        CheckpointError: There are checkpoints, but all are damaged or incomplete.
+        CheckpointError: `until` is `None`, and all checkpoints are damaged or incomplete.
     """
-    peers.attempt(
-        lambda: restore_replaced(folder)
-    )  # if it fails, there is one checkpoint less to choose from
+    # If this fails, there is one checkpoint less to choose from.
+    peers.attempt(lambda: restore_replaced(folder))
     steps = peers.gather(list(list_step_folders(folder)) if peers.is_leader else [])
-    passed_over: dict[int, str] = {}
+    reasons: dict[int, str] = {}  # by skipped step
     for step in sorted(set(itertools.chain(*steps)), reverse=True):
         if until is not None and step > until:
             continue
-        answer = _examine(folder / folder_name(step), peers)
-        if isinstance(answer, Manifest):
-            return answer, set(passed_over)
-        log.warning("%s", answer)
-        passed_over[step] = answer
+        path = folder / folder_name(step)
+        manifest, problem = _verify_on_all_machines(path, peers)
+        if manifest is not None:
+            return manifest, set(reasons)
+        reasons[step] = f"{path.name} is skipped: {problem}"
+        log.warning("%s", reasons[step])
     if until is None and any(peers.gather(bool(list_published_folders(folder)))):
         raise CheckpointError(
-            f"{folder} holds no whole checkpoint; the newest: {next(iter(passed_over.values()))}; "
-            "bring back what is missing, or start a new run with checkpoint.resume=never"
+            f"{folder} has no intact checkpoint; the newest: {next(iter(reasons.values()))}; restore the "
+            "missing or damaged files, or start a new run with checkpoint.resume=never"
         )
     return None, set()
 
 
-def _examine(path: Path, peers: Peers) -> Manifest | str:
-    """Verify every byte of a checkpoint, a part on each rank; return its manifest, or why it is skipped."""
+def _verify_on_all_machines(path: Path, peers: Peers) -> tuple[Manifest | None, str]:
+    """Verify every byte of a checkpoint, some files on each rank. Collective.
+
+    Returns:
+        The manifest and an empty text; or, on every rank, `None` and the first problem.
+    """
     manifest = None
     problem = None
     checksum = ""
-    here = list[str]()
+    present = list[str]()
     try:
         manifest = read_named_manifest(path)
-        _ = manifest.table
+        _ = manifest.table  # reads and checks the table
         checksum = xxhash.xxh3_128_hexdigest((path / MANIFEST).read_bytes())
-        if (
-            peers.is_leader
-        ):  # one rank a file system, else a thousand ranks would look up a thousand files each
+        # Only one rank of each file system: else a thousand ranks would look up a thousand files each.
+        if peers.is_leader:
             damages, absent = inspect_files(manifest)
             problem = f"on {peers.host}: {damages[0]}" if damages else None
-            here = [file.name for file in manifest.files if file.name not in absent]
+            present = [file.name for file in manifest.files if file.name not in absent]
     except (CheckpointError, OSError) as error:
         problem = f"on {peers.host}: {error}"
-    said = peers.gather((problem, checksum, here))
-    here = said[peers.leader][2]
-    there = set(itertools.chain(*(names for *_, names in said)))
-    problem = first_problem(wrong for wrong, *_ in said)
+    problems, checksums, present_by_rank = zip(*peers.gather((problem, checksum, present)), strict=True)
+    problem = first_problem(problems)
     if problem is not None or manifest is None:
-        return f"{path.name} is passed over: {problem}"
-    if len({checksum for _, checksum, _ in said}) > 1:
-        return f"{path.name} is passed over: it is not the same checkpoint on all machines"
+        return None, str(problem)
+    if len(set(checksums)) > 1:
+        return None, "it is not the same checkpoint on all machines"
+    present_anywhere = set(itertools.chain(*present_by_rank))
     for file in manifest.files:
-        if file.name not in there:
-            return f"{path.name} is passed over: no machine has {file.name}, written on {file.host}"
-    if manifest.num_bytes > LONG:
+        if file.name not in present_anywhere:
+            return None, f"no machine has {file.name}, written on {file.host}"
+    if manifest.num_bytes > LOGGED_BYTES:
         log.info("verifying %s, %s", path.name, format_bytes(manifest.num_bytes))
     neighbours = peers.neighbours
-    mine = here[neighbours.index(peers.rank) :: len(neighbours)]
+    own_files = present_by_rank[peers.leader][neighbours.index(peers.rank) :: len(neighbours)]
     began = time.perf_counter()
-    found = peers.gather([str(damage) for damage in check_content(manifest, mine)])
-    if (damage := next(itertools.chain(*found), None)) is not None:
-        return f"{path.name} is passed over: {damage}"
+    damages_by_rank = peers.gather([str(damage) for damage in check_content(manifest, own_files)])
+    all_damages = list(itertools.chain(*damages_by_rank))
+    if all_damages:
+        return None, all_damages[0]
     log.info("%s: every byte read and compared in %.1f s", path.name, time.perf_counter() - began)
-    return manifest
+    return manifest, ""
 
 
 @dataclass(frozen=True)
@@ -331,11 +362,14 @@ class CheckpointStatus:
     step: int
     path: Path
     problem: str | None
-    """Reason why the checkpoint does not count, with the file and known tensors; `None` if it counts."""
+    """Reason why the checkpoint does not count; `None` if it counts.
+
+    It names the damaged file, and the damaged tensors if they are known.
+    """
     manifest: Manifest | None = None
     """Manifest of the checkpoint; `None` if it cannot be read."""
-    num_here: int = 0
-    """Number of files in this folder; other machines may have the rest."""
+    num_files_here: int = 0
+    """Number of the checkpoint's files in this folder; other machines may have the rest."""
     num_bytes: int = 0
     """Bytes of the files in this folder."""
 
@@ -363,28 +397,32 @@ def _build_status(step: int, path: Path) -> CheckpointStatus:
         path=path,
         problem=_format_damages(check_file_sizes(manifest)),
         manifest=manifest,
-        num_here=len(here),
+        num_files_here=len(here),
         num_bytes=sum(file.bytes for file in here),
     )
 
 
-def verify_checkpoint(row: CheckpointStatus, advance: Callable[[int], object]) -> CheckpointStatus:
+def verify_checkpoint(status: CheckpointStatus, advance: Callable[[int], object]) -> CheckpointStatus:
     """Return the status after comparing every byte in this folder with the checksums.
 
+    A status with a problem is returned unchanged.
+
     Args:
-        row: Status from `list_checkpoints`.
-        advance: Called with the number of bytes read since the last call.
+        status: Status from `list_checkpoints`.
+        advance: Called on several threads with the number of bytes read since the last call.
     """
-    if row.problem is not None or row.manifest is None:
-        return row
-    return replace(row, problem=_format_damages(check_content(row.manifest, advance=advance)))
+    if status.problem is not None or status.manifest is None:
+        return status
+    return replace(status, problem=_format_damages(check_content(status.manifest, advance=advance)))
 
 
 def _format_damages(damages: Sequence[Damage]) -> str | None:
     if not damages:
         return None
+    if len(damages) == 1:
+        return str(damages[0])
     others = len(damages) - 1
-    return f"{damages[0]}; and {others} more file{'s' * (others > 1)}" if others else str(damages[0])
+    return f"{damages[0]}; and {others} more file{'s' * (others > 1)}"
 
 
 @dataclass(frozen=True)
@@ -394,13 +432,16 @@ class TensorChange:
     name: str
     kind: str
     remark: str | None = None
-    """Reason why the tensors cannot be compared (only one exists, or shapes differ); else `None`."""
+    """Reason why the tensors cannot be compared (only one exists, or shapes differ); else `None`.
+
+    With a remark, the numbers below mean nothing.
+    """
     share: float = 1.0
-    """Share of the values that changed."""
+    """Fraction of the values that changed, from 0 to 1."""
     max_difference: float = math.nan
-    """Largest absolute difference."""
+    """Largest absolute difference; infinite if a value changed from or to NaN."""
     relative: float = math.nan
-    """Norm of the difference over the norm of the first."""
+    """Norm of the difference over the norm of the first tensor; infinite if the latter is 0."""
 
 
 def diff_checkpoints(
@@ -411,7 +452,7 @@ def diff_checkpoints(
     Args:
         first: Manifest of the first checkpoint.
         second: Manifest of the second checkpoint.
-        advance: Called with the number of values of the first compared since the last call.
+        advance: Called with the number of values of the first checkpoint compared since the last call.
 
     Raises:
         CheckpointError: One of the checkpoints cannot be read.
@@ -429,8 +470,10 @@ def diff_checkpoints(
                 yield TensorChange(name, kind, f"only in {first.folder.name}")
             elif shape_a != shape_b:
                 yield TensorChange(name, kind, f"{list(shape_a)} became {list(shape_b)}")
-            elif (change := _compare(a, b, name, kind, shape_a)).share:
-                yield change
+            else:
+                change = _compare(a, b, name, kind, shape_a)
+                if change.share > 0:
+                    yield change
             advance(math.prod(shape_a))
 
 
@@ -440,10 +483,12 @@ def _compare(
     size = math.prod(shape)
     changed = 0
     largest = 0.0
-    squares_of_difference = squares = 0.0
-    for start in range(0, size, VALUES_AT_ONCE):
-        region = Region(shape, None, start, min(VALUES_AT_ONCE, size - start))
-        one, other = (torch.empty(region.length, dtype=torch.float64) for _ in "ab")
+    squares_of_difference = 0.0
+    squares = 0.0
+    for start in range(0, size, COMPARED_VALUES):
+        region = Region(shape, None, start, min(COMPARED_VALUES, size - start))
+        one = torch.empty(region.length, dtype=torch.float64)
+        other = torch.empty(region.length, dtype=torch.float64)
         a.read(name, kind, region, one)
         b.read(name, kind, region, other)
         differs = ~((one == other) | (one.isnan() & other.isnan()))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def find_run_directory(path: Path) -> Path:
-    """Return the run directory at this path.
+    """Return `path` if it is a run directory, that is, if it contains a folder `checkpoints`.
 
     Raises:
         CheckpointError: The path is not a run directory.
@@ -21,21 +21,24 @@ def find_run_directory(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         return path
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a run directory, as runs/NAME-TIME")
-    whole = path.absolute()
-    above = whole.parent if whole.name == "checkpoints" else whole.parent.parent
-    if "checkpoints" in (whole.name, whole.parent.name) and (above / "checkpoints").is_dir():
-        raise CheckpointError(f"{path} is inside a run directory; give the run directory: {above}")
+        raise CheckpointError(f"{path} does not exist; give a run directory, such as runs/NAME-TIME")
+    for parent in (path.absolute(), path.absolute().parent):
+        if parent.name == "checkpoints" and parent.is_dir():
+            raise CheckpointError(
+                f"{path} is inside a run directory; give the run directory: {parent.parent}"
+            )
     raise CheckpointError(f"{path} is no run directory: it has no folder checkpoints/")
 
 
 def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Path, Path, Manifest]:
     """Return the run directory, the checkpoint's folder and its manifest.
 
+    For `last`, each newer checkpoint that is not complete is named on stderr.
+
     Args:
-        path: Run directory, or one of its checkpoints; then `which` is ignored.
-        which: Step of the checkpoint, `last` or `best`.
-        option: Name of the option that gave `which`, for messages.
+        path: Run directory, or the folder of one of its checkpoints.
+        which: Step of the checkpoint, `last` or `best`. Ignored if `path` is a checkpoint.
+        option: Name of the option or argument that gave `which`, for messages.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is not complete.
@@ -48,28 +51,31 @@ def find_checkpoint(path: Path, which: str, option: str = "--step") -> tuple[Pat
         read_complete_manifest,
     )
 
-    whole = path.absolute()
-    if whole.parent.name == "checkpoints" and whole in list_published_folders(whole.parent).values():
-        directory = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
+    absolute = path.absolute()
+    parent = absolute.parent
+    if parent.name == "checkpoints" and absolute in list_published_folders(parent).values():
+        # A relative path stays relative if it names the run directory.
+        directory = path.parent.parent if len(path.parts) > 2 else parent.parent
         return directory, path, read_complete_manifest(path)
     directory = find_run_directory(path)
-    steps = list_published_folders(directory / "checkpoints")
     if which == "last":
-        newest, passed_over = find_newest_complete(directory / "checkpoints")
+        newest, skipped = find_newest_complete(directory / "checkpoints")
         if newest is None:
-            why = f": {passed_over[0]}" if passed_over else ""
-            raise CheckpointError(f"{directory} holds no complete checkpoint{why}")
-        for line in passed_over:
+            reason = f": {skipped[0]}" if skipped else ""
+            raise CheckpointError(f"{directory} has no complete checkpoint{reason}")
+        for line in skipped:
             print(line, file=sys.stderr)
         return directory, newest.folder, newest
     if which == "best":
-        best = Pruner(directory / "checkpoints", Retention(keep_last=1)).saved().best
+        best = Pruner(directory / "checkpoints", Retention(keep_last=1)).list_saved().best
         if best is None:
             raise CheckpointError(f"{directory}: no checkpoint has been evaluated; use {option} last")
         return directory, best.folder, read_complete_manifest(best.folder)
     if not which.isdecimal():
         raise CheckpointError(f"{option} {which}: expected a step, `last` or `best`")
-    if int(which) not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {known}")
-    return directory, steps[int(which)], read_complete_manifest(steps[int(which)])
+    step = int(which)
+    folders = list_published_folders(directory / "checkpoints")
+    if step not in folders:
+        steps = ", ".join(map(str, sorted(folders))) or "none"
+        raise CheckpointError(f"{directory} has no checkpoint of step {which}; it has {steps}")
+    return directory, folders[step], read_complete_manifest(folders[step])

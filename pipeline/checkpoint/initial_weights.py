@@ -1,4 +1,4 @@
-"""Opens a checkpoint as initial weights for another run: the newest of a run directory, or a given one."""
+"""Opens a checkpoint as initial weights for another run: a given one, or the newest of a run directory."""
 
 from __future__ import annotations
 
@@ -17,47 +17,53 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoint(folder: Path) -> WeightFile | None:
-    """Open the weights of a checkpoint, or of a run directory's newest one that verifies.
+    """Open the weights of a checkpoint after verifying every byte of it.
+
+    In a run directory, this is the newest checkpoint that is intact. Each one that is skipped is logged.
+
+    Args:
+        folder: A checkpoint, a run directory, or its folder `checkpoints`.
 
     Returns:
-        `None` if the folder is neither a checkpoint nor a run directory.
+        `None` if the folder is none of these.
 
     Raises:
-        ModelError: The checkpoint is damaged or incomplete.
+        ModelError: The checkpoint is damaged or incomplete; of a run directory, all of them are.
     """
     if (folder / MANIFEST).is_file():
-        return _open(folder)
-    for place in (folder / "checkpoints", folder):
-        if list_published_folders(place):
-            return _open_newest(folder, list(list_step_folders(place).values()))
+        return _verify_and_open(folder)
+    for parent in (folder / "checkpoints", folder):
+        if list_published_folders(parent):
+            return _open_newest(folder, list(list_step_folders(parent).values()))
     return None
 
 
 def _open_newest(folder: Path, newest_first: list[Path]) -> WeightFile:
+    """Open the newest intact checkpoint among several paths; `folder` is for the message."""
     problems = []
     for path in newest_first:
         try:
             if path.is_symlink():
                 raise weights_error(path, f"is {LINK_PROBLEM}")
-            return _open(path)
+            return _verify_and_open(path)
         except ModelError as error:
             log.warning("%s; trying an older checkpoint", error)
             problems.append(error)
-    raise weights_error(folder, f"holds no whole checkpoint; the newest: {problems[0]}")
+    raise weights_error(folder, f"has no intact checkpoint; the newest: {problems[0]}")
 
 
-def _open(folder: Path) -> WeightFile:
+def _verify_and_open(folder: Path) -> WeightFile:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         raise ModelError(f"model.weights: {error}") from None
-    if damages := check_file_sizes(manifest) or check_content(manifest):
+    damages = check_file_sizes(manifest) or check_content(manifest)
+    if damages:
         raise weights_error(folder, f"is damaged: {damages[0]}")
-    if absent := inspect_files(manifest)[1]:
-        elsewhere = next(file for file in manifest.files if file.name in absent)
-        raise weights_error(
-            folder, f"lacks {elsewhere.name}, which was written on {elsewhere.host}; bring it here"
-        )
+    _, absent = inspect_files(manifest)
+    for file in manifest.files:
+        if file.name in absent:
+            raise weights_error(folder, f"lacks {file.name}, which was written on {file.host}; copy it here")
     if adapters.STATE_KEY in manifest.state:
         return MergedWeights(manifest, open_checkpoint)
     return CheckpointWeights(manifest)

@@ -326,7 +326,7 @@ class BestBy:
     """Whether the lowest value is the best."""
 
     @property
-    def rank(self) -> float:
+    def sort_key(self) -> float:
         """Key to order checkpoints by this metric; the lowest is the best."""
         return self.value if self.is_lowest else -self.value
 

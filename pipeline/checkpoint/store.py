@@ -558,7 +558,7 @@ class CheckpointStore:
 
     def _changed(self) -> None:
         if self._show is not None:
-            self._show(self._pruner.saved())
+            self._show(self._pruner.list_saved())
 
     def prepare(self, engine: EngineState) -> None:
         """Allocate pinned memory for later saves in the background, if there is enough. Collective.
@@ -697,8 +697,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: There are checkpoints, but all are damaged or incomplete.
         """
-        manifest, bad = find_newest_verified(self.folder, self._peers)
-        self._pruner.bad |= bad
+        manifest, skipped_steps = find_newest_verified(self.folder, self._peers)
+        self._pruner.damaged_steps |= skipped_steps
         if manifest is not None:
             log.info("resuming %s from %s", self.folder.parent, manifest.folder.name)
         return manifest

@@ -102,7 +102,7 @@ def _format_state(row: CheckpointStatus, whole: str) -> str:
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
-    return whole if row.num_here == num_files else f"{whole}, {row.num_here} of {num_files} files"
+    return whole if row.num_files_here == num_files else f"{whole}, {row.num_files_here} of {num_files} files"
 
 
 def _diff(directory: Path, first: str, second: str) -> None:

@@ -130,7 +130,7 @@ def test_the_same_step_is_written_once(tmp_path):
     st.booleans(),
 )
 def test_what_stays(losses, keep_last, keep_every, keep_best):
-    saved = [SavedCheckpoint(step, Path(), loss, rank=loss) for step, loss in sorted(losses.items())]
+    saved = [SavedCheckpoint(step, Path(), loss, sort_key=loss) for step, loss in sorted(losses.items())]
     stays = Retention(keep_last, keep_every, keep_best).steps_to_keep(SavedCheckpoints(tuple(saved)))
     assert stays <= set(losses)
     assert set(sorted(losses)[-keep_last:]) <= stays
@@ -192,7 +192,7 @@ def damage(path):
     flip_last_bit(path / "rank-00000.safetensors")
 
 
-def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
+def test_damaged_ones_are_skipped_and_told(tmp_path, caplog):
     caplog.set_level(logging.INFO, "pipeline")
     store = make_store(tmp_path)
     for step in (1, 2, 3, 4):
@@ -203,12 +203,12 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path, caplog):
     assert later.resume(engine)["global_step"] == 2
     assert engine.is_model_of(2)
     lines = [record.getMessage() for record in caplog.records]
-    told = [line for line in lines if "passed over" in line]
-    assert "step-00000004 is passed over" in told[0]
+    told = [line for line in lines if "is skipped" in line]
+    assert "step-00000004 is skipped" in told[0]
     assert "weight of head.weight" in told[0]
-    assert "step-00000003 is passed over" in told[1]
+    assert "step-00000003 is skipped" in told[1]
     # What is said before anything is loaded: why not those, then which.
-    said = [line for line in lines if "passed over" in line or "resuming" in line]
+    said = [line for line in lines if "is skipped" in line or "resuming" in line]
     assert said[2:] == [f"resuming {tmp_path.parent} from step-00000002"]
     # Going on: the damaged ones do not push out the good ones, and are written anew when their step comes.
     later.save(PlainEngine(0, 1, seed=3), state_at(3), wait=True)
@@ -247,11 +247,11 @@ def test_whatever_bears_a_checkpoints_name_and_is_none_is_told(tmp_path, caplog,
     change(folder / "step-00000002")
     caplog.clear()
     assert make_store(folder).resume(PlainEngine(0, 1))["global_step"] == 1
-    (told,) = [line for line in caplog.messages if "passed over" in line]
-    assert told.startswith("step-00000002 is passed over: on ")
-    good, passed_over = find_newest_complete(folder)
+    (told,) = [line for line in caplog.messages if "is skipped" in line]
+    assert told.startswith("step-00000002 is skipped: on ")
+    good, skipped = find_newest_complete(folder)
     assert good.folder.name == "step-00000001"
-    assert "step-00000002 is passed over" in passed_over[0]
+    assert "step-00000002 is skipped" in skipped[0]
 
 
 def test_a_step_saved_again_is_never_without_a_checkpoint(tmp_path):
@@ -314,10 +314,10 @@ def test_a_successor_that_is_gone_removes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store._pruner, "prune", lost)
     store.save(PlainEngine(0, 1), state_at(2), wait=True)
-    good, passed_over = find_newest_complete(tmp_path)
+    good, skipped = find_newest_complete(tmp_path)
     assert good.folder.name == "step-00000001"
-    assert "step-00000002 is passed over" in passed_over[0]
-    assert "missing" in passed_over[0]
+    assert "step-00000002 is skipped" in skipped[0]
+    assert "missing" in skipped[0]
 
 
 SHARD = "rank-00000.safetensors"
@@ -396,7 +396,7 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_not(tmp_path):
     store = make_store(tmp_path)
     store.save(PlainEngine(0, 1), state_at(1), wait=True)
     damage(tmp_path / "step-00000001")
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="has no intact checkpoint") as caught:
         make_store(tmp_path).resume(PlainEngine(0, 1))
     assert "\n" not in str(caught.value)
 

@@ -194,7 +194,7 @@ def test_the_step_is_one_that_all_machines_have(ranks, tmp_path):
     path = tmp_path / "disk1" / "step-00000001" / "rank-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     for said in ranks(2).run(resume, str(tmp_path), True):
-        assert "holds no whole checkpoint" in said
+        assert "has no intact checkpoint" in said
         assert "node1" in said
         assert "\n" not in said
 
@@ -225,8 +225,8 @@ def test_a_machine_put_in_anothers_place_is_named(ranks, tmp_path):
     shutil.rmtree(tmp_path / "disk1")
     said, same = ranks(2).run(resume, str(tmp_path), True)
     assert said.replace("disk0", "disk1") == same
-    assert "holds no whole checkpoint" in said
-    assert "step-00000002 is passed over: on node1: " in said
+    assert "has no intact checkpoint" in said
+    assert "step-00000002 is skipped: on node1: " in said
     shutil.copytree(tmp_path / "disk0" / "step-00000002", tmp_path / "disk1" / "step-00000002")
     for said in ranks(2).run(resume, str(tmp_path), True):
         assert "no machine has rank-00001.safetensors, written on node1" in said

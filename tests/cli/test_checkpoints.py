@@ -90,7 +90,7 @@ def test_what_is_not_whole_is_named_without_reading(run, look, what):
     assert f"step-00000020: {SHARD}: missing; written on " in named[0]
     assert "manifest.json is damaged" in named[1]
     assert named[2] == "step-00000060: it has no manifest.json"
-    assert "step-00000080: it is a link" in named[3]
+    assert "step-00000080: it is a symbolic link" in named[3]
     assert len(named) == 4
 
 
@@ -179,7 +179,7 @@ def test_the_difference_counts_what_is_done(run):
         ("logs", [], "is no run directory: it has no folder checkpoints/"),
         ("file", ["verify"], "is no run directory: it has no folder checkpoints/"),
         ("young", [], "has no checkpoints yet"),
-        ("young", ["diff", "last", "20"], "holds no complete checkpoint"),
+        ("young", ["diff", "last", "20"], "has no complete checkpoint"),
         ("nowhere", ["verify"], "nowhere does not exist"),
         ("n" * 300, [], "File name too long"),
     ],

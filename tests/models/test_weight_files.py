@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_never_read(run, tmp_path):
             with capture_logs() as lines:
                 assert_same(load(llama(), folder), kept[1])
             assert "step-00000002 is damaged" in lines[0]
-    assert "holds no whole checkpoint; the newest: " in refusal_message(llama(), folder)
+    assert "has no intact checkpoint; the newest: " in refusal_message(llama(), folder)
 
 
 @pytest.mark.parametrize(
