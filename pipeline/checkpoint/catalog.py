@@ -97,8 +97,8 @@ def read_complete_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after checking the sizes of its files. Contents are not read.
 
     Raises:
-        CheckpointError: There is no valid manifest of this step, or a file is missing or has another size. The
-            message names one file, and the node that wrote it if that is known.
+        CheckpointError: There is no valid manifest of this step, or a file is missing or has another size.
+            The message names one file, and the machine that wrote it if that is known.
     """
     manifest = read_named_manifest(path)
     damages = check_file_sizes(manifest)

@@ -1,12 +1,12 @@
 """Reads, writes and checks `manifest.json` and the table of shards of a checkpoint.
 
-Both are checked in full before any file that they name is opened: shards must lie inside their tensors and
-hold each value exactly once. The manifest contains its own checksum, the table's, and one for each file. An
-unknown key and a path that is more than a file name are refused. A checkpoint counts once its manifest has
-its final name.
+Both are checked in full before any file that they name is opened: shards must lie inside their tensors, and
+together contain each value exactly once. The manifest contains its own checksum, the table's, and one for
+each file. An unknown key and a path that is more than a file name are refused. A checkpoint counts once its
+manifest has its final name.
 
 The table has a few columns and one row for each shard, because a thousand ranks write two million shards, too
-many for JSON. On the disk it is a safetensors file of 32 bytes a shard, and the names.
+many for JSON. On the disk it is a safetensors file with 32 bytes for each shard, and the tensors' names.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from pipeline.errors import CheckpointError
 
 Column = npt.NDArray[Any]
 COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
+"""Dtype of each column of the table: `start` and `length` as in Region, in values; `checksum` as in Shard;
+`tensor` and `box` are indices into the table's lists of tensors and boxes."""
 ROW_BYTES = sum(np.dtype(dtype).itemsize for dtype in COLUMNS.values())
-NO_BOX = -1
-MOST = 1 << 62
+NO_BOX = -1  # index of the box if a region has none, because it is a range of the whole tensor
+MAX_VALUES = 1 << 62  # limit of a tensor's number of values, so that sums of two fit into int64
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ShardTable:
     """Table with one row for each shard, in the order of the files."""
 
     tensors: bytes
-    """JSON list of [name, kind, dtype, shape] for each whole tensor."""
+    """JSON list of [name, kind, dtype, shape] for each tensor; the shape is that of the whole tensor."""
     boxes: bytes
     """JSON list of [[start, stop], ...] for each box."""
     columns: dict[str, Column]
@@ -56,40 +58,44 @@ class ShardTable:
     @staticmethod
     def of(shards: Iterable[Shard]) -> ShardTable:
         """Return the table of these shards, in their order."""
-        tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}
-        boxes: dict[Box | None, int] = {None: NO_BOX}
+        tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = {}  # -> index in the list of tensors
+        boxes: dict[Box | None, int] = {None: NO_BOX}  # -> index in the list of boxes
         rows = []
         for shard in shards:
-            at = shard.region
+            region = shard.region
             checksum = int(shard.checksum or "0", 16)
-            key = shard.name, shard.kind, DTYPE_NAMES[shard.dtype], at.shape
-            is_all = at.box == tuple((0, extent) for extent in at.shape)
+            key = shard.name, shard.kind, DTYPE_NAMES[shard.dtype], region.shape
+            is_whole = region.box == tuple((0, extent) for extent in region.shape)
             tensor = tensors.setdefault(key, len(tensors))
-            box = boxes.setdefault(None if is_all else at.box, len(boxes) - 1)
-            rows.append((at.start, at.length, checksum, tensor, box))
+            box = boxes.setdefault(None if is_whole else region.box, len(boxes) - 1)
+            rows.append((region.start, region.length, checksum, tensor, box))
         values: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
         columns = {
             name: np.array(column, dtype)
             for (name, dtype), column in zip(COLUMNS.items(), values, strict=True)
         }
-        return ShardTable(_json(list(tensors)), _json(list(boxes)[1:]), columns)
+        return ShardTable(_encode_json(list(tensors)), _encode_json(list(boxes)[1:]), columns)
 
     @staticmethod
     def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
-        """Return the rows of all tables, one table after another."""
-        tensors: dict[str, int] = {}
+        """Return one table with the rows of all tables, in their order."""
+        tensors: dict[str, int] = {}  # JSON of an entry -> its index in the joined list
         boxes: dict[str, int] = {}
-        known: dict[bytes, Column] = {}
+        new_indices: dict[bytes, Column] = {}  # a table's list -> index of each entry in the joined list
         columns: dict[str, list[Column]] = {name: [] for name in COLUMNS}
         for table in tables:
-            for blob, ids in ((table.tensors, tensors), (table.boxes, boxes)):
-                if blob not in known:  # most ranks have the same names, so each list is decoded once
-                    entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(blob)]
-                    numbers = [ids.setdefault(entry, len(ids)) for entry in entries]
-                    known[blob] = np.array([*numbers, NO_BOX], "<i4")  # so that -1 stays -1
-            for name, column in table.columns.items():
-                ids_of = {"tensor": table.tensors, "box": table.boxes}.get(name)
-                columns[name].append(column if ids_of is None else known[ids_of][column])
+            for encoded, joined_list in ((table.tensors, tensors), (table.boxes, boxes)):
+                if encoded not in new_indices:  # most ranks have the same list, which is decoded once
+                    entries = [json.dumps(entry, separators=(",", ":")) for entry in json.loads(encoded)]
+                    indices = [joined_list.setdefault(entry, len(joined_list)) for entry in entries]
+                    # The index NO_BOX takes the last value, and so stays NO_BOX.
+                    new_indices[encoded] = np.array([*indices, NO_BOX], "<i4")
+            renumbered = table.columns | {
+                "tensor": new_indices[table.tensors][table.columns["tensor"]],
+                "box": new_indices[table.boxes][table.columns["box"]],
+            }
+            for name, column in renumbered.items():
+                columns[name].append(column)
         joined = {
             name: np.concatenate([np.zeros(0, dtype), *columns.pop(name)]) for name, dtype in COLUMNS.items()
         }
@@ -97,17 +103,17 @@ class ShardTable:
 
     @cached_property
     def entries(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
-        """List of (name, kind, dtype, shape) of each tensor."""
+        """List of (name, kind, dtype, shape of the whole tensor), one for each tensor."""
         return [(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(self.tensors)]
 
     @cached_property
     def box_list(self) -> list[Box]:
-        """List of all boxes that are not a whole tensor."""
+        """List of all boxes. Whole tensors have none."""
         return [tuple((start, stop) for start, stop in box) for box in json.loads(self.boxes)]
 
     @cached_property
-    def _box_numbers(self) -> dict[Box | None, int]:
-        return {None: NO_BOX, **{box: number for number, box in enumerate(self.box_list)}}
+    def _box_indices(self) -> dict[Box | None, int]:
+        return {None: NO_BOX, **{box: index for index, box in enumerate(self.box_list)}}
 
     @cached_property
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -116,7 +122,7 @@ class ShardTable:
 
     @cached_property
     def _order(self) -> Column:
-        """Numbers of the rows, sorted by tensor, box and start."""
+        """Indices of the rows, sorted by tensor, box and start."""
         groups = self._groups
         start = self.columns["start"]
         order = np.argsort(groups, kind="stable").astype(np.int32)
@@ -129,58 +135,63 @@ class ShardTable:
 
     @property
     def _groups(self) -> Column:
-        """Number of each row that stands for its tensor and its box."""
+        """Number of the group of each row. Rows of a group have the same tensor and the same box."""
         return self.columns["tensor"] * np.int64(len(self.box_list) + 1) + self.columns["box"] + 1
 
     @cached_property
-    def _by_tensor(self) -> tuple[Column, dict[tuple[str, str], int]]:
+    def _tensor_limits(self) -> Column:
+        """Position in `_order` of the first row of each tensor, and the number of all rows."""
         counts = np.bincount(self.columns["tensor"], minlength=len(self.entries))
-        numbers = {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
-        return np.concatenate([[0], np.cumsum(counts)]), numbers
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def _tensor_indices(self) -> dict[tuple[str, str], int]:
+        return {(name, kind): i for i, (name, kind, *_) in enumerate(self.entries)}
 
     def rows_of(self, name: str, kind: str, region: Region | None = None) -> list[int] | None:
-        """Return the rows of one tensor; `None` if there is no such tensor.
+        """Return the indices of the rows of one tensor; `None` if there is no such tensor.
 
         Args:
             name: Name of the tensor.
             kind: Kind of the tensor.
-            region: Region to read, which mostly leaves a few rows: those of the same box that do not overlap
-                with it are omitted. `None` for all rows.
+            region: Region to read. Rows of the region's box that do not overlap with the region are omitted;
+                rows of other boxes are not. `None` for all rows.
         """
-        limits, numbers = self._by_tensor
-        number = numbers.get((name, kind))
-        if number is None:
+        index = self._tensor_indices.get((name, kind))
+        if index is None:
             return None
-        rows = self._order[limits[number] : limits[number + 1]]
+        rows = self._order[self._tensor_limits[index] : self._tensor_limits[index + 1]]
         if region is not None:
-            start, length, box = (self.columns[name][rows] for name in ("start", "length", "box"))
-            meets = (start < region.start + region.length) & (region.start < start + length)
-            rows = rows[meets | (box != self._box_numbers.get(region.box, NO_BOX - 1))]
+            start = self.columns["start"][rows]
+            stop = start + self.columns["length"][rows]
+            overlaps = (start < region.start + region.length) & (region.start < stop)
+            box_of_region = self._box_indices.get(region.box, NO_BOX - 1)  # if unknown, no row has it
+            rows = rows[overlaps | (self.columns["box"][rows] != box_of_region)]
         return rows.tolist()
 
     def shard(self, row: int) -> Shard:
-        """Return the shard of a row."""
+        """Return the shard of a row, without its values."""
         start, length, checksum, tensor, box = (int(self.columns[name][row]) for name in COLUMNS)
         name, kind, dtype, shape = self.entries[tensor]
         region = Region(shape, None if box == NO_BOX else self.box_list[box], start, length)
         return Shard(name, kind, region, DTYPES[dtype], checksum=f"{checksum:016x}")
 
     def encode(self) -> bytes:
-        """Return the file's content. Deterministic."""
+        """Return the content of the table's file. Deterministic."""
         texts = {"tensors": self.tensors, "boxes": self.boxes}
         return save(self.columns | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
     @staticmethod
     def decode(raw: bytes | bytearray) -> ShardTable:
-        """Return the table of a file's content.
+        """Return the table in a file's content. Only `check` finds out whether its rows make sense.
 
         Raises:
             ValueError: The content is not a table of shards.
         """
         try:
-            found = load(bytes(raw))
-            columns = {name: found[name].view(dtype) for name, dtype in COLUMNS.items()}
-            return ShardTable(found["tensors"].tobytes(), found["boxes"].tobytes(), columns)
+            arrays = load(bytes(raw))
+            columns = {name: arrays[name].view(dtype) for name, dtype in COLUMNS.items()}
+            return ShardTable(arrays["tensors"].tobytes(), arrays["boxes"].tobytes(), columns)
         except (SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"not a table of shards: {type(error).__name__}") from None
 
@@ -193,28 +204,36 @@ class ShardTable:
         count = len(self)
         columns = self.columns
         if any(column.shape != (count,) for column in columns.values()):
-            raise ValueError("columns are not equally long")
+            raise ValueError("the columns of the table of shards are not equally long")
         try:
-            sizes = [_size_of(entry) for entry in self.entries]
-            for low, high in chain(*self.box_list):
-                if type(low) is not int or type(high) is not int or not 0 <= low <= high < MOST:
-                    raise ValueError(f"({low!r:.20}, {high!r:.20}) is no side of a box")
+            sizes = [_count_values(entry) for entry in self.entries]
+            for start, stop in chain(*self.box_list):
+                are_integers = type(start) is int and type(stop) is int
+                if not are_integers or not 0 <= start <= stop < MAX_VALUES:
+                    raise ValueError(f"({start!r:.20}, {stop!r:.20}) is no side of a box")
         except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a table of shards: {error}") from None
-        tensor, box, start, length = (columns[name] for name in ("tensor", "box", "start", "length"))
-        if count and (
-            min(tensor.min(), box.min() + 1, start.min(), length.min()) < 0
-            or tensor.max() >= len(sizes)
-            or box.max() >= len(self.box_list)
-        ):
-            raise ValueError("a shard points to a tensor or a box that is not listed")
+        if count:
+            lowest = {"tensor": 0, "box": NO_BOX, "start": 0, "length": 0}
+            is_too_low = any(columns[name].min() < limit for name, limit in lowest.items())
+            has_no_tensor = columns["tensor"].max() >= len(sizes)
+            has_no_box = columns["box"].max() >= len(self.box_list)
+            if is_too_low or has_no_tensor or has_no_box:
+                raise ValueError("a shard points to a tensor, a box or a position that does not exist")
         for (name, kind), times in Counter((name, kind) for name, kind, *_ in self.entries).items():
             if times > 1:
                 raise ValueError(f"{kind} of {name} is listed with {times} shapes or dtypes")
         self._check_cover(sizes)
 
     def _check_cover(self, sizes: list[int]) -> None:
-        """Check that no stretches of a box and no boxes of a tensor overlap, and that no value is missing."""
+        """Check that no shards of a box and no boxes of a tensor overlap, and that no value is missing.
+
+        Args:
+            sizes: Number of values of each tensor.
+
+        Raises:
+            ValueError: They do, or a shard ends behind its box or a box outside of its tensor.
+        """
         rows = self._order
         length = self.columns["length"]
         if not length.all():
@@ -225,30 +244,35 @@ class ShardTable:
         is_first = np.ones(len(rows), bool)
         is_first[1:] = group[1:] != group[:-1]
         firsts = np.flatnonzero(is_first)
-        places = [self._find_box(number) for number in group[firsts].tolist()]
-        volumes = [math.prod(stop - start for start, stop in box) for _, box in places]
+        tensors_and_boxes = [self._decode_group(number) for number in group[firsts].tolist()]
+        volumes = [math.prod(stop - start for start, stop in box) for _, box in tensors_and_boxes]
         ends = np.repeat(np.array(volumes, np.int64), np.diff(np.append(firsts, len(group))))
         for row in rows[length > ends - start][:1].tolist():
-            at = self.shard(row).region
-            raise ValueError(f"{self.shard(row).title}: values {at.start} to {at.start + at.length} of a box")
-        meets = ~is_first[1:] & (start[:-1] + length[:-1] > start[1:])
-        for row in rows[:-1][meets][:1].tolist():
-            raise ValueError(f"{self.shard(row).title} has values that are in two places")
+            shard = self.shard(row)
+            stop = shard.region.start + shard.region.length
+            raise ValueError(f"{shard.title}: values {shard.region.start} to {stop} end behind their box")
+        overlaps_next = ~is_first[1:] & (start[:-1] + length[:-1] > start[1:])
+        for row in rows[:-1][overlaps_next][:1].tolist():
+            raise ValueError(f"{self.shard(row).title} has values that are stored twice")
         boxes: list[list[Box]] = [[] for _ in sizes]
         counts = [0] * len(sizes)
         totals = np.add.reduceat(length, firsts).tolist() if len(firsts) else []
-        for (tensor, box), total in zip(places, totals, strict=True):
+        for (tensor, box), total in zip(tensors_and_boxes, totals, strict=True):
             boxes[tensor].append(box)
             counts[tensor] += total
-        for (name, kind, *_), among, count, size in zip(self.entries, boxes, counts, sizes, strict=True):
-            for one, other in combinations(among, 2):
+        for (name, kind, *_), own_boxes, count, size in zip(self.entries, boxes, counts, sizes, strict=True):
+            for one, other in combinations(own_boxes, 2):
                 if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):
                     raise ValueError(f"{kind} of {name} has boxes {one} and {other}, which overlap")
             if count != size:
                 raise ValueError(f"{kind} of {name}: {count} values of {size} are in the files")
 
-    def _find_box(self, number: int) -> tuple[int, Box]:
-        """Return the tensor and the box that a number of `_groups` stands for."""
+    def _decode_group(self, number: int) -> tuple[int, Box]:
+        """Return the index of the tensor and the box that a number of `_groups` stands for.
+
+        Raises:
+            ValueError: The box lies outside of the tensor.
+        """
         tensor, box = divmod(number, len(self.box_list) + 1)
         name, kind, _, shape = self.entries[tensor]
         limits = self.box_list[box - 1] if box else tuple((0, extent) for extent in shape)
@@ -256,27 +280,32 @@ class ShardTable:
             stop <= extent for (_, stop), extent in zip(limits, shape, strict=True)
         )
         if not inside:
-            raise ValueError(f"{kind} of {name}: box {limits} outside shape {shape}")
+            raise ValueError(f"{kind} of {name}: box {limits} lies outside of shape {shape}")
         return tensor, limits
 
 
-def _size_of(entry: tuple[str, str, str, tuple[int, ...]]) -> int:
+def _count_values(entry: tuple[str, str, str, tuple[int, ...]]) -> int:
+    """Return the number of values of an entry (name, kind, dtype, shape) of a table.
+
+    Raises:
+        ValueError: The entry does not describe a tensor.
+    """
     name, kind, dtype, shape = entry
     if not (isinstance(name, str) and isinstance(kind, str) and dtype in DTYPES):
         raise ValueError(f"{name!r:.80} of kind {kind!r:.20} and dtype {dtype!r:.20} is no tensor")
-    if any(type(extent) is not int or extent < 0 for extent in shape) or math.prod(shape) >= MOST:
-        raise ValueError(f"{kind} of {name} has shape {shape}")
+    if any(type(extent) is not int or extent < 0 for extent in shape) or math.prod(shape) >= MAX_VALUES:
+        raise ValueError(f"{kind} of {name} has an impossible shape: {shape}")
     return math.prod(shape)
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 MANIFEST = "manifest.json"
 TABLE = "shards.safetensors"
 FORMAT = 2
-MAX_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 30
 MAX_TABLE_BYTES = 1 << 33  # enough for 250 million shards
 
 Count = Annotated[int, Field(ge=0)]
@@ -294,19 +323,24 @@ class FileRecord(StrictRecord):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$")
     rank: Count
+    """Rank that wrote the file."""
     host: str
+    """Name of that rank's machine."""
     place: Count
-    """Lowest rank on the file system of the file. Files with equal place are in one folder."""
+    """Lowest rank on the file system of the file. Files with equal `place` are in one folder."""
     bytes: Count
+    """Size of the file."""
     xxh3_128: Checksum
+    """Checksum of the file as in FileChecksums."""
     shards: Count
-    """Number of shards of this file; the table has its rows in the order of files."""
+    """Number of shards in the file. In the table, the rows of all files follow each other in this order."""
 
 
 class TableRecord(StrictRecord):
     """Record of the file with the table of all shards."""
 
     bytes: Count
+    """Size of the file."""
     xxh3_128: Checksum
 
 
@@ -317,7 +351,7 @@ def make_table_record(content: bytes) -> TableRecord:
 
 @dataclass(frozen=True)
 class BestBy:
-    """Value of the metric that chooses the best checkpoint."""
+    """Metric that chooses the best checkpoint, and its value for one checkpoint."""
 
     metric: str
     """Name of the metric without `eval/`."""
@@ -335,8 +369,11 @@ class Manifest(StrictRecord):
     """Content of manifest.json: step, split, training state, scalars, and the records of all files."""
 
     global_step: Count
+    """Number of optimizer steps completed."""
     world_size: Count
+    """Number of ranks that saved."""
     split: str
+    """Description of the split that was trained, for messages."""
     state: dict[str, Any]
     """State of the training loop, as JSON values."""
     scalars: dict[str, bool | int | float]
@@ -348,9 +385,9 @@ class Manifest(StrictRecord):
     _table: ShardTable | None = PrivateAttr(None)
 
     @model_validator(mode="after")
-    def _has_each_once(self) -> Manifest:
+    def _refuse_duplicate_files(self) -> Manifest:
         names = [file.name for file in self.files]
-        if len({*names, TABLE}) <= len(names):
+        if len({*names, TABLE}) < len(names) + 1:
             raise ValueError("a file is listed twice")
         return self
 
@@ -372,9 +409,15 @@ class Manifest(StrictRecord):
         return self._folder
 
     def _check_table(self, table: ShardTable) -> ShardTable:
+        """Return the table unchanged after checking it.
+
+        Raises:
+            ValueError: The table is inconsistent, or does not match the files.
+        """
         table.check()
-        if sum(file.shards for file in self.files) != len(table):
-            raise ValueError("the table has other shards than the files")
+        num_shards = sum(file.shards for file in self.files)
+        if num_shards != len(table):
+            raise ValueError(f"the table has {len(table)} shards, and the files have {num_shards}")
         return table
 
     @property
@@ -387,8 +430,8 @@ class Manifest(StrictRecord):
         if self._table is None:
             path = self._folder / TABLE
             record = self.shard_table
-            # The limit matters if another file, maybe one without an end, is at this path.
-            raw = _content(path, min(record.bytes + 1, MAX_TABLE_BYTES))
+            # The limit matters if another file is at this path, maybe a much larger one.
+            raw = _read_file(path, min(record.bytes + 1, MAX_TABLE_BYTES))
             if len(raw) != record.bytes or xxhash.xxh3_128_hexdigest(raw) != record.xxh3_128:
                 raise CheckpointError(
                     f"{path} is damaged: its size or checksum differs from the manifest; resume from another "
@@ -406,7 +449,7 @@ class Manifest(StrictRecord):
         return [0, *np.cumsum([file.shards for file in self.files], dtype=np.int64).tolist()]
 
     def shards_of(self, file: FileRecord) -> list[Shard]:
-        """Return the shards of a file, in its order."""
+        """Return the shards of a file, in the order in which the file has them."""
         first = self.first_rows[self.files.index(file)]
         return [self.table.shard(row) for row in range(first, first + file.shards)]
 
@@ -414,12 +457,13 @@ class Manifest(StrictRecord):
         """Return the header and offsets of a file, which follow from its shards.
 
         Raises:
-            CheckpointError: Its length differs from that in the manifest.
+            CheckpointError: The manifest states another size, or the table cannot be read.
         """
         layout = FileLayout.of(self.shards_of(file))
         if layout.num_bytes != file.bytes:
             raise CheckpointError(
-                f"{self._folder}: {file.name}: {file.bytes} bytes for shards of {layout.num_bytes}"
+                f"{self._folder}: {file.name}: the manifest states {file.bytes} bytes, and the shards of this"
+                f" file take {layout.num_bytes}; resume from another checkpoint"
             )
         return layout
 
@@ -432,13 +476,13 @@ class Manifest(StrictRecord):
     @property
     def best_by(self) -> BestBy | None:
         """Metric that chooses the best checkpoint; `None` if it was not measured or is not finite."""
-        known = self.state.get("best_by")
-        if not isinstance(known, dict):
+        record = self.state.get("best_by")
+        if not isinstance(record, dict):
             return None
-        value = known.get("value")
+        value = record.get("value")
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        return BestBy(str(known.get("metric")), float(value), is_lowest=known.get("mode") == "min")
+        return BestBy(str(record.get("metric")), float(value), is_lowest=record.get("mode") == "min")
 
     @property
     def num_bytes(self) -> int:
@@ -446,12 +490,13 @@ class Manifest(StrictRecord):
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:
-        """Return the file's content. Deterministic."""
+        """Return the content of manifest.json. Deterministic."""
         content = json.dumps(self.model_dump(), separators=(",", ":")).encode()
         return _wrap(content)
 
 
 def _wrap(content: bytes) -> bytes:
+    """Return the JSON of a manifest with its format and checksum before it."""
     checksum = xxhash.xxh3_128_hexdigest(content)
     return f'{{"format":{FORMAT},"xxh3_128":"{checksum}","manifest":'.encode() + content + b"}\n"
 
@@ -462,13 +507,18 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: There is none, or it is damaged, of another format, or inconsistent.
     """
-    return decode_manifest(_content(folder / MANIFEST, MAX_BYTES), folder / MANIFEST)
+    return decode_manifest(_read_file(folder / MANIFEST, MAX_MANIFEST_BYTES), folder / MANIFEST)
 
 
-def _content(path: Path, at_most: int) -> bytearray:
+def _read_file(path: Path, max_bytes: int) -> bytearray:
+    """Return the first `max_bytes` bytes of a file of a checkpoint, or fewer if it is shorter.
+
+    Raises:
+        CheckpointError: The file does not exist or cannot be read.
+    """
     try:
         with open_for_reading(path) as descriptor:
-            raw = bytearray(min(path.stat().st_size, at_most))
+            raw = bytearray(min(path.stat().st_size, max_bytes))
             read_exactly(descriptor, 0, memoryview(raw))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is not complete") from None
@@ -476,28 +526,36 @@ def _content(path: Path, at_most: int) -> bytearray:
 
 
 def decode_manifest(raw: bytes | bytearray, path: Path) -> Manifest:
-    """Return the manifest in a file's content; `path` is for messages. Raises as read_manifest."""
+    """Return the manifest in a file's content.
+
+    Args:
+        raw: Content of the file.
+        path: Path of the file, for messages. Its parent becomes the manifest's folder.
+
+    Raises:
+        CheckpointError: The content is damaged, of another format, or inconsistent.
+    """
     damaged = f"{path} is damaged: its checksum does not match; resume from another checkpoint"
     try:
         tree = json.loads(raw)
-        found = tree["format"]
+        file_format = tree["format"]
     except (ValueError, RecursionError, KeyError, TypeError, IndexError):
         raise CheckpointError(damaged) from None
-    if found != FORMAT or type(found) is not int:
+    if file_format != FORMAT or type(file_format) is not int:
         raise CheckpointError(
-            f"{path} is in checkpoint format {str(found)[:20]}, this version reads format {FORMAT}; "
-            "use the version that wrote it"
+            f"{path} is in checkpoint format {str(file_format)[:20]}, and this version reads format {FORMAT};"
+            " use the version that wrote it"
         )
     del tree
     content = bytes(raw[len(_wrap(b"")) - 2 : -2])
-    # Compared to the last byte, so that a flipped bit outside the content is found, too.
+    # All bytes are compared, so that a flipped bit outside of the content is found, too.
     if _wrap(content) != raw:
         raise CheckpointError(damaged)
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path}: {place or 'manifest'}: {first['msg']}"[:500]) from None
+        key = ".".join(str(part) for part in first["loc"]) or "manifest"
+        raise CheckpointError(f"{path}: {key}: {first['msg']}"[:500]) from None
     manifest._folder = path.parent
     return manifest
