@@ -51,10 +51,10 @@ from pipeline.models.weights import TensorEntry
 from pipeline.redaction import redact_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SINGLE = "model.safetensors"
+MODEL_FILE = "model.safetensors"
 MAX_FILE_BYTES = 5_000_000_000  # limit at which transformers splits its own files
-# Not exported with an adapter, because transformers would take the folder for a whole model.
-OF_A_MODEL = ("config.json", "generation_config.json")
+# Not exported with an adapter, because transformers would take the folder for that of a whole model.
+WHOLE_MODEL_FILES = ("config.json", "generation_config.json")
 DESCRIPTION = "model"  # folder of a run directory with config.json and the tokenizer
 
 
@@ -63,14 +63,19 @@ class ExportResult:
     """Result of an export."""
 
     files: list[Path]
+    """Weight files."""
     num_bytes: int
+    """Bytes of the weight files."""
     auto_class: str | None
-    """Class of transformers whose `from_pretrained` opens the folder; `None` if there is none."""
+    """Class of transformers whose `from_pretrained` opens the folder.
+
+    `None` for an adapter and for a model that is not of transformers."""
     is_adapter: bool
-    """Whether the folder holds an adapter, which peft opens over its base."""
+    """Whether the folder has an adapter, which peft applies to its base."""
     rounding_error: float | None = None
-    """Relative error ||W - W in 4 bits|| / ||W|| over the quantised layers of a merged base in 4 bits; `None`
-    otherwise."""
+    """Relative error ||W - W in 4 bits|| / ||W|| of the base's quantised layers.
+
+    `None` unless an adapter was merged into a base in 4 bits."""
 
 
 def export(
@@ -83,11 +88,11 @@ def export(
     advance: Callable[[int], object] = ignore_progress,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportResult:
-    """Write a checkpoint's weights, whatever its split, to a folder.
+    """Write the weights of a checkpoint of any split to a folder.
 
     transformers opens the exported folder of a transformers model, and peft opens that of an adapter. The
-    export runs in one process, without a GPU and without the run's machines. It needs memory for the largest
-    tensor.
+    export runs in one process, and needs no GPU and none of the run's machines. It needs memory for the
+    largest tensor. Files are written to `<out>.exporting` and moved to `out` at the end.
 
     Args:
         run: Run directory, or one of its checkpoints.
@@ -98,75 +103,92 @@ def export(
         merge: Whether to merge an adapter into its base, which must be at its recorded path.
         advance: Called with the number of saved bytes processed since the last call. Each byte is counted
             twice: once when it is verified, once when it is written.
-        max_file_bytes: Most bytes in a file of a transformers folder; a larger tensor gets a separate file.
+        max_file_bytes: Maximum number of bytes in a file of a transformers folder; a larger tensor gets a
+            separate file.
 
     Raises:
-        CheckpointError: The checkpoint does not exist or is damaged, or `out` cannot be written.
+        CheckpointError: The checkpoint does not exist or is damaged, `out` cannot be written, an argument
+            does not suit the checkpoint, or a value does not fit into fp16.
+        ModelError: The base of an adapter cannot be opened, or the adapter cannot be merged into it.
     """
     directory, _, manifest = find_checkpoint(Path(run), str(step), "step")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: expected {', '.join(DTYPES)}")
     if merge and adapters.STATE_KEY not in manifest.state:
-        raise CheckpointError(f"{run} is no adapter: its checkpoints hold the whole model; leave merge out")
+        raise CheckpointError(f"{run} has no adapter: its checkpoints contain the whole model; remove merge")
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; choose another folder, or remove it")
-    _refuse_damaged(manifest, advance)
+    _refuse_damaged_weights(manifest, advance)
     is_adapter = adapters.STATE_KEY in manifest.state and not merge
     partial = out.with_name(f"{out.name}.exporting")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        source = MergedWeights(manifest, open_checkpoint) if merge else _own_weights(manifest)
+        source = MergedWeights(manifest, open_checkpoint) if merge else _open_saved_weights(manifest)
         with closing(source):
-            dtype = dtype or next((key for key, own in DTYPES.items() if own == source.dtype), "fp32")
+            dtype = dtype or _choose_dtype(source.dtype)
             config = _copy_description(directory / DESCRIPTION, partial, dtype)
-            (partial / "README.md").write_text(model_card(directory, manifest, dtype), "utf-8")
+            (partial / "README.md").write_text(format_model_card(directory, manifest, dtype), "utf-8")
             if is_adapter:
                 adapters.refuse_changed_base_if_found(manifest, open_checkpoint)
-                for name in OF_A_MODEL:
+                for name in WHOLE_MODEL_FILES:
                     (partial / name).unlink(missing_ok=True)
                 adapters.write_peft_config(manifest, partial)
             auto_class = None if config is None or is_adapter else choose_auto_class(config)
-            limit = sys.maxsize if auto_class is None else max_file_bytes
             files = write_weights(
                 source,
                 partial,
                 dtype=DTYPES[dtype],
-                single=ADAPTER_FILE if is_adapter else SINGLE,
-                max_file_bytes=limit,
+                file_name=ADAPTER_FILE if is_adapter else MODEL_FILE,
+                # Only transformers reads a model from several files.
+                max_file_bytes=sys.maxsize if auto_class is None else max_file_bytes,
                 advance=advance,
             )
             rounding_error = source.rounding_error
         num_bytes = sum((partial / file).stat().st_size for file in files)
         publish_folder(partial, out, partial.iterdir())
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}; choose another") from None
+        raise CheckpointError(
+            f"{out} cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return ExportResult([out / file for file in files], num_bytes, auto_class, is_adapter, rounding_error)
 
 
-def _refuse_damaged(manifest: Manifest, advance: Callable[[int], object]) -> None:
-    """Compare all weights and buffers with their checksums. Optimizer states are not read.
+def _refuse_damaged_weights(manifest: Manifest, advance: Callable[[int], object]) -> None:
+    """Compare all weights and buffers with their checksums. Optimizer state is not read.
 
     Raises:
-        CheckpointError: A file is damaged or absent.
+        CheckpointError: A file with weights or buffers is damaged or missing.
     """
     _, absent = inspect_files(manifest)
     for file in manifest.files:
         if file.name in absent and any(shard.kind in MODEL_KINDS for shard in manifest.shards_of(file)):
-            where = f"rank {file.rank} wrote it on {file.host}"
-            raise CheckpointError(f"{manifest.folder / file.name} is not here: {where}; bring it here")
+            raise CheckpointError(
+                f"{manifest.folder / file.name} is missing: rank {file.rank} wrote it on {file.host}; copy it"
+                " here"
+            )
     for damage in check_content(manifest, kinds=MODEL_KINDS, advance=advance):
         raise CheckpointError(
             f"{manifest.folder}/{damage}; nothing is exported; choose another step with --step"
         )
 
 
-def _own_weights(manifest: Manifest) -> CheckpointWeights:
-    is_adapter = adapters.STATE_KEY in manifest.state
-    return CheckpointWeights(manifest, adapters.map_peft_names(manifest) if is_adapter else None)
+def _open_saved_weights(manifest: Manifest) -> CheckpointWeights:
+    """Open the weights as they were saved, those of an adapter under the names of peft."""
+    if adapters.STATE_KEY in manifest.state:
+        return CheckpointWeights(manifest, adapters.map_peft_names(manifest))
+    return CheckpointWeights(manifest)
+
+
+def _choose_dtype(saved: torch.dtype) -> str:
+    """Return the key of DTYPES for a dtype; `fp32` if there is none."""
+    for key, dtype in DTYPES.items():
+        if dtype == saved:
+            return key
+    return "fp32"
 
 
 @tag_errors(Phase.WEIGHTS)
@@ -174,7 +196,7 @@ def write_weights(
     source: CheckpointWeights | MergedWeights,
     folder: Path,
     dtype: torch.dtype,
-    single: str,
+    file_name: str,
     max_file_bytes: int,
     advance: Callable[[int], object],
 ) -> list[str]:
@@ -183,34 +205,40 @@ def write_weights(
     Args:
         source: Weights to write.
         folder: Folder to write to.
-        dtype: Dtype of the weights; buffers keep theirs.
-        single: Name of the file if there is only one, as transformers and peft expect it.
-        max_file_bytes: Most bytes in a file.
-        advance: Called with the number of bytes written since the last call.
+        dtype: Dtype of the written weights; buffers keep theirs.
+        file_name: Name of the file if there is only one, as transformers and peft expect it. Several files
+            get a number before its suffix.
+        max_file_bytes: Maximum number of bytes in a file; a larger tensor gets a separate file.
+        advance: Called with the number of bytes written since the last call, counted in the dtype in which
+            they were saved.
+
+    Raises:
+        OSError: The disk has too little space, or a file cannot be written.
+        CheckpointError: A value does not fit into fp16.
     """
     entries = dict[str, TensorEntry]()
     for name, entry in source.entries.items():
-        saved = dtype_of(entry)
-        entries[name] = TensorEntry(entry.shape, saved if name in source.buffers else dtype)
-    needed = sum(map(_num_bytes, entries.values()))
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(errno.ENOSPC, f"{format_bytes(needed)} are needed and {format_bytes(free)} are free")
+        entries[name] = TensorEntry(entry.shape, dtype_of(entry) if name in source.buffers else dtype)
+    needed_bytes = sum(map(_count_bytes, entries.values()))
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        needed = format_bytes(needed_bytes)
+        raise OSError(errno.ENOSPC, f"{needed} are needed and {format_bytes(free_bytes)} are free")
     split = split_state_dict_into_shards_factory(
         entries,
-        get_storage_size=_num_bytes,
-        filename_pattern=single.replace(".safetensors", "{suffix}.safetensors"),
+        get_storage_size=_count_bytes,
+        filename_pattern=file_name.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_file_bytes,
     )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{single}.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+        (folder / f"{file_name}.index.json").write_text(json.dumps(index, indent=2), "utf-8")
     for file, names in split.filename_to_tensors.items():
         _write_file(source, folder / file, {name: entries[name] for name in names}, advance)
     return list(split.filename_to_tensors)
 
 
-def _num_bytes(entry: TensorEntry) -> int:
+def _count_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * dtype_of(entry).itemsize
 
 
@@ -220,11 +248,12 @@ def _write_file(
     entries: Mapping[str, TensorEntry],
     advance: Callable[[int], object],
 ) -> None:
+    """Write a safetensors file with tensors of a source, in the shapes and dtypes of the entries."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in entries.items():
         begin = end
-        end = end + _num_bytes(entry)
+        end = begin + _count_bytes(entry)
         header[name] = {
             "dtype": DTYPE_NAMES[dtype_of(entry)],
             "shape": list(entry.shape),
@@ -237,19 +266,28 @@ def _write_file(
 
 
 def _write_tensor(file: BinaryIO, name: str, saved: Tensor, dtype: torch.dtype) -> int:
-    """Append a tensor to a file, and return its bytes in the saved dtype."""
+    """Append a tensor to a file, converted to `dtype`, and return its number of bytes in the saved dtype.
+
+    Raises:
+        CheckpointError: A value does not fit into fp16.
+    """
     values = saved.to(dtype)
     if dtype == torch.float16 and not values.isfinite().all():
-        raise CheckpointError(f"{name} has values that fp16 cannot hold; export bf16 or fp32")
+        raise CheckpointError(f"{name} has values outside of the range of fp16; export bf16 or fp32")
     file.write(as_bytes(values).numpy().data)
     return saved.nbytes
 
 
 def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] | None:
-    """Copy config.json, generation config and tokenizer, and return the config.
+    """Copy config.json, generation config and tokenizer, and set the dtype in config.json.
+
+    Links are not copied.
 
     Returns:
-        `None` if the run had no transformers model.
+        Content of config.json; `None` if the run had no transformers model.
+
+    Raises:
+        CheckpointError: config.json is not valid JSON.
     """
     if not (source / "config.json").is_file():
         return None
@@ -267,8 +305,8 @@ def _copy_description(source: Path, folder: Path, dtype: str) -> dict[str, Any] 
     return config
 
 
-def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
-    """Return the text of README.md, with the run's numbers and its recipe."""
+def format_model_card(run: Path, manifest: Manifest, dtype: str) -> str:
+    """Return the text of README.md: the run's numbers and its recipe, with secrets redacted."""
     state = manifest.state
     loss = manifest.eval_loss
     values = sum(math.prod(shape) for (_, kind), shape in manifest.table.shapes.items() if kind == WEIGHT)
@@ -281,7 +319,7 @@ def model_card(run: Path, manifest: Manifest, dtype: str) -> str:
         ("trained as", f"{manifest.split}, {ranks}"),
         ("weights", dtype),
     ]
-    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     try:  # links are not followed, since one may lead out of the run directory
         content = read_regular_file(run / "recipe.yaml", MAX_CONFIGURATION_BYTES, follow_links=False)
         recipe = redact_text(content.decode(errors="replace"))

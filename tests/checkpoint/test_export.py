@@ -245,7 +245,7 @@ def test_a_write_that_fails_leaves_nothing(saved, tmp_path):
         message = refused(run, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "out cannot be written: File too large; choose another" in message
+    assert "out cannot be written: File too large; choose another folder" in message
 
 
 def test_room_is_looked_for_first(saved, small_disk):
@@ -322,7 +322,7 @@ def test_values_beyond_fp16_are_refused(plain_run, tmp_path):
     config, resolved = resolve(make_recipe(LLAMA), PLAIN, 1)
     engine = TorchEngine(module, config.optimizer, config.engine, resolved.split, ALONE)
     make_store(tmp_path / "big" / "checkpoints", ALONE).save_final(engine, {"global_step": 2})
-    assert "first.weight has values that fp16 cannot hold" in refused(
+    assert "first.weight has values outside of the range of fp16" in refused(
         tmp_path / "big", tmp_path / "out", "fp16"
     )
 
@@ -352,7 +352,7 @@ def test_a_file_of_another_machine_is_needed_only_for_weights(tmp_path):
 def test_a_file_of_another_machine_is_named(tmp_path):
     engines = [PlainEngine(rank, 2) for rank in range(2)]
     checkpoint = without_the_file_of_rank_1(tmp_path / "run", engines)
-    with pytest.raises(CheckpointError, match=r"1.safetensors is not here: rank 1 wrote it on node1; bring"):
+    with pytest.raises(CheckpointError, match=r"1.safetensors is missing: rank 1 wrote it on node1; copy"):
         export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
