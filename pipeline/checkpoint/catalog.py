@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from pipeline.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from pipeline.checkpoint.peers import MARKER, Peers, first_problem
+from pipeline.checkpoint.peers import MARKER_PREFIX, Peers, find_first_problem
 from pipeline.checkpoint.reader import (
     CheckpointReader,
     Damage,
@@ -189,7 +189,7 @@ def remove_partial(folder: Path) -> None:
         if path.is_symlink():  # rmtree would leave the link, which blocks every save of this step
             path.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(f"{MARKER}*"):
+    for path in folder.glob(f"{MARKER_PREFIX}*"):
         path.unlink(missing_ok=True)
 
 
@@ -333,7 +333,7 @@ def _verify_on_all_machines(path: Path, peers: Peers) -> tuple[Manifest | None, 
     except (CheckpointError, OSError) as error:
         problem = f"on {peers.host}: {error}"
     problems, checksums, present_by_rank = zip(*peers.gather((problem, checksum, present)), strict=True)
-    problem = first_problem(problems)
+    problem = find_first_problem(problems)
     if problem is not None or manifest is None:
         return None, str(problem)
     if len(set(checksums)) > 1:
@@ -458,8 +458,8 @@ def diff_checkpoints(
         CheckpointError: One of the checkpoints cannot be read.
     """
     with CheckpointReader(first) as a, CheckpointReader(second) as b:
-        shapes_a = a.names()
-        shapes_b = b.names()
+        shapes_a = a.get_shapes()
+        shapes_b = b.get_shapes()
         for name, kind in {**shapes_a, **shapes_b}:
             shape_a = shapes_a.get((name, kind))
             shape_b = shapes_b.get((name, kind))

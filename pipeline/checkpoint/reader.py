@@ -1,7 +1,7 @@
 """Verifies a checkpoint's files, and reads values of whole-model tensors from them.
 
 Sizes are compared first, then the checksum of every byte. A reported damage names the file and the tensors. A
-read copies only the requested values, from whichever files hold them, directly into the receiving tensor.
+read copies only the requested values directly into the receiving tensor, from all files that have some.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ import xxhash
 from torch import Tensor
 
 from pipeline.checkpoint.manifest import TABLE, FileRecord, Manifest
-from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_stretch, open_for_reading, read_exactly
+from pipeline.checkpoint.shard_file import DTYPES, as_bytes, hash_range, open_for_reading, read_exactly
 from pipeline.checkpoint.shards import BUFFER, WEIGHT, Integers, Region, Shard, copy_runs, overlap
 from pipeline.distributed.progress import Phase, tag_errors
 from pipeline.errors import CheckpointError
 from pipeline.files import open_regular_file
 from pipeline.models.weights import TensorEntry
 
-THREADS = 4
+NUM_THREADS = 4  # threads that verify files, one file each
+MAX_OPEN_FILES = 64  # files that a CheckpointReader keeps open
+MODEL_KINDS = (WEIGHT, BUFFER)
+"""Kinds of tensors in a model's state dict."""
 
 
 def ignore_progress(_: int) -> None:
-    """Ignore progress."""
+    """Do nothing. Default of arguments that receive progress."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,21 @@ class Damage:
     """Damage of one file."""
 
     file: str
-    what: str
+    """Name of the file."""
+    problem: str
     host: str = ""
     """Machine that wrote the file; empty if it is not known."""
     tensors: tuple[str, ...] = ()
     """Damaged tensors, such as `exp_avg of embed.weight`; empty if the damage is outside of tensors."""
 
     def __str__(self) -> str:
-        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
-        tensors = f" ({', '.join(self.tensors[:3])}{more})" if self.tensors else ""
-        written = f"; written on {self.host}" if self.host else ""
-        return f"{self.file}: {self.what}{tensors}{written}"
+        text = f"{self.file}: {self.problem}"
+        if self.tensors:
+            more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+            text += f" ({', '.join(self.tensors[:3])}{more})"
+        if self.host:
+            text += f"; written on {self.host}"
+        return text
 
 
 @tag_errors(Phase.WEIGHTS)
@@ -62,67 +69,77 @@ def check_content(
     kinds: Collection[str] | None = None,
     advance: Callable[[int], object] = ignore_progress,
 ) -> list[Damage]:
-    """Compare every byte of the files in this folder with the checksums, and return the damages.
+    """Compare every byte of the files in the checkpoint's folder with the checksums, and return the damages.
+
+    Missing files are no damage here; see check_file_sizes.
 
     Args:
         manifest: Manifest of the checkpoint.
         files: Names of the files to read; `None` for all.
         kinds: Kinds of the shards to read; `None` for all.
-        advance: Called with the number of bytes compared since the last call, on several threads.
+        advance: Called on several threads with the number of bytes compared since the last call.
     """
     try:
         _ = manifest.table
     except CheckpointError as error:
         return [Damage(TABLE, str(error))]
     chosen = [file for file in manifest.files if files is None or file.name in files]
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(lambda file: _check_content(manifest, file, kinds, advance), chosen)
-        return [damage for damage in found if damage is not None]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        damages = threads.map(lambda file: _check_file(manifest, file, kinds, advance), chosen)
+        return [damage for damage in damages if damage is not None]
 
 
 def check_file_sizes(manifest: Manifest) -> list[Damage]:
     """Return the damages visible without reading: missing files, wrong sizes, and links or devices.
 
-    If nodes share no file system, a folder holds only the files of its own place. A place without any file
-    in this folder is no damage.
+    If machines share no file system, a folder has only the files of one place (see FileRecord.place). The
+    files of a place are missing only if the folder has another file of this place, or no file at all. If the
+    table of shards is damaged, this is the only damage returned.
     """
     damages, absent = inspect_files(manifest)
-    here = {file.place for file in manifest.files if file.name not in absent}
+    places = {file.place for file in manifest.files if file.name not in absent}
     for file in manifest.files:
-        if file.name in absent and (file.place in here or not here):
+        if file.name in absent and (file.place in places or not places):
             damages.append(Damage(file.name, "missing", file.host))
     try:
-        what = _find_size_difference(manifest.folder / TABLE, manifest.shard_table.bytes)
+        problem = _find_size_difference(manifest.folder / TABLE, manifest.shard_table.bytes)
     except OSError as error:
-        what = "missing" if isinstance(error, FileNotFoundError) else str(error)
-    return damages if what is None else [Damage(TABLE, what)]
+        problem = "missing" if isinstance(error, FileNotFoundError) else str(error)
+    return damages if problem is None else [Damage(TABLE, problem)]
 
 
 def inspect_files(manifest: Manifest) -> tuple[list[Damage], set[str]]:
-    """Return damages of files in this folder (wrong size, not a plain file) and names of absent files."""
+    """Return damages of files in the checkpoint's folder, and the names of absent files.
+
+    A file is damaged if it has another size or is not a plain file. Contents are not read.
+    """
     damages = []
     absent = set()
     for file in manifest.files:
         try:
-            what = _find_size_difference(manifest.folder / file.name, file.bytes)
+            problem = _find_size_difference(manifest.folder / file.name, file.bytes)
         except FileNotFoundError:
             absent.add(file.name)
             continue
         except OSError as error:
-            what = error.strerror or str(error)
-        if what is not None:
-            damages.append(Damage(file.name, what, file.host))
+            problem = error.strerror or str(error)
+        if problem is not None:
+            damages.append(Damage(file.name, problem, file.host))
     return damages, absent
 
 
 def _find_size_difference(path: Path, written: int) -> str | None:
-    """Return a message if a plain file has another size, else `None`."""
+    """Return a message if the file's size is not the number of bytes written, else `None`.
+
+    Raises:
+        OSError: The file does not exist, or is not a plain file.
+    """
     with open_for_reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
     return None if size == written else f"{size} bytes, {written} were written"
 
 
-def _check_content(
+def _check_file(
     manifest: Manifest, file: FileRecord, kinds: Collection[str] | None, advance: Callable[[int], object]
 ) -> Damage | None:
     """Return the damage of a file; `None` if it is intact or absent."""
@@ -130,16 +147,17 @@ def _check_content(
         with open_for_reading(manifest.folder / file.name) as descriptor:
             layout = manifest.layout_of(file)
             header = _read(descriptor, 0, len(layout.header))
-            whole = xxhash.xxh3_128(header)
-            damaged = list[str]()
+            file_checksum = xxhash.xxh3_128(header)
+            damaged_tensors = list[str]()
             end = len(header)
             advance(0 if kinds else end)
             for shard, offset in zip(layout.shards, layout.offsets, strict=True):
                 if kinds is None or shard.kind in kinds:
-                    own = hash_stretch(descriptor, offset, shard.num_bytes)
-                    whole.update(_read(descriptor, end, offset - end) + own.digest())
-                    if own.hexdigest() != shard.checksum:
-                        damaged.append(shard.title)
+                    checksum = hash_range(descriptor, offset, shard.num_bytes)
+                    padding = _read(descriptor, end, offset - end)
+                    file_checksum.update(padding + checksum.digest())
+                    if checksum.hexdigest() != shard.checksum:
+                        damaged_tensors.append(shard.title)
                     advance(offset - end + shard.num_bytes)
                 end = offset + shard.num_bytes
     except FileNotFoundError:
@@ -148,12 +166,14 @@ def _check_content(
         return Damage(file.name, error.strerror or str(error), file.host)
     except CheckpointError as error:
         return Damage(file.name, str(error), file.host)
-    right_header = header == layout.header
-    if right_header and not damaged and (kinds is not None or whole.hexdigest() == file.xxh3_128):
-        return None
-    part = "the content" if right_header else "the header"
-    what = f"{part} is damaged, by its checksum"
-    return Damage(file.name, what, file.host, tuple(dict.fromkeys(damaged)))
+    titles = tuple(dict.fromkeys(damaged_tensors))
+    if header != layout.header:
+        return Damage(file.name, "the header is damaged: it differs from the manifest", file.host, titles)
+    # The file's checksum can be compared only if all shards were read.
+    differs = kinds is None and file_checksum.hexdigest() != file.xxh3_128
+    if damaged_tensors or differs:
+        return Damage(file.name, "the content is damaged: its checksum differs", file.host, titles)
+    return None
 
 
 def _read(descriptor: int, offset: int, length: int) -> bytes:
@@ -162,31 +182,34 @@ def _read(descriptor: int, offset: int, length: int) -> bytes:
     return bytes(content)
 
 
-MAX_OPEN = 64
-MODEL_KINDS = (WEIGHT, BUFFER)
-"""Kinds of tensors in a model's state dict."""
-
-
 class CheckpointReader:
     """ShardSource of one checkpoint. Use it as a context manager, because it keeps files open."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.scalars: Mapping[str, Any] = manifest.scalars
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._offsets: dict[str, Integers] = {}  # of closed files too, since computing them takes long
+        self._descriptors: OrderedDict[str, int] = OrderedDict()  # by file name, the last one used at the end
+        # Offset of each shard by file name, of closed files too, since computing them takes long.
+        self._offsets: dict[str, Integers] = {}
 
-    def names(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+    def get_shapes(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each whole tensor by (name, kind)."""
         return self.manifest.table.shapes
 
     def read(self, name: str, kind: str, region: Region, out: Tensor) -> None:
-        """Fill `out` (1-D, region.length values, any dtype and device) from whichever files hold the values.
+        """Fill `out` with the values of a region, from all files that have some of them.
 
         This takes host memory for at most one shard, and for the region if `out` is on a device.
 
+        Args:
+            name: Name of the tensor.
+            kind: Kind of the tensor.
+            region: Region of the whole tensor.
+            out: Tensor to fill: 1-D, region.length values, any dtype and device.
+
         Raises:
-            CheckpointError: Some values are missing or cannot be read.
+            CheckpointError: The checkpoint has no such tensor, or one of another shape, or a file cannot be
+                read.
         """
         assert tuple(out.shape) == (region.length,), f"{tuple(out.shape)} for {region}"
         table = self.manifest.table
@@ -194,13 +217,13 @@ class CheckpointReader:
         shape = table.shapes.get((name, kind), ())
         if rows is None:
             raise CheckpointError(
-                f"{self.manifest.folder} holds no {kind} of {name}; it belongs to another model: resume with "
-                "the model that was saved"
+                f"{self.manifest.folder} has no {kind} of {name}, so it belongs to another model; resume "
+                "with the model that was saved"
             )
         if shape != region.shape:
             raise CheckpointError(
-                f"{self.manifest.folder}: {kind} of {name} has shape {list(shape)}, "
-                f"this model's {list(region.shape)}; resume with the model that was saved"
+                f"{self.manifest.folder}: {kind} of {name} has shape {list(shape)}, and in this model shape "
+                f"{list(region.shape)}; resume with the model that was saved"
             )
         in_place = out.device.type == "cpu" and out.is_contiguous()
         target = out if in_place else torch.empty(out.shape, dtype=out.dtype)
@@ -211,40 +234,56 @@ class CheckpointReader:
             if len(runs):
                 self._fill(row, shard, runs, target)
                 filled += int(runs[:, 2].sum())
-        # The check of the manifest proved that every value is stored once.
+        # ShardTable.check has proved that every value is stored once.
         assert filled == region.length, f"{region} is not inside {kind} of {name}"
         if not in_place:
             out.copy_(target)
 
     def _fill(self, row: int, shard: Shard, runs: Integers, target: Tensor) -> None:
-        """Copy runs (offset in the shard, offset in the target, length) from the shard's file."""
+        """Copy runs of values from a shard's file.
+
+        Args:
+            row: Row of the shard in the table.
+            shard: The shard.
+            runs: Array of (offset in the shard, offset in the target, length) per run, in values.
+            target: 1-D tensor on the CPU.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
         dtype = shard.dtype
-        number = bisect_right(self.manifest.first_rows, row) - 1
-        file = self.manifest.files[number]
+        file_index = bisect_right(self.manifest.first_rows, row) - 1
+        file = self.manifest.files[file_index]
         try:
             descriptor = self._get_descriptor(file)
-            offset = int(self._offsets[file.name][row - self.manifest.first_rows[number]])
-            if len(runs) == 1 and target.dtype == dtype:
-                begin, into, length = runs[0].tolist()
-                straight = as_bytes(target[into : into + length]).numpy().data
-                read_exactly(descriptor, offset + begin * dtype.itemsize, straight)
+            offset = int(self._offsets[file.name][row - self.manifest.first_rows[file_index]])
+            if len(runs) == 1 and target.dtype == dtype:  # read without another copy
+                begin, target_begin, length = runs[0].tolist()
+                view = as_bytes(target[target_begin : target_begin + length]).numpy().data
+                read_exactly(descriptor, offset + begin * dtype.itemsize, view)
                 return
-            for few in _batches(runs):
-                begin = int(few[0, 0])
-                end = int(few[-1, 0] + few[-1, 2])
+            for group in _group_runs(runs):
+                begin = int(group[0, 0])
+                end = int(group[-1, 0] + group[-1, 2])
                 values = torch.empty(end - begin, dtype=dtype)
                 read_exactly(descriptor, offset + begin * dtype.itemsize, as_bytes(values).numpy().data)
-                copy_runs(values, target, few - np.array([begin, 0, 0]))
+                copy_runs(values, target, group - np.array([begin, 0, 0]))
         except OSError as error:
             path = self.manifest.folder / file.name
-            why = error.strerror or error
+            reason = error.strerror or error
             raise CheckpointError(
-                f"{path} with {shard.title} cannot be read: {why}; rank {file.rank} wrote it on {file.host}; "
-                "bring it here, or use a folder all nodes share"
+                f"{path} with {shard.title} cannot be read: {reason}; rank {file.rank} wrote it on "
+                f"{file.host}; copy it here, or set run_dir or runs_dir to a folder that all machines share"
             ) from None
 
     def _get_descriptor(self, file: FileRecord) -> int:
-        descriptor = self._open.pop(file.name, None)
+        """Return the descriptor of an open file. Opens it if needed, and closes the least recently used one.
+
+        Raises:
+            OSError: The file cannot be opened, or its header differs from the manifest.
+            CheckpointError: The file's size in the manifest does not match its shards.
+        """
+        descriptor = self._descriptors.pop(file.name, None)
         if descriptor is None:
             descriptor = open_regular_file(self.manifest.folder / file.name, follow_links=False)
             try:
@@ -253,9 +292,10 @@ class CheckpointReader:
             except (OSError, CheckpointError):
                 os.close(descriptor)
                 raise
-        self._open[file.name] = descriptor  # at the end, as the last one used
-        if len(self._open) > MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1])
+        self._descriptors[file.name] = descriptor
+        if len(self._descriptors) > MAX_OPEN_FILES:
+            _, least_recently_used = self._descriptors.popitem(last=False)
+            os.close(least_recently_used)
         return descriptor
 
     def _find_offsets(self, descriptor: int, file: FileRecord) -> Integers:
@@ -266,14 +306,14 @@ class CheckpointReader:
         """
         layout = self.manifest.layout_of(file)
         if _read(descriptor, 0, len(layout.header)) != layout.header:
-            raise OSError(errno.EINVAL, "its header is not the manifest's")
+            raise OSError(errno.EINVAL, "its header differs from the manifest")
         return np.array(layout.offsets, np.int64)
 
     def close(self) -> None:
         """Close all files."""
-        for descriptor in self._open.values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._open.clear()
+        self._descriptors.clear()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -282,15 +322,19 @@ class CheckpointReader:
         self.close()
 
 
-def _batches(runs: Integers) -> list[Integers]:
-    """Group runs into reads: a single read if they cover a fourth of their span, else one for each run."""
+def _group_runs(runs: Integers) -> list[Integers]:
+    """Group runs so that each group is read at once.
+
+    All runs form one group if they cover at least a fourth of the range from the first to the last value.
+    Else each run is a group.
+    """
     span = int(runs[-1, 0] + runs[-1, 2] - runs[0, 0])
-    dense = int(runs[:, 2].sum()) * 4 >= span
-    return [runs] if dense else list(runs[:, None])
+    is_dense = int(runs[:, 2].sum()) * 4 >= span
+    return [runs] if is_dense else list(runs[:, None])
 
 
 class CheckpointWeights:
-    """Reads weights and buffers of a checkpoint by name; see pipeline.models.weights.WeightFile.
+    """Reads weights and buffers of a checkpoint by name. Implements pipeline.models.weights.WeightFile.
 
     Args:
         manifest: Manifest of the checkpoint.
@@ -298,6 +342,7 @@ class CheckpointWeights:
     """
 
     files: Sequence[Path] = ()
+    """Always empty; see WeightFile.files."""
     dtype = torch.float32
     """Dtype in which weights are exported by default."""
     rounding_error: float | None = None
@@ -311,14 +356,20 @@ class CheckpointWeights:
             if kind in MODEL_KINDS
         }
         self._saved_names = names or {name: name for name in saved}
-        self._kinds = {name: saved[own][0] for name, own in self._saved_names.items()}
+        self._kinds = {name: saved[saved_name][0] for name, saved_name in self._saved_names.items()}
         self.entries: Mapping[str, TensorEntry] = {
-            name: saved[own][1] for name, own in self._saved_names.items()
+            name: saved[saved_name][1] for name, saved_name in self._saved_names.items()
         }
+        """Shape and saved dtype of each weight and buffer by name."""
         self.buffers = {name for name, kind in self._kinds.items() if kind == BUFFER}
+        """Names of the buffers."""
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, in the dtype in which it was saved."""
+        """Return a whole tensor on the CPU, in the dtype in which it was saved.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
         shape, dtype = self.entries[name]
         assert isinstance(dtype, torch.dtype)
         values = torch.empty(math.prod(shape), dtype=dtype)

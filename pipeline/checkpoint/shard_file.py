@@ -38,9 +38,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT = 8
-BLOCK = 1 << 24
-FLUSH_EVERY = 1 << 26
+ALIGNMENT = 8  # the header's length is a multiple of this number of bytes
+BLOCK_BYTES = 1 << 24  # bytes that are written or hashed at a time
+FLUSH_BYTES = 1 << 26  # after so many bytes, Linux is asked to write them to the disk
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,24 @@ class FileLayout:
     """Layout of a file: its header, its shards, and the byte offset of each shard."""
 
     header: bytes
+    """Header with its length before it, as it is in the file."""
     shards: tuple[Shard, ...]
+    """Shards without their values, in the file's order."""
     offsets: tuple[int, ...]
+    """Offset of each shard in bytes from the start of the file."""
     num_bytes: int
+    """Size of the file."""
 
     @staticmethod
     def of(shards: Iterable[Shard]) -> FileLayout:
-        """Return the layout of these shards, one after the other, without their values.
+        """Return the layout of a file with these shards in their order.
 
         Raises:
             TypeError: A dtype has no name in safetensors.
         """
         shards = tuple(shard.without_values(shard.checksum) for shard in shards)
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        seen: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()  # number of shards so far by (kind, name)
         begins: list[int] = []
         end = 0
         for shard in shards:
@@ -69,11 +73,11 @@ class FileLayout:
                 raise TypeError(f"{shard.title}: {shard.dtype} for {shard.region}")
             # The format allows no holes, and readers expect a tensor at a multiple of its element size.
             if gap := -end % shard.dtype.itemsize:
-                entries[f"padding/{len(entries)}"] = _entry("U8", gap, end, gap)
+                entries[f"padding/{len(entries)}"] = _make_entry("U8", gap, end, gap)
                 end += gap
-            key = f"{shard.kind}/{shard.name}/{seen[shard.kind, shard.name]}"
-            seen[shard.kind, shard.name] += 1
-            entries[key] = _entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
+            key = f"{shard.kind}/{shard.name}/{counts[shard.kind, shard.name]}"
+            counts[shard.kind, shard.name] += 1
+            entries[key] = _make_entry(DTYPE_NAMES[shard.dtype], shard.region.length, end, shard.num_bytes)
             begins.append(end)
             end += shard.num_bytes
         header = encode_header(entries)
@@ -82,13 +86,16 @@ class FileLayout:
 
 
 def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return the header of a safetensors file, padded so that values lie at multiples of their size."""
+    """Return the header of a safetensors file with its length before it.
+
+    It is padded to a multiple of 8 bytes, so that values can lie at multiples of their size.
+    """
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any]:
+def _make_entry(dtype: str, length: int, begin: int, num_bytes: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": [length], "data_offsets": [begin, begin + num_bytes]}
 
 
@@ -119,28 +126,28 @@ def write_file(path: Path, layout: FileLayout, values: Iterable[list[memoryview]
         OSError: The file cannot be written, for example because the disk is full.
         LayoutChangedError: The values of a shard are not as long as the layout says.
     """
-    whole = xxhash.xxh3_128(layout.header)
-    sums: list[str] = []
+    file_checksum = xxhash.xxh3_128(layout.header)
+    shard_checksums: list[str] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         writer = _Writer(descriptor)
-        writer.put(memoryview(layout.header))
+        writer.write(memoryview(layout.header))
         for shard, offset, views in zip(layout.shards, layout.offsets, values, strict=True):
             padding = bytes(offset - writer.position)
-            writer.put(memoryview(padding))
-            own = hash_views(views)
+            writer.write(memoryview(padding))
+            checksum = hash_views(views)
             for view in views:
-                writer.put(view)
+                writer.write(view)
             if writer.position != offset + shard.num_bytes:
                 raise LayoutChangedError(shard.title)
-            whole.update(padding + own.digest())
-            sums.append(own.hexdigest())
+            file_checksum.update(padding + checksum.digest())
+            shard_checksums.append(checksum.hexdigest())
         os.fsync(descriptor)
         if os.fstat(descriptor).st_size != layout.num_bytes:
             raise OSError(errno.EIO, "fewer bytes are in the file than were written")
     finally:
         os.close(descriptor)
-    return FileChecksums(whole.hexdigest(), tuple(sums))
+    return FileChecksums(file_checksum.hexdigest(), tuple(shard_checksums))
 
 
 def hash_views(views: list[memoryview]) -> xxhash.xxh3_64:
@@ -156,17 +163,19 @@ class _Writer:
 
     def __init__(self, descriptor: int):
         self.position = 0
+        """Number of bytes written."""
         self._descriptor = descriptor
-        self._flushed = 0
+        self._flushed = 0  # position up to which Linux was asked to write to the disk
 
-    def put(self, view: memoryview) -> None:
+    def write(self, view: memoryview) -> None:
         while len(view):
-            taken = os.write(self._descriptor, view[:BLOCK])  # may be short: then the next call raises
-            if taken == 0:
-                raise OSError(errno.EIO, "the file takes no more bytes")
-            view = view[taken:]
-            self.position += taken
-            if self.position - self._flushed >= FLUSH_EVERY:
+            # On a full disk, a call may write a part of the bytes; the next one raises.
+            num_written = os.write(self._descriptor, view[:BLOCK_BYTES])
+            if num_written == 0:
+                raise OSError(errno.EIO, "no more bytes can be written to the file")
+            view = view[num_written:]
+            self.position += num_written
+            if self.position - self._flushed >= FLUSH_BYTES:
                 # Linux then starts to write, so that the disk works while the next shard is fetched, and the
                 # checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(
@@ -187,7 +196,7 @@ def open_for_reading(path: Path) -> Iterator[int]:
     """Open a plain file for reading and yield its descriptor.
 
     Raises:
-        OSError: It does not exist, or it is a link, a pipe or a device.
+        OSError: The file does not exist, or it is a link, a pipe or a device.
     """
     descriptor = open_regular_file(path, follow_links=False)  # a link may lead out of the run directory
     try:
@@ -197,29 +206,29 @@ def open_for_reading(path: Path) -> Iterator[int]:
 
 
 def read_exactly(descriptor: int, offset: int, target: memoryview) -> None:
-    """Fill the target from the file.
+    """Fill the target with the bytes of an open file from `offset` on.
 
     Raises:
-        OSError: The file ends before that, or cannot be read.
+        OSError: The file ends before the target is full, or cannot be read.
     """
-    done = 0
-    while done < len(target):
-        got = os.preadv(descriptor, [target[done:]], offset + done)
-        if got == 0:
+    num_read = 0
+    while num_read < len(target):
+        new = os.preadv(descriptor, [target[num_read:]], offset + num_read)
+        if new == 0:
             raise OSError(errno.EIO, "the file ends too early")
-        done += got
+        num_read += new
 
 
-def hash_stretch(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
-    """Return the checksum of `length` bytes of an open file.
+def hash_range(descriptor: int, offset: int, length: int) -> xxhash.xxh3_64:
+    """Return the checksum of `length` bytes of an open file from `offset` on.
 
     Raises:
-        OSError: The file ends before that, or cannot be read.
+        OSError: The file ends too early, or cannot be read.
     """
     checksum = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(length, BLOCK)))
-    for start in range(0, length, BLOCK):
-        block = buffer[: min(BLOCK, length - start)]
+    buffer = memoryview(bytearray(min(length, BLOCK_BYTES)))
+    for start in range(0, length, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, length - start)]
         read_exactly(descriptor, offset + start, block)
         checksum.update(block)
     return checksum

@@ -48,7 +48,7 @@ from pipeline.checkpoint.manifest import (
     ShardTable,
     make_table_record,
 )
-from pipeline.checkpoint.peers import Peers, SpaceReport, find_memory_shortage, find_peers, first_problem
+from pipeline.checkpoint.peers import Peers, SpaceReport, find_first_problem, find_memory_shortage, find_peers
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.shard_file import FileLayout, LayoutChangedError, as_bytes, hash_views, write_file
 from pipeline.checkpoint.shards import BUFFER, EngineState, Shard
@@ -332,7 +332,8 @@ class CheckpointSave:
         rooms = [room for _, room, _ in said]
         self.fields = said[0][0]  # rank 0's, so that the manifest is the same on every machine
         self._agree(
-            first_problem(wrong for *_, wrong in said) or self._peers.find_disk_shortage(rooms, self._folder)
+            find_first_problem(wrong for *_, wrong in said)
+            or self._peers.find_disk_shortage(rooms, self._folder)
         )
         return not wait and self._fits_in_memory(find_memory_shortage(rooms))
 
@@ -440,7 +441,7 @@ class CheckpointSave:
         files = [record for records, _ in collected for record in records]
         table = ShardTable.concatenate([part for _, part in collected])
         del collected  # a thousand ranks' parts take as much memory again
-        self._agree(first_problem(self._peers.attempt(lambda: self._rename(files, table))))
+        self._agree(find_first_problem(self._peers.attempt(lambda: self._rename(files, table))))
         if self._peers.is_leader:
             # Removed only now: if another machine had failed to publish, it would be needed again.
             shutil.rmtree(self._replaced, ignore_errors=True)
@@ -480,7 +481,7 @@ class CheckpointSave:
         said = self._peers.gather((problem, changed))
         if any(changed for _, changed in said):
             raise LayoutChangedError("on some rank")
-        return first_problem(problem for problem, _ in said)
+        return find_first_problem(problem for problem, _ in said)
 
     def _agree(self, problem: str | None) -> None:
         """Abort the save on every rank and delete the partial checkpoint if there is a problem."""

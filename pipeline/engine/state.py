@@ -255,7 +255,7 @@ def restore_state(state: RankState, source: ShardSource, names: Iterable[str]) -
     Raises:
         CheckpointError: names or shapes of the checkpoint differ from the model's.
     """
-    saved = source.names()
+    saved = source.get_shapes()
     _check_names({name for name, kind in saved if kind in MODEL_KINDS}, set(names))
     for shard in state.shards(source):
         assert shard.values is not None
@@ -299,7 +299,7 @@ class SavedOptimizerState:
 
     def __init__(self, source: ShardSource):
         self._shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        for (name, kind), shape in source.names().items():
+        for (name, kind), shape in source.get_shapes().items():
             if kind not in MODEL_KINDS:
                 self._shapes[name][kind] = shape
         self._keys = {key.split("/")[1] for key in source.scalars if key.startswith(OPTIMIZER_PREFIX)}

@@ -304,7 +304,10 @@ def test_a_flipped_bit_is_found_and_nothing_is_written(saved, tmp_path):
     run, _ = saved(LLAMA)
     title = damaged(run, tmp_path / "run", "weight")
     message = refused(tmp_path / "run", tmp_path / "out")
-    assert f"rank-00000.safetensors: the content is damaged, by its checksum ({title}); written on" in message
+    assert (
+        f"rank-00000.safetensors: the content is damaged: its checksum differs ({title}); written on"
+        in message
+    )
     assert "nothing is exported; choose another step with --step" in message
 
 

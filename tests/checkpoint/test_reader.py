@@ -52,7 +52,7 @@ def test_any_stretch_in_any_dtype(data):
 
 
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.checkpoint.reader.MAX_OPEN", 2)
+    monkeypatch.setattr("pipeline.checkpoint.reader.MAX_OPEN_FILES", 2)
     layout_of, laid_out = Manifest.layout_of, []
 
     def noted(manifest, file):
@@ -65,7 +65,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     with CheckpointReader(read_manifest(tmp_path)) as reader:
         for _ in range(3):
             engine.restore(reader)
-            assert len(reader._open) <= 2
+            assert len(reader._descriptors) <= 2
     assert sorted(laid_out) == [f"rank-{rank:05d}.safetensors" for rank in range(5)]
     assert engine.is_model_of(7)
 
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named(tmp_path):
             assert word in str(caught.value)
         with pytest.raises(CheckpointError, match="no weight of tail"):
             reader.read("tail", "weight", whole_region((2,)), torch.empty(2))
-        with pytest.raises(CheckpointError, match=r"shape \[11, 6\], this model's \[12, 6\]"):
+        with pytest.raises(CheckpointError, match=r"shape \[11, 6\], and in this model shape \[12, 6\]"):
             reader.read("embed.weight", "weight", whole_region((12, 6)), torch.empty(72))
 
 

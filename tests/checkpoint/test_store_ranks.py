@@ -207,7 +207,7 @@ def test_another_division_without_a_shared_file_system_names_what_to_bring(ranks
 def swap_lost(job: Job, folder: str):
     """Rank 0 wants all columns: some were written by rank 1, on another machine."""
     store, engine = open_store(job, folder, True), tensors(job, "columns")
-    with pytest.raises(CheckpointError, match=r"wrote it on node[01]; bring it here"):
+    with pytest.raises(CheckpointError, match=r"wrote it on node[01]; copy it here"):
         store.resume(engine)
 
 

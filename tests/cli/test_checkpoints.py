@@ -73,7 +73,9 @@ def test_a_flipped_bit_is_found_by_verify_with_file_and_tensor(run, look):
     states = [line.split()[5] for line in lines[1:] if line[0] != " " and "KiB" in line]
     assert states == ["verified", "damaged", "verified"]
     (named,) = [line for line in lines if line.startswith("step-00000040")]
-    assert f"{SHARD}: the content is damaged, by its checksum (weight of head.weight); written on" in named
+    assert (
+        f"{SHARD}: the content is damaged: its checksum differs (weight of head.weight); written on" in named
+    )
 
 
 @pytest.mark.parametrize("what", [[], ["verify"]])

@@ -43,7 +43,7 @@ class Kept:
     scalars: Mapping[str, Any]
     shards: list[Shard]
 
-    def names(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def get_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         return {(shard.name, shard.kind): shard.region.shape for shard in self.shards}
 
     def read(self, name: str, kind: str, region: Region, out: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ def test_what_is_kept_has_the_optimizers_own_names():
     trained.train(0, 2)
     kept = trained.kept()
     assert kept.scalars == {"optimizer/step": 2}
-    shapes = {kind: shape for (name, kind), shape in kept.names().items() if name == "0.weight"}
+    shapes = {kind: shape for (name, kind), shape in kept.get_shapes().items() if name == "0.weight"}
     assert shapes == {"weight": (5, 6), "row_var": (5, 1), "col_var": (1, 6)}
 
 

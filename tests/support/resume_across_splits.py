@@ -36,7 +36,7 @@ class GatheredShards:
     scalars: Mapping[str, Any]
     shards: list[tuple[str, str, Region, np.ndarray]]
 
-    def names(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def get_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each tensor by (name, kind)."""
         return {(name, kind): region.shape for name, kind, region, _ in self.shards}
 
