@@ -8,7 +8,7 @@ from plain_engine import PlainEngine
 
 from pipeline.checkpoint.catalog import Retention
 from pipeline.checkpoint.shard_file import FileLayout, write_file
-from pipeline.checkpoint.store import CheckpointStore, Snapshot, _take_memory, stream_shards
+from pipeline.checkpoint.store import CheckpointStore, Snapshot, _allocate_chunks, stream_shards
 from pipeline.distributed.process_group import Job
 from pipeline.distributed.ranks import Ranks
 
@@ -31,8 +31,8 @@ def test_what_cannot_be_pinned_is_pageable(tmp_path, caplog):
     engine.forget()
     assert write_file(tmp_path / "later", layout, snapshot.views()) == first
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("copying checkpoints to host memory is slower: ")
-    assert "of it cannot be pinned: " in line
+    assert line.startswith("copying checkpoints to host memory takes longer: ")
+    assert "of this memory cannot be pinned: " in line
 
 
 def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
@@ -46,7 +46,7 @@ def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
         return empty(size, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", limited)
-    assert [len(chunk) for chunk in _take_memory([3, 5, 2], is_pinned=True)] == [3, 5, 2]
+    assert [len(chunk) for chunk in _allocate_chunks([3, 5, 2], is_pinned=True)] == [3, 5, 2]
     assert taken == [(3, True), (5, False), (2, False)]
 
 
@@ -54,14 +54,14 @@ def test_what_was_pinned_stays_where_no_more_can_be(monkeypatch):
 def test_saves_take_the_memory_that_was_prepared(tmp_path):
     store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1, seed=4)
     store.prepare(engine)
-    prepared = store._kept.snapshot
+    prepared = store._reusable.snapshot
     assert prepared is not None
     for step in (1, 2):
         assert store.save(engine, {"global_step": step}).problem is None
-        assert store._kept.snapshot is prepared
+        assert store._reusable.snapshot is prepared
         assert engine.waits == [prepared.hold_device] * step  # the next step waits for the copy
     store.prepare(engine)
-    assert store._kept.snapshot is prepared
+    assert store._reusable.snapshot is prepared
     store.close()
     engine.forget()
     store_of(tmp_path, GPU).resume(engine)
@@ -73,7 +73,7 @@ def test_nothing_is_prepared_where_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.checkpoint.store.available_memory", lambda: 100)
     store, engine = store_of(tmp_path, GPU), PlainEngine(0, 1)
     store.prepare(engine)
-    assert store._kept.snapshot is None
+    assert store._reusable.snapshot is None
     assert store.save(engine, {"global_step": 1}).write_seconds is not None  # streamed, while training stands
     assert engine.waits == []
     store.close()
@@ -82,5 +82,5 @@ def test_nothing_is_prepared_where_memory_is_short(tmp_path, monkeypatch):
 def test_on_a_cpu_memory_is_taken_by_the_first_save(tmp_path):
     store = store_of(tmp_path, torch.device("cpu"))
     store.prepare(PlainEngine(0, 1))
-    assert store._kept.snapshot is None
+    assert store._reusable.snapshot is None
     store.close()

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.checkpoint.shard_file import FileLayout
 from pipeline.checkpoint.shards import Region, Shard
-from pipeline.checkpoint.store import CHUNK, Snapshot
+from pipeline.checkpoint.store import CHUNK_BYTES, Snapshot
 from pipeline.config.batch_plan import plan_batch
 from pipeline.distributed.process_group import Job
 from pipeline.engine.replicas import ReplicaDigests
@@ -177,7 +177,7 @@ def test_the_fused_loss_waits_for_nothing(card, packed):
 def saved(job: Job) -> tuple[list[int], bool]:
     """Bytes of a snapshot's shards, and whether the device was asked to wait for the copy."""
     with hopper():
-        tensors = [torch.ones(n, dtype=torch.bfloat16, device=DEVICE) for n in (5, CHUNK // 2 + 3)]
+        tensors = [torch.ones(n, dtype=torch.bfloat16, device=DEVICE) for n in (5, CHUNK_BYTES // 2 + 3)]
         kinds = ("buffer", "weight")
 
         def shards() -> Any:
@@ -193,7 +193,7 @@ def saved(job: Job) -> tuple[list[int], bool]:
 
 
 def test_a_snapshot_is_copied_on_a_stream_of_its_own(card):
-    assert card(saved) == ([10, CHUNK + 6], True)
+    assert card(saved) == ([10, CHUNK_BYTES + 6], True)
 
 
 def attended(job: Job, groups: int) -> list[str]:

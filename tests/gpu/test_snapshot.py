@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 
 from pipeline.checkpoint.shard_file import FileLayout, write_file
 from pipeline.checkpoint.shards import Region, Shard
-from pipeline.checkpoint.store import CHUNK, Snapshot, stream_shards
+from pipeline.checkpoint.store import CHUNK_BYTES, Snapshot, stream_shards
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-LENGTHS = [3, CHUNK // 2, 1000]  # over more than one chunk, the second at an odd place
+LENGTHS = [3, CHUNK_BYTES // 2, 1000]  # over more than one chunk, the second at an odd place
 DTYPES = [torch.bool, torch.float32, torch.bfloat16]
 CYCLES = 1_000_000_000  # half a second of the device
 
