@@ -1,6 +1,6 @@
-"""Loads the model of a run's checkpoint whole into this process, to evaluate it or generate text.
+"""Loads the whole model of a run's checkpoint into this process, to evaluate it or to generate text.
 
-The run may have had any split. Its recipe and its folder `model` describe the model, so neither
+The run may have had any split. Its recipe and its folder `model` describe the model, so neither the files of
 `model.pretrained` nor the run's machines are needed.
 """
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 
 class InferenceEngine:
-    """Evaluates and generates in the precision of the engine that trained the model.
+    """Evaluates and generates on one device, in the precision of the engine that trained the model.
 
     Args:
         model: Model with its weights in fp32.
-        precision: Precision of the run.
+        precision: Precision of the run: fp32, bf16 or fp16.
         device: Device to compute on.
-        casts: Whether parameters are cast to half precision, as DeepSpeed does; buffers keep their dtype.
-        autocast: Whether matrix products in half precision are computed under torch.autocast.
+        casts: Whether parameters are cast to the precision, as DeepSpeed does; buffers keep their dtype.
+        autocast: Whether matrix products are computed under torch.autocast, if the precision is not fp32.
     """
 
     dp_rank = 0
@@ -89,9 +89,10 @@ class InferenceEngine:
 
 log = logging.getLogger(__name__)
 
-CHANGEABLE = ("data", "eval", "loader", "batch")
-READ = ("data", "eval", "model", "objective")
-"""Sections of the recipe that are used here, so that they may hold no redacted value."""
+CHANGEABLE_SECTIONS = ("data", "eval", "loader", "batch")
+"""Sections of the recipe that overrides may change."""
+USED_SECTIONS = ("data", "eval", "model", "objective")
+"""Sections of the recipe that are used here, so that they may have no redacted value."""
 REMOTE_CODE = "model.trust_remote_code"
 
 
@@ -100,21 +101,27 @@ class TrainedRun:
     """A checkpoint with the settings of its run."""
 
     run: Path
+    """Run directory."""
     checkpoint: Path
+    """Folder of the checkpoint."""
     config: RunConfig
+    """Recipe of the run with the overrides of this call, and with the run's tokenizer."""
     split: dict[str, Any]
     """Content of split.json: the split, the data and the batch of the run's last start."""
 
     @property
     def micro_batch_size(self) -> int:
-        """Micro-batch size of the command line or the recipe; if both leave it open, the run's."""
+        """Number of samples in a micro-batch of the overrides or the recipe.
+
+        If both leave it open, it is that of the run.
+        """
         batch = self.config.batch
         deepspeed = self.split["deepspeed"]
         if isinstance(batch.micro_batch_size, int):
             return batch.micro_batch_size
-        found = self.split.get("micro_batch_size")
-        if isinstance(found, int):
-            return found
+        size_of_run = self.split.get("micro_batch_size")
+        if isinstance(size_of_run, int):
+            return size_of_run
         if deepspeed is not None:
             return int(deepspeed["train_micro_batch_size_per_gpu"])
         return plan_batch(batch, int(self.split["world_size"])).micro_batch_size
@@ -135,71 +142,81 @@ def open_trained_run(path: Path, step: str | int, overrides: Sequence[str], impo
         import_paths: Whether the recipe may name code to run.
 
     Raises:
-        ConfigError: The recipe cannot be read, an override changes what the checkpoint determines, or the
-            model brings code that was not allowed here.
-        CheckpointError: split.json cannot be read.
+        ConfigError: The recipe cannot be read or has a redacted value, an override changes what the
+            checkpoint determines, or the model has Python code and no override allows to run it.
+        CheckpointError: There is no such checkpoint, or split.json cannot be read.
     """
     run, checkpoint, _ = find_checkpoint(path, str(step), "step")
-    changed = [".".join(parse_override(argument)[0]) for argument in overrides]
+    changed_keys = [".".join(parse_override(argument)[0]) for argument in overrides]
     recipe = read_yaml(run / "recipe.yaml").tree
-    hidden = [key for key in _hidden_keys(recipe) if key.partition(".")[0] in READ]
-    for key in hidden:
-        if not any(f"{key}.".startswith(f"{each}.") for each in changed):
+    redacted_keys = [key for key in _find_redacted_keys(recipe) if _section_of(key) in USED_SECTIONS]
+    for key in redacted_keys:
+        # An override of a key also replaces all keys below it.
+        if not any(f"{key}.".startswith(f"{changed}.") for changed in changed_keys):
             raise ConfigError(
-                f"{run / 'recipe.yaml'}: {key} is {REDACTED}, as a run stores no secrets; append it to the "
-                f"command: {key}=..., or have your code read it from an environment variable"
+                f"{run / 'recipe.yaml'}: {key} is {REDACTED}, because a run stores no secrets; append it to "
+                f"the command: {key}=..., or have your code read it from an environment variable"
             )
-    for key in changed:
-        if key.partition(".")[0] not in CHANGEABLE and key not in {REMOTE_CODE, *hidden}:
+    for key in changed_keys:
+        if _section_of(key) not in CHANGEABLE_SECTIONS and key not in {REMOTE_CODE, *redacted_keys}:
             raise ConfigError(
                 f"command line: {key}: the checkpoint determines this; sections that may be changed: "
-                f"{', '.join(f'{section}.*' for section in CHANGEABLE)}"
+                f"{', '.join(f'{section}.*' for section in CHANGEABLE_SECTIONS)}"
             )
     config = load_settings(run / "recipe.yaml", None, overrides, import_paths=import_paths).config
     language = config.model.language_model
-    if language is not None and language.trust_remote_code and REMOTE_CODE not in changed:
+    if language is not None and language.trust_remote_code and REMOTE_CODE not in changed_keys:
         raise ConfigError(
-            f"{run / 'recipe.yaml'}: the model brings Python code of its own; to run it, add "
-            f"{REMOTE_CODE}=true to this command"
+            f"{run / 'recipe.yaml'}: the model needs Python code from its own files; to run it, append "
+            f"{REMOTE_CODE}=true to the command"
         )
     try:
         split = json.loads(read_regular_file(run / "split.json", MAX_CONFIGURATION_BYTES))
-        _ = split["deepspeed"], int(split["world_size"])
+        _ = split["deepspeed"], int(split["world_size"])  # raises if a key is missing
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{run / 'split.json'} cannot be read ({error}); bring it back") from None
-    return TrainedRun(run, checkpoint, _use_own_tokenizer(config, run / DESCRIPTION), split)
+        raise CheckpointError(
+            f"{run / 'split.json'} cannot be read ({error}); restore the file from a copy"
+        ) from None
+    return TrainedRun(run, checkpoint, _use_tokenizer_of_run(config, run / DESCRIPTION), split)
 
 
-def _hidden_keys(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose value was redacted because it held a secret."""
+def _section_of(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _find_redacted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys whose value was redacted because it contained a secret."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _hidden_keys(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _find_redacted_keys(value, f"{prefix}.{key}" if prefix else str(key))
     elif REDACTED in str(tree):
         yield prefix
 
 
-def _use_own_tokenizer(config: RunConfig, folder: Path) -> RunConfig:
-    """Return the recipe with the run's own tokenizer, whatever data is read: the model knows only its ids."""
+def _use_tokenizer_of_run(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the recipe with the tokenizer in a run's folder `model`.
+
+    The model knows only the ids of this tokenizer, also if the overrides name other data.
+    """
     data = config.data.documents
     if data is None:
         return config
     changes: dict[str, Any] = {"tokenizer": data.tokenizer.model_copy(update={"pretrained": str(folder)})}
     if data.conversations is not None:
-        changes["chat_template"] = None  # use that of the tokenizer
+        changes["chat_template"] = None  # then the tokenizer's template is used
     return config.model_copy(update={"data": data.model_copy(update=changes)})
 
 
 def read_data(trained: TrainedRun) -> DataBundle:
-    """Prepare the data that the recipe names, with a warning if the run was trained on other data."""
+    """Prepare the data that the recipe names, and warn if the run was trained on other data."""
     data = prepare_data(trained.config.data)
     if data.fingerprint != trained.split.get("data"):
-        log.warning("this is not the data that the run was trained and evaluated on: other numbers follow")
+        log.warning("this is not the data of the run: the results differ from those of its own evaluations")
     return data
 
 
 def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float]:
-    """Return the row that the run itself writes at an evaluation.
+    """Evaluate the checkpoint and return the row that the run itself writes at an evaluation.
 
     Raises:
         DataError: Nothing is held out.
@@ -210,7 +227,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
     objective = build_objective(config)
     if isinstance(objective, SegmentObjective) and objective.has_reference:
         data = restore_reference_logps(data, trained.run, job)
-    engine = _load(trained, job, data)
+    engine = _load_engine(trained, job, data)
     if config.model.language_model is not None:
         from pipeline.models.huggingface import check_positions
 
@@ -222,7 +239,7 @@ def evaluate(trained: TrainedRun, job: Job, data: DataBundle) -> dict[str, float
             "documents"
         )
     row = held_out.evaluate(engine, objective, loader, job)
-    assert row is not None  # nothing stops it early
+    assert row is not None  # without `stop`, nothing ends the evaluation early
     return row
 
 
@@ -247,20 +264,32 @@ def generate(
     prompt: str,
     settings: GenerationSettings,
 ) -> str:
-    """Return the prompt and what the model writes after it.
+    """Return the prompt and the model's continuation.
 
-    A model that was trained on conversations answers the prompt.
+    If the model was trained on conversations, return only its answer to the prompt.
 
     Raises:
-        ModelError: The prompt is longer than what the model can see.
-        CheckpointError: The weights are damaged.
+        ModelError: The prompt fills the model's context.
+        CheckpointError, ModelError: The weights are damaged, or cannot be put into the model.
+        DataError: The chat template is not valid Jinja, or it refuses the prompt.
     """
-    asks = uses_chat_template(trained.config.data, tokenizer)
-    return generate_text(_load(trained, job, None), tokenizer, prompt, settings, asks=asks)
+    is_question = uses_chat_template(trained.config.data, tokenizer)
+    engine = _load_engine(trained, job, None)
+    return generate_text(engine, tokenizer, prompt, settings, is_question=is_question)
 
 
 @tag_errors(Phase.MODEL)
-def _load(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
+def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> InferenceEngine:
+    """Build the model as the run did, and fill it from the checkpoint.
+
+    Sets whether TF32 is allowed in this process, as in the run.
+
+    Args:
+        trained: Run and checkpoint.
+        job: Job of this process.
+        data: Data of the run, which decides the sizes of a model that is no language model; `None` only for a
+            language model.
+    """
     config = trained.config
     deepspeed = trained.split["deepspeed"]
     allow_tf32(bool(trained.split.get("tf32")))

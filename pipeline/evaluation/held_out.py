@@ -24,7 +24,10 @@ from pipeline.objectives.interface import TwoPassObjective, list_extra_sums
 def build_eval_loader(
     config: RunConfig, plan: BatchPlan, data: DataBundle, engine: Evaluator
 ) -> EvalLoader | None:
-    """Return a loader of this rank's share of all held-out data; `None` if no data is held out."""
+    """Return a loader of this rank's share of all held-out data; `None` if no data is held out.
+
+    These are the sets of `data.eval`, whose mean is `eval/loss`, and the further sets of `data.eval_sets`.
+    """
     if not data.eval and not data.eval_sets:
         return None
     return EvalLoader(
@@ -47,59 +50,65 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the means over the held-out data, equal for any number of ranks. Collective.
 
-    `eval/loss` is the exact mean over all sets of `loader.total` together. `eval/perplexity` comes
-    with it for tokens, and `eval/accuracy` for classes. With several sets, `eval/<name>/loss` (and accuracy)
-    of each is added. If no target of a set counts, its loss is NaN and its `targets` is 0.
+    `eval/loss` is the exact mean over all sets of `loader.total` together, and so are the objective's further
+    means, such as `eval/accuracy`. If losses are counted per token, `eval/perplexity` is added. With several
+    sets, the same means of each set are added as `eval/<set>/...`. If no target counts, the loss is NaN, and
+    `targets` with the value 0 is added.
 
     Every rank runs the same number of batches.
 
     Args:
         engine: Engine that computes the loss.
-        objective: Objective to evaluate.
+        objective: Objective to evaluate. The mean of a TwoPassObjective's first pass is set in it.
         loader: Loader of this rank's share.
         job: Ranks of the job.
-        stop: Receiver of signals, which end the evaluation early to leave time for the checkpoint.
+        stop: Receiver of signals, which end the evaluation early to leave time for the checkpoint; `None` if
+            nothing ends it.
 
     Returns:
-        The row; `None` if all ranks agreed to stop before the end.
+        Values of a metrics row by name; `None` if a signal on any rank ended the evaluation early.
     """
     if isinstance(objective, TwoPassObjective):
-        known = evaluate(engine, objective.first_pass, loader, job, stop)
-        if known is None:
+        first_row = evaluate(engine, objective.first_pass, loader, job, stop)
+        if first_row is None:
             return None
-        objective.set_first_pass_mean(known["eval/loss"])
+        objective.set_first_pass_mean(first_row["eval/loss"])
     keys = ("loss", "count", *list_extra_sums(objective.means))
     sums = {name: torch.zeros(len(keys), dtype=torch.float64, device=engine.device) for name in loader.names}
-    none = torch.zeros((), device=engine.device)
+    zero = torch.zeros((), device=engine.device)
     flag_reader = FlagReader(engine.device)
     for name, batch, is_real in loader:
         job.progress.start_activity("evaluation")
         if stop is not None:
             flag = float(STOP_FLAG * stop.requested)
-            flags = torch.full((), flag, dtype=torch.float64, device=engine.device)  # a copy would wait
+            # torch.full does not synchronize with the device, as a copy from the host would.
+            flags = torch.full((), flag, dtype=torch.float64, device=engine.device)
             if flag_reader.read(job.all_reduce_sum(flags)).stop:
                 return None
         loss = engine.eval_step(batch, objective)
         if not is_real:  # a rank without further samples still takes part in the forward's collectives
             continue
         values = {"loss": loss.loss_sum, "count": loss.count, **loss.extras}
-        sums[name] += torch.stack([values.get(key, none).to(engine.device, torch.float64) for key in keys])
-    everyones = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
-    by_name = dict(zip(loader.names, everyones, strict=True))
-    total = torch.stack([by_name[name] for name in loader.total]).sum(dim=0)
+        sums[name] += torch.stack([values.get(key, zero).to(engine.device, torch.float64) for key in keys])
+    global_sums = job.all_reduce_sum(torch.stack(list(sums.values())))  # (sets, keys)
+    sums_by_name = dict(zip(loader.names, global_sums, strict=True))
+    total = torch.stack([sums_by_name[name] for name in loader.total]).sum(dim=0)
     row = _compute_means("eval/", dict(zip(keys, total, strict=True)), objective)
     if objective.unit == "tokens":
-        row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))
-    if len(by_name) > 1:
-        for name, values_of_set in by_name.items():
-            row |= _compute_means(f"eval/{name}/", dict(zip(keys, values_of_set, strict=True)), objective)
+        row["eval/perplexity"] = math.exp(min(row["eval/loss"], 700.0))  # a larger exponent would overflow
+    if len(sums_by_name) > 1:
+        for name, sums_of_set in sums_by_name.items():
+            row |= _compute_means(f"eval/{name}/", dict(zip(keys, sums_of_set, strict=True)), objective)
     return row
 
 
 def record_best_metric(
     config: EvalConfig, row: Mapping[str, float], objective: Objective
 ) -> dict[str, float | str]:
-    """Return the record that a checkpoint stores of the metric that chooses the best checkpoint.
+    """Return the name, value and mode of the metric that chooses the best checkpoint.
+
+    A checkpoint stores this record. The value is NaN if the objective has this metric and no target counted
+    for it.
 
     Args:
         config: Section `eval` of the recipe.
@@ -110,20 +119,22 @@ def record_best_metric(
         ConfigError: The evaluation has no such metric.
     """
     metric = config.best_metric
-    uncounted = (
-        math.nan if metric.rpartition("/")[2] in objective.means or metric in objective.means else None
-    )
-    if (value := row.get(f"eval/{metric}", uncounted)) is None:
-        known = ", ".join(name.removeprefix("eval/") for name in row)
-        raise ConfigError(
-            f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
-        )
+    value = row.get(f"eval/{metric}")
+    if value is None:
+        metric_without_set = metric.rpartition("/")[2]
+        if metric not in objective.means and metric_without_set not in objective.means:
+            known = ", ".join(name.removeprefix("eval/") for name in row)
+            raise ConfigError(
+                f"eval.best_metric: {metric!r} is no metric of this run's evaluation; it has {known}"
+            )
+        value = math.nan
     return {"metric": metric, "value": value, "mode": "min" if config.best_is_lowest else "max"}
 
 
 def _compute_means(prefix: str, sums: dict[str, torch.Tensor], objective: Objective) -> dict[str, float]:
-    further = compute_extra_means(sums, objective.means)
-    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **further}
+    """Return loss and further means with this prefix, from sums over all ranks."""
+    extra_means = compute_extra_means(sums, objective.means)
+    means = {"loss": compute_evaluation_loss(sums, objective.means, objective.weighted), **extra_means}
     if not sums["count"]:  # NaN, because a loss of 0 would be the best of all evaluations
         means |= {"loss": math.nan, "targets": 0.0}
     return {f"{prefix}{name}": mean for name, mean in means.items()}

@@ -17,12 +17,20 @@ from pipeline.models.generation import GenerationSettings, TextGenerator, get_ma
 from pipeline.monitoring.events import SAMPLE, Event
 
 TEMPERATURE = 0.8
-CODE = "def "
-QUESTION = "Hello!"  # default prompts, if neither the recipe nor the data has one
+# Used if neither the recipe nor the data has a prompt.
+DEFAULT_PROMPT = "def "
+DEFAULT_QUESTION = "Hello!"
 
 
 def uses_chat_template(data: DataConfig, tokenizer: Any) -> bool:
-    """Return whether a prompt is put as a question into the tokenizer's chat template, as in the data."""
+    """Return whether prompts are put into the chat template as questions.
+
+    They are if the data has conversations and the tokenizer has a template.
+
+    Args:
+        data: Section `data` of the recipe.
+        tokenizer: Tokenizer of the model, or `None`.
+    """
     return data.conversations is not None and bool(tokenizer and tokenizer.chat_template)
 
 
@@ -31,35 +39,41 @@ class Sample(NamedTuple):
 
     prompt: str
     text: str
+    """Continuation without the prompt."""
 
 
-def sample_text(writer: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
-    """Return the sample that the recipe asks for, the same on every rank. Collective.
+def sample_text(generator: TextGenerator, data: DataBundle, config: RunConfig) -> Sample | None:
+    """Generate the sample that the recipe asks for, the same on every rank. Collective.
 
-    Without a prompt in the recipe, conversations and preferences give their first held-out prompt.
+    If the recipe has no prompt and the data has conversations or preferences, the prompt is that of the first
+    held-out row.
 
     Returns:
         `None` if the model cannot generate.
     """
-    if not hasattr(writer.module, "generate"):
+    if not hasattr(generator.module, "generate"):
         return None
     tokenizer: Any = data.tokenizer
-    is_spoken = config.data.conversations is not None
+    has_conversations = config.data.conversations is not None
     prompt = config.sample.prompt
-    ids = _held_out_prompt(data) if prompt is None and is_spoken else None
+    ids = None
+    if prompt is None and has_conversations:
+        ids = _get_held_out_prompt(data)
     if ids is None:
-        default = QUESTION if is_spoken else CODE
-        asks = uses_chat_template(config.data, tokenizer)
-        ids = _prompt_ids(tokenizer, default if prompt is None else prompt, asks)
+        if prompt is None:
+            prompt = DEFAULT_QUESTION if has_conversations else DEFAULT_PROMPT
+        ids = _tokenize_prompt(tokenizer, prompt, uses_chat_template(config.data, tokenizer))
     settings = GenerationSettings(config.sample.max_new_tokens, TEMPERATURE, seed=config.seed)
-    return _write(writer, tokenizer, ids, settings)
+    return _generate_sample(generator, tokenizer, ids, settings)
 
 
-def _held_out_prompt(data: DataBundle) -> list[int] | None:
-    """Return the ids before the first answer of the first held-out row, or of the first training row.
+def _get_held_out_prompt(data: DataBundle) -> list[int] | None:
+    """Return the ids before the first answer of the first held-out row.
+
+    Without held-out data, the first training row is used.
 
     Returns:
-        `None` if every token counts in the loss, so that the answer's start is not known.
+        `None` if the row's first token counts in the loss, so that there is no prompt before an answer.
     """
     dataset: Any = next(iter({**data.eval, **data.eval_sets}.values()), data.train)
     row = dataset[0]
@@ -68,71 +82,88 @@ def _held_out_prompt(data: DataBundle) -> list[int] | None:
 
 
 def build_sampler(
-    writer: TextGenerator, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
+    generator: TextGenerator, data: DataBundle, config: RunConfig, tell: Callable[[int, Event], None]
 ) -> Callable[[int], None] | None:
-    """Return a function that generates and reports a sample after the evaluation of a step.
+    """Return a function that generates a sample after the evaluation of a step, and reports it as an event.
+
+    Args:
+        generator: Engine with the model.
+        data: Data of the run, with the tokenizer.
+        config: Recipe of the run.
+        tell: Called with the step and the event.
 
     Returns:
-        `None` if the recipe asks for no sample or the model writes no text.
+        `None` if the recipe asks for no sample, or the model is no language model.
     """
     if data.tokenizer is None or not config.sample.every_eval or not config.sample.max_new_tokens:
         return None
 
-    def tell_sample(step: int) -> None:
-        sample = sample_text(writer, data, config)
+    def report_sample(step: int) -> None:
+        sample = sample_text(generator, data, config)
         if sample is not None:
             message = f"step {step}: the model wrote {sample.text[:200]!r}"
             tell(step, Event(SAMPLE, message, level="info", fields=sample._asdict()))
 
-    return tell_sample
+    return report_sample
 
 
 def generate_text(
-    writer: TextGenerator, tokenizer: Any, prompt: str, settings: GenerationSettings, *, asks: bool
+    generator: TextGenerator, tokenizer: Any, prompt: str, settings: GenerationSettings, *, is_question: bool
 ) -> str:
     """Return the prompt and the model's continuation, or only the answer to a question. Collective.
 
+    Args:
+        generator: Engine with the model.
+        tokenizer: Tokenizer of the model.
+        prompt: Text to continue, or question to answer.
+        settings: Settings for the choice of each token.
+        is_question: Whether the prompt is put into the chat template as a question; see uses_chat_template.
+
     Raises:
-        ModelError: The prompt is longer than the model's context, or the model cannot generate.
+        ModelError: The prompt fills the model's context, or the model cannot generate.
+        DataError: The chat template is not valid Jinja, or it refuses the question.
     """
-    ids = _prompt_ids(tokenizer, prompt, asks)
-    longest = get_max_positions(writer.module)
-    if longest is not None and len(ids) >= longest:
-        raise ModelError(f"the prompt has {len(ids):,} tokens, and the model sees {longest:,}: shorten it")
-    text = _write(writer, tokenizer, ids, settings).text
-    return text.strip() if asks else prompt + text
+    ids = _tokenize_prompt(tokenizer, prompt, is_question)
+    max_positions = get_max_positions(generator.module)
+    if max_positions is not None and len(ids) >= max_positions:
+        raise ModelError(
+            f"the prompt has {len(ids):,} tokens, and the model takes {max_positions:,} together with the "
+            "generated ones: shorten it"
+        )
+    text = _generate_sample(generator, tokenizer, ids, settings).text
+    return text.strip() if is_question else prompt + text
 
 
-def _prompt_ids(tokenizer: Any, text: str, asks: bool) -> list[int]:
+def _tokenize_prompt(tokenizer: Any, text: str, is_question: bool) -> list[int]:
     """Return the ids of a prompt. A question is put into the chat template, up to the answer's start.
 
     Raises:
         DataError: The template is not valid Jinja, or it refuses the question.
     """
-    if asks:
+    if is_question:
         special = tokenizer.all_special_tokens
         template = TemplateProcess(tokenizer.chat_template, dict(tokenizer.special_tokens_map), special)
         question: list[int] = tokenizer(template.write_question(text), add_special_tokens=False)["input_ids"]
         return question
     ids: list[int] = tokenizer(text)["input_ids"]
-    return ids or [tokenizer.eos_token_id]  # the separator of documents
+    return ids or [tokenizer.eos_token_id]  # an empty prompt: the model begins a new document
 
 
 @tag_errors(Phase.GENERATION)
-def _write(
-    writer: TextGenerator, tokenizer: Any, prompt: Sequence[int], settings: GenerationSettings
+def _generate_sample(
+    generator: TextGenerator, tokenizer: Any, prompt_ids: Sequence[int], settings: GenerationSettings
 ) -> Sample:
-    """Return the prompt and the model's continuation, up to its end or the end of the model's context.
+    """Generate until the model ends its text, `max_new_tokens` are reached or the model's context is full.
 
-    A prompt longer than the context is cut at its beginning.
+    If the prompt does not fit into the context, its beginning is removed.
     """
-    longest = get_max_positions(writer.module)  # `None` if the model has no limit
-    if longest is not None:
-        prompt = prompt[-max(1, longest - 1) :]
-        fits = max(1, min(settings.max_new_tokens, longest - len(prompt)))
-        settings = replace(settings, max_new_tokens=fits)
-    ids = [*prompt, *writer.generate([prompt], settings)[0]]
-    # Decoded as part of the whole: a single token may lose a space, or be half of a character.
-    whole = str(tokenizer.decode(ids, skip_special_tokens=True))
-    begin = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    return Sample(begin, whole[len(begin) :])
+    max_positions = get_max_positions(generator.module)
+    if max_positions is not None:
+        prompt_ids = prompt_ids[-max(1, max_positions - 1) :]
+        max_new_tokens = max(1, min(settings.max_new_tokens, max_positions - len(prompt_ids)))
+        settings = replace(settings, max_new_tokens=max_new_tokens)
+    ids = [*prompt_ids, *generator.generate([prompt_ids], settings)[0]]
+    # Decoded together with the prompt: alone, the first token may lose its space or be half a character.
+    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    prompt = str(tokenizer.decode(prompt_ids, skip_special_tokens=True))
+    return Sample(prompt, text[len(prompt) :])

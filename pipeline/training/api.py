@@ -333,7 +333,7 @@ class Run:
         engine = self._parts.engine
         tokenizer = self._data.tokenizer
         with self._explained(partial(advise_on_generation, max_new_tokens)):
-            return generate_text(engine, tokenizer, prompt, settings, asks=self._asks)
+            return generate_text(engine, tokenizer, prompt, settings, is_question=self._asks)
 
     def sample(self) -> str | None:
         """Return the prompt of the section `sample` with the model's continuation; summary.json has it too.

@@ -163,7 +163,10 @@ def test_a_text_for_which_there_is_no_memory(text_run, call, monkeypatch):
             "--temperature -1.0: expected a number",
         ),
         (["generate", "--prompt", "a", "--seed", "-1"], "--seed -1: expected 0 to"),
-        (["generate", "--prompt", "word " * 100], "tokens, and the model sees 32: shorten it"),
+        (
+            ["generate", "--prompt", "word " * 100],
+            "tokens, and the model takes 32 together with the",
+        ),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(text_run, call, arguments, message):
