@@ -1,10 +1,11 @@
-"""RankState of DeepSpeed engines: the classes for ZeRO 1 to 3, and the choice among all of them."""
+"""Implements RankState for DeepSpeed at ZeRO 1 to 3, and chooses the state of any DeepSpeed optimizer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -74,7 +75,14 @@ def get_weights_copied_from_masters(optimizer: Any) -> Sequence[Tensor]:
 
 
 class _FlatState(ABC):
-    """State whose master weights and moments are flat tensors of several parameters."""
+    """State whose master weights and moments are flat tensors of several parameters.
+
+    Args:
+        optimizer: Optimizer that deepspeed.initialize returned.
+        places: Placements of this rank's parameters, frozen ones too.
+        buffers: Persistent buffers by name.
+        replica: See build_rank_state.
+    """
 
     def __init__(
         self, optimizer: Any, places: Placements, buffers: Mapping[str, Tensor], replica: tuple[int, int]
@@ -85,28 +93,43 @@ class _FlatState(ABC):
         self._replica = replica
 
     @abstractmethod
-    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
-        """Yield this rank's flat tensors, each with the optimizer that steps it."""
+    def _list_flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+        """Yield this rank's flat tensors of master weights, each with torch's optimizer that steps it."""
 
     def get_masters(self) -> Iterable[Tensor]:
         """See RankState.get_masters."""
-        return [flat for _, flat in self._flats()]
+        return [flat for _, flat in self._list_flats()]
 
     def scalars(self) -> Scalars:
         """See RankState.scalars."""
-        return merge_flat_scalars(self._flats())
+        return merge_flat_scalars(self._list_flats())
 
     def _set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        for adam, flat in self._flats():
-            set_state_scalars(adam, flat, scalars)
-        for adam in dict.fromkeys(adam for adam, _ in self._flats()):
-            replay_step_count(adam, scalars)
+        for optimizer, flat in self._list_flats():
+            set_state_scalars(optimizer, flat, scalars)
+        for optimizer in dict.fromkeys(optimizer for optimizer, _ in self._list_flats()):
+            replay_step_count(optimizer, scalars)
+
+
+@dataclass(frozen=True)
+class _FlatRange:
+    """Range of a parameter's values in a flat tensor of this rank. Positions count values."""
+
+    placement: TensorPlacement
+    """Placement of the parameter."""
+    group: int
+    """Index of the parameter group, and so of the flat tensor."""
+    offset: int
+    """Position of the first value in this rank's flat tensor."""
+    start: int
+    """Position of the first value in the parameter."""
+    length: int
 
 
 class PartitionState(_FlatState):
     """State at ZeRO 1 and 2: this rank's partition of each parameter group is one flat tensor."""
 
-    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+    def _list_flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
         zero = self._optimizer
         is_bf16 = isinstance(zero, BF16_Optimizer)
         for flat in zero.fp32_groups_flat_partition if is_bf16 else zero.single_partition_of_fp32_groups:
@@ -115,40 +138,46 @@ class PartitionState(_FlatState):
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
         """See RankState.shards."""
         to_fill = source is not None
-        ranges = list(self._ranges())
+        ranges = list(self._list_ranges())
         if source is not None:
             saved = SavedOptimizerState(source)
-            for index, (adam, flat) in enumerate(self._flats()):
-                saved.create_state(adam, flat, [place for place, group, *_ in ranges if group == index])
+            for index, (optimizer, flat) in enumerate(self._list_flats()):
+                placements = [each.placement for each in ranges if each.group == index]
+                saved.create_state(optimizer, flat, placements)
         yield from split_among_ranks(get_frozen_parameters(self._places), self._replica, to_fill)
-        kinds = [{WEIGHT: flat, **get_flat_state_tensors(adam, flat)} for adam, flat in self._flats()]
-        for place, group, offset, start, length in ranges:
-            for kind, flat in kinds[group].items():
-                yield from place.shards(kind, start, flat[offset : offset + length], to_fill)
+        flats_by_kind = [
+            {WEIGHT: flat, **get_flat_state_tensors(optimizer, flat)}
+            for optimizer, flat in self._list_flats()
+        ]
+        for each in ranges:
+            for kind, flat in flats_by_kind[each.group].items():
+                values = flat[each.offset : each.offset + each.length]
+                yield from each.placement.shards(kind, each.start, values, to_fill)
         yield from buffer_shards(self._buffers, self._replica[0] == 0, to_fill)
 
     def gradients(self, stepped_ids: Collection[int]) -> Iterator[Shard]:
         """See RankState.gradients."""
-        flats = [flat.grad if id(flat) in stepped_ids else None for _, flat in self._flats()]
-        for place, group, offset, start, length in self._ranges():
-            flat = flats[group]
-            if flat is not None:
-                yield from place.shards(GRADIENT, start, flat[offset : offset + length], to_fill=False)
+        gradients = [flat.grad if id(flat) in stepped_ids else None for _, flat in self._list_flats()]
+        for each in self._list_ranges():
+            gradient = gradients[each.group]
+            if gradient is not None:
+                values = gradient[each.offset : each.offset + each.length]
+                yield from each.placement.shards(GRADIENT, each.start, values, to_fill=False)
 
     def get_stored_gradients(self) -> Iterable[Any]:
         """See RankState.get_stored_gradients."""
         zero = self._optimizer
-        own = [flat.grad for _, flat in self._flats()]
+        of_masters = [flat.grad for _, flat in self._list_flats()]
         if isinstance(zero, BF16_Optimizer):
-            return [*own, zero.fp32_groups_gradients_flat]
+            return [*of_masters, zero.fp32_groups_gradients_flat]
         in_parameters = [getattr(p, "grad_accum", None) for p in self._places]
         on_host = getattr(zero, "accumulated_grads_in_cpu", None)
-        return [*own, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
+        return [*of_masters, *in_parameters, zero.averaged_gradients, zero.all_grad_tensors, on_host]
 
-    def _ranges(self) -> Iterator[tuple[TensorPlacement, int, int, int, int]]:
-        """Yield (placement, group, offset in this rank's flat tensor, start in the parameter, length).
+    def _list_ranges(self) -> Iterator[_FlatRange]:
+        """Yield the range of each parameter of which this rank has values.
 
-        The positions follow from the parameters' storage offsets. DeepSpeed's own mapping, `_hp_mapping`, is
+        Positions follow from the parameters' storage offsets. DeepSpeed's own mapping, `_hp_mapping`, is
         wrong with round_robin_gradients (0.19.8).
         """
         zero = self._optimizer
@@ -156,16 +185,22 @@ class PartitionState(_FlatState):
         groups = zero.bf16_groups if is_bf16 else zero.bit16_groups
         flats = zero.bf16_groups_flat if is_bf16 else zero.bit16_groups_flat
         for index, (parameters, flat) in enumerate(zip(groups, flats, strict=True)):
-            ranks = zero.real_dp_process_group[index]
-            size = flat.numel() // dist.get_world_size(ranks)
-            first = dist.get_rank(ranks) * size
+            process_group = zero.real_dp_process_group[index]
+            partition_size = flat.numel() // dist.get_world_size(process_group)
+            partition_begin = dist.get_rank(process_group) * partition_size
             for p in parameters:
-                at = p.storage_offset() - flat.storage_offset()
-                begin = max(at, first)
-                end = min(at + p.numel(), first + size)
-                # A parameter without a placement is the stand-in of a stage that trains nothing of a group.
+                parameter_begin = p.storage_offset() - flat.storage_offset()
+                begin = max(parameter_begin, partition_begin)
+                end = min(parameter_begin + p.numel(), partition_begin + partition_size)
+                # If a pipeline stage trains nothing of a group, it has a stand-in there, without a placement.
                 if begin < end and p in self._places:
-                    yield self._places[p], index, begin - first, begin - at, end - begin
+                    yield _FlatRange(
+                        placement=self._places[p],
+                        group=index,
+                        offset=begin - partition_begin,
+                        start=begin - parameter_begin,
+                        length=end - begin,
+                    )
 
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""
@@ -174,9 +209,9 @@ class PartitionState(_FlatState):
 
 
 class Zero3State(_FlatState):
-    """State at ZeRO 3: each sub-group is one flat tensor.
+    """State at ZeRO 3: this rank's shares of the parameters of a sub-group are one flat tensor.
 
-    All ranks have equal shares of a parameter; the last ones are padded.
+    The shares of a parameter have the same size on all ranks. On the last ranks they end with padding.
     """
 
     def shards(self, source: ShardSource | None) -> Iterator[Shard]:
@@ -184,7 +219,7 @@ class Zero3State(_FlatState):
         saved = None if source is None else SavedOptimizerState(source)
         to_fill = saved is not None
         if to_fill:
-            # Parameters that stay gathered would keep old values, and shares on NVMe must be in memory.
+            # Shards gathered parameters, which would keep their old values, and reads shares from NVMe.
             self._optimizer.checkpoint_event_prologue()
         for p, place in self._places.items():
             if not p.requires_grad:
@@ -200,9 +235,9 @@ class Zero3State(_FlatState):
             if id(flat) in stepped_ids and flat.grad is not None:
                 for p in zero.fp16_groups[index]:
                     offset = zero.grad_position[zero.get_param_id(p)][1]
-                    start, length = self._share_of(p)
-                    mine = flat.grad[offset : offset + length]
-                    yield from self._places[p].shards(GRADIENT, start, mine, to_fill=False)
+                    start, length = self._find_share(p)
+                    share = flat.grad[offset : offset + length]
+                    yield from self._places[p].shards(GRADIENT, start, share, to_fill=False)
 
     def get_stored_gradients(self) -> Iterable[Any]:
         """See RankState.get_stored_gradients."""
@@ -210,31 +245,42 @@ class Zero3State(_FlatState):
         return [*(flat.grad for flat in flats), self._optimizer.grad_partitions_flat_buffer]
 
     def _sub_group_shards(self, index: int, saved: SavedOptimizerState | None) -> Iterator[Shard]:
+        """Yield this rank's shards of a sub-group.
+
+        Args:
+            index: Index of the sub-group.
+            saved: Optimizer state of a checkpoint that the caller fills the shards from; `None` if they are
+                only read.
+        """
         zero = self._optimizer
         to_fill = saved is not None
         flat = zero.fp32_partitioned_groups_flat[index]
-        with self._in_memory(index, to_fill) as is_swapped:
+        optimizer = self._get_torch_optimizer(index)
+        with self._swap_in(index, to_fill) as is_swapped:
             if saved is not None:
-                saved.create_state(
-                    self._adam(index), flat, [self._places[p] for p in zero.fp16_groups[index]]
-                )
-            kinds = {WEIGHT: flat, **get_flat_state_tensors(self._adam(index), flat)}
+                placements = [self._places[p] for p in zero.fp16_groups[index]]
+                saved.create_state(optimizer, flat, placements)
+            flats_by_kind = {WEIGHT: flat, **get_flat_state_tensors(optimizer, flat)}
             for p in zero.fp16_groups[index]:
                 offset = zero.grad_position[zero.get_param_id(p)][1]
-                start, length = self._share_of(p)
-                for kind, values in kinds.items():
-                    mine = values.detach()[offset : offset + length]
+                start, length = self._find_share(p)
+                for kind, values in flats_by_kind.items():
+                    share = values.detach()[offset : offset + length]
                     if is_swapped and not to_fill:
-                        mine = mine.clone()  # the next sub-group is read into the same memory
-                    yield from self._places[p].shards(kind, start, mine, to_fill)
+                        share = share.clone()  # the next sub-group is read into the same memory
+                    yield from self._places[p].shards(kind, start, share, to_fill)
             if to_fill:
                 zero._reassign_or_swap_out_partitioned_parameters(index)  # updates the half-precision copy
 
     @contextmanager
-    def _in_memory(self, index: int, to_fill: bool) -> Iterator[bool]:
-        """Have a sub-group in memory inside the context, and yield whether it came from NVMe.
+    def _swap_in(self, index: int, to_fill: bool) -> Iterator[bool]:
+        """Read a sub-group from NVMe if it is there, and release its memory after the context.
 
-        If it did and it was filled, the new values are written back.
+        Yields whether the sub-group came from NVMe.
+
+        Args:
+            index: Index of the sub-group.
+            to_fill: Whether the context changes the values, so that they are written back to NVMe.
         """
         zero = self._optimizer
         is_swapped = zero._swappable_optimizer_subgroup(index)
@@ -249,40 +295,47 @@ class Zero3State(_FlatState):
                 zero._release_swap_buffers(index)
 
     def _frozen_shards(self, p: Any, place: TensorPlacement, to_fill: bool) -> Iterator[Shard]:
-        """Yield this rank's share of a frozen parameter, which has no master, in the run's precision."""
-        start, length = self._share_of(p)
+        """Yield this rank's share of a frozen parameter, which has no master, in the run's precision.
+
+        Args:
+            p: The parameter.
+            place: Its placement.
+            to_fill: Whether the caller writes to the shards.
+        """
+        start, length = self._find_share(p)
         is_swapped = p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         if is_swapped:
             p.nvme_swapper.swap_in([p], async_op=False)
-        mine = p.ds_tensor.detach()[:length]
-        mine = mine.clone() if is_swapped and not to_fill else mine
-        yield from place.shards(WEIGHT, start, mine, to_fill)
+        share = p.ds_tensor.detach()[:length]
+        if is_swapped and not to_fill:
+            share = share.clone()  # the swapped-in memory is released below
+        yield from place.shards(WEIGHT, start, share, to_fill)
         if is_swapped and to_fill:
             p.nvme_swapper.swap_out_and_release([p])
         elif is_swapped:
             p.nvme_swapper.remove_partition_and_release_buffers([p])
 
-    def _share_of(self, parameter: Any) -> tuple[int, int]:
-        """Return (start, length) of this rank's share of a parameter, without the padding."""
-        group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
-        size = parameter.partition_numel()
-        whole = parameter.ds_numel
-        start = min(dist.get_rank(group) * size, whole)
-        return start, min(size, whole - start)
+    def _find_share(self, parameter: Any) -> tuple[int, int]:
+        """Return (start, length) of this rank's share of a parameter in values, without the padding."""
+        process_group = getattr(parameter, "ds_process_group", self._optimizer.dp_process_group)
+        padded_length = parameter.partition_numel()
+        num_values = parameter.ds_numel
+        start = min(dist.get_rank(process_group) * padded_length, num_values)
+        return start, min(padded_length, num_values - start)
 
-    def _adam(self, index: int) -> torch.optim.Optimizer:
-        """Return the optimizer of a sub-group.
+    def _get_torch_optimizer(self, index: int) -> torch.optim.Optimizer:
+        """Return torch's optimizer that steps a sub-group.
 
-        With offload and a `ratio` below 1, DeepSpeed steps some sub-groups on the device by another one.
+        With offload and a `ratio` below 1, DeepSpeed steps some sub-groups on the device, with a second
+        optimizer.
         """
         zero = self._optimizer
         on_device = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
-        adam: torch.optim.Optimizer = zero.backup_optimizer if on_device else zero.optimizer
-        return adam
+        return cast(torch.optim.Optimizer, zero.backup_optimizer if on_device else zero.optimizer)
 
-    def _flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
+    def _list_flats(self) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
         for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
-            yield self._adam(index), flat
+            yield self._get_torch_optimizer(index), flat
 
     def finish_restore(self, scalars: Mapping[str, Any]) -> None:
         """See RankState.finish_restore."""

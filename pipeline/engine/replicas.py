@@ -1,7 +1,8 @@
-"""Digests of the tensors that are equal bit for bit on several ranks.
+"""Computes digests of the tensors that are equal bit for bit on several ranks.
 
-If two digests differ, a device's memory or computation is broken although no error was raised. The tensors
-are read between backward and update: the weights are those that the step used, the gradients are reduced.
+If the digests of two ranks differ, a device's memory or computation is broken although no error was raised.
+The tensors are read between backward and update: the weights are those that the step used, and the gradients
+are reduced.
 
 Digested in every `watch.compare_every`-th step:
     - weights, frozen ones too
@@ -15,8 +16,8 @@ Not digested, since only one rank has them or the ranks' values differ:
     - masters, optimizer state and reduced gradients at ZeRO 1 and 2, everything at ZeRO 3
     - gradients before their reduction, activations and buffers
 
-A digest is a sum of 8-byte words, which is computed at the speed of memory. Any single flipped bit changes it
-by a power of two, so it is always found.
+A digest is a sum of 8-byte words, which is computed as fast as memory is read. Any single flipped bit changes
+the digest by a power of two, so it is always found.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ReplicaDigests:
     """Computes digests of a rank's replicated tensors. Ranks with equal `key` have equal tensors.
 
     Args:
-        key: Number of the rank's part of the model.
+        key: Number of the rank's part of the model, the same for ranks with the same part.
         weights: Returns the module's parameters.
         optimizer: Optimizer that steps the weights or their masters.
         device: Device of the digests.
@@ -59,19 +60,22 @@ class ReplicaDigests:
         is_sharded: bool = False,
         rewritten: Callable[[], Sequence[Tensor]] = tuple,
     ):
-        self.key = (key, "" if is_sharded else _processor(device))
-        """Identification of ranks with equal tensors.
+        self.key = (key, "" if is_sharded else _get_processor_name(device))
+        """Part of the model and name of the processor; ranks with equal keys have equal tensors.
 
-        It contains the processor's name if ranks step replicated weights, since processors round differently.
+        The name matters if every rank updates all weights itself, since processors round differently. Else it
+        is empty.
         """
         self._weights = weights
         self._optimizer = optimizer
         self._device = device
         self._is_sharded = is_sharded
         self._rewritten = rewritten
-        self._is_due = self._is_compared = False
+        self._is_due = False  # whether the digests of this step are still to be computed
+        self._is_compared = False
         self._digests: list[Tensor] = []
-        self._history = self._next_history = torch.zeros((), dtype=torch.int64, device=device)
+        self._history = torch.zeros((), dtype=torch.int64, device=device)  # of all steps since a comparison
+        self._next_history = self._history  # with this step, which may be repeated
         optimizer.register_step_pre_hook(lambda *_: self._digest_once())
 
     def begin(self, is_compared: bool) -> None:
@@ -87,7 +91,8 @@ class ReplicaDigests:
     def end(self) -> Tensor | None:
         """Return the digests of the step, or `None` if it is not compared.
 
-        The result has one value for each of DIGEST_KINDS, int64. Does not wait for the device.
+        The result has one value for each of DIGEST_KINDS, int64, on the device. Does not synchronize with the
+        device.
         """
         self._digest_once()  # DeepSpeed does not call the optimizer in an fp16 step that overflows
         self._history = self._next_history
@@ -108,17 +113,22 @@ class ReplicaDigests:
             self._next_history = mix_digests(self._history, digest_tensors(rewritten, self._device))
         if not self._is_compared:
             return
-        own = (
-            [] if self._is_sharded else [p for group in self._optimizer.param_groups for p in group["params"]]
-        )
-        weights = {id(p): p for p in [*self._weights(), *own]}  # in half precision `own` are masters
-        states = [self._optimizer.state.get(p, {}) for p in own]
-        state = [each for of in states for _, each in sorted(of.items()) if isinstance(each, Tensor)]
-        gradients = [p.grad for p in own if p.grad is not None]
-        self._digests = [digest_tensors(each, self._device) for each in (weights.values(), state, gradients)]
+        stepped: list[Tensor] = []  # the replicated tensors that the optimizer steps: weights or masters
+        if not self._is_sharded:
+            stepped = [p for group in self._optimizer.param_groups for p in group["params"]]
+        weights = {id(p): p for p in [*self._weights(), *stepped]}
+        state_tensors = [
+            value
+            for p in stepped
+            for _, value in sorted(self._optimizer.state.get(p, {}).items())
+            if isinstance(value, Tensor)
+        ]
+        gradients = [p.grad for p in stepped if p.grad is not None]
+        kinds = (weights.values(), state_tensors, gradients)  # in the order of DIGEST_KINDS
+        self._digests = [digest_tensors(tensors, self._device) for tensors in kinds]
 
 
-def _processor(device: torch.device) -> str:
+def _get_processor_name(device: torch.device) -> str:
     """Return the name of the GPU, or the instruction set of the CPU, that computes a rank's steps."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -128,8 +138,12 @@ def _processor(device: torch.device) -> str:
 def mix_digests(history: Tensor, new: Tensor) -> Tensor:
     """Return a digest of a history and a new digest.
 
-    Two histories that differ stay different when equal digests are added. A plain sum would lose a highest
-    bit that is flipped in an even number of steps.
+    If two histories differ and equal digests are added to both, the results differ. In a plain sum, a highest
+    bit that is flipped in an even number of steps would not be seen.
+
+    Args:
+        history: Digest of earlier steps, 0-dim, int64.
+        new: Digest of a step, 0-dim, int64.
     """
     product = (history + new) * _ODD
     return product ^ ((product >> 32) & 0xFFFFFFFF)
@@ -139,32 +153,38 @@ def mix_digests(history: Tensor, new: Tensor) -> Tensor:
 def digest_tensors(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return a digest of all bits, 0-dim, int64. Any single flipped bit changes it.
 
-    Does not wait for the device.
+    Does not synchronize with the device.
+
+    Args:
+        tensors: Tensors in the same order on all ranks.
+        device: Device of the digest.
     """
     large: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for each in tensors:  # in the same order on all ranks
-        flat = each.detach().reshape(-1)
-        (
-            large if flat.numel() > SMALL_TENSOR_ELEMENTS else small.setdefault((flat.dtype, flat.device), [])
-        ).append(flat)
-    # A model has hundreds of small tensors, and each would cost several launches.
-    sums = [_bits(flat).to(device) for flat in [*large, *map(torch.cat, small.values())] if flat.numel()]
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() > SMALL_TENSOR_ELEMENTS:
+            large.append(flat)
+        else:
+            small.setdefault((flat.dtype, flat.device), []).append(flat)
+    # A model has hundreds of small tensors. One by one, each would cost several launches.
+    vectors = [*large, *map(torch.cat, small.values())]
+    sums = [_sum_bits(vector).to(device) for vector in vectors if vector.numel()]
     if not sums:
         return torch.zeros((), dtype=torch.int64, device=device)
     # Different odd factors, so that values swapped between two tensors change the digest.
-    odd = torch.arange(1, 2 * len(sums), 2, device=device)
-    return (torch.stack(sums) * odd).sum()
+    factors = torch.arange(1, 2 * len(sums), 2, device=device)
+    return (torch.stack(sums) * factors).sum()
 
 
-def _bits(flat: Tensor) -> Tensor:
+def _sum_bits(flat: Tensor) -> Tensor:
     """Return the sum of a vector's 8-byte words modulo 2**64, plus the single bytes left at both ends."""
     size = flat.element_size()
     if flat.is_complex():
-        return _bits(torch.view_as_real(flat).reshape(-1))
-    words = 8 // size
-    first = -flat.storage_offset() % words  # torch can view only aligned words as int64
-    last = first + (flat.numel() - first) // words * words
+        return _sum_bits(torch.view_as_real(flat).reshape(-1))
+    elements_per_word = 8 // size
+    first = -flat.storage_offset() % elements_per_word  # torch can view only aligned words as int64
+    last = first + (flat.numel() - first) // elements_per_word * elements_per_word
     if last <= first:
         return flat.view(torch.uint8).sum(dtype=torch.int64)
     total = flat[first:last].view(torch.int64).sum()
@@ -173,8 +193,8 @@ def _bits(flat: Tensor) -> Tensor:
     return total + torch.cat([flat[:first], flat[last:]]).view(torch.uint8).sum(dtype=torch.int64)
 
 
-BUCKET_BYTES = 2**28
-# Dtypes that gloo and NCCL send. Tensors of others (16-bit integers, fp8) are sent as bytes.
+BUCKET_BYTES = 2**28  # buffers are sent in messages of up to this size
+# Dtypes that gloo and NCCL send. Tensors of other dtypes (16-bit integers, fp8) are sent as bytes.
 SENDABLE_DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
@@ -185,8 +205,10 @@ class BufferBroadcast:
     """Sends rank 0's buffers to all ranks after each step.
 
     DistributedDataParallel would send them before the next forward. Because they are sent after the step,
-    evaluation, checkpoint and a resumed run see the same values. Buffers of synchronised batch normalisation
-    are equal on all ranks and not sent, nor are non-persistent buffers, which may differ between ranks.
+    evaluation, checkpoint and a resumed run see the same values.
+
+    Two kinds of buffers are not sent: those of synchronised batch normalisation, which are equal on all
+    ranks, and non-persistent ones, which may differ between ranks.
     """
 
     def __init__(self, module: nn.Module):
@@ -200,12 +222,13 @@ class BufferBroadcast:
         ]
 
     def broadcast(self) -> None:
-        """Send rank 0's buffers to all ranks. Collective. Does not wait for the device."""
-        buffers = [buffer for layer, name in self._places if (buffer := layer._buffers[name]) is not None]
-        tensors = [
-            buffer if buffer.dtype in SENDABLE_DTYPES else buffer.view(-1).view(torch.uint8)
-            for buffer in buffers
-        ]
+        """Send rank 0's buffers to all ranks. Collective. Does not synchronize with the device."""
+        tensors = []
+        for layer, name in self._places:
+            buffer = layer._buffers[name]
+            if buffer is not None:
+                is_sendable = buffer.dtype in SENDABLE_DTYPES
+                tensors.append(buffer if is_sendable else buffer.view(-1).view(torch.uint8))
         world = dist.group.WORLD if dist.is_initialized() else None
         if tensors and world is not None and world.size() > 1:
             dist._broadcast_coalesced(world, tensors, BUCKET_BYTES, 0)  # type: ignore[attr-defined]

@@ -32,13 +32,13 @@ def whole_weights(job: Job, limit: int) -> list[torch.Tensor]:
         "zero_optimization": {"stage": 3},
     }
     sharding = zero3.Zero3Sharding(deepspeed, torch.float32)
-    known, zero3._GatherOnUse.LIMIT = zero3._GatherOnUse.LIMIT, limit
+    known, zero3._GatherOnUse.MAX_ELEMENTS = zero3._GatherOnUse.MAX_ELEMENTS, limit
     try:
         torch.manual_seed(3)
         with sharding.construct():
             model = Copied()
     finally:
-        zero3._GatherOnUse.LIMIT = known
+        zero3._GatherOnUse.MAX_ELEMENTS = known
     found = []
     for parameter in model.parameters():
         with sharding.gather([parameter]):
