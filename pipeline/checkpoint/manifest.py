@@ -32,6 +32,13 @@ from pipeline.checkpoint.shard_file import DTYPE_NAMES, DTYPES, FileLayout, open
 from pipeline.checkpoint.shards import Box, Region, Shard
 from pipeline.errors import CheckpointError
 
+MANIFEST = "manifest.json"
+TABLE = "shards.safetensors"
+FORMAT = 2  # version of the format of manifest and table
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_TABLE_BYTES = 1 << 33  # enough for 250 million shards
+Count = Annotated[int, Field(ge=0)]
+Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Column = npt.NDArray[Any]
 COLUMNS = {"start": "<i8", "length": "<i8", "checksum": "<u8", "tensor": "<i4", "box": "<i4"}
 """Dtype of each column of the table: `start` and `length` as in Region, in values; `checksum` as in Shard;
@@ -232,7 +239,8 @@ class ShardTable:
             sizes: Number of values of each tensor.
 
         Raises:
-            ValueError: They do, or a shard ends behind its box or a box outside of its tensor.
+            ValueError: Shards or boxes overlap, a value is missing, a shard ends behind its box, or a box
+                lies outside of its tensor.
         """
         rows = self._order
         length = self.columns["length"]
@@ -302,16 +310,6 @@ def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-MANIFEST = "manifest.json"
-TABLE = "shards.safetensors"
-FORMAT = 2
-MAX_MANIFEST_BYTES = 1 << 30
-MAX_TABLE_BYTES = 1 << 33  # enough for 250 million shards
-
-Count = Annotated[int, Field(ge=0)]
-Checksum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-
-
 class StrictRecord(BaseModel):
     """Base of records in the manifest. Unknown keys and values of another type are refused."""
 
@@ -342,6 +340,7 @@ class TableRecord(StrictRecord):
     bytes: Count
     """Size of the file."""
     xxh3_128: Checksum
+    """Checksum of the file's content."""
 
 
 def make_table_record(content: bytes) -> TableRecord:

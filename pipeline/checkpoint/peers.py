@@ -131,7 +131,7 @@ class Peers:
         return None
 
     def close(self) -> None:
-        """Release the group. Collective. No other method may be called afterwards."""
+        """Release the group. No other method may be called afterwards."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 

@@ -341,7 +341,7 @@ class CheckpointSave:
         disk = layout.num_bytes + ROW_BYTES * len(layout.shards)
         if self._reusable.frozen is not None:
             disk -= self._reusable.frozen.record.bytes  # linked; if that fails, a write to a full disk raises
-        disk_free = disk  # only the number of leaders is used, and measured below
+        disk_free = disk  # stays so on ranks that are no leaders, whose value is not used
         if self._peers.is_leader:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -525,7 +525,8 @@ class CheckpointSave:
 
         Args:
             action: Action that takes shards from the iterator.
-            shards: Iterator over this rank's shards. The rest is taken here, since this may be collective.
+            shards: Iterator over this rank's shards. Those that the action leaves are taken here, since
+                taking them may be collective.
 
         Raises:
             LayoutChangedError: The shards of a rank differ from the layout.
@@ -729,9 +730,9 @@ class CheckpointStore:
         return [self._finished.get() for _ in range(self._finished.qsize())]
 
     def close(self) -> None:
-        """Wait for a save in the background and release the group. Collective.
+        """Wait for a save in the background, and release the group of the ranks that save.
 
-        Call it before the process group is destroyed.
+        Call it before the process group of the job is destroyed.
         """
         try:
             self.wait()
