@@ -284,8 +284,9 @@ def find_newest_verified(
         until: Last step to consider; `None` for all.
 
     Returns:
-        `None` and no steps if there is no checkpoint, or with `until` no intact one. A link or a folder
-        without a manifest is no checkpoint.
+        The manifest, and the steps of the newer checkpoints that were skipped. `None` and no steps if there
+        is no checkpoint, or with `until` no intact one. A link or a folder without a manifest is no
+        checkpoint.
 
     Raises:
         CheckpointError: `until` is `None`, and all checkpoints are damaged or incomplete.

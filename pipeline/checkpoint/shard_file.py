@@ -70,9 +70,10 @@ class FileLayout:
         end = 0
         for shard in shards:
             if shard.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{shard.title}: {shard.dtype} for {shard.region}")
+                raise TypeError(f"{shard.title}: {shard.dtype} has no name in the safetensors format")
             # The format allows no holes, and readers expect a tensor at a multiple of its element size.
-            if gap := -end % shard.dtype.itemsize:
+            gap = -end % shard.dtype.itemsize
+            if gap:
                 entries[f"padding/{len(entries)}"] = _make_entry("U8", gap, end, gap)
                 end += gap
             key = f"{shard.kind}/{shard.name}/{counts[shard.kind, shard.name]}"

@@ -76,7 +76,7 @@ class Shard:
             TypeError: The values are not 1-D, or not of the region's length.
         """
         if tuple(values.shape) != (region.length,):
-            raise TypeError(f"{kind} of {name}: {tuple(values.shape)} {values.dtype} for {region}")
+            raise TypeError(f"{kind} of {name}: values of shape {tuple(values.shape)} for {region}")
         return Shard(name, kind, region, values.dtype, values, is_frozen=is_frozen)
 
     @property

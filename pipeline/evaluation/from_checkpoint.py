@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 class InferenceEngine:
     """Evaluates and generates on one device, in the precision of the engine that trained the model.
 
+    Implements Evaluator and TextGenerator.
+
     Args:
         model: Model with its weights in fp32.
         precision: Precision of the run: fp32, bf16 or fp16.
@@ -116,19 +118,19 @@ class TrainedRun:
         If both leave it open, it is that of the run.
         """
         batch = self.config.batch
-        deepspeed = self.split["deepspeed"]
         if isinstance(batch.micro_batch_size, int):
             return batch.micro_batch_size
         size_of_run = self.split.get("micro_batch_size")
         if isinstance(size_of_run, int):
             return size_of_run
+        deepspeed = self.split["deepspeed"]
         if deepspeed is not None:
             return int(deepspeed["train_micro_batch_size_per_gpu"])
         return plan_batch(batch, int(self.split["world_size"])).micro_batch_size
 
     @property
     def sequence_length(self) -> int | None:
-        """Number of tokens in a row; `None` if the data has no such limit."""
+        """Number of tokens in a row; `None` if rows are not tokens."""
         return self.config.data.tokens_per_row
 
 
@@ -305,12 +307,12 @@ def _load_engine(trained: TrainedRun, job: Job, data: DataBundle | None) -> Infe
     if language is not None:  # weights trained in fp8 are evaluated without it, on any device
         section = section.model_copy(update={"fp8": "none"})
     load_weights(model, section, NoSharding(), job, open_checkpoint)
-    autocast = language is None
     is_half = deepspeed is not None and get_precision(deepspeed) != "fp32"
-    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=autocast and is_half))
+    is_autocast = is_half and language is None  # as in training: language models compute without autocast
+    model = apply_transforms(model, section, TransformContext(job.device, is_autocast=is_autocast))
     if deepspeed is None:
         precision = str(config.engine.precision)
         if precision == "auto":
             precision = "bf16" if describe_device(job.device).bf16 else "fp32"
         return InferenceEngine(model, precision, job.device, casts=False, autocast=True)
-    return InferenceEngine(model, get_precision(deepspeed), job.device, casts=True, autocast=autocast)
+    return InferenceEngine(model, get_precision(deepspeed), job.device, casts=True, autocast=is_autocast)
