@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.catalog import CheckpointStatus, TensorChange
 
 HELP = "list a run's checkpoints, verify them, or compare two"
-MAX_TENSORS = 20  # number of tensors that a comparison shows
+DESCRIPTION = """\
+List the checkpoints of a run with their sizes and evaluation losses. With `verify`, also compare every byte
+with the checksums. With `diff A B`, show which tensors differ between two checkpoints, and by how much."""
+MAX_TENSORS_SHOWN = 20  # in a comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.description = HELP
+    parser.description = DESCRIPTION
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
-        "what",
+        "action",
         nargs="*",
         default=[],
         metavar="verify | diff A B",
-        help="`verify` reads every byte of all checkpoints; `diff A B` compares two: steps, `last` or `best`",
+        help="what to do with the checkpoints (default: list them); A and B are steps, `last` or `best`",
     )
 
 
@@ -37,53 +40,71 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        CheckpointError: A checkpoint is damaged, or there is none.
+        CheckpointError: The arguments name no action or no run, the run has no such checkpoint, or a
+            checkpoint is damaged.
     """
-    match arguments.what:
+    match arguments.action:
         case []:
-            _list(find_run_directory(arguments.run), contents=False)
+            _print_checkpoints(find_run_directory(arguments.run), verify=False)
         case ["verify"]:
-            _list(find_run_directory(arguments.run), contents=True)
+            _print_checkpoints(find_run_directory(arguments.run), verify=True)
         case ["diff", first, second]:
-            _diff(find_run_directory(arguments.run), first, second)
+            _print_differences(find_run_directory(arguments.run), first, second)
         case other:
             raise CheckpointError(
-                f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B, behind the run"
+                f"checkpoints RUN {' '.join(other)}: expected verify, or diff A B, after RUN"
             )
 
 
-def _list(directory: Path, contents: bool) -> None:
-    """Print a table of the checkpoints; with `contents`, read and verify every byte first."""
+def _print_checkpoints(directory: Path, *, verify: bool) -> None:
+    """Print a table of the checkpoints of a run directory, then a line for each damaged one.
+
+    Args:
+        directory: Run directory.
+        verify: Whether to compare every byte with the checksums first.
+
+    Raises:
+        CheckpointError: There are no checkpoints, or some are damaged.
+    """
     from pipeline.checkpoint.catalog import list_checkpoints, verify_checkpoint
     from pipeline.cli.screen import Screen
 
     rows = list_checkpoints(directory)
     if not rows:
-        raise CheckpointError(f"{directory} has no checkpoints yet; a run saves every checkpoint.every steps")
+        raise CheckpointError(
+            f"{directory} has no checkpoints yet; a run saves one every checkpoint.every steps"
+        )
     screen = Screen(no_color=False)
-    if contents:
+    if verify:
         with screen.progress("verifying", sum(row.num_bytes for row in rows)) as advance:
             rows = [verify_checkpoint(row, advance) for row in rows]
-    measured = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
-    others = sorted(measured - {"loss"})
+    best_metrics = {row.manifest.best_by.metric for row in rows if row.manifest and row.manifest.best_by}
+    metrics = sorted(best_metrics - {"loss"})  # the loss has a column in any case
+    undamaged = "verified" if verify else "complete"
     screen.table(
-        ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in others), "state", "saved by"],
-        [_cells(row, others, "verified" if contents else "complete") for row in rows],
-        words=["state", "saved by"],
+        ["step", "tokens", "size", "eval loss", *(f"eval {name}" for name in metrics), "state", "saved by"],
+        [_format_cells(row, metrics, undamaged) for row in rows],
+        text_columns=["state", "saved by"],
     )
     damaged = [row for row in rows if row.problem is not None]
     for row in damaged:
         screen.line(f"{row.path.name}: {row.problem}")
     if damaged:
-        are = "are" if len(damaged) > 1 else "is"
-        raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {are} damaged")
+        verb = "are" if len(damaged) > 1 else "is"
+        raise CheckpointError(f"{directory}: {len(damaged)} of {len(rows)} checkpoints {verb} damaged")
 
 
-def _cells(row: CheckpointStatus, metrics: list[str], whole: str) -> list[str]:
-    """Return the cells of a checkpoint's row; `whole` is the state of one that has all its files."""
+def _format_cells(row: CheckpointStatus, metrics: list[str], undamaged: str) -> list[str]:
+    """Return the cells of a checkpoint's row.
+
+    Args:
+        row: Status of the checkpoint.
+        metrics: Metrics other than the loss that have a column. A checkpoint has the value of one at most.
+        undamaged: Word for the state of a checkpoint without a problem.
+    """
     manifest = row.manifest
     if manifest is None:
-        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, whole), ""]
+        return [f"{row.step:,}", "", "", "", *("" for _ in metrics), _format_state(row, undamaged), ""]
     tokens = manifest.state.get("tokens_seen")
     loss = manifest.eval_loss
     best_by = manifest.best_by
@@ -93,50 +114,71 @@ def _cells(row: CheckpointStatus, metrics: list[str], whole: str) -> list[str]:
         format_bytes(row.num_bytes) if row.num_bytes else "",
         "" if loss is None else f"{loss:.4f}",
         *(f"{best_by.value:.4f}" if best_by and best_by.metric == name else "" for name in metrics),
-        _format_state(row, whole),
+        _format_state(row, undamaged),
         f"{manifest.split}, {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
     ]
 
 
-def _format_state(row: CheckpointStatus, whole: str) -> str:
+def _format_state(row: CheckpointStatus, undamaged: str) -> str:
+    """Return `damaged`, or `undamaged` and, if other machines have the rest, the number of files here."""
     if row.problem is not None or row.manifest is None:
         return "damaged"
     num_files = len(row.manifest.files)
-    return whole if row.num_files_here == num_files else f"{whole}, {row.num_files_here} of {num_files} files"
+    return (
+        undamaged
+        if row.num_files_here == num_files
+        else f"{undamaged}, {row.num_files_here} of {num_files} files"
+    )
 
 
-def _diff(directory: Path, first: str, second: str) -> None:
-    """Print a table of the tensors in which two checkpoints differ, the most important first."""
+def _print_differences(directory: Path, first: str, second: str) -> None:
+    """Print a table of the tensors in which two checkpoints differ, in the order of `_importance_key`.
+
+    Args:
+        directory: Run directory.
+        first: Step of the first checkpoint, `last` or `best`.
+        second: Step of the second checkpoint, `last` or `best`.
+    """
     from pipeline.checkpoint.catalog import diff_checkpoints
     from pipeline.cli.screen import Screen
 
-    _, one, of_one = find_checkpoint(directory, first, "diff")
-    _, other, of_other = find_checkpoint(directory, second, "diff")
+    _, first_path, first_manifest = find_checkpoint(directory, first, "diff")
+    _, second_path, second_manifest = find_checkpoint(directory, second, "diff")
     screen = Screen(no_color=False)
-    total = sum(math.prod(shape) for shape in of_one.table.shapes.values())
-    with screen.progress("comparing", total) as advance:
-        changes = sorted(diff_checkpoints(of_one, of_other, advance), key=_importance)
-    if not changes:
-        print(f"{one.name} and {other.name} hold the same values")
+    num_values = sum(math.prod(shape) for shape in first_manifest.table.shapes.values())
+    with screen.progress("comparing", num_values) as advance:
+        differences = list(diff_checkpoints(first_manifest, second_manifest, advance))
+    if not differences:
+        print(f"{first_path.name} and {second_path.name} have the same values")
         return
+    differences.sort(key=_importance_key)
+    # Names of tensors have any length: in the last column they leave the others aligned.
     screen.table(
-        ["tensor", "values changed", "largest change", "relative"],
-        [
-            [
-                f"{change.kind} of {change.name}",
-                change.remark or f"{change.share:.1%}",
-                "" if change.remark else f"{change.max_difference:.3g}",
-                "" if change.remark else f"{change.relative:.2e}",
-            ]
-            for change in changes[:MAX_TENSORS]
-        ],
-        words=["tensor"],
+        ["kind", "changed", "max diff", "rel diff", "tensor"],
+        [_format_difference(difference) for difference in differences[:MAX_TENSORS_SHOWN]],
+        text_columns=["tensor"],
     )
-    if len(changes) > MAX_TENSORS:
-        print(f"and {len(changes) - MAX_TENSORS} more tensors")
+    if len(differences) > MAX_TENSORS_SHOWN:
+        print(f"and {len(differences) - MAX_TENSORS_SHOWN} more tensors")
 
 
-def _importance(change: TensorChange) -> tuple[bool, float]:
-    """Return a sort key: the model before optimizer states, unmeasured changes first, then large ones."""
-    is_model = change.kind in ("weight", "buffer")
-    return not is_model, -math.inf if math.isnan(change.relative) else -change.relative
+def _format_difference(difference: TensorChange) -> list[str]:
+    """Return the cells of a tensor's row: without numbers if the tensors cannot be compared."""
+    if difference.remark is not None:
+        return [difference.kind, "", "", "", f"{difference.name}: {difference.remark}"]
+    return [
+        difference.kind,
+        f"{difference.share:.1%}",
+        f"{difference.max_difference:.3g}",
+        f"{difference.relative:.2e}",
+        difference.name,
+    ]
+
+
+def _importance_key(difference: TensorChange) -> tuple[bool, float]:
+    """Return a key that sorts the model before optimizer states.
+
+    Among each, tensors that cannot be compared come first, then the largest relative difference.
+    """
+    is_model = difference.kind in ("weight", "buffer")
+    return not is_model, -math.inf if math.isnan(difference.relative) else -difference.relative

@@ -1,4 +1,4 @@
-"""Arguments that commands share: a recipe, a run or one of its checkpoints, overrides."""
+"""Command-line arguments that commands share, their help text, and errors of files that commands read."""
 
 from __future__ import annotations
 
@@ -15,20 +15,49 @@ from pipeline.errors import PipelineError
 from pipeline.planner.shapes import check_pretrained
 
 
+class ParagraphHelpFormatter(argparse.HelpFormatter):
+    """Help formatter that wraps the paragraphs of a description or epilog, and keeps indented lines.
+
+    Paragraphs are separated by empty lines. A paragraph that begins with a space is a command to copy.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for paragraph in text.strip("\n").split("\n\n"):
+            if paragraph.startswith(" "):
+                filled.append(paragraph)
+            else:
+                filled.append(super()._fill_text(paragraph, width, indent))
+        return "\n\n".join(filled)
+
+
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--config` and the arguments of add_overrides."""
-    parser.add_argument("--config", type=Path, metavar="RECIPE.yaml", required=True, help="recipe")
+    """Add `--config`, which is required, `--no-import-paths` and overrides."""
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="RECIPE.yaml",
+        required=True,
+        help="recipe; a path, or the name of a shipped file",
+    )
     add_overrides(parser, "recipe keys, such as data.sequence_length=512")
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `RUN` and `--step`."""
+    """Add `RUN` and `--step`, which together name a checkpoint."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument("--step", help="which checkpoint: a step, `last` (default) or `best`", default="last")
+    parser.add_argument(
+        "--step", help="checkpoint of the run: a step, `last` (default) or `best`", default="last"
+    )
 
 
 def add_overrides(parser: argparse.ArgumentParser, help: str) -> None:
-    """Add `--no-import-paths` and overrides of the recipe's keys."""
+    """Add `--no-import-paths` and overrides of the recipe's keys.
+
+    Args:
+        parser: Parser to add them to.
+        help: Help text of the overrides; `argparse.SUPPRESS` leaves them out of the help.
+    """
     parser.add_argument(NO_IMPORT_PATHS, action="store_true", help="refuse a recipe that names code to run")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
@@ -47,14 +76,18 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
 
 @contextmanager
 def report_file_errors() -> Iterator[None]:
-    """Turn an OSError of a command that reads a run into a PipelineError, which prints one line.
+    """Turn an OSError into a PipelineError, which is printed as one line without a traceback.
 
-    A file that cannot be read is a mistake of the user there, and not a fault of the program.
+    For commands in which a file that cannot be read or written is a mistake of the user, and not a fault of
+    the program.
+
+    Raises:
+        PipelineError: The body raised an OSError other than a lack of memory.
     """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOMEM:  # a lack of memory, which pipeline/__main__.py reports
+        if error.errno == errno.ENOMEM:  # pipeline/__main__.py reports a lack of memory
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        raise PipelineError(f"{where}{error.strerror or error}") from None
+        file_name = f"{error.filename}: " if error.filename else ""
+        raise PipelineError(f"{file_name}{error.strerror or error}") from None

@@ -154,6 +154,15 @@ def test_shares():
     assert shares == ["0.0 %", "20.0 %", "< 0.1 %", "0.0 %"]
 
 
+@pytest.mark.parametrize("width", [20, 60])
+def test_no_cell_of_a_table_is_cut_or_wrapped(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    Screen(no_color=True).table(["kind", "changed", "tensor"], [["weight", "100.0%", name]])
+    head, row = capsys.readouterr().out.splitlines()
+    assert (head.split(), row.split()) == (["kind", "changed", "tensor"], ["weight", "100.0%", name])
+
+
 def test_text_is_printed_as_it_is(capsys):
     screen = Screen(no_color=False)
     screen.line("[bold]" + "x" * 300 + " :smile:")
